@@ -1,0 +1,55 @@
+// Command watershed is every part of Watershed: all of it in one process (up), each service in a process of its own
+// (split, or a service's name), and the operator's tools.
+package main
+
+import (
+	"fmt"
+	"os"
+
+	_ "time/tzdata" // CronJobs name time zones
+)
+
+const usage = `watershed is the Kubernetes API server as services that scale apart.
+
+  watershed up        everything in this process, on this machine
+  watershed split     every service as a process of its own, on this machine
+  watershed SERVICE   one service: gateway, authn, authz, admission, registry or watchfanout
+  watershed etcd      an etcd member, as split runs it
+  watershed nats      a NATS server, as split runs it
+  watershed version
+
+Every command says what it can be told with --help.
+`
+
+func main() {
+	if len(os.Args) < 2 {
+		fmt.Fprint(os.Stderr, usage)
+		os.Exit(2)
+	}
+	command, args := os.Args[1], os.Args[2:]
+	var err error
+	switch command {
+	case "up":
+		err = up(args)
+	case "split":
+		err = split(args)
+	case "etcd":
+		err = etcdCommand(args)
+	case "nats":
+		err = natsCommand(args)
+	case "version":
+		fmt.Println(versionLine())
+	case "help", "-h", "--help":
+		fmt.Print(usage)
+	default:
+		if _, ok := services[command]; !ok {
+			fmt.Fprintf(os.Stderr, "watershed: unknown command %q\n\n%s", command, usage)
+			os.Exit(2)
+		}
+		err = serviceCommand(command, args)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "watershed "+command+":", err)
+		os.Exit(1)
+	}
+}

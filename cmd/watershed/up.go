@@ -1,0 +1,250 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+	"github.com/spf13/pflag"
+	"github.com/spf13/viper"
+	"google.golang.org/grpc"
+
+	"watershed.dev/platform/config"
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
+)
+
+// up runs everything in this process.
+func up(args []string) error {
+	began := time.Now()
+	fs := pflag.NewFlagSet("watershed up", pflag.ContinueOnError)
+	dataDir := fs.String("data-dir", ".watershed", "Where everything is kept: certificates, etcd, the event log, admin.kubeconfig.")
+	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
+	var t telemetry.Options
+	t.AddFlags(fs)
+	all := map[string]*built{}
+	for _, name := range order {
+		all[name] = newBuilt(name, fs)
+	}
+	if err := config.Load(fs, args); err != nil {
+		return help(err)
+	}
+	port, _ := fs.GetInt("secure-port")
+	l, err := openLayout(*dataDir, port, *hosts)
+	if err != nil {
+		return err
+	}
+	logFile, err := os.OpenFile(filepath.Join(l.dir, "watershed.log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	defer logFile.Close()
+	ctx, cancel := lifecycle.Signalled()
+	defer cancel()
+	flush, err := t.Start(ctx, "watershed", logFile)
+	if err != nil {
+		return err
+	}
+	defer flush()
+	u := &upRun{layout: l, flags: fs, all: all, transport: rpc.NewInProcess()}
+	parts, err := u.parts(&t)
+	if err != nil {
+		return err
+	}
+	show := progress(os.Stdout)
+	show.say("Watershed %s starts in %s", release, l.dir)
+	return lifecycle.Run(ctx, parts, show.starting, func() {
+		show.done()
+		fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.\n",
+			time.Since(began).Seconds(), filepath.Join(l.dir, "admin.kubeconfig"), logFile.Name())
+	})
+}
+
+// built is one service on its way.
+type built struct {
+	flags *pflag.FlagSet
+	build func(context.Context, *wiring) (service, error)
+	run   service
+}
+
+// newBuilt gives a service flags of its own and shows those that fs lacks there.
+func newBuilt(name string, fs *pflag.FlagSet) *built {
+	add, build := services[name].new()
+	b := &built{flags: pflag.NewFlagSet(name, pflag.ContinueOnError), build: build}
+	add(b.flags)
+	b.flags.VisitAll(func(f *pflag.Flag) {
+		if fs.Lookup(f.Name) == nil {
+			fs.AddFlag(f)
+		}
+	})
+	return b
+}
+
+// configure hands the service what the command was told, and else what the data directory says.
+func (b *built) configure(command *pflag.FlagSet, settings map[string]any) error {
+	var errs []error
+	b.flags.VisitAll(func(f *pflag.Flag) {
+		given := command.Lookup(f.Name)
+		if given == nil || given == f || !given.Changed {
+			return
+		}
+		errs = append(errs, copyValue(b.flags, f, given))
+	})
+	v := viper.NewWithOptions(viper.KeyDelimiter("\x00"))
+	for name, value := range settings {
+		v.Set(name, value)
+	}
+	errs = append(errs, config.Apply(b.flags, v, ""))
+	return errors.Join(errs...)
+}
+
+func copyValue(fs *pflag.FlagSet, to, from *pflag.Flag) error {
+	if s, ok := from.Value.(pflag.SliceValue); ok {
+		if d, ok := to.Value.(pflag.SliceValue); ok {
+			to.Changed = true
+			return d.Replace(s.GetSlice())
+		}
+		return fs.Set(to.Name, strings.Join(s.GetSlice(), ","))
+	}
+	return fs.Set(to.Name, from.Value.String())
+}
+
+// upRun puts the parts of one process together.
+type upRun struct {
+	*layout
+	flags     *pflag.FlagSet
+	all       map[string]*built
+	transport *rpc.InProcess
+	nats      *server.Server
+}
+
+func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
+	var parts []lifecycle.Part
+	external, _ := u.flags.GetStringSlice("etcd-servers")
+	socket := "unix://" + filepath.Join(socketDir(u.dir), "etcd.sock")
+	if len(external) == 0 {
+		dir := filepath.Join(u.dir, "etcd")
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return nil, err
+		}
+		parts = append(parts, etcdPart(etcdSettings{dir: dir, listen: socket}))
+	}
+	natsURL, _ := u.flags.GetString("nats-url")
+	if natsURL == "" {
+		parts = append(parts, u.natsPart())
+	}
+	for _, name := range order {
+		settings := u.settings(name)
+		if name == "registry" && len(external) == 0 {
+			settings["etcd-servers"] = socket
+		}
+		if err := u.all[name].configure(u.flags, settings); err != nil {
+			return nil, err
+		}
+		parts = append(parts, u.servicePart(name))
+	}
+	parts = append(parts, lifecycle.Part{Name: "policies", Run: wait, Ready: u.synced})
+	return append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
+		var running []service
+		for _, name := range order {
+			running = append(running, u.all[name].run)
+		}
+		return t.ServeDebug(ctx, registerMetrics(running...), pages(u.all["watchfanout"].run))
+	}}), nil
+}
+
+func wait(ctx context.Context) error {
+	<-ctx.Done()
+	return nil
+}
+
+// synced waits until authz and admission have read what they need: from then on nobody is refused for that.
+func (u *upRun) synced(ctx context.Context) error {
+	for _, name := range []string{"authz", "admission"} {
+		if s, ok := u.all[name].run.(interface{ Synced(context.Context) error }); ok {
+			if err := s.Synced(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (u *upRun) natsPart() lifecycle.Part {
+	started := make(chan struct{})
+	return lifecycle.Part{Name: "nats", Run: func(ctx context.Context) error {
+		srv, err := startNATS(natsSettings{dir: filepath.Join(u.dir, "nats")})
+		if err != nil {
+			return err
+		}
+		u.nats = srv
+		close(started)
+		<-ctx.Done()
+		srv.Shutdown()
+		srv.WaitForShutdown()
+		return nil
+	}, Ready: closed(started, "NATS is starting")}
+}
+
+// servicePart builds a service when its turn has come, since it may need those before it to be built.
+func (u *upRun) servicePart(name string) lifecycle.Part {
+	b := u.all[name]
+	ready := make(chan struct{})
+	return lifecycle.Part{Name: name, Run: func(ctx context.Context) error {
+		s, err := b.build(ctx, &wiring{
+			client: func(string, bool) (grpc.ClientConnInterface, error) { return u.transport, nil },
+			log: func(o *eventlog.Options) {
+				if u.nats != nil {
+					o.Conn = u.nats
+				}
+			},
+			id: u.identity(name),
+		})
+		if err != nil {
+			return err
+		}
+		s.Register(u.transport)
+		b.run = s
+		close(ready)
+		return s.Run(ctx)
+	}, Ready: func(ctx context.Context) error {
+		select {
+		case <-ready:
+			return b.run.Ready(ctx)
+		default:
+			return errors.New(name + " is being built")
+		}
+	}}
+}
+
+// shown tells in one line what is being started.
+type shown struct {
+	w     io.Writer
+	began time.Time
+	last  string
+}
+
+func progress(w io.Writer) *shown { return &shown{w: w} }
+
+func (s *shown) say(format string, args ...any) { fmt.Fprintf(s.w, format+"\n", args...) }
+
+func (s *shown) starting(name string) {
+	s.done()
+	s.last, s.began = name, time.Now()
+	fmt.Fprintf(s.w, "  %-12s ", name)
+}
+
+func (s *shown) done() {
+	if s.last != "" {
+		fmt.Fprintf(s.w, "%5d ms\n", time.Since(s.began).Milliseconds())
+		s.last = ""
+	}
+}

@@ -1,0 +1,107 @@
+// Package config fills a flag set from, in this order, the command line, the environment, a file and the defaults.
+//
+// Flags are the one declaration of what can be configured; a file's keys and the environment's names are the flags'
+// names (WATERSHED_SECURE_PORT for --secure-port). An unknown key or a value that does not parse is an error that
+// names the key, the value and the file.
+package config
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/spf13/pflag"
+	"github.com/spf13/viper"
+)
+
+const envPrefix = "WATERSHED"
+
+// Load parses args into fs and fills what the command line left out from the environment, then from the file that
+// --config names. The file is YAML, JSON or TOML, by its extension.
+func Load(fs *pflag.FlagSet, args []string) error {
+	if fs.Lookup("config") == nil {
+		fs.String("config", "", "A file of these same settings, a key a flag without its dashes.")
+	}
+	if err := fs.Parse(args); err != nil {
+		return err
+	}
+	if extra := fs.Args(); len(extra) > 0 {
+		return fmt.Errorf("unknown argument %q: settings are given as --name=value", extra[0])
+	}
+	v := viper.NewWithOptions(viper.KeyDelimiter("\x00")) // a key may hold dots
+	path, _ := fs.GetString("config")
+	if !fs.Changed("config") {
+		if env := os.Getenv(envPrefix + "_CONFIG"); env != "" {
+			path = env
+		}
+	}
+	if path != "" {
+		v.SetConfigFile(path)
+		if err := v.ReadInConfig(); err != nil {
+			return fmt.Errorf("--config %q: %w", path, err)
+		}
+		for _, key := range v.AllKeys() {
+			if fs.Lookup(key) == nil {
+				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
+			}
+		}
+	}
+	v.SetEnvPrefix(envPrefix)
+	v.SetEnvKeyReplacer(strings.NewReplacer("-", "_"))
+	v.AutomaticEnv()
+	return Apply(fs, v, path)
+}
+
+// Apply sets every flag that the command line left out and v has a value for.
+func Apply(fs *pflag.FlagSet, v *viper.Viper, path string) error {
+	var errs []error
+	fs.VisitAll(func(f *pflag.Flag) {
+		if f.Changed || f.Name == "config" || f.Name == "help" || !v.IsSet(f.Name) {
+			return
+		}
+		if err := setFrom(fs, f, v); err != nil {
+			where := "environment " + envPrefix + "_" + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
+			if v.InConfig(f.Name) {
+				where = fmt.Sprintf("--config %q: key %q", path, f.Name)
+			}
+			errs = append(errs, fmt.Errorf("%s: value %q: %w", where, v.GetString(f.Name), err))
+		}
+	})
+	return errors.Join(errs...)
+}
+
+func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
+	switch value := v.Get(f.Name).(type) {
+	case []any, []string:
+		if s, ok := f.Value.(pflag.SliceValue); ok {
+			f.Changed = true
+			return s.Replace(v.GetStringSlice(f.Name))
+		}
+		return fs.Set(f.Name, strings.Join(v.GetStringSlice(f.Name), ","))
+	case map[string]any:
+		var pairs []string
+		for k, e := range value {
+			pairs = append(pairs, fmt.Sprintf("%s=%v", k, e))
+		}
+		slices.Sort(pairs)
+		return fs.Set(f.Name, strings.Join(pairs, ","))
+	default:
+		return fs.Set(f.Name, v.GetString(f.Name))
+	}
+}
+
+// suggestion names the flag that key was most likely meant to be.
+func suggestion(fs *pflag.FlagSet, key string) string {
+	best := ""
+	fs.VisitAll(func(f *pflag.Flag) {
+		if best == "" && (strings.EqualFold(strings.ReplaceAll(f.Name, "-", ""), strings.NewReplacer("-", "", "_", "").Replace(key)) || strings.Contains(f.Name, key)) {
+			best = f.Name
+		}
+	})
+	if best == "" {
+		return ""
+	}
+	return fmt.Sprintf(" (did you mean %q?)", best)
+}

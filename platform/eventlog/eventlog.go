@@ -1,0 +1,243 @@
+// Package eventlog is the ordered log of etcd events in NATS JetStream: its names, its order and how to read it.
+//
+// Every message holds one logv1.Event. A message's id says where in etcd's history it stands, and each publish expects
+// the id before it, so the log can neither fork nor gap: a deposed publisher's message is refused.
+package eventlog
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"github.com/spf13/pflag"
+	"google.golang.org/protobuf/proto"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	"watershed.dev/platform/rpc"
+)
+
+const (
+	// StreamName is the JetStream stream.
+	StreamName = "watershed"
+	events     = "watershed.event."
+	// ProgressSubject carries progress and resets, in order with the events.
+	ProgressSubject = "watershed.progress"
+	// AskProgress is where a reader that waits for a revision asks the publisher to say how far it is.
+	AskProgress = "watershed.ask.progress"
+)
+
+// Subject is where a stored resource's events are.
+func Subject(storedAs string) string { return events + storedAs }
+
+// Options say where NATS is and how the log is kept.
+type Options struct {
+	URL       string
+	Storage   string
+	Replicas  int
+	Retention time.Duration
+	MaxBytes  int64
+	// Conn, if set, is used in place of URL: the embedded server's in-process connection.
+	Conn nats.InProcessConnProvider
+}
+
+// AddFlags adds them to fs.
+func (o *Options) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&o.URL, "nats-url", o.URL, "NATS servers, comma separated (tls://host:4222). Mutual TLS with the --rpc-* identity.")
+	fs.StringVar(&o.Storage, "log-storage", "file", `Where JetStream keeps the event log: "file" or "memory".`)
+	fs.IntVar(&o.Replicas, "log-replicas", 1, "JetStream replicas of the event log: 1, 3 or 5.")
+	fs.DurationVar(&o.Retention, "log-retention", 10*time.Minute, "How long the event log keeps events, which is how far back a watch can resume.")
+	fs.Int64Var(&o.MaxBytes, "log-max-bytes", 1<<30, "The event log's size bound in bytes.")
+}
+
+// Connect connects to NATS and reconnects for ever. Close the connection to end it.
+func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStream, error) {
+	opts := []nats.Option{nats.Name(name), nats.MaxReconnects(-1), nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
+		nats.RetryOnFailedConnect(true), nats.PingInterval(5 * time.Second), nats.MaxPingsOutstanding(2),
+		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { slog.Warn("NATS", "error", err) })}
+	url := o.URL
+	if o.Conn != nil {
+		opts = append(opts, nats.InProcessServer(o.Conn))
+	} else {
+		if url == "" {
+			return nil, nil, errors.New("--nats-url is required")
+		}
+		conf, err := id.Config()
+		if err != nil {
+			return nil, nil, err
+		}
+		opts = append(opts, nats.Secure(clientOnly(conf)))
+	}
+	nc, err := nats.Connect(url, opts...)
+	if err != nil {
+		return nil, nil, fmt.Errorf("--nats-url %q: %w", url, err)
+	}
+	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512))
+	if err != nil {
+		nc.Close()
+		return nil, nil, err
+	}
+	return nc, js, nil
+}
+
+func clientOnly(c *tls.Config) *tls.Config {
+	c.ServerName = "nats"
+	return c
+}
+
+// Stream makes the log's stream, or makes an existing one as configured.
+func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream.Stream, error) {
+	storage := jetstream.FileStorage
+	switch o.Storage {
+	case "memory":
+		storage = jetstream.MemoryStorage
+	case "file", "":
+	default:
+		return nil, fmt.Errorf(`--log-storage %q: want "file" or "memory"`, o.Storage)
+	}
+	return js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
+		Name: StreamName, Subjects: []string{events + ">", ProgressSubject}, Storage: storage, Replicas: max(o.Replicas, 1),
+		MaxAge: o.Retention, MaxBytes: o.MaxBytes, Discard: jetstream.DiscardOld, Duplicates: min(o.Retention, 2*time.Minute), AllowDirect: true,
+	})
+}
+
+// ID is where an event stands: a revision, an index in its transaction, and whether it is an event at all.
+type ID struct {
+	Revision int64
+	Index    int32
+	// Mark is true for progress and resets, which say something of all that is up to Revision.
+	Mark bool
+	// nonce keeps the ids of two marks at one revision apart.
+	nonce string
+}
+
+// IDOf is e's id.
+func IDOf(e *logv1.Event, nonce string) ID {
+	mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET
+	if !mark {
+		nonce = ""
+	}
+	return ID{e.Revision, e.Index, mark, nonce}
+}
+
+func (id ID) String() string {
+	if id.Mark {
+		return fmt.Sprintf("m%d.%s", id.Revision, id.nonce)
+	}
+	return fmt.Sprintf("%d.%d", id.Revision, id.Index)
+}
+
+// ParseID is String's inverse.
+func ParseID(s string) (ID, error) {
+	rest, mark := strings.CutPrefix(s, "m")
+	revision, tail, ok := strings.Cut(rest, ".")
+	r, err := strconv.ParseInt(revision, 10, 64)
+	if !ok || err != nil {
+		return ID{}, fmt.Errorf("not an event id: %q", s)
+	}
+	if mark {
+		return ID{Revision: r, Mark: true, nonce: tail}, nil
+	}
+	i, err := strconv.ParseInt(tail, 10, 32)
+	if err != nil {
+		return ID{}, fmt.Errorf("not an event id: %q", s)
+	}
+	return ID{Revision: r, Index: int32(i)}, nil
+}
+
+// Last is the id of the log's last message. ok is false where the log holds none; sequence is the stream's last one.
+func Last(ctx context.Context, s jetstream.Stream) (id ID, sequence uint64, ok bool, err error) {
+	info, err := s.Info(ctx)
+	if err != nil {
+		return ID{}, 0, false, err
+	}
+	if info.State.Msgs == 0 {
+		return ID{}, info.State.LastSeq, false, nil
+	}
+	m, err := s.GetMsg(ctx, info.State.LastSeq)
+	if err != nil {
+		return ID{}, 0, false, err
+	}
+	id, err = ParseID(m.Header.Get(jetstream.MsgIDHeader))
+	return id, info.State.LastSeq, err == nil, err
+}
+
+// Message wraps e for publishing.
+func Message(e *logv1.Event) (*nats.Msg, error) {
+	data, err := proto.Marshal(e)
+	if err != nil {
+		return nil, err
+	}
+	subject := ProgressSubject
+	if e.StoredAs != "" {
+		subject = Subject(e.StoredAs)
+	}
+	return &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}, nil
+}
+
+// Read calls handle with every event of the subjects (all, if none are named) from the log's beginning on, in order and
+// without a gap, until ctx is done or handle returns an error. It survives the loss of NATS; should the log have lost
+// what comes next, a gap is reported as a reset.
+func Read(ctx context.Context, js jetstream.JetStream, storedAs []string, handle func(*logv1.Event) error) error {
+	config := jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverAllPolicy}
+	for _, s := range storedAs {
+		config.FilterSubjects = append(config.FilterSubjects, Subject(s))
+	}
+	if len(storedAs) > 0 {
+		config.FilterSubjects = append(config.FilterSubjects, ProgressSubject)
+	}
+	for {
+		err := read(ctx, js, config, handle)
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		var h *handlerError
+		if errors.As(err, &h) {
+			return h.error
+		}
+		slog.Warn("The event log broke off; reading it again", "error", err)
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+type handlerError struct{ error }
+
+func read(ctx context.Context, js jetstream.JetStream, config jetstream.OrderedConsumerConfig, handle func(*logv1.Event) error) error {
+	openCtx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	consumer, err := js.OrderedConsumer(openCtx, StreamName, config)
+	if err != nil {
+		return err
+	}
+	messages, err := consumer.Messages(jetstream.PullMaxMessages(1024), jetstream.PullHeartbeat(time.Second))
+	if err != nil {
+		return err
+	}
+	stop := context.AfterFunc(ctx, messages.Stop)
+	defer stop()
+	defer messages.Stop()
+	for {
+		m, err := messages.Next()
+		if err != nil {
+			return err
+		}
+		e := &logv1.Event{}
+		if err := proto.Unmarshal(m.Data(), e); err != nil {
+			slog.Error("A message of the event log is corrupt", "subject", m.Subject(), "error", err)
+			e = &logv1.Event{Type: logv1.Type_TYPE_RESET}
+		}
+		if err := handle(e); err != nil {
+			return &handlerError{err}
+		}
+	}
+}

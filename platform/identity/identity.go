@@ -1,0 +1,104 @@
+// Package identity translates who asks, and for what, between the contracts and k8s.io/apiserver's types.
+package identity
+
+import (
+	"strings"
+
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// UserProto makes u fit for the wire; nil stays nil.
+func UserProto(u user.Info) *commonv1.User {
+	if u == nil {
+		return nil
+	}
+	p := &commonv1.User{Name: u.GetName(), Uid: u.GetUID(), Groups: u.GetGroups()}
+	for k, v := range u.GetExtra() {
+		if p.Extra == nil {
+			p.Extra = map[string]*commonv1.Values{}
+		}
+		p.Extra[k] = &commonv1.Values{Values: v}
+	}
+	return p
+}
+
+// User is UserProto's inverse.
+func User(p *commonv1.User) *user.DefaultInfo {
+	u := &user.DefaultInfo{Name: p.GetName(), UID: p.GetUid(), Groups: p.GetGroups()}
+	for k, v := range p.GetExtra() {
+		if u.Extra == nil {
+			u.Extra = map[string][]string{}
+		}
+		u.Extra[k] = v.GetValues()
+	}
+	return u
+}
+
+// AttributesProto makes a fit for the wire. Selectors that did not parse are left out, as if there were none: an
+// authorizer may then only be stricter.
+func AttributesProto(a authorizer.Attributes) *commonv1.Attributes {
+	p := &commonv1.Attributes{User: UserProto(a.GetUser()), Verb: a.GetVerb(), ResourceRequest: a.IsResourceRequest(), Path: a.GetPath(),
+		Namespace: a.GetNamespace(), Name: a.GetName(),
+		Resource: &commonv1.Resource{Group: a.GetAPIGroup(), Version: a.GetAPIVersion(), Resource: a.GetResource(), Subresource: a.GetSubresource()}}
+	if reqs, err := a.GetFieldSelector(); err == nil && len(reqs) > 0 {
+		var parts []string
+		for _, r := range reqs {
+			parts = append(parts, r.Field+string(r.Operator)+fields.EscapeValue(r.Value))
+		}
+		p.FieldSelector = strings.Join(parts, ",")
+	}
+	if reqs, err := a.GetLabelSelector(); err == nil && len(reqs) > 0 {
+		p.LabelSelector = labels.NewSelector().Add(reqs...).String()
+	}
+	return p
+}
+
+// Attributes is AttributesProto's inverse.
+func Attributes(p *commonv1.Attributes) authorizer.AttributesRecord {
+	r := authorizer.AttributesRecord{User: User(p.GetUser()), Verb: p.GetVerb(), ResourceRequest: p.GetResourceRequest(), Path: p.GetPath(),
+		Namespace: p.GetNamespace(), Name: p.GetName(), APIGroup: p.GetResource().GetGroup(), APIVersion: p.GetResource().GetVersion(),
+		Resource: p.GetResource().GetResource(), Subresource: p.GetResource().GetSubresource()}
+	if p.GetFieldSelector() != "" {
+		s, err := fields.ParseSelector(p.FieldSelector)
+		r.FieldSelectorParsingErr = err
+		if err == nil {
+			r.FieldSelectorRequirements = s.Requirements()
+		}
+	}
+	if p.GetLabelSelector() != "" {
+		s, err := labels.Parse(p.LabelSelector)
+		r.LabelSelectorParsingErr = err
+		if err == nil {
+			r.LabelSelectorRequirements, _ = s.Requirements()
+		}
+	}
+	return r
+}
+
+// Decision translates an answer.
+func Decision(d authzv1.Decision) authorizer.Decision {
+	switch d {
+	case authzv1.Decision_DECISION_ALLOW:
+		return authorizer.DecisionAllow
+	case authzv1.Decision_DECISION_DENY:
+		return authorizer.DecisionDeny
+	}
+	return authorizer.DecisionNoOpinion
+}
+
+// DecisionProto is Decision's inverse.
+func DecisionProto(d authorizer.Decision) authzv1.Decision {
+	switch d {
+	case authorizer.DecisionAllow:
+		return authzv1.Decision_DECISION_ALLOW
+	case authorizer.DecisionDeny:
+		return authzv1.Decision_DECISION_DENY
+	}
+	return authzv1.Decision_DECISION_UNSPECIFIED
+}

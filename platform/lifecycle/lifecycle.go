@@ -1,0 +1,117 @@
+// Package lifecycle runs the parts of a process: each starts once those it needs are ready, and they stop in the
+// opposite order. A part that ends on its own ends the process.
+package lifecycle
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+)
+
+// Part is something that runs for as long as the process does.
+type Part struct {
+	Name string
+	// Run serves until ctx is done and leaves no goroutine behind.
+	Run func(ctx context.Context) error
+	// Ready is polled before the next part starts; nil means ready at once.
+	Ready func(ctx context.Context) error
+}
+
+// StopTimeout bounds how long one part may take to stop.
+const StopTimeout = 30 * time.Second
+
+// Run starts parts in order, calls started, waits for ctx's end or a part's, and stops them in the opposite order.
+// The error is that of the part that ended first on its own.
+func Run(ctx context.Context, parts []Part, starting func(name string), started func()) error {
+	type running struct {
+		name   string
+		cancel context.CancelFunc
+		done   chan struct{}
+	}
+	var all []running
+	failed := make(chan error, len(parts))
+	defer func() {
+		for i := len(all) - 1; i >= 0; i-- {
+			all[i].cancel()
+			select {
+			case <-all[i].done:
+			case <-time.After(StopTimeout):
+				slog.Error("A part does not stop", "part", all[i].name)
+			}
+		}
+	}()
+	for _, p := range parts {
+		if starting != nil {
+			starting(p.Name)
+		}
+		partCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+		r := running{p.Name, cancel, make(chan struct{})}
+		all = append(all, r)
+		go func() {
+			defer close(r.done)
+			if err := p.Run(partCtx); err != nil && !errors.Is(err, context.Canceled) {
+				failed <- fmt.Errorf("%s: %w", p.Name, err)
+			} else if partCtx.Err() == nil {
+				failed <- fmt.Errorf("%s: ended by itself", p.Name)
+			}
+		}()
+		if err := waitReady(ctx, p, failed); err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return err
+		}
+	}
+	if started != nil {
+		started()
+	}
+	select {
+	case <-ctx.Done():
+		return nil
+	case err := <-failed:
+		return err
+	}
+}
+
+func waitReady(ctx context.Context, p Part, failed chan error) error {
+	if p.Ready == nil {
+		return nil
+	}
+	var last error
+	slow := time.Now().Add(10 * time.Second)
+	for {
+		if last = p.Ready(ctx); last == nil {
+			return nil
+		}
+		if time.Now().After(slow) {
+			slog.Warn("Still waiting", "part", p.Name, "reason", last)
+			slow = time.Now().Add(10 * time.Second)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case err := <-failed:
+			return err
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// Signalled returns a context that ends at the first SIGINT or SIGTERM; a second signal ends the process at once.
+func Signalled() (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithCancel(context.Background())
+	c := make(chan os.Signal, 2)
+	signal.Notify(c, syscall.SIGINT, syscall.SIGTERM)
+	go func() {
+		<-c
+		cancel()
+		<-c
+		os.Exit(1)
+	}()
+	return ctx, cancel
+}

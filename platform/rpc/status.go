@@ -1,0 +1,109 @@
+// Package rpc is how the services talk: gRPC with mutual TLS, or the same contracts inside one process.
+//
+// It knows nothing of what is said. Errors are the one exception: a Kubernetes API error crosses a hop whole, as a
+// metav1.Status in the details of the gRPC status, and comes out as the API error that it was.
+package rpc
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// ToStatus makes err fit to be returned from a gRPC handler. API errors keep their whole metav1.Status.
+func ToStatus(err error) error {
+	if err == nil {
+		return nil
+	}
+	var api apierrors.APIStatus
+	if !errors.As(err, &api) {
+		if _, ok := status.FromError(err); ok {
+			return err
+		}
+		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+			return status.FromContextError(err).Err()
+		}
+		return status.Error(codes.Unknown, err.Error())
+	}
+	s := api.Status()
+	st := status.New(codeOf(s.Code), s.Message)
+	if with, derr := st.WithDetails(StatusProto(&s)); derr == nil {
+		st = with
+	}
+	return st.Err()
+}
+
+// FromStatus is ToStatus's inverse. An error that carries no metav1.Status comes back as the one kube-apiserver would
+// give: a lost peer is 503 with Retry-After, a passed deadline 504, anything else 500.
+func FromStatus(err error) error {
+	if err == nil {
+		return nil
+	}
+	st, ok := status.FromError(err)
+	if !ok {
+		return err
+	}
+	for _, d := range st.Details() {
+		if p, ok := d.(*commonv1.Status); ok {
+			return APIError(p)
+		}
+	}
+	switch st.Code() {
+	case codes.Unavailable:
+		e := apierrors.NewServiceUnavailable("the server is currently unable to handle the request: " + st.Message())
+		e.ErrStatus.Details = &metav1.StatusDetails{RetryAfterSeconds: 1}
+		return e
+	case codes.DeadlineExceeded:
+		return apierrors.NewTimeoutError("the request did not complete within the allotted timeout", 0)
+	case codes.Canceled:
+		return context.Canceled
+	}
+	return apierrors.NewInternalError(errors.New(st.Message()))
+}
+
+// StatusProto wraps s for the wire.
+func StatusProto(s *metav1.Status) *commonv1.Status {
+	b, err := json.Marshal(s)
+	if err != nil { // a Status holds only strings and numbers
+		panic(err)
+	}
+	return &commonv1.Status{Json: b}
+}
+
+// APIError is StatusProto's inverse.
+func APIError(p *commonv1.Status) error {
+	e := &apierrors.StatusError{}
+	if err := json.Unmarshal(p.GetJson(), &e.ErrStatus); err != nil {
+		return apierrors.NewInternalError(err)
+	}
+	return e
+}
+
+func codeOf(http2 int32) codes.Code {
+	switch http2 {
+	case http.StatusNotFound:
+		return codes.NotFound
+	case http.StatusConflict:
+		return codes.Aborted
+	case http.StatusForbidden:
+		return codes.PermissionDenied
+	case http.StatusUnauthorized:
+		return codes.Unauthenticated
+	case http.StatusTooManyRequests:
+		return codes.ResourceExhausted
+	case http.StatusGone:
+		return codes.OutOfRange
+	}
+	if http2 >= 400 && http2 < 500 {
+		return codes.InvalidArgument
+	}
+	return codes.Unknown
+}

@@ -1,0 +1,111 @@
+// Package telemetry is a process's logs, metrics and traces.
+package telemetry
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/pprof"
+	"strconv"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"github.com/spf13/pflag"
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/exporters/otlp/otlptrace/otlptracegrpc"
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/sdk/resource"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	semconv "go.opentelemetry.io/otel/semconv/v1.26.0"
+	"k8s.io/klog/v2"
+)
+
+// Options are the flags that every service has.
+type Options struct {
+	Verbosity       int
+	VModule         string
+	LogFormat       string
+	TracingEndpoint string
+	SamplingRatio   float64
+	DebugAddress    string
+}
+
+// AddFlags adds them to fs.
+func (o *Options) AddFlags(fs *pflag.FlagSet) {
+	fs.IntVarP(&o.Verbosity, "v", "v", o.Verbosity, "Log verbosity: 0 says what an operator must know, 4 is for debugging.")
+	fs.StringVar(&o.VModule, "vmodule", o.VModule, "Comma-separated pattern=N settings for file-filtered verbosity.")
+	fs.StringVar(&o.LogFormat, "logging-format", "text", `"text" or "json".`)
+	fs.StringVar(&o.TracingEndpoint, "tracing-endpoint", o.TracingEndpoint, "host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
+	fs.Float64Var(&o.SamplingRatio, "tracing-sampling-ratio", 1, "The share of requests to trace, 0 to 1, where the client did not decide.")
+	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress, "host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or an inner network only. Empty: none.")
+}
+
+// Start sets up logging to w and tracing for the named service. stop flushes.
+func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop func(), err error) {
+	var h slog.Handler
+	level := slog.Level(-o.Verbosity)
+	switch o.LogFormat {
+	case "text", "":
+		h = slog.NewTextHandler(w, &slog.HandlerOptions{Level: level})
+	case "json":
+		h = slog.NewJSONHandler(w, &slog.HandlerOptions{Level: level})
+	default:
+		return nil, fmt.Errorf(`--logging-format %q: want "text" or "json"`, o.LogFormat)
+	}
+	slog.SetDefault(slog.New(h).With("service", service))
+	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)
+	klog.InitFlags(klogFlags)
+	_ = klogFlags.Set("v", strconv.Itoa(o.Verbosity))
+	if err := klogFlags.Set("vmodule", o.VModule); err != nil {
+		return nil, fmt.Errorf("--vmodule %q: %w", o.VModule, err)
+	}
+	klog.SetSlogLogger(slog.Default().With("logger", "kubernetes"))
+
+	if o.SamplingRatio < 0 || o.SamplingRatio > 1 {
+		return nil, fmt.Errorf("--tracing-sampling-ratio %v: want a number from 0 to 1", o.SamplingRatio)
+	}
+	otel.SetTextMapPropagator(propagation.NewCompositeTextMapPropagator(propagation.TraceContext{}, propagation.Baggage{}))
+	if o.TracingEndpoint == "" {
+		return func() {}, nil
+	}
+	exp, err := otlptracegrpc.New(ctx, otlptracegrpc.WithEndpoint(o.TracingEndpoint), otlptracegrpc.WithInsecure())
+	if err != nil {
+		return nil, fmt.Errorf("--tracing-endpoint %q: %w", o.TracingEndpoint, err)
+	}
+	tp := sdktrace.NewTracerProvider(sdktrace.WithBatcher(exp),
+		sdktrace.WithSampler(sdktrace.ParentBased(sdktrace.TraceIDRatioBased(o.SamplingRatio))),
+		sdktrace.WithResource(resource.NewSchemaless(semconv.ServiceName(service))))
+	otel.SetTracerProvider(tp)
+	return func() { _ = tp.Shutdown(context.WithoutCancel(ctx)) }, nil
+}
+
+// ServeDebug serves the process's own state until ctx is done. extra adds pages.
+func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, extra map[string]http.Handler) error {
+	if o.DebugAddress == "" {
+		<-ctx.Done()
+		return nil
+	}
+	mux := http.NewServeMux()
+	mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
+	mux.HandleFunc("/debug/pprof/", pprof.Index)
+	mux.HandleFunc("/debug/pprof/profile", pprof.Profile)
+	mux.HandleFunc("/debug/pprof/symbol", pprof.Symbol)
+	mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
+	for path, h := range extra {
+		mux.Handle(path, h)
+	}
+	l, err := net.Listen("tcp", o.DebugAddress)
+	if err != nil {
+		return fmt.Errorf("--debug-address %q: %w", o.DebugAddress, err)
+	}
+	srv := &http.Server{Handler: mux}
+	go func() { <-ctx.Done(); srv.Close() }()
+	if err := srv.Serve(l); err != http.ErrServerClosed {
+		return err
+	}
+	return nil
+}

@@ -1,0 +1,176 @@
+package admission
+
+import (
+	"context"
+	"sync"
+
+	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/client-go/informers"
+	admissionlisters "k8s.io/client-go/listers/admissionregistration/v1"
+	"k8s.io/client-go/tools/cache"
+
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+)
+
+// builtIn is what the default plugins look at, from their own Handles and Admit methods at 1.36. It errs on the side of
+// asking. Where any other plugin is on, everything is asked.
+//
+//   - NamespaceLifecycle looks at every creation in a namespace and every deletion of one; ResourceQuota counts every
+//     creation, and updates of what it measures; OwnerReferencesPermissionEnforcement is off by default.
+//   - What is left out is what nobody looks at, above all a Lease's heartbeat, an Event's and an EndpointSlice's update
+//     and the status updates of most kinds.
+func builtIn() (admit, validate []*admissionv1.Interest) {
+	const create, update, remove, connect = admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE, admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT
+	in := func(group, resource, subresource string, ops ...admissionv1.Operation) *admissionv1.Interest {
+		return &admissionv1.Interest{Group: group, Resource: resource, Subresource: subresource, Operations: ops}
+	}
+	admit = []*admissionv1.Interest{
+		in("*", "*", "*", create, connect),
+		in("", "namespaces", "*", update, remove),
+		in("", "pods", "*", update, remove),
+		in("", "nodes", "*", update, remove),
+		in("", "services", "*", update),
+		in("", "persistentvolumeclaims", "*", update),
+		in("", "persistentvolumes", "*", update),
+		in("", "serviceaccounts", "*", update),
+		in("apps", "*", "*", update),
+		in("batch", "*", "*", update),
+		in("", "replicationcontrollers", "*", update),
+		in("", "podtemplates", "*", update),
+		in("networking.k8s.io", "*", "*", update),
+		in("scheduling.k8s.io", "*", "*", update, remove),
+		in("storage.k8s.io", "*", "*", update),
+		in("certificates.k8s.io", "*", "*", update),
+		in("resource.k8s.io", "*", "*", update, remove),
+		in("rbac.authorization.k8s.io", "*", "*", update),
+		in("node.k8s.io", "*", "*", update),
+		in("admissionregistration.k8s.io", "*", "*", update),
+		in("storagemigration.k8s.io", "*", "*", update),
+	}
+	// NodeRestriction also looks at what nodes do with leases and CSINodes. Their creation is asked about above; for their
+	// updates the Node authorizer already holds a node to the object of its own name.
+	return admit, append([]*admissionv1.Interest{}, admit...)
+}
+
+// interests is the built-in list and what webhooks and policies add to it.
+type interests struct {
+	mutating   admissionlisters.MutatingWebhookConfigurationLister
+	validating admissionlisters.ValidatingWebhookConfigurationLister
+	policies   admissionlisters.ValidatingAdmissionPolicyLister
+	mutations  admissionlisters.MutatingAdmissionPolicyLister
+	// all: plugins beyond the default are on, so that everything is asked.
+	all    bool
+	synced []cache.InformerSynced
+	dirty  chan struct{}
+
+	mu      sync.Mutex
+	current *admissionv1.InterestSet
+	changed chan struct{}
+}
+
+// everything is asked until the webhooks and policies are known.
+func everything() *admissionv1.InterestSet {
+	all := []*admissionv1.Interest{{Group: "*", Resource: "*", Subresource: "*", Operations: []admissionv1.Operation{
+		admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE, admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}}}
+	return &admissionv1.InterestSet{Admit: all, Validate: all}
+}
+
+func newInterests(f informers.SharedInformerFactory, all bool) *interests {
+	a := f.Admissionregistration().V1()
+	i := &interests{mutating: a.MutatingWebhookConfigurations().Lister(), validating: a.ValidatingWebhookConfigurations().Lister(), policies: a.ValidatingAdmissionPolicies().Lister(), mutations: a.MutatingAdmissionPolicies().Lister(), all: all,
+		dirty: make(chan struct{}, 1), current: everything(), changed: make(chan struct{})}
+	touch := func(any) {
+		select {
+		case i.dirty <- struct{}{}:
+		default:
+		}
+	}
+	for _, inf := range []cache.SharedIndexInformer{a.MutatingWebhookConfigurations().Informer(), a.ValidatingWebhookConfigurations().Informer(),
+		a.ValidatingAdmissionPolicies().Informer(), a.MutatingAdmissionPolicies().Informer()} {
+		reg, err := inf.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: touch, UpdateFunc: func(_, o any) { touch(o) }, DeleteFunc: touch})
+		if err == nil {
+			i.synced = append(i.synced, reg.HasSynced)
+		}
+	}
+	return i
+}
+
+func (i *interests) run(ctx context.Context) {
+	if !cache.WaitForCacheSync(ctx.Done(), i.synced...) {
+		return
+	}
+	for {
+		i.set(i.compute())
+		select {
+		case <-ctx.Done():
+			return
+		case <-i.dirty:
+		}
+	}
+}
+
+func (i *interests) get() (*admissionv1.InterestSet, <-chan struct{}) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.current, i.changed
+}
+
+func (i *interests) set(s *admissionv1.InterestSet) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.current = s
+	close(i.changed)
+	i.changed = make(chan struct{})
+}
+
+func (i *interests) compute() *admissionv1.InterestSet {
+	if i.all {
+		return everything()
+	}
+	s := &admissionv1.InterestSet{}
+	s.Admit, s.Validate = builtIn()
+	mutating, _ := i.mutating.List(labels.Everything())
+	for _, c := range mutating {
+		for _, w := range c.Webhooks {
+			s.Admit = append(s.Admit, rules(w.Rules)...)
+		}
+	}
+	validating, _ := i.validating.List(labels.Everything())
+	for _, c := range validating {
+		for _, w := range c.Webhooks {
+			s.Validate = append(s.Validate, rules(w.Rules)...)
+		}
+	}
+	if policies, _ := i.policies.List(labels.Everything()); len(policies) > 0 {
+		s.Validate = everything().Validate // a policy's match may be anything
+	}
+	if policies, _ := i.mutations.List(labels.Everything()); len(policies) > 0 {
+		s.Admit = everything().Admit
+	}
+	return s
+}
+
+// rules widens a webhook's rules to interests: any resource of its groups.
+func rules(all []admissionregistrationv1.RuleWithOperations) (out []*admissionv1.Interest) {
+	for _, r := range all {
+		in := &admissionv1.Interest{Resource: "*", Subresource: "*"}
+		for _, op := range r.Operations {
+			switch op {
+			case admissionregistrationv1.OperationAll:
+				in.Operations = everything().Admit[0].Operations
+			case admissionregistrationv1.Create:
+				in.Operations = append(in.Operations, admissionv1.Operation_OPERATION_CREATE)
+			case admissionregistrationv1.Update:
+				in.Operations = append(in.Operations, admissionv1.Operation_OPERATION_UPDATE)
+			case admissionregistrationv1.Delete:
+				in.Operations = append(in.Operations, admissionv1.Operation_OPERATION_DELETE)
+			case admissionregistrationv1.Connect:
+				in.Operations = append(in.Operations, admissionv1.Operation_OPERATION_CONNECT)
+			}
+		}
+		in.Group = "*" // matchPolicy Equivalent may mean another group
+		out = append(out, in)
+	}
+	return out
+}

@@ -1,0 +1,167 @@
+package admission
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"sync"
+
+	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/audit"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/warning"
+	aggregatorscheme "k8s.io/kube-aggregator/pkg/apiserver/scheme"
+	"k8s.io/kubernetes/pkg/api/legacyscheme"
+
+	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+)
+
+// Admit implements admissionv1.AdmissionServer.
+func (s *Service) Admit(ctx context.Context, r *admissionv1.Review) (*admissionv1.Verdict, error) {
+	v, err := s.review(ctx, r, func(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
+		if m, ok := s.chain.(admission.MutationInterface); ok && m.Handles(a.GetOperation()) {
+			return m.Admit(ctx, a, o)
+		}
+		return nil
+	}, true)
+	return v, rpc.ToStatus(err)
+}
+
+// Validate implements admissionv1.AdmissionServer.
+func (s *Service) Validate(ctx context.Context, r *admissionv1.Review) (*admissionv1.Verdict, error) {
+	v, err := s.review(ctx, r, func(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
+		if m, ok := s.chain.(admission.ValidationInterface); ok && m.Handles(a.GetOperation()) {
+			return m.Validate(ctx, a, o)
+		}
+		return nil
+	}, false)
+	return v, rpc.ToStatus(err)
+}
+
+type phase func(context.Context, admission.Attributes, admission.ObjectInterfaces) error
+
+func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase, mayChange bool) (*admissionv1.Verdict, error) {
+	c, err := codecFor(r)
+	if err != nil {
+		return nil, err
+	}
+	obj, err := c.decode(r.Object)
+	if err != nil {
+		return nil, err
+	}
+	old, err := c.decode(r.OldObject)
+	if err != nil {
+		return nil, err
+	}
+	opts, err := optionsOf(r.Operation, r.Options)
+	if err != nil {
+		return nil, err
+	}
+	u := identity.User(r.User)
+	attrs := admission.NewAttributesRecord(obj, old, c.kind, r.Namespace, r.Name,
+		schema.GroupVersionResource{Group: r.Resource.Group, Version: r.Resource.Version, Resource: r.Resource.Resource}, r.Resource.Subresource,
+		operations[r.Operation], opts, r.DryRun, u)
+	warnings := &recorder{}
+	ctx = warning.WithWarningRecorder(request.WithUser(request.WithNamespace(ctx, r.Namespace), u), warnings)
+	ctx = request.WithRequestInfo(ctx, &request.RequestInfo{IsResourceRequest: true, Verb: verbs[r.Operation], APIGroup: r.Resource.Group, APIVersion: r.Resource.Version,
+		Resource: r.Resource.Resource, Subresource: r.Resource.Subresource, Namespace: r.Namespace, Name: r.Name})
+	ctx = audit.WithAuditContext(ctx)
+	if err := run(ctx, attrs, c.interfaces); err != nil {
+		var api apierrors.APIStatus
+		if !errors.As(err, &api) {
+			err = apierrors.NewInternalError(err)
+		}
+		return nil, err
+	}
+	v := &admissionv1.Verdict{Warnings: warnings.list}
+	if mayChange && obj != nil {
+		after, err := c.encode(obj)
+		if err != nil {
+			return nil, err
+		}
+		if !bytes.Equal(after, r.Object) {
+			v.Object = after
+		}
+	}
+	return v, nil
+}
+
+var operations = map[admissionv1.Operation]admission.Operation{
+	admissionv1.Operation_OPERATION_CREATE:  admission.Create,
+	admissionv1.Operation_OPERATION_UPDATE:  admission.Update,
+	admissionv1.Operation_OPERATION_DELETE:  admission.Delete,
+	admissionv1.Operation_OPERATION_CONNECT: admission.Connect,
+}
+
+var verbs = map[admissionv1.Operation]string{
+	admissionv1.Operation_OPERATION_CREATE: "create", admissionv1.Operation_OPERATION_UPDATE: "update",
+	admissionv1.Operation_OPERATION_DELETE: "delete", admissionv1.Operation_OPERATION_CONNECT: "connect",
+}
+
+// codec is how a review's objects are read and written.
+type codec struct {
+	kind       schema.GroupVersionKind
+	decoder    runtime.Decoder
+	encoder    runtime.Encoder
+	interfaces admission.ObjectInterfaces
+}
+
+var schemes = []struct {
+	scheme *runtime.Scheme
+	codecs runtime.NegotiatedSerializer
+}{{legacyscheme.Scheme, legacyscheme.Codecs}, {apiextensionsapiserver.Scheme, apiextensionsapiserver.Codecs}, {aggregatorscheme.Scheme, aggregatorscheme.Codecs}}
+
+func codecFor(r *admissionv1.Review) (*codec, error) {
+	c := &codec{kind: schema.GroupVersionKind{Group: r.Kind.Group, Version: r.Kind.Version, Kind: r.Kind.Kind}}
+	for _, s := range schemes {
+		if !s.scheme.Recognizes(c.kind) {
+			continue
+		}
+		info, ok := runtime.SerializerInfoForMediaType(s.codecs.SupportedMediaTypes(), r.MediaType)
+		if !ok {
+			return nil, apierrors.NewInternalError(errors.New("no serializer for " + r.MediaType))
+		}
+		hub := schema.GroupVersion{Group: c.kind.Group, Version: runtime.APIVersionInternal}
+		c.decoder, c.encoder = s.codecs.DecoderToVersion(info.Serializer, hub), s.codecs.EncoderForVersion(info.Serializer, c.kind.GroupVersion())
+		c.interfaces = admission.NewObjectInterfacesFromScheme(s.scheme)
+		return c, nil
+	}
+	c.decoder, c.encoder = unstructured.UnstructuredJSONScheme, unstructured.UnstructuredJSONScheme
+	c.interfaces = admission.NewObjectInterfacesFromScheme(runtime.NewScheme())
+	return c, nil
+}
+
+func (c *codec) decode(data []byte) (runtime.Object, error) {
+	if len(data) == 0 {
+		return nil, nil
+	}
+	obj, _, err := c.decoder.Decode(data, &c.kind, nil)
+	if err != nil {
+		return nil, apierrors.NewInternalError(err)
+	}
+	return obj, nil
+}
+
+func (c *codec) encode(obj runtime.Object) ([]byte, error) {
+	var b bytes.Buffer
+	err := c.encoder.Encode(obj, &b)
+	return b.Bytes(), err
+}
+
+type recorder struct {
+	mu   sync.Mutex
+	list []string
+}
+
+func (w *recorder) AddWarning(_, text string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.list = append(w.list, text)
+}

@@ -1,0 +1,174 @@
+// Package discovery tells clients what is served: /api, /apis, each group and version, and the aggregated documents.
+package discovery
+
+import (
+	"net"
+	"net/http"
+	"strings"
+	"sync/atomic"
+
+	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	genericapi "k8s.io/apiserver/pkg/endpoints"
+	"k8s.io/apiserver/pkg/endpoints/discovery/aggregated"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/edge"
+	"watershed.dev/services/gateway/routing"
+)
+
+// Handler serves discovery of the newest view.
+type Handler struct {
+	// Address is what /api tells clients to use: host:port.
+	Address string
+	current atomic.Pointer[documents]
+}
+
+// documents is discovery of one view.
+type documents struct {
+	view         *routing.View
+	versions     map[string][]metav1.APIResource
+	groups       metav1.APIGroupList
+	legacy, apis http.Handler
+}
+
+// Set makes v the view that is told of.
+func (h *Handler) Set(v *routing.View) {
+	d := &documents{view: v, versions: map[string][]metav1.APIResource{}}
+	for _, e := range v.Resources {
+		gv := groupVersion(e.Resource.Group, e.Resource.Version)
+		d.versions[gv] = append(d.versions[gv], apiResource(e))
+	}
+	legacy, apis := aggregated.NewResourceManager("api"), aggregated.NewResourceManager("apis")
+	d.groups.TypeMeta = metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"}
+	d.groups.Groups = []metav1.APIGroup{}
+	for i, g := range v.Groups {
+		manager := apis
+		if g.Name == "" {
+			manager = legacy
+		} else {
+			d.groups.Groups = append(d.groups.Groups, apiGroup(g))
+		}
+		for j, version := range g.Versions {
+			gv := metav1.GroupVersion{Group: g.Name, Version: version}
+			converted, err := genericapi.ConvertGroupVersionIntoToDiscovery(d.versions[groupVersion(g.Name, version)])
+			if err != nil {
+				continue
+			}
+			manager.AddGroupVersion(g.Name, apidiscoveryv2.APIVersionDiscovery{Version: version, Freshness: apidiscoveryv2.DiscoveryFreshnessCurrent, Resources: converted})
+			manager.SetGroupVersionPriority(gv, 100000-i, 1000-j) // the catalogue's order is the order
+		}
+	}
+	d.legacy = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(h.versions), legacy, nil)
+	d.apis = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(h.groups), apis, nil)
+	h.current.Store(d)
+}
+
+// ServeHTTP implements http.Handler for the paths above resources.
+func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	d := h.current.Load()
+	if d == nil {
+		http.Error(w, "the API is starting", http.StatusServiceUnavailable)
+		return
+	}
+	if req.Method != http.MethodGet && req.Method != http.MethodHead {
+		w.Header().Set("Allow", "GET")
+		http.Error(w, "405: Method Not Allowed", http.StatusMethodNotAllowed)
+		return
+	}
+	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
+	switch {
+	case len(parts) == 1 && parts[0] == "api":
+		d.legacy.ServeHTTP(w, req)
+	case len(parts) == 1 && parts[0] == "apis":
+		d.apis.ServeHTTP(w, req)
+	case len(parts) == 2 && parts[0] == "api":
+		d.resources(w, req, parts[1])
+	case len(parts) == 2:
+		for i := range d.groups.Groups {
+			if d.groups.Groups[i].Name == parts[1] {
+				g := d.groups.Groups[i]
+				g.TypeMeta = metav1.TypeMeta{Kind: "APIGroup", APIVersion: "v1"}
+				edge.WriteObject(w, req, http.StatusOK, &g)
+				return
+			}
+		}
+		edge.NotFound(w, req)
+	case len(parts) == 3 && parts[0] == "apis":
+		d.resources(w, req, parts[1]+"/"+parts[2])
+	default:
+		edge.NotFound(w, req)
+	}
+}
+
+func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv string) {
+	resources, ok := d.versions[gv]
+	if !ok {
+		edge.NotFound(w, req)
+		return
+	}
+	edge.WriteObject(w, req, http.StatusOK, &metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv, APIResources: resources})
+}
+
+func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
+	host, port, err := net.SplitHostPort(h.Address)
+	address := h.Address
+	if err == nil && (host == "" || host == "0.0.0.0" || host == "::") {
+		address = net.JoinHostPort(localAddress(req), port)
+	}
+	edge.WriteObject(w, req, http.StatusOK, &metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"},
+		ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{{ClientCIDR: "0.0.0.0/0", ServerAddress: address}}})
+}
+
+func localAddress(req *http.Request) string {
+	if a, ok := req.Context().Value(http.LocalAddrContextKey).(net.Addr); ok {
+		if host, _, err := net.SplitHostPort(a.String()); err == nil {
+			return host
+		}
+	}
+	return "127.0.0.1"
+}
+
+func (h *Handler) groups(w http.ResponseWriter, req *http.Request) {
+	groups := h.current.Load().groups
+	edge.WriteObject(w, req, http.StatusOK, &groups)
+}
+
+func groupVersion(group, version string) string {
+	if group == "" {
+		return version
+	}
+	return group + "/" + version
+}
+
+func apiGroup(g *registryv1.Group) metav1.APIGroup {
+	out := metav1.APIGroup{Name: g.Name}
+	for _, v := range g.Versions {
+		out.Versions = append(out.Versions, metav1.GroupVersionForDiscovery{GroupVersion: groupVersion(g.Name, v), Version: v})
+	}
+	out.PreferredVersion = out.Versions[0]
+	return out
+}
+
+// apiResource is a catalogue entry as an APIResource, field by field what kube-apiserver's installer fills in.
+func apiResource(e *registryv1.ResourceEntry) metav1.APIResource {
+	name := e.Resource.Resource
+	if e.Resource.Subresource != "" {
+		name += "/" + e.Resource.Subresource
+	}
+	r := metav1.APIResource{Name: name, SingularName: e.Singular, Namespaced: e.Namespaced, Kind: e.Kind.Kind, Verbs: append(metav1.Verbs{}, e.Verbs...),
+		ShortNames: e.ShortNames, Categories: e.Categories, StorageVersionHash: e.StorageVersionHash}
+	if e.DiscoveryKind != "" {
+		r.Kind = e.DiscoveryKind
+	}
+	if foreign(e.Kind, e.Resource) {
+		r.Group, r.Version = e.Kind.Group, e.Kind.Version
+	}
+	return r
+}
+
+// foreign says whether the kind is of another group version than the resource, as a scale's is.
+func foreign(k *commonv1.Kind, r *commonv1.Resource) bool {
+	return k.Group != r.Group || k.Version != r.Version
+}

@@ -1,0 +1,272 @@
+package edge
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"net/http"
+	"os"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/spf13/pflag"
+	"golang.org/x/net/http2"
+	"golang.org/x/sys/unix"
+	metainternalversion "k8s.io/apimachinery/pkg/apis/meta/internalversion"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apimachinery/pkg/util/waitgroup"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
+	"k8s.io/apiserver/pkg/endpoints/filters/impersonation"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	genericfilters "k8s.io/apiserver/pkg/server/filters"
+)
+
+// Config is the outer side's settings, under kube-apiserver's names.
+type Config struct {
+	BindAddress                string
+	SecurePort                 int
+	CertFile, KeyFile          string
+	ClientCAFile               string
+	RequestHeaderCAFile        string
+	MaxInFlight, MaxMutating   int
+	RequestTimeout             time.Duration
+	CORS                       []string
+	HSTS                       []string
+	GoawayChance               float64
+	APIAudiences               []string
+	HTTP2MaxStreams            uint32
+	PermitPortSharing          bool
+	ShutdownDelay              time.Duration
+	RequestHeaderUserHeaders   []string
+	RequestHeaderUIDHeaders    []string
+	RequestHeaderGroupHeaders  []string
+	RequestHeaderExtraPrefixes []string
+}
+
+// AddFlags adds them to fs.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&c.BindAddress, "bind-address", "0.0.0.0", "The IP address on which to listen for the --secure-port port.")
+	fs.IntVar(&c.SecurePort, "secure-port", 6443, "The port on which to serve HTTPS with authentication and authorization.")
+	fs.BoolVar(&c.PermitPortSharing, "permit-port-sharing", false, "If true, SO_REUSEPORT is used when binding the port, so that more than one gateway can bind the same address and port.")
+	fs.StringVar(&c.CertFile, "tls-cert-file", "", "File containing the default x509 certificate for HTTPS.")
+	fs.StringVar(&c.KeyFile, "tls-private-key-file", "", "File containing the default x509 private key matching --tls-cert-file.")
+	fs.StringVar(&c.ClientCAFile, "client-ca-file", "", "Any request presenting a client certificate signed by one of the authorities in this file is authenticated with its common name.")
+	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "", "Root certificate bundle for front proxies' client certificates.")
+	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400, "The maximum number of non-mutating requests in flight; beyond it they are refused with 429. 0: no limit.")
+	fs.IntVar(&c.MaxMutating, "max-mutating-requests-inflight", 200, "The maximum number of mutating requests in flight.")
+	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute, "How long a request may take before it times out; watches and the like are exempt.")
+	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil, "List of allowed origins for CORS, comma separated regular expressions.")
+	fs.StringSliceVar(&c.HSTS, "strict-transport-security-directives", nil, "List of directives for HSTS, comma separated.")
+	fs.Float64Var(&c.GoawayChance, "goaway-chance", 0, "To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY): a chance from 0 to 0.02.")
+	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil, "Identifiers of the API.")
+	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", 1000, "The maximum number of streams in an HTTP/2 connection.")
+	fs.DurationVar(&c.ShutdownDelay, "shutdown-delay-duration", 0, "How long to go on serving after SIGTERM while /readyz fails.")
+	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"}, "Request headers to inspect for usernames.")
+	fs.StringSliceVar(&c.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil, "Request headers to inspect for UIDs.")
+	fs.StringSliceVar(&c.RequestHeaderGroupHeaders, "requestheader-group-headers", []string{"X-Remote-Group"}, "Request headers to inspect for groups.")
+	fs.StringSliceVar(&c.RequestHeaderExtraPrefixes, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"}, "Request header prefixes to inspect.")
+}
+
+// FrontProxyHeaders are the headers that may carry an identity.
+func (c *Config) FrontProxyHeaders() []string {
+	if c.RequestHeaderCAFile == "" {
+		return nil
+	}
+	return slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders, c.RequestHeaderExtraPrefixes)
+}
+
+// Codecs encode what the gateway itself says: statuses, discovery.
+var (
+	Scheme = runtime.NewScheme()
+	Codecs = serializer.NewCodecFactory(Scheme)
+)
+
+func init() {
+	metav1.AddToGroupVersion(Scheme, schema.GroupVersion{Version: "v1"})
+	metav1.AddToGroupVersion(Scheme, schema.GroupVersion{Group: "meta.k8s.io", Version: "v1"})
+	if err := metainternalversion.AddToScheme(Scheme); err != nil {
+		panic(err)
+	}
+	Scheme.AddUnversionedTypes(schema.GroupVersion{Version: "v1"}, &metav1.Status{}, &metav1.APIVersions{}, &metav1.APIGroupList{}, &metav1.APIGroup{}, &metav1.APIResourceList{})
+}
+
+// RequestInfo parses paths as kube-apiserver does.
+var RequestInfo = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
+
+// LongRunning recognizes requests without a time limit.
+var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"), sets.NewString("attach", "exec", "proxy", "log", "portforward"))
+
+// Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go, DefaultBuildHandlerChain).
+func (c *Config) Chain(api http.Handler, authn *Authenticator, authz *Authorizer, inFlight waitGroup) http.Handler {
+	h := genericapifilters.WithAuthorization(api, authz, Codecs)
+	h = genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning)
+	h = impersonation.WithConstrainedImpersonation(h, authz, Codecs)
+	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
+	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{}, authenticator.Audiences(c.APIAudiences), nil)
+	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
+	h = genericapifilters.WithWarningRecorder(h)
+	h = genericfilters.WithTimeoutForNonLongRunningRequests(h, LongRunning)
+	h = genericapifilters.WithRequestDeadline(h, nil, nil, LongRunning, Codecs, c.RequestTimeout)
+	h = genericfilters.WithWaitGroup(h, LongRunning, inFlight)
+	if c.GoawayChance > 0 {
+		h = genericfilters.WithProbabilisticGoaway(h, c.GoawayChance)
+	}
+	h = genericapifilters.WithCacheControl(h)
+	h = genericfilters.WithHSTS(h, c.HSTS)
+	h = genericfilters.WithHTTPLogging(h)
+	h = genericapifilters.WithLatencyTrackers(h)
+	h = genericapifilters.WithRequestInfo(h, RequestInfo)
+	h = genericapifilters.WithRequestReceivedTimestamp(h)
+	h = genericfilters.WithPanicRecovery(h, RequestInfo)
+	return genericapifilters.WithAuditInit(h)
+}
+
+type waitGroup interface {
+	Add(delta int) error
+	Done()
+}
+
+// failClosed turns an authn that cannot be asked into an answer that a client retries, rather than a 401.
+type failClosed struct{ *Authenticator }
+
+var errUnavailable = errors.New("authentication is unavailable")
+
+func (f failClosed) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
+	resp, ok, err := f.Authenticator.AuthenticateRequest(req)
+	if err != nil && unreachable(err) {
+		*req = *req.WithContext(context.WithValue(req.Context(), unavailableKey{}, err))
+		return nil, false, errUnavailable
+	}
+	return resp, ok, err
+}
+
+type unavailableKey struct{}
+
+// unauthorized answers what nobody vouched for: 401, or 503 where nobody could be asked.
+type unauthorized struct{}
+
+func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	if err, ok := req.Context().Value(unavailableKey{}).(error); ok {
+		w.Header().Set("Retry-After", "1")
+		WriteError(w, req, schema.GroupVersion{Version: "v1"}, err)
+		return
+	}
+	genericapifilters.Unauthorized(Codecs).ServeHTTP(w, req)
+}
+
+// Server serves HTTPS.
+type Server struct {
+	config  *Config
+	handler http.Handler
+	// Stopping is closed when the server begins to shut down.
+	Stopping chan struct{}
+	InFlight *waitgroup.SafeWaitGroup
+	once     sync.Once
+}
+
+// NewServer returns a server of h.
+func NewServer(c *Config) *Server {
+	return &Server{config: c, Stopping: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup)}
+}
+
+// Run listens until ctx is done, then lets the requests in flight end.
+func (s *Server) Run(ctx context.Context, h http.Handler) error {
+	c := s.config
+	conf, err := c.tls()
+	if err != nil {
+		return err
+	}
+	addr := net.JoinHostPort(c.BindAddress, fmt.Sprint(c.SecurePort))
+	l, err := c.listen(ctx, addr)
+	if err != nil {
+		return fmt.Errorf("--secure-port %d: %w", c.SecurePort, err)
+	}
+	srv := &http.Server{Handler: h, TLSConfig: conf, MaxHeaderBytes: 1 << 20, IdleTimeout: 90 * time.Second, ReadHeaderTimeout: 32 * time.Second, ErrorLog: quiet()}
+	if err := http2.ConfigureServer(srv, &http2.Server{IdleTimeout: 90 * time.Second, MaxConcurrentStreams: c.HTTP2MaxStreams,
+		MaxUploadBufferPerStream: 256 << 10, MaxUploadBufferPerConnection: int32(min(int64(c.HTTP2MaxStreams)*256<<10, 1<<30))}); err != nil {
+		return err
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- srv.ServeTLS(l, "", "") }()
+	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
+	select {
+	case err := <-ended:
+		return err
+	case <-ctx.Done():
+	}
+	s.once.Do(func() { close(s.Stopping) })
+	time.Sleep(c.ShutdownDelay)
+	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout)
+	defer cancel()
+	if err := srv.Shutdown(drain); err != nil {
+		return srv.Close()
+	}
+	return nil
+}
+
+// listen opens the port; with --permit-port-sharing several gateways of one machine share it and the kernel spreads
+// connections over those that live.
+func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) {
+	lc := net.ListenConfig{}
+	if c.PermitPortSharing {
+		lc.Control = func(_, _ string, raw syscall.RawConn) error {
+			var serr error
+			err := raw.Control(func(fd uintptr) { serr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) })
+			return errors.Join(err, serr)
+		}
+	}
+	return lc.Listen(ctx, "tcp", addr)
+}
+
+func (c *Config) tls() (*tls.Config, error) {
+	if c.CertFile == "" || c.KeyFile == "" {
+		return nil, errors.New("--tls-cert-file and --tls-private-key-file are required")
+	}
+	if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
+		return nil, fmt.Errorf("--tls-cert-file %q with --tls-private-key-file %q: %w", c.CertFile, c.KeyFile, err)
+	}
+	pool := x509.NewCertPool()
+	for flag, f := range map[string]string{"client-ca-file": c.ClientCAFile, "requestheader-client-ca-file": c.RequestHeaderCAFile} {
+		if f == "" {
+			continue
+		}
+		pem, err := os.ReadFile(f)
+		if err != nil {
+			return nil, fmt.Errorf("--%s: %w", flag, err)
+		}
+		if !pool.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("--%s %q holds no PEM certificate", flag, f)
+		}
+	}
+	var mu sync.Mutex
+	var cert *tls.Certificate
+	var at time.Time
+	return &tls.Config{MinVersion: tls.VersionTLS12, ClientAuth: tls.RequestClientCert, ClientCAs: pool, NextProtos: []string{"h2", "http/1.1"},
+		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			if info, err := os.Stat(c.CertFile); err == nil && (cert == nil || info.ModTime().After(at)) {
+				if pair, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err == nil {
+					cert, at = &pair, info.ModTime()
+				}
+			}
+			if cert == nil {
+				return nil, errors.New("no serving certificate")
+			}
+			return cert, nil
+		}}, nil
+}
+
+func sortedKeys(m map[string][]string) []string { return slices.Sorted(maps.Keys(m)) }

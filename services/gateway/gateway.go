@@ -1,0 +1,217 @@
+// Package gateway is the way in: TLS, the filters, discovery, and the routing of every request to the service that
+// answers it. It keeps no state that another gateway would miss.
+package gateway
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/pflag"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/server/healthz"
+	"k8s.io/component-base/metrics/legacyregistry"
+	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
+	"k8s.io/component-base/version"
+
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/discovery"
+	"watershed.dev/services/gateway/edge"
+	"watershed.dev/services/gateway/openapi"
+	"watershed.dev/services/gateway/routing"
+)
+
+// Config is what a gateway is told.
+type Config struct {
+	Edge              edge.Config
+	AdvertiseAddress  string
+	MinRequestTimeout int
+}
+
+// AddFlags adds every setting to fs.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	c.Edge.AddFlags(fs)
+	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "", "The IP address on which to advertise the API to members of the cluster.")
+	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800, "The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
+}
+
+// Services are the clients of the others. Writes must not send a call twice; the rest may.
+type Services struct {
+	Authn     authnv1.AuthnClient
+	Authz     authzv1.AuthzClient
+	Admission admissionv1.AdmissionClient
+	Registry  registryv1.RegistryClient
+	Writes    registryv1.RegistryClient
+	Watch     watchfanoutv1.WatchClient
+}
+
+// Service is a running gateway.
+type Service struct {
+	config    *Config
+	services  Services
+	server    *edge.Server
+	authz     *edge.Authorizer
+	catalog   *routing.Catalog
+	interests *routing.Interests
+	handler   http.Handler
+}
+
+// New builds a gateway over the other services.
+func New(c *Config, s Services) (*Service, error) {
+	metrics.Register()
+	g := &Service{config: c, services: s, server: edge.NewServer(&c.Edge), authz: &edge.Authorizer{Client: s.Authz}, interests: &routing.Interests{Client: s.Admission}}
+	authn := &edge.Authenticator{Client: s.Authn, Headers: c.Edge.FrontProxyHeaders()}
+	address := fmt.Sprintf("%s:%d", c.AdvertiseAddress, c.Edge.SecurePort)
+	disco, docs := &discovery.Handler{Address: address}, &openapi.Handler{Registry: s.Registry}
+	g.catalog = &routing.Catalog{Registry: s.Registry, Changed: func(v *routing.View) {
+		disco.Set(v)
+		docs.Set(v)
+	}}
+	router := &routing.Router{Catalog: g.catalog, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watch: s.Watch, Admission: s.Admission,
+		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Stopping}
+	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight)
+	return g, nil
+}
+
+// mux sends a request to resources, discovery or the gateway's own pages.
+func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Handler {
+	own := http.NewServeMux()
+	own.HandleFunc("GET /version", func(w http.ResponseWriter, req *http.Request) { writeVersion(w) })
+	own.HandleFunc("GET /version/{$}", func(w http.ResponseWriter, req *http.Request) { writeVersion(w) })
+	own.Handle("/openapi/", docs)
+	own.Handle("/metrics", legacyregistry.HandlerWithReset())
+	for _, p := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks"} {
+		own.HandleFunc("GET "+p, g.issuerDocument)
+	}
+	debug(own)
+	checks := g.checks()
+	healthz.InstallHandler(own, checks...)
+	healthz.InstallLivezHandler(own, checks[:1]...)
+	healthz.InstallReadyzHandler(own, append(checks, healthz.NewShutdownHealthz(g.server.Stopping))...)
+	own.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
+		if req.URL.Path != "/" {
+			edge.NotFound(w, req)
+			return
+		}
+		g.index(w)
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		info, ok := request.RequestInfoFrom(req.Context())
+		switch {
+		case ok && info.IsResourceRequest:
+			router.ServeHTTP(w, req)
+		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
+			disco.ServeHTTP(w, req)
+		default:
+			own.ServeHTTP(w, req)
+		}
+	})
+}
+
+func under(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
+
+// checks are the named health checks: can each other service be asked?
+func (g *Service) checks() []healthz.HealthChecker {
+	ask := func(name string, f func(ctx context.Context) error) healthz.HealthChecker {
+		return healthz.NamedCheck(name, func(r *http.Request) error {
+			ctx, cancel := context.WithTimeout(r.Context(), 3*time.Second)
+			defer cancel()
+			return f(ctx)
+		})
+	}
+	return []healthz.HealthChecker{
+		healthz.PingHealthz,
+		ask("catalog", func(context.Context) error {
+			if g.catalog.View() == nil {
+				return errors.New("registry has not said what is served")
+			}
+			return nil
+		}),
+		ask("etcd", func(ctx context.Context) error {
+			_, err := g.services.Registry.Revision(ctx, &registryv1.RevisionRequest{})
+			return err
+		}),
+		ask("authz", func(ctx context.Context) error {
+			_, err := g.services.Authz.Rules(ctx, &authzv1.RulesRequest{})
+			return err
+		}),
+		ask("admission", func(ctx context.Context) error {
+			stream, err := g.services.Admission.Interests(ctx, &admissionv1.InterestsRequest{})
+			if err == nil {
+				_, err = stream.Recv()
+			}
+			return err
+		}),
+	}
+}
+
+func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
+	d, err := g.services.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{Path: req.URL.Path})
+	if err != nil {
+		edge.NotFound(w, req)
+		return
+	}
+	w.Header().Set("Content-Type", d.ContentType)
+	w.Header().Set("Cache-Control", fmt.Sprintf("public, max-age=%d", d.MaxAgeSeconds))
+	_, _ = w.Write(d.Body)
+}
+
+// Ready says why the gateway cannot serve yet, or nil.
+func (g *Service) Ready(ctx context.Context) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "/readyz", nil)
+	if err != nil {
+		return err
+	}
+	for _, c := range g.checks() {
+		if err := c.Check(req); err != nil {
+			return fmt.Errorf("%s: %w", c.Name(), err)
+		}
+	}
+	return nil
+}
+
+// Run serves until ctx is done.
+func (g *Service) Run(ctx context.Context) error {
+	var wg sync.WaitGroup
+	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	wg.Go(func() { g.catalog.Run(following) })
+	wg.Go(func() { g.interests.Run(following) })
+	wg.Go(func() { g.authz.Follow(following) })
+	err := g.server.Run(ctx, g.handler)
+	cancel()
+	wg.Wait()
+	return err
+}
+
+func writeVersion(w http.ResponseWriter) {
+	w.Header().Set("Content-Type", "application/json")
+	writeJSON(w, version.Get())
+}
+
+// index lists the paths that are served.
+func (g *Service) index(w http.ResponseWriter) {
+	paths := []string{"/.well-known/openid-configuration", "/api", "/apis", "/healthz", "/livez", "/metrics", "/openapi/v2", "/openapi/v3", "/openid/v1/jwks", "/readyz", "/version"}
+	if v := g.catalog.View(); v != nil {
+		for _, group := range v.Groups {
+			if group.Name == "" {
+				paths = append(paths, "/api/v1")
+				continue
+			}
+			paths = append(paths, "/apis/"+group.Name)
+			for _, ver := range group.Versions {
+				paths = append(paths, "/apis/"+group.Name+"/"+ver)
+			}
+		}
+	}
+	w.Header().Set("Content-Type", "application/json")
+	writeJSON(w, map[string][]string{"paths": sorted(paths)})
+}

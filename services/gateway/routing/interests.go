@@ -1,0 +1,56 @@
+package routing
+
+import (
+	"context"
+	"sync/atomic"
+	"time"
+
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// Interests follows what the admission chain looks at. Until admission has said so, it looks at everything.
+type Interests struct {
+	Client  admissionv1.AdmissionClient
+	current atomic.Pointer[admissionv1.InterestSet]
+}
+
+// Run follows until ctx is done. When the stream breaks, what admission may since have become interested in is not
+// known: everything goes there again.
+func (i *Interests) Run(ctx context.Context) {
+	for ctx.Err() == nil {
+		stream, err := i.Client.Interests(ctx, &admissionv1.InterestsRequest{})
+		for err == nil {
+			var m *admissionv1.InterestSet
+			if m, err = stream.Recv(); err == nil {
+				i.current.Store(m)
+			}
+		}
+		i.current.Store(nil)
+		select {
+		case <-ctx.Done():
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE,
+	admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}
+
+// For is the operations on r that each phase looks at.
+func (i *Interests) For(r *commonv1.Resource) (admit, validate []admissionv1.Operation) {
+	set := i.current.Load()
+	if set == nil {
+		return allOperations, allOperations
+	}
+	return matching(set.Admit, r), matching(set.Validate, r)
+}
+
+func matching(all []*admissionv1.Interest, r *commonv1.Resource) (ops []admissionv1.Operation) {
+	for _, in := range all {
+		if (in.Group == "*" || in.Group == r.Group) && (in.Resource == "*" || in.Resource == r.Resource) && (in.Subresource == "*" || in.Subresource == r.Subresource) {
+			ops = append(ops, in.Operations...)
+		}
+	}
+	return ops
+}

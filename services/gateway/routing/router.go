@@ -1,0 +1,392 @@
+package routing
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/warning"
+
+	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/edge"
+)
+
+// MaxBodyBytes is the largest request body, kube-apiserver's.
+const MaxBodyBytes = 3 << 20
+
+// Router serves /api and /apis.
+type Router struct {
+	Catalog   *Catalog
+	Interests *Interests
+	// Registry retries a call that did not reach a replica; Writes never sends one twice.
+	Registry  registryv1.RegistryClient
+	Writes    registryv1.RegistryClient
+	Watch     watchfanoutv1.WatchClient
+	Admission admissionv1.AdmissionClient
+	Authn     authnv1.AuthnClient
+	Authz     authzv1.AuthzClient
+	Authorize *edge.Authorizer
+	// MinRequestTimeout is the least time that a watch without timeoutSeconds stays open.
+	MinRequestTimeout time.Duration
+	// Stopping ends watches when it is closed.
+	Stopping <-chan struct{}
+}
+
+// call is one request for a resource.
+type call struct {
+	*Router
+	w     http.ResponseWriter
+	req   *http.Request
+	info  *request.RequestInfo
+	entry *registryv1.ResourceEntry
+	user  *commonv1.User
+	out   *registryv1.Output
+}
+
+// ServeHTTP implements http.Handler.
+func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	info, _ := request.RequestInfoFrom(req.Context())
+	view := r.Catalog.View()
+	if view == nil {
+		edge.WriteError(w, req, schema.GroupVersion{Version: "v1"}, starting())
+		return
+	}
+	entry, ok := view.Entry(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
+	if !ok || !placed(entry, info) {
+		edge.NotFound(w, req)
+		return
+	}
+	u, _ := request.UserFrom(req.Context())
+	c := &call{Router: r, w: w, req: req, info: info, entry: entry, user: identity.UserProto(u)}
+	scope := "cluster"
+	if info.Name != "" {
+		scope = "resource"
+	} else if info.Namespace != "" {
+		scope = "namespace"
+	}
+	metrics.InstrumentHandlerFunc(strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion, info.Resource, info.Subresource, scope, metrics.APIServerComponent,
+		entry.Deprecation != "", "", func(w http.ResponseWriter, req *http.Request) {
+			c.w, c.req = w, req
+			c.serve()
+		})(w, req)
+}
+
+func starting() error {
+	e := apierrors.NewServiceUnavailable("the API is starting: registry has not answered yet")
+	e.ErrStatus.Details = &metav1.StatusDetails{RetryAfterSeconds: 1}
+	return e
+}
+
+// placed says whether the path is one that the resource has: a cluster's own objects have no namespace, and a
+// namespaced object has one.
+func placed(e *registryv1.ResourceEntry, info *request.RequestInfo) bool {
+	if info.Resource == "namespaces" && info.APIGroup == "" {
+		return true
+	}
+	if !e.Namespaced {
+		return info.Namespace == ""
+	}
+	if info.Namespace == "" {
+		return info.Name == "" || info.Verb == "watch" || info.Verb == "list"
+	}
+	return true
+}
+
+func (c *call) gv() schema.GroupVersion {
+	return schema.GroupVersion{Group: c.entry.Kind.Group, Version: c.entry.Kind.Version}
+}
+
+func (c *call) fail(err error) { edge.WriteError(c.w, c.req, c.gv(), err) }
+
+func (c *call) serve() {
+	if c.entry.Deprecation != "" {
+		warning.AddWarning(c.req.Context(), "", c.entry.Deprecation)
+	}
+	if len(c.entry.ConnectMethods) > 0 {
+		c.fail(apierrors.NewGenericServerResponse(http.StatusNotImplemented, c.info.Verb, c.groupResource(), c.info.Name, "streaming to nodes and pods is not served yet", 0, true))
+		return
+	}
+	if !c.allowed() {
+		c.w.Header().Set("Allow", strings.Join(c.methods(), ", "))
+		http.Error(c.w, "405: Method Not Allowed", http.StatusMethodNotAllowed)
+		return
+	}
+	var err error
+	if c.out, err = c.negotiate(); err != nil {
+		c.fail(err)
+		return
+	}
+	switch c.info.Verb {
+	case "get":
+		c.get()
+	case "list":
+		c.list()
+	case "watch":
+		c.watch()
+	default:
+		c.write()
+	}
+}
+
+func (c *call) groupResource() schema.GroupResource {
+	return schema.GroupResource{Group: c.info.APIGroup, Resource: c.info.Resource}
+}
+
+var methodOf = map[string]string{"get": "GET", "list": "GET", "watch": "GET", "create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE", "deletecollection": "DELETE"}
+
+// allowed says whether the verb exists where it was asked for: create on a collection, update on an object.
+func (c *call) allowed() bool {
+	named := c.info.Name != ""
+	switch v := c.info.Verb; v {
+	case "get", "update", "patch", "delete":
+		if !named {
+			return false
+		}
+		return c.has(v)
+	case "create":
+		return c.has(v) && (c.entry.Resource.Subresource != "" || !named) && (c.info.Namespace != "" || !c.entry.Namespaced)
+	case "deletecollection":
+		return c.has(v) && !named && (c.info.Namespace != "" || !c.entry.Namespaced)
+	default:
+		return c.has(v)
+	}
+}
+
+func (c *call) has(verb string) bool {
+	for _, v := range c.entry.Verbs {
+		if v == verb {
+			return true
+		}
+	}
+	return false
+}
+
+func (c *call) methods() []string {
+	var all []string
+	seen := map[string]bool{}
+	verb := c.info.Verb
+	for _, v := range []string{"get", "list", "update", "create", "delete", "deletecollection", "patch"} {
+		c.info.Verb = v
+		if m := methodOf[v]; c.allowed() && !seen[m] {
+			seen[m] = true
+			all = append(all, m)
+		}
+	}
+	c.info.Verb = verb
+	return all
+}
+
+// negotiate chooses the answer's encoding.
+func (c *call) negotiate() (*registryv1.Output, error) {
+	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(), restrictions{c.entry})
+	if !ok {
+		return nil, negotiation.NewNotAcceptableError(c.acceptable())
+	}
+	out := &registryv1.Output{MediaType: m.Accepted.MediaType, Pretty: m.Pretty || pretty(c.req)}
+	if m.Convert != nil {
+		out.As = &commonv1.Kind{Group: m.Convert.Group, Version: m.Convert.Version, Kind: m.Convert.Kind}
+	}
+	return out, nil
+}
+
+// serializers are the media types that the resource is served in.
+func (c *call) serializers() []runtime.SerializerInfo {
+	var all []runtime.SerializerInfo
+	for _, s := range edge.Codecs.SupportedMediaTypes() {
+		for _, m := range c.entry.MediaTypes {
+			if s.MediaType == m {
+				all = append(all, s)
+			}
+		}
+	}
+	return all
+}
+
+func (c *call) acceptable() []string {
+	return c.entry.MediaTypes
+}
+
+// restrictions is which conversions an endpoint offers.
+type restrictions struct{ entry *registryv1.ResourceEntry }
+
+func (r restrictions) AllowsMediaTypeTransform(mimeType, mimeSubType string, gvk *schema.GroupVersionKind) bool {
+	if gvk == nil {
+		return true
+	}
+	if gvk.Group != metav1.GroupName || gvk.Version != "v1" && gvk.Version != "v1beta1" {
+		return false
+	}
+	switch gvk.Kind {
+	case "Table":
+		return r.entry.Table && mimeType == "application" && (mimeSubType == "json" || mimeSubType == "yaml")
+	case "PartialObjectMetadata", "PartialObjectMetadataList":
+		return true
+	}
+	return false
+}
+
+func (restrictions) AllowsServerVersion(v string) bool { return v == "v1" }
+func (restrictions) AllowsStreamSchema(s string) bool  { return s == "watch" }
+
+// pretty recognizes people: curl, wget and browsers get indented JSON unless they say otherwise.
+func pretty(req *http.Request) bool {
+	if strings.Contains(req.URL.RawQuery, "pretty") {
+		if p := req.URL.Query().Get("pretty"); p != "" {
+			return p == "true" || p == "1" || p == "t" || p == "T" || p == "TRUE" || p == "True"
+		}
+	}
+	agent := req.UserAgent()
+	return strings.HasPrefix(agent, "curl") || strings.HasPrefix(agent, "Wget") || strings.HasPrefix(agent, "Mozilla/5.0")
+}
+
+func (c *call) read() *registryv1.GetRequest {
+	return &registryv1.GetRequest{Resource: c.entry.Resource, Namespace: c.namespace(), Name: c.info.Name, User: c.user, Query: c.req.URL.RawQuery, Output: c.out, Method: c.req.Method}
+}
+
+// namespace is the request's; a cluster's own objects have none, though RequestInfo gives a namespace its own name.
+func (c *call) namespace() string {
+	if !c.entry.Namespaced {
+		return ""
+	}
+	return c.info.Namespace
+}
+
+func (c *call) get() {
+	resp, err := c.Registry.Get(c.req.Context(), c.read())
+	if err != nil {
+		c.fail(rpc.FromStatus(err))
+		return
+	}
+	c.respond(resp)
+}
+
+func (c *call) respond(resp *registryv1.ObjectResponse) {
+	for _, t := range resp.Warnings {
+		warning.AddWarning(c.req.Context(), "", t)
+	}
+	body := newBody(c.w, c.req, c.contentType(), int(resp.Code), int64(len(resp.Body)))
+	_, _ = body.Write(resp.Body)
+	_ = body.Close()
+}
+
+func (c *call) contentType() string {
+	return c.out.MediaType
+}
+
+// write carries one write to registry and answers what registry asks on the way.
+func (c *call) write() {
+	ctx := c.req.Context()
+	body, err := readBody(c.req)
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	r := &registryv1.WriteRequest{Verb: c.info.Verb, Resource: c.entry.Resource, Namespace: c.namespace(), Name: c.info.Name, User: c.user,
+		Query: c.req.URL.RawQuery, ContentType: c.req.Header.Get("Content-Type"), Body: body, Output: c.out, UserAgent: c.req.UserAgent(), Path: c.req.URL.Path}
+	r.Admit, r.Validate = c.Interests.For(c.entry.Resource)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := c.Writes.Write(ctx)
+	if err == nil {
+		err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})
+	}
+	for err == nil || errors.Is(err, io.EOF) {
+		var m *registryv1.WriteReply
+		if m, err = stream.Recv(); err != nil {
+			break
+		}
+		if result := m.GetResult(); result != nil {
+			c.respond(result)
+			return
+		}
+		err = stream.Send(c.answer(ctx, m))
+	}
+	c.fail(rpc.FromStatus(err))
+}
+
+// answer asks the service that registry's question is for. A question that cannot be answered refuses the write.
+func (c *call) answer(ctx context.Context, q *registryv1.WriteReply) *registryv1.WriteCall {
+	switch q := q.Reply.(type) {
+	case *registryv1.WriteReply_Admission:
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Admission{Admission: c.review(ctx, q.Admission)}}
+	case *registryv1.WriteReply_Authorization:
+		result := &registryv1.AuthorizationResult{}
+		var err error
+		if result.Decision, err = c.Authorize.Ask(ctx, q.Authorization); err != nil {
+			result.Error = err.Error()
+		}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Authorization{Authorization: result}}
+	case *registryv1.WriteReply_Token:
+		resp, err := c.Authn.ReviewToken(ctx, q.Token)
+		if err != nil {
+			resp = &authnv1.AuthenticateResponse{Error: err.Error()}
+		}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Token{Token: resp}}
+	case *registryv1.WriteReply_Rules:
+		resp, err := c.Authz.Rules(ctx, q.Rules)
+		if err != nil {
+			resp = &authzv1.RulesResponse{Incomplete: true, EvaluationError: err.Error()}
+		}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Rules{Rules: resp}}
+	}
+	return &registryv1.WriteCall{}
+}
+
+func (c *call) review(ctx context.Context, q *registryv1.AdmissionNeeded) *registryv1.AdmissionResult {
+	ask := c.Admission.Validate
+	if q.Phase == registryv1.Phase_PHASE_ADMIT {
+		ask = c.Admission.Admit
+	}
+	verdict, err := ask(ctx, q.Review)
+	if err == nil {
+		return &registryv1.AdmissionResult{Verdict: verdict}
+	}
+	err = rpc.FromStatus(err)
+	var api apierrors.APIStatus
+	if !errors.As(err, &api) {
+		errors.As(error(apierrors.NewInternalError(err)), &api)
+	}
+	st := api.Status()
+	return &registryv1.AdmissionResult{Refusal: rpc.StatusProto(&st)}
+}
+
+func readBody(req *http.Request) ([]byte, error) {
+	if req.Body == nil {
+		return nil, nil
+	}
+	defer req.Body.Close()
+	limited := &io.LimitedReader{R: req.Body, N: MaxBodyBytes + 1}
+	var data []byte
+	var err error
+	if n := req.ContentLength; n > 0 && n <= MaxBodyBytes {
+		data = make([]byte, n)
+		_, err = io.ReadFull(limited, data)
+	} else {
+		data, err = io.ReadAll(limited)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if limited.N <= 0 {
+		return nil, apierrors.NewRequestEntityTooLargeError(fmt.Sprintf("limit is %d", MaxBodyBytes))
+	}
+	return data, nil
+}

@@ -1,0 +1,294 @@
+package apis
+
+import (
+	"fmt"
+	"slices"
+	"sort"
+	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/managedfields"
+	genericapi "k8s.io/apiserver/pkg/endpoints"
+	"k8s.io/apiserver/pkg/endpoints/deprecation"
+	"k8s.io/apiserver/pkg/endpoints/discovery"
+	"k8s.io/apiserver/pkg/registry/rest"
+	genericapiserver "k8s.io/apiserver/pkg/server"
+	"k8s.io/component-base/version"
+	"k8s.io/kube-openapi/pkg/validation/spec"
+	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/storage"
+	"watershed.dev/services/registry/verbs"
+)
+
+// Set is everything that is served. It does not change once built.
+type Set struct {
+	Hooks  []Hook
+	Groups []*registryv1.Group
+
+	groups      []genericapiserver.APIGroupInfo
+	endpoints   map[string]*verbs.Endpoint
+	ordered     []*verbs.Endpoint
+	equivalents runtime.EquivalentResourceRegistry
+	openapi     *documents
+}
+
+func newSet() *Set {
+	return &Set{endpoints: map[string]*verbs.Endpoint{}, equivalents: runtime.NewEquivalentResourceRegistry()}
+}
+
+// Endpoint finds a served resource or subresource.
+func (s *Set) Endpoint(r *commonv1.Resource) (*verbs.Endpoint, bool) {
+	e, ok := s.endpoints[key(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())]
+	return e, ok
+}
+
+// Endpoints is all of them, by group in /apis order, version and path.
+func (s *Set) Endpoints() []*verbs.Endpoint { return s.ordered }
+
+func key(group, version, resource, subresource string) string {
+	return group + "/" + version + "/" + resource + "/" + subresource
+}
+
+// complete turns the groups' storages into endpoints and catalogue entries.
+func (s *Set) complete(store *storage.Storage) error {
+	priorities := Priorities()
+	var err error
+	if s.openapi, err = newDocuments(s.groups); err != nil {
+		return err
+	}
+	models, err := s.openapi.models()
+	if err != nil {
+		return err
+	}
+	for i := range s.groups {
+		info := &s.groups[i]
+		name := info.PrioritizedVersions[0].Group
+		g := &registryv1.Group{Name: name}
+		for _, gv := range info.PrioritizedVersions {
+			storages := info.VersionedResourcesStorageMap[gv.Version]
+			if len(storages) == 0 {
+				continue
+			}
+			g.Versions = append(g.Versions, gv.Version)
+			g.GroupPriorityMinimum = priorities[gv].Group
+			converter, err := managedfields.NewTypeConverter(models, false)
+			if err != nil {
+				return fmt.Errorf("%s: models: %w", gv, err)
+			}
+			if err := s.version(store, info, gv, storages, converter); err != nil {
+				return fmt.Errorf("%s: %w", gv, err)
+			}
+		}
+		slices.SortStableFunc(g.Versions, func(a, b string) int {
+			return int(priorities[schema.GroupVersion{Group: name, Version: b}].Version - priorities[schema.GroupVersion{Group: name, Version: a}].Version)
+		})
+		s.Groups = append(s.Groups, g)
+	}
+	slices.SortStableFunc(s.Groups, func(a, b *registryv1.Group) int {
+		if d := b.GroupPriorityMinimum - a.GroupPriorityMinimum; d != 0 {
+			return int(d)
+		}
+		return strings.Compare(a.Name, b.Name)
+	})
+	return nil
+}
+
+func (s *Set) version(store *storage.Storage, info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, storages map[string]rest.Storage, converter managedfields.TypeConverter) error {
+	var paths []string
+	for p := range storages {
+		paths = append(paths, p)
+	}
+	sort.Strings(paths)
+	for _, path := range paths {
+		resource, subresource, _ := strings.Cut(path, "/")
+		e, err := newEndpoint(info, gv, resource, subresource, storages[path], storages[resource], converter, s.equivalents)
+		if err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		if err := describe(e, store); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		s.endpoints[key(gv.Group, gv.Version, resource, subresource)] = e
+		s.ordered = append(s.ordered, e)
+		s.equivalents.RegisterKindFor(e.Resource, subresource, e.Kind)
+	}
+	return nil
+}
+
+func newEndpoint(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, resource, subresource string, st, parent rest.Storage,
+	converter managedfields.TypeConverter, equivalents runtime.EquivalentResourceMapper) (*verbs.Endpoint, error) {
+	kind, err := genericapi.GetResourceKind(gv, st, info.Scheme)
+	if err != nil {
+		return nil, err
+	}
+	scoper, ok := parent.(rest.Scoper)
+	if !ok {
+		return nil, fmt.Errorf("%q must implement scoper", resource)
+	}
+	e := &verbs.Endpoint{Resource: gv.WithResource(resource), Subresource: subresource, Kind: kind, Storage: st, Namespaced: scoper.NamespaceScoped(),
+		Serializer: info.NegotiatedSerializer, ParameterCodec: info.ParameterCodec,
+		Creater: info.Scheme, Convertor: info.Scheme, Defaulter: info.Scheme, Typer: info.Scheme,
+		UnsafeConvertor: runtime.UnsafeObjectConvertor(info.Scheme), Equivalents: equivalents}
+	var reset map[fieldpath.APIVersion]fieldpath.Filter
+	if r, ok := st.(rest.ResetFieldsStrategy); ok {
+		reset = fieldpath.NewExcludeFilterSetMap(r.GetResetFields())
+	}
+	if r, ok := st.(rest.ResetFieldsFilterStrategy); ok {
+		reset = r.GetResetFieldsFilter()
+	}
+	e.FieldManager, err = managedfields.NewDefaultFieldManager(converter, e.UnsafeConvertor, e.Defaulter, e.Creater, kind, e.Hub(), subresource, reset)
+	return e, err
+}
+
+// describe writes the endpoint's catalogue entry, as upstream's installer fills an APIResource.
+func describe(e *verbs.Endpoint, store *storage.Storage) error {
+	entry := &registryv1.ResourceEntry{
+		Resource:   &commonv1.Resource{Group: e.Resource.Group, Version: e.Resource.Version, Resource: e.Resource.Resource, Subresource: e.Subresource},
+		Namespaced: e.Namespaced, Kind: kindProto(e.Kind), Verbs: verbsOf(e.Storage)}
+	for _, m := range e.Serializer.SupportedMediaTypes() {
+		entry.MediaTypes = append(entry.MediaTypes, m.MediaType)
+	}
+	if p, ok := e.Storage.(rest.ShortNamesProvider); ok {
+		entry.ShortNames = p.ShortNames()
+	}
+	if p, ok := e.Storage.(rest.CategoriesProvider); ok {
+		entry.Categories = p.Categories()
+	}
+	if p, ok := e.Storage.(rest.KindProvider); ok && p.Kind() != e.Kind.Kind {
+		entry.DiscoveryKind = p.Kind()
+	}
+	if p, ok := e.Storage.(rest.SingularNameProvider); ok && e.Subresource == "" {
+		entry.Singular = p.GetSingularName()
+	}
+	if c, ok := e.Storage.(rest.Connecter); ok {
+		entry.ConnectMethods = c.ConnectMethods()
+		_, entry.ConnectSubpath, _ = c.NewConnectOptions()
+	}
+	_, entry.NamedCreater = e.Storage.(rest.NamedCreater)
+	_, entry.GetWithOptions = e.Storage.(rest.GetterWithOptions)
+	_, entry.Table = e.Storage.(rest.TableConvertor)
+	versioned, err := e.Creater.New(e.Kind)
+	if err != nil {
+		return err
+	}
+	versioned.GetObjectKind().SetGroupVersionKind(e.Kind)
+	if major, minor, err := deprecation.MajorMinor(version.Get()); err == nil && deprecation.IsDeprecated(versioned, major, minor) {
+		entry.Deprecation = deprecation.WarningMessage(versioned)
+	}
+	if p, ok := e.Storage.(rest.StorageVersionProvider); ok && p.StorageVersion() != nil {
+		kinds, _, err := e.Typer.ObjectKinds(e.Storage.New())
+		if err != nil {
+			return err
+		}
+		if gvk, ok := p.StorageVersion().KindForGroupVersionKinds(kinds); ok {
+			entry.StorageVersionHash = discovery.StorageVersionHash(gvk.Group, gvk.Version, gvk.Kind)
+		}
+	}
+	if l, ok := e.Storage.(rest.Lister); ok {
+		kinds, _, err := e.Typer.ObjectKinds(l.NewList())
+		if err != nil {
+			return err
+		}
+		entry.ListKind = kinds[0].Kind
+	}
+	if st, ok := storedAs(e, store); ok && e.Subresource == "" {
+		entry.StoredAs, entry.StoredKind = st.Name(), kindProto(st.Kind)
+		entry.SelectableFields = fieldLabels(e, st)
+	}
+	e.Entry = entry
+	return nil
+}
+
+// storedAs finds what the endpoint's reads come from: its own resource, or the one it shares with another group.
+func storedAs(e *verbs.Endpoint, store *storage.Storage) (*storage.Stored, bool) {
+	if st, ok := store.ByName(e.Resource.GroupResource().String()); ok {
+		return st, true
+	}
+	if e.Resource.Group == "events.k8s.io" {
+		return store.ByName("events")
+	}
+	return nil, false
+}
+
+// aliases are field labels that some kind accepts beside the names of its stored fields.
+var aliases = []string{"metadata.name", "metadata.namespace", "spec.host", "regarding.kind", "regarding.namespace", "regarding.name",
+	"regarding.uid", "regarding.apiVersion", "regarding.resourceVersion", "regarding.fieldPath", "reportingController", "type", "reason"}
+
+// fieldLabels asks the scheme which labels a selector may use and what each one means.
+func fieldLabels(e *verbs.Endpoint, st *storage.Stored) map[string]string {
+	labels := map[string]string{}
+	for _, l := range append(st.SelectableFields(), aliases...) {
+		const probe = "probe"
+		if to, value, err := e.Convertor.ConvertFieldLabel(e.Kind, l, probe); err == nil && value == probe {
+			labels[l] = to
+		}
+	}
+	return labels
+}
+
+func kindProto(k schema.GroupVersionKind) *commonv1.Kind {
+	return &commonv1.Kind{Group: k.Group, Version: k.Version, Kind: k.Kind}
+}
+
+// verbsOf is what discovery lists for a storage, sorted.
+func verbsOf(st rest.Storage) []string {
+	set := []string{}
+	add := func(verb string, has bool) {
+		if has && !slices.Contains(set, verb) {
+			set = append(set, verb)
+		}
+	}
+	_, creater := st.(rest.Creater)
+	_, named := st.(rest.NamedCreater)
+	add("create", creater || named)
+	_, deleter := st.(rest.GracefulDeleter)
+	add("delete", deleter)
+	_, collection := st.(rest.CollectionDeleter)
+	add("deletecollection", collection)
+	_, getter := st.(rest.Getter)
+	_, withOptions := st.(rest.GetterWithOptions)
+	add("get", getter || withOptions)
+	_, lister := st.(rest.Lister)
+	add("list", lister)
+	_, patcher := st.(rest.Patcher)
+	add("patch", patcher)
+	_, updater := st.(rest.Updater)
+	add("update", updater)
+	_, watcher := st.(rest.Watcher)
+	add("watch", watcher)
+	if c, ok := st.(rest.Connecter); ok {
+		for _, m := range c.ConnectMethods() {
+			verb := map[string]string{"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}[m]
+			add(verb, verb != "")
+		}
+	}
+	sort.Strings(set)
+	return set
+}
+
+// Catalog is what the registry tells the others.
+func (s *Set) Catalog() *registryv1.CatalogResponse {
+	c := &registryv1.CatalogResponse{Groups: s.Groups, OpenapiEtag: s.openapi.etag}
+	for _, e := range s.ordered {
+		c.Resources = append(c.Resources, e.Entry)
+	}
+	return c
+}
+
+// OpenAPI answers a document: "v2", or "v3/" and a group version's path. ok is false where there is none.
+func (s *Set) OpenAPI(path string) (doc any, ok bool, err error) {
+	return s.openapi.get(path, s.ordered)
+}
+
+// models are the schemas that server-side apply merges by.
+func (d *documents) models() (map[string]*spec.Schema, error) { return d.resourceModels() }
+
+// Resource is the endpoint's resource as an API client names it.
+func Resource(e *verbs.Endpoint) metav1.GroupVersionResource {
+	return metav1.GroupVersionResource{Group: e.Resource.Group, Version: e.Resource.Version, Resource: e.Resource.Resource}
+}

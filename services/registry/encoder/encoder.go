@@ -1,0 +1,133 @@
+// Package encoder makes, for the watch tier, what its bytes are not yet: another version of an object, or the rows of a Table.
+package encoder
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/registry/rest"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/storage"
+	"watershed.dev/services/registry/verbs"
+)
+
+// Encode answers one encoding for each object of r.
+func Encode(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	objects := make([]runtime.Object, len(r.Json))
+	for i := range r.Json {
+		o := &logv1.Object{Json: r.Json[i]}
+		if i < len(r.Protobuf) {
+			o.Protobuf = r.Protobuf[i]
+		}
+		obj, err := st.DecodeVersioned(o, func(k schema.GroupVersionKind) (runtime.Object, error) {
+			return storage.SchemeFor(e.Storage.New()).New(k)
+		})
+		if err != nil {
+			return nil, fmt.Errorf("decode %s: %w", r.StoredAs, err)
+		}
+		objects[i] = obj
+	}
+	if r.GetOutput().GetAs().GetKind() == "Table" {
+		return rows(ctx, e, objects, r)
+	}
+	return convert(e, objects, r)
+}
+
+func convert(e *verbs.Endpoint, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	resp := &registryv1.EncodeResponse{}
+	for _, obj := range objects {
+		internal, err := e.Convertor.ConvertToVersion(obj, e.Hub())
+		if err != nil {
+			return nil, err
+		}
+		out, err := e.Convertor.ConvertToVersion(internal, e.Kind.GroupVersion())
+		if err != nil {
+			return nil, err
+		}
+		out.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{})
+		var data []byte
+		if m, ok := out.(interface{ Marshal() ([]byte, error) }); ok && r.GetOutput().GetMediaType() == runtime.ContentTypeProtobuf {
+			data, err = m.Marshal()
+		} else {
+			data, err = json.Marshal(out)
+		}
+		if err != nil {
+			return nil, err
+		}
+		resp.Objects = append(resp.Objects, data)
+	}
+	return resp, nil
+}
+
+func rows(ctx context.Context, e *verbs.Endpoint, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	convertor, ok := e.Storage.(rest.TableConvertor)
+	if !ok {
+		return nil, fmt.Errorf("%s has no table", e)
+	}
+	gv := schema.GroupVersion{Group: r.Output.As.Group, Version: r.Output.As.Version}
+	resp := &registryv1.EncodeResponse{}
+	// The columns are those of an empty list.
+	lister, ok := e.Storage.(rest.Lister)
+	if !ok {
+		return nil, fmt.Errorf("%s has no list", e)
+	}
+	head, err := convertor.ConvertToTable(ctx, lister.NewList(), &metav1.TableOptions{})
+	if err != nil {
+		return nil, err
+	}
+	if resp.Columns, err = json.Marshal(head.ColumnDefinitions); err != nil {
+		return nil, err
+	}
+	for _, obj := range objects {
+		internal, err := e.Convertor.ConvertToVersion(obj, e.Hub())
+		if err != nil {
+			return nil, err
+		}
+		t, err := convertor.ConvertToTable(ctx, internal, &metav1.TableOptions{NoHeaders: true})
+		if err != nil {
+			return nil, err
+		}
+		if len(t.Rows) != 1 {
+			return nil, fmt.Errorf("%s: an object made %d rows", e, len(t.Rows))
+		}
+		if err := include(e, &t.Rows[0], internal, r.IncludeObject, gv); err != nil {
+			return nil, err
+		}
+		data, err := json.Marshal(t.Rows[0])
+		if err != nil {
+			return nil, err
+		}
+		resp.Objects = append(resp.Objects, data)
+	}
+	return resp, nil
+}
+
+func include(e *verbs.Endpoint, row *metav1.TableRow, obj runtime.Object, policy string, gv schema.GroupVersion) error {
+	switch metav1.IncludeObjectPolicy(policy) {
+	case metav1.IncludeNone:
+		row.Object = runtime.RawExtension{}
+	case metav1.IncludeObject:
+		versioned, err := e.Convertor.ConvertToVersion(obj, e.Kind.GroupVersion())
+		if err != nil {
+			return err
+		}
+		versioned.GetObjectKind().SetGroupVersionKind(e.Kind)
+		row.Object = runtime.RawExtension{Object: versioned}
+	default:
+		m, err := meta.Accessor(obj)
+		if err != nil {
+			return err
+		}
+		partial := meta.AsPartialObjectMetadata(m)
+		partial.GetObjectKind().SetGroupVersionKind(gv.WithKind("PartialObjectMetadata"))
+		row.Object = runtime.RawExtension{Object: partial}
+	}
+	return nil
+}

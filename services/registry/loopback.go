@@ -1,0 +1,276 @@
+package registry
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	restclient "k8s.io/client-go/rest"
+
+	"watershed.dev/platform/eventlog"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// loopback lets client-go, which upstream's allocators and loops are written against, call the registry's own verbs:
+// a request goes to the verb and its answer comes back, and a watch reads the event log. Nothing is listened on.
+// It is the system itself, so it is not asked who it is, and admission does not apply.
+type loopback struct{ service *Service }
+
+var systemUser = &commonv1.User{Name: "system:apiserver", Groups: []string{"system:masters"}}
+
+var infoFactory = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
+
+func (l *loopback) config() *restclient.Config {
+	return &restclient.Config{Host: "https://registry.internal", Transport: l, QPS: -1, UserAgent: "watershed-registry/loopback",
+		ContentConfig: restclient.ContentConfig{ContentType: runtime.ContentTypeJSON}}
+}
+
+// RoundTrip implements http.RoundTripper.
+func (l *loopback) RoundTrip(req *http.Request) (*http.Response, error) {
+	var body []byte
+	if req.Body != nil {
+		defer req.Body.Close()
+		var err error
+		if body, err = io.ReadAll(req.Body); err != nil {
+			return nil, err
+		}
+	}
+	info, err := infoFactory.NewRequestInfo(req)
+	if err != nil {
+		return nil, err
+	}
+	if !info.IsResourceRequest {
+		return l.discovery(req, info)
+	}
+	r := &commonv1.Resource{Group: info.APIGroup, Version: info.APIVersion, Resource: info.Resource, Subresource: info.Subresource}
+	e, err := l.service.endpoint(r)
+	if err != nil {
+		return failure(req, err), nil
+	}
+	// The parent context may be a write's; its Gate must not be asked on the system's behalf.
+	ctx := within(context.WithoutCancel(context.Background()), info.Verb, r, systemUser, info.Namespace, info.Name)
+	ctx, cancel := context.WithCancel(ctx)
+	stop := context.AfterFunc(req.Context(), cancel)
+	done := func() { stop(); cancel() }
+	out := &registryv1.Output{MediaType: runtime.ContentTypeJSON}
+	get := &registryv1.GetRequest{Resource: r, Namespace: info.Namespace, Name: info.Name, User: systemUser, Query: req.URL.RawQuery, Output: out}
+	switch info.Verb {
+	case "get":
+		defer done()
+		resp, err := e.Get(ctx, get)
+		return answer(req, resp, err), nil
+	case "list":
+		defer done()
+		data, err := e.List(ctx, get)
+		return answer(req, &registryv1.ObjectResponse{Code: http.StatusOK, Body: data}, err), nil
+	case "watch":
+		return l.watch(ctx, done, req, e.Entry, info), nil
+	}
+	defer done()
+	resp, err := e.Write(ctx, &registryv1.WriteRequest{Verb: info.Verb, Resource: r, Namespace: info.Namespace, Name: info.Name, User: systemUser,
+		Query: req.URL.RawQuery, ContentType: req.Header.Get("Content-Type"), Body: body, Output: out, UserAgent: req.UserAgent(), Path: req.URL.Path}, system{})
+	return answer(req, resp, err), nil
+}
+
+// system is the Gate of loopback writes: the system may do everything, and nothing asks admission.
+type system struct{}
+
+func (system) Review(context.Context, registryv1.Phase, *admissionv1.Review) (*admissionv1.Verdict, error) {
+	return &admissionv1.Verdict{}, nil
+}
+func (system) Authorize(context.Context, *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
+	return &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW}, nil
+}
+func (system) ReviewToken(context.Context, *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+	return nil, errors.New("not asked by the system itself")
+}
+func (system) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
+	return nil, errors.New("not asked by the system itself")
+}
+
+func answer(req *http.Request, resp *registryv1.ObjectResponse, err error) *http.Response {
+	if err != nil {
+		return failure(req, err)
+	}
+	return respond(req, int(resp.Code), resp.Body)
+}
+
+func failure(req *http.Request, err error) *http.Response {
+	var api apierrors.APIStatus
+	if !errors.As(err, &api) {
+		err = apierrors.NewInternalError(err)
+		errors.As(err, &api)
+	}
+	st := responsewriters.ErrorToAPIStatus(api.(error))
+	data, _ := json.Marshal(st)
+	return respond(req, int(st.Code), data)
+}
+
+func respond(req *http.Request, code int, body []byte) *http.Response {
+	return &http.Response{StatusCode: code, Status: http.StatusText(code), Proto: "HTTP/2.0", ProtoMajor: 2, Request: req,
+		Header: http.Header{"Content-Type": {runtime.ContentTypeJSON}}, Body: io.NopCloser(bytes.NewReader(body)), ContentLength: int64(len(body))}
+}
+
+// discovery answers the one thing a policy's validation asks for: what resources a version has.
+func (l *loopback) discovery(req *http.Request, info *request.RequestInfo) (*http.Response, error) {
+	gv, err := schema.ParseGroupVersion(strings.TrimPrefix(strings.TrimPrefix(info.Path, "/apis/"), "/api/"))
+	if err != nil || gv.Version == "" {
+		return failure(req, apierrors.NewNotFound(schema.GroupResource{}, info.Path)), nil
+	}
+	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv.String()}
+	for _, e := range l.service.set.Endpoints() {
+		if e.Resource.GroupVersion() == gv {
+			name := e.Resource.Resource
+			if e.Subresource != "" {
+				name += "/" + e.Subresource
+			}
+			list.APIResources = append(list.APIResources, metav1.APIResource{Name: name, SingularName: e.Entry.Singular, Namespaced: e.Namespaced, Kind: e.Kind.Kind, Verbs: e.Entry.Verbs})
+		}
+	}
+	data, err := json.Marshal(list)
+	if err != nil {
+		return nil, err
+	}
+	return respond(req, http.StatusOK, data), nil
+}
+
+// watch streams events of the log that come after the resource version asked for.
+func (l *loopback) watch(ctx context.Context, done func(), req *http.Request, entry *registryv1.ResourceEntry, info *request.RequestInfo) *http.Response {
+	q := req.URL.Query()
+	if q.Get("sendInitialEvents") != "" { // a reflector then lists and watches
+		done()
+		return failure(req, apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: "ListOptions"}, "", nil))
+	}
+	after, err := strconv.ParseInt(q.Get("resourceVersion"), 10, 64)
+	if err != nil || entry.StoredAs == "" {
+		done()
+		return failure(req, apierrors.NewBadRequest("a loopback watch needs a resourceVersion and a stored resource"))
+	}
+	selects, err := selection(q, entry, info)
+	if err != nil {
+		done()
+		return failure(req, apierrors.NewBadRequest(err.Error()))
+	}
+	r, w := io.Pipe()
+	go func() {
+		defer done()
+		first := true
+		err := eventlog.Read(ctx, l.service.js, []string{entry.StoredAs}, func(e *logv1.Event) error {
+			gap := e.Type == logv1.Type_TYPE_RESET && e.Revision > after || first && e.Revision > after+1 && e.Type != logv1.Type_TYPE_UNSPECIFIED && l.gap(ctx, after)
+			first = false
+			if gap {
+				return l.expired(w, after)
+			}
+			if e.Revision <= after || e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET {
+				return nil
+			}
+			return frame(w, entry, e, selects)
+		})
+		w.CloseWithError(err)
+	}()
+	return &http.Response{StatusCode: http.StatusOK, Status: "200 OK", Proto: "HTTP/2.0", ProtoMajor: 2, Request: req,
+		Header: http.Header{"Content-Type": {runtime.ContentTypeJSON}}, Body: &pipeBody{r, done}, ContentLength: -1}
+}
+
+// gap says whether the log begins after a revision.
+func (l *loopback) gap(ctx context.Context, after int64) bool {
+	stream, err := l.service.js.Stream(ctx, eventlog.StreamName)
+	if err != nil {
+		return false
+	}
+	info, err := stream.Info(ctx)
+	if err != nil {
+		return false
+	}
+	m, err := stream.GetMsg(ctx, info.State.FirstSeq)
+	if err != nil {
+		return false
+	}
+	id, err := eventlog.ParseID(m.Header.Get("Nats-Msg-Id"))
+	return err == nil && id.Revision > after
+}
+
+type pipeBody struct {
+	*io.PipeReader
+	done func()
+}
+
+func (p *pipeBody) Close() error {
+	p.done()
+	return p.PipeReader.Close()
+}
+
+func (l *loopback) expired(w io.Writer, after int64) error {
+	st := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", after)).Status()
+	data, _ := json.Marshal(st)
+	_, _ = fmt.Fprintf(w, `{"type":"ERROR","object":%s}`+"\n", data)
+	return io.EOF
+}
+
+type selector func(namespace string, o *logv1.Object) bool
+
+func selection(q url.Values, entry *registryv1.ResourceEntry, info *request.RequestInfo) (selector, error) {
+	ls, err := labels.Parse(q.Get("labelSelector"))
+	if err != nil {
+		return nil, err
+	}
+	fs, err := fields.ParseSelector(q.Get("fieldSelector"))
+	if err != nil {
+		return nil, err
+	}
+	return func(namespace string, o *logv1.Object) bool {
+		return o != nil && (info.Namespace == "" || !entry.Namespaced || info.Namespace == namespace) && ls.Matches(labels.Set(o.Labels)) && fs.Matches(fields.Set(o.Fields))
+	}, nil
+}
+
+func frame(w io.Writer, entry *registryv1.ResourceEntry, e *logv1.Event, selects selector) error {
+	now := selects(e.Namespace, e.Object)
+	before := now
+	if e.Previous != nil {
+		before = selects(e.Namespace, e.Previous)
+	}
+	kind, obj := "", e.Object
+	switch {
+	case e.Type == logv1.Type_TYPE_DELETED && before:
+		kind = "DELETED"
+	case e.Type == logv1.Type_TYPE_DELETED:
+		return nil
+	case e.Type == logv1.Type_TYPE_ADDED && now, now && !before:
+		kind = "ADDED"
+	case now:
+		kind = "MODIFIED"
+	case before && e.Type == logv1.Type_TYPE_MODIFIED:
+		kind, obj = "DELETED", e.Previous
+	default:
+		return nil
+	}
+	k := entry.StoredKind
+	gv := schema.GroupVersion{Group: k.Group, Version: k.Version}
+	_, err := fmt.Fprintf(w, `{"type":%q,"object":{"kind":%q,"apiVersion":%q,%s}`+"\n", kind, k.Kind, gv.String(), obj.Json[1:])
+	return err
+}
+
+func schemaResource(r *commonv1.Resource) schema.GroupResource {
+	return schema.GroupResource{Group: r.GetGroup(), Resource: r.GetResource()}
+}

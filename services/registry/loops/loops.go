@@ -1,0 +1,216 @@
+// Package loops keeps a cluster as kube-apiserver would: its namespaces, the kubernetes Service and its endpoints,
+// bootstrap RBAC, priority classes, flow-control defaults, service addresses, and the published authentication data.
+// One registry at a time runs them, elected through etcd.
+package loops
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"time"
+
+	"github.com/spf13/pflag"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
+	genericapiserver "k8s.io/apiserver/pkg/server"
+	"k8s.io/apiserver/pkg/server/dynamiccertificates"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	restclient "k8s.io/client-go/rest"
+	"k8s.io/component-helpers/apimachinery/lease"
+	api "k8s.io/kubernetes/pkg/apis/core"
+	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
+	"k8s.io/kubernetes/pkg/controlplane/apiserver/options"
+	"k8s.io/kubernetes/pkg/controlplane/controller/apiserverleasegc"
+	"k8s.io/kubernetes/pkg/controlplane/controller/clusterauthenticationtrust"
+	"k8s.io/kubernetes/pkg/controlplane/controller/defaultservicecidr"
+	"k8s.io/kubernetes/pkg/controlplane/controller/kubernetesservice"
+	"k8s.io/kubernetes/pkg/controlplane/controller/legacytokentracking"
+	"k8s.io/kubernetes/pkg/controlplane/controller/systemnamespaces"
+	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
+	"k8s.io/utils/clock"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+
+	"watershed.dev/services/registry/apis"
+	"watershed.dev/services/registry/storage"
+)
+
+// ElectionKey is where registries elect the one that runs the loops.
+const ElectionKey = "/watershed/loops"
+
+// identityName is what kube-apiserver's identity leases are labelled with.
+const identityName = "kube-apiserver"
+
+// Options are kube-apiserver's flags that the loops need.
+type Options struct {
+	AdvertiseAddress         string
+	SecurePort               int
+	ClientCAFile             string
+	RequestHeaderCAFile      string
+	RequestHeaderNames       []string
+	RequestHeaderUserHeaders []string
+	RequestHeaderUIDHeaders  []string
+	RequestHeaderGroups      []string
+	RequestHeaderExtras      []string
+}
+
+// AddFlags adds them to fs.
+func (o *Options) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "", "The IP address of the gateway (or its load balancer) that the kubernetes Service points to. Empty: the host's default interface.")
+	fs.IntVar(&o.SecurePort, "secure-port", 6443, "The port of the gateway that the kubernetes Service points to.")
+	fs.StringVar(&o.ClientCAFile, "client-ca-file", "", "The clients' certificate authority, published in extension-apiserver-authentication.")
+	fs.StringVar(&o.RequestHeaderCAFile, "requestheader-client-ca-file", "", "The front proxies' certificate authority, published likewise.")
+	fs.StringSliceVar(&o.RequestHeaderNames, "requestheader-allowed-names", nil, "Client certificate common names of allowed front proxies.")
+	fs.StringSliceVar(&o.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"}, "Request headers to inspect for usernames.")
+	fs.StringSliceVar(&o.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil, "Request headers to inspect for UIDs.")
+	fs.StringSliceVar(&o.RequestHeaderGroups, "requestheader-group-headers", []string{"X-Remote-Group"}, "Request headers to inspect for groups.")
+	fs.StringSliceVar(&o.RequestHeaderExtras, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"}, "Request header prefixes to inspect.")
+}
+
+// Loops runs them.
+type Loops struct {
+	Options
+	Client    *kubernetes.Clientset
+	Loopback  *restclient.Config
+	Informers informers.SharedInformerFactory
+	Hooks     []apis.Hook
+	Storage   *storage.Storage
+	APIs      *apis.Options
+	Identity  string
+
+	address net.IP
+}
+
+// Prepare registers the informers that the loops read, before these start.
+func (l *Loops) Prepare() error {
+	l.Informers.Core().V1().Namespaces().Informer()
+	l.Informers.Core().V1().Services().Informer()
+	l.address = net.ParseIP(l.AdvertiseAddress)
+	if l.AdvertiseAddress != "" && l.address == nil {
+		return fmt.Errorf("--advertise-address %q: not an IP address", l.AdvertiseAddress)
+	}
+	if l.address == nil {
+		ip, err := utilnet.ResolveBindAddress(net.IPv4zero)
+		if err != nil {
+			slog.Warn("No address to advertise: the kubernetes Service will have no endpoints", "mend", "--advertise-address", "error", err)
+			return nil
+		}
+		l.address = ip
+	}
+	return nil
+}
+
+// Run runs every loop until ctx is done.
+func (l *Loops) Run(ctx context.Context) error {
+	if !l.waitSynced(ctx) {
+		return ctx.Err()
+	}
+	primary, secondary, err := l.APIs.ServiceIPRanges()
+	if err != nil {
+		return err
+	}
+	// Service addresses can be given once the default ServiceCIDR is there.
+	defaultservicecidr.NewController(primary, secondary, l.Client).Start(ctx)
+	go systemnamespaces.NewController([]string{metav1.NamespaceSystem, metav1.NamespacePublic, corev1.NamespaceNodeLease}, l.Client, l.Informers.Core().V1().Namespaces()).Run(ctx.Done())
+	for _, h := range l.Hooks {
+		go func() {
+			if err := h.Run(genericapiserver.PostStartHookContext{LoopbackClientConfig: l.Loopback, Context: ctx}); err != nil && ctx.Err() == nil {
+				slog.Error("A start hook failed", "hook", h.Name, "error", err)
+			}
+		}()
+	}
+	if err := l.publishTrust(ctx); err != nil {
+		return err
+	}
+	go legacytokentracking.NewController(l.Client).RunWithContext(ctx)
+	l.identity(ctx)
+	if err := l.kubernetesService(ctx, primary); err != nil {
+		return err
+	}
+	<-ctx.Done()
+	return ctx.Err()
+}
+
+func (l *Loops) waitSynced(ctx context.Context) bool {
+	for _, ok := range l.Informers.WaitForCacheSync(ctx.Done()) {
+		if !ok {
+			return false
+		}
+	}
+	return true
+}
+
+// kubernetesService keeps default/kubernetes and its endpoints.
+func (l *Loops) kubernetesService(ctx context.Context, ipRange net.IPNet) error {
+	if l.address == nil {
+		return nil
+	}
+	_, serviceIP, err := options.ServiceIPRange(ipRange)
+	if err != nil {
+		return err
+	}
+	const ttl = 15 * time.Second
+	config, err := l.Storage.Factory.NewConfig(api.Resource("apiServerIPInfo"), &api.Endpoints{})
+	if err != nil {
+		return err
+	}
+	leases, err := reconcilers.NewLeases(config, "/masterleases/", ttl)
+	if err != nil {
+		return err
+	}
+	adapter := reconcilers.NewEndpointsAdapter(l.Client.CoreV1(), l.Client.DiscoveryV1())
+	reconciler := reconcilers.NewLeaseEndpointReconciler(adapter, leases)
+	c := kubernetesservice.New(kubernetesservice.Config{PublicIP: l.address, EndpointReconciler: reconciler, EndpointInterval: 10 * time.Second,
+		ServiceIP: serviceIP, ServicePort: 443, PublicServicePort: l.SecurePort}, l.Client, l.Informers.Core().V1().Services())
+	c.Start(ctx.Done())
+	return nil
+}
+
+// publishTrust keeps kube-system/extension-apiserver-authentication.
+func (l *Loops) publishTrust(ctx context.Context) error {
+	info := clusterauthenticationtrust.ClusterAuthenticationInfo{}
+	for _, f := range []struct {
+		name, path string
+		into       *dynamiccertificates.CAContentProvider
+	}{{"client-ca-bundle", l.ClientCAFile, &info.ClientCA}, {"request-header", l.RequestHeaderCAFile, &info.RequestHeaderCA}} {
+		if f.path == "" {
+			continue
+		}
+		ca, err := dynamiccertificates.NewDynamicCAContentFromFile(f.name, f.path)
+		if err != nil {
+			return err
+		}
+		go ca.Run(ctx, 1)
+		*f.into = ca
+	}
+	if info.RequestHeaderCA != nil {
+		info.RequestHeaderAllowedNames = headerrequest.StaticStringSlice(l.RequestHeaderNames)
+		info.RequestHeaderUsernameHeaders = headerrequest.StaticStringSlice(l.RequestHeaderUserHeaders)
+		info.RequestHeaderUIDHeaders = headerrequest.StaticStringSlice(l.RequestHeaderUIDHeaders)
+		info.RequestHeaderGroupHeaders = headerrequest.StaticStringSlice(l.RequestHeaderGroups)
+		info.RequestHeaderExtraHeaderPrefixes = headerrequest.StaticStringSlice(l.RequestHeaderExtras)
+	}
+	c := clusterauthenticationtrust.NewClusterAuthenticationTrustController(info, l.Client)
+	go c.Run(ctx, 1)
+	return nil
+}
+
+// identity keeps the API server's identity lease and removes those of servers that are gone.
+func (l *Loops) identity(ctx context.Context) {
+	seconds := int32(controlplaneapiserver.IdentityLeaseDurationSeconds)
+	c := lease.NewController(clock.RealClock{}, l.Client, l.Identity, seconds, nil, controlplaneapiserver.IdentityLeaseRenewIntervalPeriod,
+		"apiserver-watershed", metav1.NamespaceSystem, func(o *coordinationv1.Lease) error {
+			if o.Labels == nil {
+				o.Labels = map[string]string{}
+			}
+			o.Labels[controlplaneapiserver.IdentityLeaseComponentLabelKey] = identityName
+			return nil
+		})
+	go c.Run(ctx)
+	go apiserverleasegc.NewAPIServerLeaseGC(l.Client, controlplaneapiserver.IdentityLeaseGCPeriod, metav1.NamespaceSystem,
+		controlplaneapiserver.IdentityLeaseComponentLabelKey+"="+identityName).RunWithContext(ctx)
+}

@@ -1,0 +1,73 @@
+package publisher
+
+import (
+	"context"
+	"log/slog"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+)
+
+// leaseSeconds is how long a dead leader keeps the others waiting.
+const leaseSeconds = 2
+
+// Elect runs lead whenever this candidate holds key in etcd, and cancels its context when it no longer does. It ends
+// with ctx. Candidates poll, since a waiting watch each would be watches that etcd has to serve.
+func Elect(ctx context.Context, client *clientv3.Client, key, identity string, lead func(context.Context) error) error {
+	for ctx.Err() == nil {
+		lease, err := campaign(ctx, client, key, identity)
+		if err != nil || lease == nil {
+			if err != nil && ctx.Err() == nil {
+				slog.Debug("No election", "key", key, "error", err)
+			}
+			select {
+			case <-ctx.Done():
+			case <-time.After(300 * time.Millisecond):
+			}
+			continue
+		}
+		slog.Info("Elected", "key", key, "identity", identity)
+		serve(ctx, client, *lease, lead)
+	}
+	return ctx.Err()
+}
+
+// campaign takes the key if nobody has it. A nil lease means that somebody has.
+func campaign(ctx context.Context, client *clientv3.Client, key, identity string) (*clientv3.LeaseID, error) {
+	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
+	defer cancel()
+	current, err := client.Get(ctx, key)
+	if err != nil || len(current.Kvs) > 0 {
+		return nil, err
+	}
+	lease, err := client.Grant(ctx, leaseSeconds)
+	if err != nil {
+		return nil, err
+	}
+	resp, err := client.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).Then(clientv3.OpPut(key, identity, clientv3.WithLease(lease.ID))).Commit()
+	if err != nil || !resp.Succeeded {
+		_, _ = client.Revoke(context.WithoutCancel(ctx), lease.ID)
+		return nil, err
+	}
+	return &lease.ID, nil
+}
+
+func serve(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID, lead func(context.Context) error) {
+	leading, cancel := context.WithCancel(ctx)
+	defer cancel()
+	alive, err := client.KeepAlive(leading, lease)
+	if err == nil {
+		go func() {
+			for range alive {
+			}
+			cancel() // the lease ran out, or ctx ended
+		}()
+		if err := lead(leading); err != nil && ctx.Err() == nil {
+			slog.Warn("Leading ended", "error", err)
+		}
+	}
+	cancel()
+	revoke, done := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+	defer done()
+	_, _ = client.Revoke(revoke, lease) // the next leader need not wait
+}

@@ -1,0 +1,378 @@
+// Package publisher turns etcd's events into the event log. One publisher at a time, elected through etcd, holds the
+// only watch that etcd serves; it decodes each event once, encodes it once for each media type, and publishes it with
+// the id of the message before, so that a publisher that lost its election without noticing can do no harm.
+package publisher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strconv"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"github.com/prometheus/client_golang/prometheus"
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
+
+	"watershed.dev/platform/eventlog"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	"watershed.dev/services/registry/storage"
+)
+
+// ElectionKey is where publishers elect, outside of what kube-apiserver stores.
+const ElectionKey = "/watershed/publisher"
+
+// idleProgress is how often progress is published when nothing happens: well within the log's retention, so that the
+// log's last message always says where to go on.
+const idleProgress = 30 * time.Second
+
+var (
+	published = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_publisher_events_total", Help: "Events published to the log, by stored resource."}, []string{"resource"})
+	resets    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_resets_total", Help: "Times the log had to start anew because etcd had compacted what came next."})
+	skipped   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_undecodable_total", Help: "Events that could not be decoded and were left out."})
+)
+
+// Metrics are this package's collectors.
+func Metrics() []prometheus.Collector { return []prometheus.Collector{published, resets, skipped} }
+
+// Publisher publishes while it is told to.
+type Publisher struct {
+	Storage  *storage.Storage
+	Log      *eventlog.Options
+	NATS     *nats.Conn
+	JS       jetstream.JetStream
+	Identity string
+	// CompactionInterval is how long etcd keeps old revisions; 0: somebody else compacts.
+	CompactionInterval time.Duration
+}
+
+// Run takes part in the election and publishes when elected, until ctx ends.
+func (p *Publisher) Run(ctx context.Context) error {
+	return Elect(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead)
+}
+
+func (p *Publisher) lead(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	if p.CompactionInterval > 0 {
+		go p.compact(ctx)
+	}
+	for {
+		err := p.publish(ctx)
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		slog.Warn("Publishing broke off; going on from the log's last message", "error", err)
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(200 * time.Millisecond):
+		}
+	}
+}
+
+// publish resumes from the log's last message and follows etcd until something breaks.
+func (p *Publisher) publish(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	c, err := p.open(ctx)
+	if err != nil {
+		return err
+	}
+	asked := make(chan struct{}, 1)
+	sub, err := p.NATS.Subscribe(eventlog.AskProgress, func(*nats.Msg) {
+		select {
+		case asked <- struct{}{}:
+		default:
+		}
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { _ = sub.Unsubscribe() }()
+
+	from := c.last.Revision + 1
+	if !c.last.Mark {
+		from = c.last.Revision // its transaction may hold more
+	}
+	watchCtx := clientv3.WithRequireLeader(ctx)
+	watch := p.Storage.Client.Watch(watchCtx, p.Storage.Prefix(), clientv3.WithPrefix(), clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
+	idle := time.NewTicker(idleProgress)
+	defer idle.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case err := <-c.failed:
+			return err
+		case <-asked:
+			if err := p.Storage.Client.RequestProgress(watchCtx); err != nil {
+				return err
+			}
+		case <-idle.C:
+			if err := p.Storage.Client.RequestProgress(watchCtx); err != nil {
+				return err
+			}
+			c.forced = true
+		case resp, ok := <-watch:
+			if !ok {
+				return errors.New("etcd ended the watch")
+			}
+			if resp.CompactRevision != 0 {
+				return p.reset(ctx, c)
+			}
+			if err := resp.Err(); err != nil {
+				return err
+			}
+			if err := p.follow(ctx, c, resp); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// follow publishes one answer of the watch.
+func (p *Publisher) follow(ctx context.Context, c *chain, resp clientv3.WatchResponse) error {
+	if resp.IsProgressNotify() {
+		return c.progress(resp.Header.Revision)
+	}
+	for events := resp.Events; len(events) > 0; {
+		n := 1
+		for n < len(events) && events[n].Kv.ModRevision == events[0].Kv.ModRevision {
+			n++
+		}
+		if err := p.transaction(ctx, c, events[:n]); err != nil {
+			return err
+		}
+		events = events[n:]
+	}
+	return nil
+}
+
+// transaction publishes the events of one revision: readers apply them together.
+func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv3.Event) error {
+	revision := events[0].Kv.ModRevision
+	var out []*logv1.Event
+	for i, e := range events {
+		event, err := p.event(ctx, e)
+		if err != nil {
+			skipped.Inc()
+			slog.Error("An event cannot be decoded and is left out", "key", string(e.Kv.Key), "revision", revision, "error", err)
+			continue
+		}
+		if event != nil {
+			event.Index, event.More = int32(i), true
+			out = append(out, event)
+		}
+	}
+	if len(out) > 0 {
+		out[len(out)-1].More = false
+	}
+	for _, event := range out {
+		if !c.last.Mark && revision == c.last.Revision && event.Index <= c.last.Index {
+			continue // published before
+		}
+		if err := c.send(event); err != nil {
+			return err
+		}
+		published.WithLabelValues(event.StoredAs).Inc()
+	}
+	return nil
+}
+
+// event decodes one etcd event; nil for a key of nothing served.
+func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (*logv1.Event, error) {
+	key := string(e.Kv.Key)
+	st, ok := p.Storage.ByKey(key)
+	if !ok {
+		return nil, nil
+	}
+	out := &logv1.Event{Revision: e.Kv.ModRevision, StoredAs: st.Name(), ObservedUnixNano: time.Now().UnixNano()}
+	var obj runtime.Object
+	var err error
+	switch {
+	case e.Type == mvccpb.DELETE:
+		out.Type = logv1.Type_TYPE_DELETED
+		if e.PrevKv == nil {
+			return nil, fmt.Errorf("the deleted object is gone: etcd compacted revision %d", e.Kv.ModRevision-1)
+		}
+		obj, err = st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision) // its last state, at the revision of the deletion
+	case e.IsCreate():
+		out.Type = logv1.Type_TYPE_ADDED
+		obj, err = st.Decode(ctx, key, e.Kv.Value, e.Kv.ModRevision)
+	default:
+		out.Type = logv1.Type_TYPE_MODIFIED
+		obj, err = st.Decode(ctx, key, e.Kv.Value, e.Kv.ModRevision)
+	}
+	if err != nil {
+		return nil, err
+	}
+	m, err := meta.Accessor(obj)
+	if err != nil {
+		return nil, err
+	}
+	out.Namespace, out.Name = m.GetNamespace(), m.GetName()
+	if out.Object, err = st.Encode(obj); err != nil {
+		return nil, err
+	}
+	if out.Type == logv1.Type_TYPE_MODIFIED && e.PrevKv != nil {
+		old, err := st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision)
+		if err != nil {
+			return nil, err
+		}
+		changed, err := st.Changed(old, out.Object)
+		if err == nil && changed {
+			out.Previous, err = st.Encode(old)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+// reset starts the log anew at etcd's current revision, and says so in the log.
+func (p *Publisher) reset(ctx context.Context, c *chain) error {
+	resp, err := p.Storage.Client.Client.Get(ctx, ElectionKey)
+	if err != nil {
+		return err
+	}
+	resets.Inc()
+	slog.Warn("The event log starts anew", "revision", resp.Header.Revision, "last", c.last.String())
+	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: resp.Header.Revision}); err != nil {
+		return err
+	}
+	if err := c.flush(ctx); err != nil {
+		return err
+	}
+	return errors.New("the log was reset")
+}
+
+// open reads where the log ends; an empty one is begun with a reset.
+func (p *Publisher) open(ctx context.Context) (*chain, error) {
+	openCtx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	stream, err := p.Log.Stream(openCtx, p.JS)
+	if err != nil {
+		return nil, err
+	}
+	last, sequence, ok, err := eventlog.Last(openCtx, stream)
+	if err != nil {
+		return nil, err
+	}
+	c := &chain{js: p.JS, last: last, failed: make(chan error, 1), nonce: p.Identity + strconv.FormatInt(time.Now().UnixNano(), 36)}
+	current, err := p.Storage.Client.Client.Get(openCtx, ElectionKey)
+	if err != nil {
+		return nil, err
+	}
+	if ok && last.Revision <= current.Header.Revision {
+		return c, nil
+	}
+	if ok { // etcd is older than the log: it was restored from a backup
+		slog.Warn("etcd is behind the event log", "etcd", current.Header.Revision, "log", last.Revision)
+	}
+	c.expectSequence, c.begin = sequence, true
+	resets.Inc()
+	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: current.Header.Revision}); err != nil {
+		return nil, err
+	}
+	return c, c.flush(openCtx)
+}
+
+// compact removes revisions that are older than the interval. Only the leader does.
+func (p *Publisher) compact(ctx context.Context) {
+	tick := time.NewTicker(p.CompactionInterval)
+	defer tick.Stop()
+	var before int64
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		resp, err := p.Storage.Client.Client.Get(ctx, ElectionKey)
+		if err != nil {
+			continue
+		}
+		if before > 0 {
+			if _, err := p.Storage.Client.Compact(ctx, before); err != nil {
+				slog.Warn("Compaction failed", "revision", before, "error", err)
+			}
+		}
+		before = resp.Header.Revision
+	}
+}
+
+// chain publishes messages, each expecting the one before.
+type chain struct {
+	js    jetstream.JetStream
+	last  eventlog.ID
+	nonce string
+	marks int
+	// begin: the next message is the first that expects no id but a sequence.
+	begin          bool
+	expectSequence uint64
+	// forced: the next progress is published though nothing is new.
+	forced bool
+	failed chan error
+}
+
+func (c *chain) send(e *logv1.Event) error {
+	m, err := eventlog.Message(e)
+	if err != nil {
+		return err
+	}
+	c.marks++
+	id := eventlog.IDOf(e, c.nonce+strconv.Itoa(c.marks))
+	opts := []jetstream.PublishOpt{jetstream.WithMsgID(id.String())}
+	if c.begin {
+		opts, c.begin = append(opts, jetstream.WithExpectLastSequence(c.expectSequence)), false
+	} else {
+		opts = append(opts, jetstream.WithExpectLastMsgID(c.last.String()))
+	}
+	ack, err := c.js.PublishMsgAsync(m, opts...)
+	if err != nil {
+		return err
+	}
+	c.last = id
+	go func() {
+		select {
+		case <-ack.Ok():
+		case err := <-ack.Err():
+			select {
+			case c.failed <- fmt.Errorf("publish %s: %w", id, err):
+			default:
+			}
+		}
+	}()
+	return nil
+}
+
+// flush waits until all that was sent is in the log.
+func (c *chain) flush(ctx context.Context) error {
+	select {
+	case <-c.js.PublishAsyncComplete():
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	select {
+	case err := <-c.failed:
+		return err
+	default:
+		return nil
+	}
+}
+
+// progress says that everything up to revision is in the log.
+func (c *chain) progress(revision int64) error {
+	if revision <= c.last.Revision && !c.forced {
+		return nil
+	}
+	c.forced = false
+	return c.send(&logv1.Event{Revision: max(revision, c.last.Revision)})
+}

@@ -1,0 +1,87 @@
+package registry
+
+import (
+	"context"
+	"runtime"
+	"sync"
+
+	"go.etcd.io/etcd/api/v3/mvccpb"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/rpc"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/encoder"
+	"watershed.dev/services/registry/storage"
+)
+
+// snapshotPage is how many objects one etcd read and one chunk hold.
+const snapshotPage = 500
+
+// Snapshot sends every object of a stored resource, as it was at one revision.
+func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
+	st, ok := s.store.ByName(r.StoredAs)
+	if !ok {
+		return status.Errorf(codes.NotFound, "no stored resource %q", r.StoredAs)
+	}
+	ctx := stream.Context()
+	key, end, revision := st.Prefix, clientv3.GetPrefixRangeEnd(st.Prefix), int64(0)
+	for {
+		resp, err := s.store.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(snapshotPage), clientv3.WithRev(revision))
+		if err != nil {
+			return rpc.ToStatus(err)
+		}
+		if revision == 0 {
+			revision = resp.Header.Revision
+		}
+		rows, err := rowsOf(ctx, st, resp.Kvs)
+		if err != nil {
+			return rpc.ToStatus(err)
+		}
+		if err := stream.Send(&registryv1.SnapshotChunk{Revision: revision, Rows: rows}); err != nil {
+			return err
+		}
+		if !resp.More {
+			return nil
+		}
+		key = string(resp.Kvs[len(resp.Kvs)-1].Key) + "\x00"
+	}
+}
+
+// rowsOf encodes on every processor.
+func rowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) ([]*registryv1.Row, error) {
+	rows := make([]*registryv1.Row, len(kvs))
+	workers := min(runtime.GOMAXPROCS(0), len(kvs))
+	errs := make([]error, workers)
+	var wg sync.WaitGroup
+	for w := range workers {
+		wg.Go(func() {
+			for i := w; i < len(kvs) && errs[w] == nil; i += workers {
+				rows[i], errs[w] = st.Row(ctx, string(kvs[i].Key), kvs[i].Value, kvs[i].ModRevision)
+			}
+		})
+	}
+	wg.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return nil, err
+		}
+	}
+	return rows, nil
+}
+
+// Encode turns stored encodings into another version, or into Table rows.
+func (s *Service) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	st, ok := s.store.ByName(r.StoredAs)
+	if !ok {
+		return nil, status.Errorf(codes.NotFound, "no stored resource %q", r.StoredAs)
+	}
+	e, err := s.endpoint(r.Resource)
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	resp, err := encoder.Encode(ctx, e, st, r)
+	return resp, rpc.ToStatus(err)
+}

@@ -1,0 +1,120 @@
+// Package verbs is what can be done to objects: get, list, create, update, patch, apply, delete and deletecollection
+// over rest.Storage, bytes in and bytes out.
+//
+// The behaviour is that of k8s.io/apiserver/pkg/endpoints/handlers at 0.36, call by call; what differs is that there is
+// no HTTP request and that admission and authorization are asked for through a Gate.
+package verbs
+
+import (
+	"fmt"
+	"net/url"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metainternalversionscheme "k8s.io/apimachinery/pkg/apis/meta/internalversion/scheme"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/managedfields"
+	"k8s.io/apiserver/pkg/registry/rest"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Endpoint is one resource or subresource in one served version.
+type Endpoint struct {
+	Resource    schema.GroupVersionResource
+	Subresource string
+	// Kind is what a request's body and answer hold, in the served version.
+	Kind       schema.GroupVersionKind
+	Storage    rest.Storage
+	Namespaced bool
+
+	Serializer      runtime.NegotiatedSerializer
+	ParameterCodec  runtime.ParameterCodec
+	Creater         runtime.ObjectCreater
+	Convertor       runtime.ObjectConvertor
+	Defaulter       runtime.ObjectDefaulter
+	Typer           runtime.ObjectTyper
+	UnsafeConvertor runtime.ObjectConvertor
+	FieldManager    *managedfields.FieldManager
+	Equivalents     runtime.EquivalentResourceMapper
+
+	// Entry is what the catalogue says of it.
+	Entry *registryv1.ResourceEntry
+}
+
+// Hub is the version that objects have in memory.
+func (e *Endpoint) Hub() schema.GroupVersion {
+	return schema.GroupVersion{Group: e.Kind.Group, Version: runtime.APIVersionInternal}
+}
+
+// The five methods of admission.ObjectInterfaces.
+
+// GetObjectCreater implements admission.ObjectInterfaces.
+func (e *Endpoint) GetObjectCreater() runtime.ObjectCreater { return e.Creater }
+
+// GetObjectTyper implements admission.ObjectInterfaces.
+func (e *Endpoint) GetObjectTyper() runtime.ObjectTyper { return e.Typer }
+
+// GetObjectDefaulter implements admission.ObjectInterfaces.
+func (e *Endpoint) GetObjectDefaulter() runtime.ObjectDefaulter { return e.Defaulter }
+
+// GetObjectConvertor implements admission.ObjectInterfaces.
+func (e *Endpoint) GetObjectConvertor() runtime.ObjectConvertor { return e.Convertor }
+
+// GetEquivalentResourceMapper implements admission.ObjectInterfaces.
+func (e *Endpoint) GetEquivalentResourceMapper() runtime.EquivalentResourceMapper {
+	return e.Equivalents
+}
+
+func (e *Endpoint) acceptsGroupVersion(gv schema.GroupVersion) bool {
+	if a, ok := e.Storage.(rest.GroupVersionAcceptor); ok {
+		return a.AcceptsGroupVersion(gv)
+	}
+	return gv == e.Kind.GroupVersion()
+}
+
+var accessor = meta.NewAccessor()
+
+var errEmptyName = apierrors.NewBadRequest("name must be provided")
+
+func objectName(obj runtime.Object) (namespace, name string, err error) {
+	if name, err = accessor.Name(obj); err != nil {
+		return "", "", err
+	}
+	if name == "" {
+		return "", "", errEmptyName
+	}
+	namespace, err = accessor.Namespace(obj)
+	return namespace, name, err
+}
+
+// decodeOptions fills options from a URL's query. A query that does not parse is read as far as it does, as net/http does.
+func decodeOptions(query string, options runtime.Object) error {
+	if query == "" {
+		return nil
+	}
+	values, _ := url.ParseQuery(query)
+	if err := metainternalversionscheme.ParameterCodec.DecodeParameters(values, metav1.SchemeGroupVersion, options); err != nil {
+		return apierrors.NewBadRequest(err.Error())
+	}
+	return nil
+}
+
+// MethodNotSupported is the answer to a verb that the storage lacks.
+func (e *Endpoint) MethodNotSupported(verb string) error {
+	return apierrors.NewMethodNotSupported(e.Resource.GroupResource(), verb)
+}
+
+// Offers says whether discovery lists verb for the endpoint.
+func (e *Endpoint) Offers(verb string) bool { return slices.Contains(e.Entry.GetVerbs(), verb) }
+
+func (e *Endpoint) String() string {
+	if e.Subresource != "" {
+		return fmt.Sprintf("%s/%s", e.Resource, e.Subresource)
+	}
+	return e.Resource.String()
+}

@@ -1,0 +1,235 @@
+package verbs
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"reflect"
+	"strings"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/apiserver/pkg/warning"
+
+	"watershed.dev/platform/identity"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Gate is whom a write asks while it runs: the gateway, at the other end of the Write stream.
+type Gate interface {
+	// Review runs one admission phase. An error refuses the write.
+	Review(ctx context.Context, phase registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error)
+	Authorize(ctx context.Context, a *commonv1.Attributes) (*authzv1.AuthorizeResponse, error)
+	ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error)
+	Rules(ctx context.Context, r *authzv1.RulesRequest) (*authzv1.RulesResponse, error)
+}
+
+type gateKey struct{}
+
+// WithGate makes g the one that ctx's write asks.
+func WithGate(ctx context.Context, g Gate) context.Context {
+	return context.WithValue(ctx, gateKey{}, g)
+}
+
+func gateFrom(ctx context.Context) (Gate, error) {
+	g, ok := ctx.Value(gateKey{}).(Gate)
+	if !ok {
+		return nil, errors.New("nobody to ask: the call did not come through a write stream")
+	}
+	return g, nil
+}
+
+// Authorizer asks the Gate of the write at hand. The storages take it for escalation and approval checks. It fails
+// closed: without a Gate nothing is allowed.
+type Authorizer struct{}
+
+// Authorize implements authorizer.Authorizer.
+func (Authorizer) Authorize(ctx context.Context, a authorizer.Attributes) (authorizer.Decision, string, error) {
+	g, err := gateFrom(ctx)
+	if err != nil {
+		return authorizer.DecisionDeny, "", err
+	}
+	resp, err := g.Authorize(ctx, identity.AttributesProto(a))
+	if err != nil {
+		return authorizer.DecisionDeny, "", err
+	}
+	if resp.EvaluationError != "" {
+		err = errors.New(resp.EvaluationError)
+	}
+	return identity.Decision(resp.Decision), resp.Reason, err
+}
+
+// TokenReviewer asks the Gate who a token belongs to.
+type TokenReviewer struct{}
+
+// AuthenticateRequest implements authenticator.Request for the TokenReview storage, which puts the token into a made-up request.
+func (TokenReviewer) AuthenticateRequest(r *http.Request) (*authenticator.Response, bool, error) {
+	g, err := gateFrom(r.Context())
+	if err != nil {
+		return nil, false, err
+	}
+	audiences, _ := authenticator.AudiencesFrom(r.Context())
+	resp, err := g.ReviewToken(r.Context(), &authnv1.ReviewTokenRequest{Token: strings.TrimPrefix(r.Header.Get("Authorization"), "Bearer "), Audiences: audiences})
+	if err != nil {
+		return nil, false, err
+	}
+	if resp.Error != "" {
+		err = errors.New(resp.Error)
+	}
+	return &authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences}, resp.Authenticated, err
+}
+
+// RuleResolver asks the Gate what a user may do.
+type RuleResolver struct{}
+
+// RulesFor implements authorizer.RuleResolver.
+func (RuleResolver) RulesFor(ctx context.Context, u user.Info, namespace string) ([]authorizer.ResourceRuleInfo, []authorizer.NonResourceRuleInfo, bool, error) {
+	g, err := gateFrom(ctx)
+	if err != nil {
+		return nil, nil, true, err
+	}
+	resp, err := g.Rules(ctx, &authzv1.RulesRequest{User: identity.UserProto(u), Namespace: namespace})
+	if err != nil {
+		return nil, nil, true, err
+	}
+	var rr []authorizer.ResourceRuleInfo
+	for _, r := range resp.ResourceRules {
+		rr = append(rr, &authorizer.DefaultResourceRuleInfo{Verbs: r.Verbs, APIGroups: r.ApiGroups, Resources: r.Resources, ResourceNames: r.ResourceNames})
+	}
+	var nr []authorizer.NonResourceRuleInfo
+	for _, r := range resp.NonResourceRules {
+		nr = append(nr, &authorizer.DefaultNonResourceRuleInfo{Verbs: r.Verbs, NonResourceURLs: r.NonResourceUrls})
+	}
+	if resp.EvaluationError != "" {
+		err = errors.New(resp.EvaluationError)
+	}
+	return rr, nr, resp.Incomplete, err
+}
+
+// gateAdmission is the admission chain as the storages see it: each review goes through the Gate. It asks only for the
+// operations that somebody looks at.
+type gateAdmission struct {
+	gate            Gate
+	endpoint        *Endpoint
+	admit, validate sets.Set[admissionv1.Operation]
+	annotations     map[string]string
+}
+
+var operations = map[admission.Operation]admissionv1.Operation{
+	admission.Create:  admissionv1.Operation_OPERATION_CREATE,
+	admission.Update:  admissionv1.Operation_OPERATION_UPDATE,
+	admission.Delete:  admissionv1.Operation_OPERATION_DELETE,
+	admission.Connect: admissionv1.Operation_OPERATION_CONNECT,
+}
+
+func (g *gateAdmission) Handles(op admission.Operation) bool {
+	return g.admit.Has(operations[op]) || g.validate.Has(operations[op])
+}
+
+// Admit implements admission.MutationInterface: the attributes' object is changed in place.
+func (g *gateAdmission) Admit(ctx context.Context, a admission.Attributes, _ admission.ObjectInterfaces) error {
+	if !g.admit.Has(operations[a.GetOperation()]) {
+		return nil
+	}
+	verdict, err := g.ask(ctx, registryv1.Phase_PHASE_ADMIT, a)
+	if err != nil || len(verdict.GetObject()) == 0 || a.GetObject() == nil {
+		return err
+	}
+	return g.decodeInto(verdict.Object, a.GetObject())
+}
+
+// Validate implements admission.ValidationInterface.
+func (g *gateAdmission) Validate(ctx context.Context, a admission.Attributes, _ admission.ObjectInterfaces) error {
+	if !g.validate.Has(operations[a.GetOperation()]) {
+		return nil
+	}
+	_, err := g.ask(ctx, registryv1.Phase_PHASE_VALIDATE, a)
+	return err
+}
+
+func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase, a admission.Attributes) (*admissionv1.Verdict, error) {
+	r := &admissionv1.Review{
+		Operation: operations[a.GetOperation()],
+		Kind:      &commonv1.Kind{Group: a.GetKind().Group, Version: a.GetKind().Version, Kind: a.GetKind().Kind},
+		Resource:  &commonv1.Resource{Group: a.GetResource().Group, Version: a.GetResource().Version, Resource: a.GetResource().Resource, Subresource: a.GetSubresource()},
+		Namespace: a.GetNamespace(), Name: a.GetName(), User: identity.UserProto(a.GetUserInfo()), DryRun: a.IsDryRun(), MediaType: g.mediaType(a),
+	}
+	var err error
+	if r.Object, err = g.encode(a.GetObject(), r.MediaType); err != nil {
+		return nil, err
+	}
+	if r.OldObject, err = g.encode(a.GetOldObject(), r.MediaType); err != nil {
+		return nil, err
+	}
+	if opts := a.GetOperationOptions(); opts != nil {
+		if r.Options, err = json.Marshal(opts); err != nil {
+			return nil, err
+		}
+	}
+	verdict, err := g.gate.Review(ctx, phase, r)
+	if err != nil {
+		return nil, err
+	}
+	for _, w := range verdict.GetWarnings() {
+		warning.AddWarning(ctx, "", w)
+	}
+	for k, v := range verdict.GetAuditAnnotations() {
+		if g.annotations == nil {
+			g.annotations = map[string]string{}
+		}
+		g.annotations[k] = v
+	}
+	return verdict, nil
+}
+
+func (g *gateAdmission) mediaType(a admission.Attributes) string {
+	for _, o := range []runtime.Object{a.GetObject(), a.GetOldObject()} {
+		if _, ok := o.(runtime.Unstructured); ok {
+			return runtime.ContentTypeJSON
+		}
+	}
+	return runtime.ContentTypeProtobuf
+}
+
+func (g *gateAdmission) encode(obj runtime.Object, mediaType string) ([]byte, error) {
+	if obj == nil || reflect.ValueOf(obj).IsNil() {
+		return nil, nil
+	}
+	if u, ok := obj.(*unstructured.Unstructured); ok {
+		return u.MarshalJSON()
+	}
+	info, ok := runtime.SerializerInfoForMediaType(g.endpoint.Serializer.SupportedMediaTypes(), mediaType)
+	if !ok {
+		return nil, fmt.Errorf("no serializer for %s", mediaType)
+	}
+	return runtime.Encode(g.endpoint.Serializer.EncoderForVersion(info.Serializer, g.endpoint.Kind.GroupVersion()), obj)
+}
+
+func (g *gateAdmission) decodeInto(data []byte, obj runtime.Object) error {
+	if u, ok := obj.(*unstructured.Unstructured); ok {
+		return u.UnmarshalJSON(data)
+	}
+	info, _ := runtime.SerializerInfoForMediaType(g.endpoint.Serializer.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
+	decoded, _, err := g.endpoint.Serializer.DecoderToVersion(info.Serializer, g.endpoint.Hub()).Decode(data, &g.endpoint.Kind, nil)
+	if err != nil {
+		return apierrors.NewInternalError(fmt.Errorf("decode the admitted object: %w", err))
+	}
+	dst, src := reflect.ValueOf(obj), reflect.ValueOf(decoded)
+	if dst.Type() != src.Type() {
+		return apierrors.NewInternalError(fmt.Errorf("admission turned a %T into a %T", obj, decoded))
+	}
+	dst.Elem().Set(src.Elem())
+	return nil
+}

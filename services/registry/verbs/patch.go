@@ -1,0 +1,340 @@
+package verbs
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+
+	jsonpatch "gopkg.in/evanphx/json-patch.v4"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/mergepatch"
+	"k8s.io/apimachinery/pkg/util/strategicpatch"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/endpoints/handlers/finisher"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/registry/rest"
+	kjson "sigs.k8s.io/json"
+	"sigs.k8s.io/yaml"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// maxJSONPatchOperations bounds a JSON patch, as kube-apiserver does.
+const maxJSONPatchOperations = 10000
+
+// PatchTypes are the media types that a patch of the endpoint may have.
+func (e *Endpoint) PatchTypes() []string {
+	if e.Entry.GetStoredKind() != nil && len(e.Entry.GetMediaTypes()) < 3 { // custom resources have no Go types to merge by
+		return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
+	}
+	return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.StrategicMergePatchType), string(types.ApplyYAMLPatchType)}
+}
+
+// patcher applies one patch; the storage calls it again after each conflict, with the newer object.
+type patcher struct {
+	*call
+	opts      *metav1.PatchOptions
+	kind      types.PatchType
+	directive string
+	codec     runtime.Codec
+	updater   rest.Patcher
+}
+
+func (c *call) patch(ctx context.Context) (*registryv1.ObjectResponse, error) {
+	updater, ok := c.Storage.(rest.Patcher)
+	if !ok {
+		return nil, c.MethodNotSupported("patch")
+	}
+	contentType, _, _ := strings.Cut(c.req.ContentType, ";")
+	supported := false
+	for _, t := range c.PatchTypes() {
+		supported = supported || t == contentType
+	}
+	if !supported {
+		return nil, negotiation.NewUnsupportedMediaTypeError(c.PatchTypes())
+	}
+	if c.req.Name == "" {
+		return nil, errEmptyName
+	}
+	ctx = request.WithNamespace(ctx, c.req.Namespace)
+	p := &patcher{call: c, opts: &metav1.PatchOptions{}, kind: types.PatchType(contentType), updater: updater}
+	if err := decodeOptions(c.req.Query, p.opts); err != nil {
+		return nil, err
+	}
+	if errs := validation.ValidatePatchOptions(p.opts, p.kind); len(errs) > 0 {
+		return nil, invalidOptions("PatchOptions", errs)
+	}
+	p.opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("PatchOptions"))
+	p.directive = directiveOf(p.opts.FieldValidation)
+	info, ok := runtime.SerializerInfoForMediaType(c.Serializer.SupportedMediaTypes(), runtime.ContentTypeJSON)
+	if !ok {
+		return nil, fmt.Errorf("no serializer defined for %v", runtime.ContentTypeJSON)
+	}
+	decode := info.Serializer
+	if p.directive != metav1.FieldValidationIgnore {
+		decode = info.StrictSerializer
+	}
+	p.codec = runtime.NewCodec(c.Serializer.EncoderForVersion(info.Serializer, c.Kind.GroupVersion()), c.Serializer.DecoderToVersion(decode, c.Hub()))
+	result, created, err := p.run(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return c.respond(ctx, c.req.Output, c.req.Query, createdOrOK(created), result)
+}
+
+func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {
+	create := createOptions(p.opts.DryRun, p.opts.FieldManager, p.opts.FieldValidation)
+	update := &metav1.UpdateOptions{DryRun: p.opts.DryRun, FieldManager: p.opts.FieldManager, FieldValidation: p.opts.FieldValidation}
+	update.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("UpdateOptions"))
+	transformers := []rest.TransformFunc{
+		p.apply,
+		func(ctx context.Context, obj, current runtime.Object) (runtime.Object, error) {
+			return obj, p.mutate(ctx, obj, current, create, update, p.opts.DryRun)
+		},
+		func(_ context.Context, obj, _ runtime.Object) (runtime.Object, error) {
+			dedupOwnerReferences(ctx, obj, true)
+			return obj, nil
+		},
+	}
+	isApply := p.kind == types.ApplyYAMLPatchType
+	createValidation := p.mayCreate(rest.AdmissionToValidateObjectFunc(p.admit, p.attributes(nil, nil, p.req.Name, admission.Create, create, p.opts.DryRun), p))
+	updateValidation := rest.AdmissionToValidateObjectUpdateFunc(p.admit, p.attributes(nil, nil, p.req.Name, admission.Update, update, p.opts.DryRun), p)
+	created := false
+	store := func() (obj runtime.Object, err error) {
+		obj, created, err = p.updater.Update(ctx, p.req.Name, rest.DefaultUpdatedObjectInfo(nil, transformers...), createValidation, updateValidation, isApply, update)
+		return obj, err
+	}
+	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
+		result, err := store()
+		if isTooLarge(err) && !isApply {
+			transformers = append(transformers, func(_ context.Context, obj, _ runtime.Object) (runtime.Object, error) {
+				if m, merr := meta.Accessor(obj); merr == nil {
+					m.SetManagedFields(nil)
+				}
+				return obj, nil
+			})
+			result, err = store()
+		}
+		return result, err
+	})
+	if apierrors.IsTimeout(err) { // the storage may still be at work: created must not be read
+		return nil, false, err
+	}
+	return result, created, err
+}
+
+// apply makes the object to store out of the current one.
+func (p *patcher) apply(ctx context.Context, _, current runtime.Object) (runtime.Object, error) {
+	exists, err := hasUID(current)
+	if err != nil {
+		return nil, err
+	}
+	var obj runtime.Object
+	switch {
+	case p.kind == types.ApplyYAMLPatchType:
+		if !exists {
+			if current, err = p.Creater.New(p.Kind); err != nil {
+				return nil, fmt.Errorf("failed to create new object: %v", err)
+			}
+		}
+		obj, err = p.serverSide(ctx, current)
+	case !exists:
+		return nil, apierrors.NewNotFound(p.Resource.GroupResource(), p.req.Name)
+	case p.kind == types.StrategicMergePatchType:
+		obj, err = p.strategic(ctx, current)
+	default:
+		obj, err = p.json(ctx, current)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if named, err := hasUID(obj); err != nil {
+		return nil, err
+	} else if named && !exists {
+		m, err := meta.Accessor(obj)
+		if err != nil {
+			return nil, err
+		}
+		return nil, apierrors.NewConflict(p.Resource.GroupResource(), p.req.Name, fmt.Errorf("uid mismatch: the provided object specified uid %s, and no existing object was found", m.GetUID()))
+	}
+	if m, err := meta.Accessor(obj); err == nil {
+		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(p.req.Namespace, p.Resource), m); err != nil {
+			return nil, err
+		}
+	}
+	return obj, checkName(obj, p.req.Name, p.req.Namespace)
+}
+
+func (p *patcher) json(ctx context.Context, current runtime.Object) (runtime.Object, error) {
+	currentJSON, err := runtime.Encode(p.codec, current)
+	if err != nil {
+		return nil, err
+	}
+	patched, strictErrs, err := p.patchJSON(currentJSON)
+	if err != nil {
+		return nil, err
+	}
+	obj := p.updater.New()
+	if err := runtime.DecodeInto(p.codec, patched, obj); err != nil {
+		strict, ok := runtime.AsStrictDecodingError(err)
+		if !ok {
+			return nil, invalidPatch(string(patched), err)
+		}
+		strictErrs = append(strictErrs, strict.Errors()...)
+	}
+	if err := p.strict(ctx, strictErrs, string(patched)); err != nil {
+		return nil, err
+	}
+	return p.FieldManager.UpdateNoErrors(current, obj, manager(p.opts.FieldManager, p.req.UserAgent)), nil
+}
+
+// strict warns of errs or refuses for them, as fieldValidation says.
+func (p *patcher) strict(ctx context.Context, errs []error, patched string) error {
+	switch {
+	case len(errs) == 0:
+		return nil
+	case p.directive == metav1.FieldValidationWarn:
+		warnStrict(ctx, errs)
+		return nil
+	}
+	return invalidPatch(patched, runtime.NewStrictDecodingError(errs))
+}
+
+func invalidPatch(value string, err error) error {
+	return apierrors.NewInvalid(schema.GroupKind{}, "", field.ErrorList{field.Invalid(field.NewPath("patch"), value, err.Error())})
+}
+
+// operation is one of a JSON patch, for finding fields that it does not have.
+type operation struct {
+	Op    string `json:"op"`
+	Path  string `json:"path"`
+	From  string `json:"from"`
+	Value any    `json:"value"`
+}
+
+func (p *patcher) patchJSON(current []byte) (patched []byte, strictErrs []error, err error) {
+	checkStrict := p.directive != metav1.FieldValidationIgnore
+	if p.kind == types.MergePatchType {
+		if checkStrict {
+			v := map[string]any{}
+			if strictErrs, err = kjson.UnmarshalStrict(p.req.Body, &v); err != nil {
+				return nil, nil, apierrors.NewBadRequest(fmt.Sprintf("error decoding patch: %v", err))
+			}
+		}
+		patched, err = jsonpatch.MergePatch(current, p.req.Body)
+		if err == jsonpatch.ErrBadJSONPatch {
+			return nil, nil, apierrors.NewBadRequest(err.Error())
+		}
+		return patched, strictErrs, err
+	}
+	if checkStrict {
+		var v []operation
+		if strictErrs, err = kjson.UnmarshalStrict(p.req.Body, &v); err != nil {
+			return nil, nil, apierrors.NewBadRequest(fmt.Sprintf("error decoding patch: %v", err))
+		}
+		for i, e := range strictErrs {
+			strictErrs[i] = fmt.Errorf("json patch %v", e)
+		}
+	}
+	ops, err := jsonpatch.DecodePatch(p.req.Body)
+	if err != nil {
+		return nil, nil, apierrors.NewBadRequest(err.Error())
+	}
+	if len(ops) > maxJSONPatchOperations {
+		return nil, nil, apierrors.NewRequestEntityTooLargeError(fmt.Sprintf("The allowed maximum operations in a JSON patch is %d, got %d", maxJSONPatchOperations, len(ops)))
+	}
+	if patched, err = ops.Apply(current); err != nil {
+		return nil, nil, apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{}, "", err.Error(), 0, false)
+	}
+	return patched, strictErrs, nil
+}
+
+func (p *patcher) strategic(ctx context.Context, current runtime.Object) (runtime.Object, error) {
+	versioned, err := p.UnsafeConvertor.ConvertToVersion(current, p.Kind.GroupVersion())
+	if err != nil {
+		return nil, err
+	}
+	reference, err := p.UnsafeConvertor.ConvertToVersion(p.updater.New(), p.Kind.GroupVersion())
+	if err != nil {
+		return nil, err
+	}
+	result, err := p.Creater.New(p.Kind)
+	if err != nil {
+		return nil, err
+	}
+	original, err := runtime.DefaultUnstructuredConverter.ToUnstructured(versioned)
+	if err != nil {
+		return nil, err
+	}
+	patch := map[string]any{}
+	var strictErrs []error
+	checkStrict := p.directive != metav1.FieldValidationIgnore
+	if checkStrict {
+		strictErrs, err = kjson.UnmarshalStrict(p.req.Body, &patch)
+	} else {
+		err = kjson.UnmarshalCaseSensitivePreserveInts(p.req.Body, &patch)
+	}
+	if err != nil {
+		return nil, apierrors.NewBadRequest(err.Error())
+	}
+	shown := fmt.Sprintf("%+v", patch)
+	patched, err := strategicpatch.StrategicMergeMapPatch(original, patch, reference)
+	if err != nil {
+		return nil, strategicError(err)
+	}
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(patched, result, checkStrict); err != nil {
+		strict, ok := runtime.AsStrictDecodingError(err)
+		if !ok {
+			return nil, invalidPatch(shown, err)
+		}
+		strictErrs = append(strictErrs, strict.Errors()...)
+	}
+	if err := p.strict(ctx, strictErrs, shown); err != nil {
+		return nil, err
+	}
+	p.Defaulter.Default(result)
+	obj, err := p.UnsafeConvertor.ConvertToVersion(result, p.Hub())
+	if err != nil {
+		return nil, err
+	}
+	return p.FieldManager.UpdateNoErrors(current, obj, manager(p.opts.FieldManager, p.req.UserAgent)), nil
+}
+
+func strategicError(err error) error {
+	switch err {
+	case mergepatch.ErrBadJSONDoc, mergepatch.ErrBadPatchFormatForPrimitiveList, mergepatch.ErrBadPatchFormatForRetainKeys, mergepatch.ErrBadPatchFormatForSetElementOrderList, mergepatch.ErrUnsupportedStrategicMergePatchFormat:
+		return apierrors.NewBadRequest(err.Error())
+	case mergepatch.ErrNoListOfLists, mergepatch.ErrPatchContentNotMatchRetainKeys:
+		return apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{}, "", err.Error(), 0, false)
+	}
+	return err
+}
+
+func (p *patcher) serverSide(ctx context.Context, current runtime.Object) (runtime.Object, error) {
+	patch := &unstructured.Unstructured{Object: map[string]any{}}
+	if err := yaml.Unmarshal(p.req.Body, &patch.Object); err != nil {
+		return nil, apierrors.NewBadRequest(fmt.Sprintf("error decoding YAML: %v", err))
+	}
+	force := p.opts.Force != nil && *p.opts.Force
+	obj, err := p.FieldManager.Apply(current, patch, p.opts.FieldManager, force)
+	if err != nil || p.directive == metav1.FieldValidationIgnore {
+		return obj, err
+	}
+	if err := yaml.UnmarshalStrict(p.req.Body, &map[string]any{}); err != nil {
+		if p.directive == metav1.FieldValidationStrict {
+			return nil, apierrors.NewBadRequest(fmt.Sprintf("error strict decoding YAML: %v", err))
+		}
+		warnStrict(ctx, []error{err})
+	}
+	return obj, nil
+}

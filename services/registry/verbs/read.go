@@ -1,0 +1,131 @@
+package verbs
+
+import (
+	"context"
+	"net/http"
+	"net/url"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
+	metainternalversionvalidation "k8s.io/apimachinery/pkg/apis/meta/internalversion/validation"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/registry/rest"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Get answers one object.
+func (e *Endpoint) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+	if r.Name == "" {
+		return nil, errEmptyName
+	}
+	ctx = request.WithNamespace(ctx, r.Namespace)
+	var obj runtime.Object
+	switch s := e.Storage.(type) {
+	case rest.Getter:
+		opts, err := getOptions(r.Query)
+		if err != nil {
+			return nil, err
+		}
+		if obj, err = s.Get(ctx, r.Name, opts); err != nil {
+			return nil, err
+		}
+	case rest.GetterWithOptions:
+		opts, subpath, subpathKey := s.NewGetOptions()
+		if err := e.requestOptions(r, opts, subpath, subpathKey); err != nil {
+			return nil, err
+		}
+		var err error
+		if obj, err = s.Get(ctx, r.Name, opts); err != nil {
+			return nil, err
+		}
+	default:
+		return nil, e.MethodNotSupported("get")
+	}
+	return e.respond(ctx, r.Output, r.Query, http.StatusOK, obj)
+}
+
+func getOptions(query string) (*metav1.GetOptions, error) {
+	opts := &metav1.GetOptions{}
+	if query == "" {
+		return opts, nil
+	}
+	values, _ := url.ParseQuery(query)
+	if export := values["export"]; len(export) > 0 {
+		on := true
+		if err := runtime.Convert_Slice_string_To_bool(&export, &on, nil); err != nil {
+			return nil, apierrors.NewBadRequest("the export parameter cannot be parsed: " + err.Error())
+		}
+		if on {
+			return nil, apierrors.NewBadRequest("the export parameter, deprecated since v1.14, is no longer supported")
+		}
+	}
+	return opts, decodeOptions(query, opts)
+}
+
+// requestOptions decodes options of a type of the storage's own (logs, proxy), with what follows the subresource in the path.
+func (e *Endpoint) requestOptions(r *registryv1.GetRequest, into runtime.Object, subpath bool, subpathKey string) error {
+	if into == nil {
+		return nil
+	}
+	values, _ := url.ParseQuery(r.Query)
+	if subpath {
+		values[subpathKey] = []string{r.Subpath}
+	}
+	if err := e.ParameterCodec.DecodeParameters(values, e.Kind.GroupVersion(), into); err != nil {
+		return apierrors.NewBadRequest(err.Error())
+	}
+	return nil
+}
+
+// List answers a list, straight from etcd. It is also how bad options get kube-apiserver's own answers.
+func (e *Endpoint) List(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
+	lister, ok := e.Storage.(rest.Lister)
+	if !ok {
+		return nil, e.MethodNotSupported("list")
+	}
+	opts, err := e.listOptions(r.Query, r.Name)
+	if err != nil {
+		return nil, err
+	}
+	ctx = request.WithNamespace(ctx, r.Namespace)
+	list, err := lister.List(ctx, opts)
+	if err != nil {
+		return nil, err
+	}
+	return e.Encode(ctx, r.Output, r.Query, list)
+}
+
+func (e *Endpoint) listOptions(query, name string) (*internalversion.ListOptions, error) {
+	opts := &internalversion.ListOptions{}
+	if err := decodeOptions(query, opts); err != nil {
+		return nil, err
+	}
+	internalversion.SetListOptionsDefaults(opts, true)
+	if errs := metainternalversionvalidation.ValidateListOptions(opts, true); len(errs) > 0 {
+		return nil, apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: "ListOptions"}, "", errs)
+	}
+	var err error
+	if opts.FieldSelector != nil {
+		opts.FieldSelector, err = opts.FieldSelector.Transform(func(label, value string) (string, string, error) {
+			return e.Convertor.ConvertFieldLabel(e.Kind, label, value)
+		})
+		if err != nil {
+			return nil, apierrors.NewBadRequest(err.Error())
+		}
+	}
+	if name != "" {
+		if opts.FieldSelector != nil && !opts.FieldSelector.Empty() {
+			if selected, ok := opts.FieldSelector.RequiresExactMatch("metadata.name"); !ok || name != selected {
+				return nil, apierrors.NewBadRequest("fieldSelector metadata.name doesn't match requested name")
+			}
+		} else {
+			opts.FieldSelector = fields.OneTermEqualSelector("metadata.name", name)
+		}
+	}
+	return opts, nil
+}

@@ -1,0 +1,384 @@
+package verbs
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/apiserver/pkg/endpoints/handlers/fieldmanager"
+	"k8s.io/apiserver/pkg/endpoints/handlers/finisher"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/registry/rest"
+	"k8s.io/apiserver/pkg/util/dryrun"
+	"k8s.io/apiserver/pkg/warning"
+
+	"watershed.dev/platform/identity"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// timeout bounds every write but deletecollection, as kube-apiserver's requestTimeoutUpperBound.
+const timeout = 34 * time.Second
+
+// call is one write on its way.
+type call struct {
+	*Endpoint
+	req   *registryv1.WriteRequest
+	user  user.Info
+	admit admission.Interface
+	gated *gateAdmission
+}
+
+// Write runs one write. ctx carries the user, the RequestInfo and the Gate.
+func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (resp *registryv1.ObjectResponse, err error) {
+	warnings := &recorder{}
+	ctx = warning.WithWarningRecorder(WithGate(ctx, gate), warnings)
+	gated := &gateAdmission{gate: gate, endpoint: e, admit: sets.New[admissionv1.Operation](r.Admit...), validate: sets.New[admissionv1.Operation](r.Validate...)}
+	c := &call{Endpoint: e, req: r, user: identity.User(r.User), gated: gated, admit: fieldmanager.NewManagedFieldsValidatingAdmissionController(gated)}
+	if r.Verb != "deletecollection" {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, timeout)
+		defer cancel()
+	}
+	switch r.Verb {
+	case "create":
+		resp, err = c.create(ctx)
+	case "update":
+		resp, err = c.update(ctx)
+	case "patch":
+		resp, err = c.patch(ctx)
+	case "delete":
+		resp, err = c.delete(ctx)
+	case "deletecollection":
+		resp, err = c.deleteCollection(ctx)
+	default:
+		err = e.MethodNotSupported(r.Verb)
+	}
+	if err != nil {
+		return nil, WithWarnings(err, warnings.all())
+	}
+	resp.Warnings, resp.AuditAnnotations = warnings.all(), gated.annotations
+	return resp, nil
+}
+
+// WarnedError is an API error with the warnings that were given before it.
+type WarnedError struct {
+	error
+	Warnings []string
+}
+
+// Unwrap gives the API error.
+func (w *WarnedError) Unwrap() error { return w.error }
+
+// WithWarnings attaches warnings, if any.
+func WithWarnings(err error, warnings []string) error {
+	if len(warnings) == 0 {
+		return err
+	}
+	return &WarnedError{err, warnings}
+}
+
+// recorder collects warnings, each once and in order.
+type recorder struct {
+	mu   sync.Mutex
+	list []string
+}
+
+func (w *recorder) AddWarning(_, text string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, t := range w.list {
+		if t == text {
+			return
+		}
+	}
+	w.list = append(w.list, text)
+}
+
+func (w *recorder) all() []string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.list
+}
+
+// decodeBody reads the request's object into the hub version and applies fieldValidation.
+func (c *call) decodeBody(ctx context.Context, fieldValidation string, original runtime.Object) (runtime.Object, error) {
+	info, err := negotiation.NegotiateInputSerializerForMediaType(c.req.ContentType, false, c.Serializer)
+	if err != nil {
+		return nil, err
+	}
+	directive := directiveOf(fieldValidation)
+	s := info.Serializer
+	if directive != metav1.FieldValidationIgnore {
+		s = info.StrictSerializer
+	}
+	kind := c.Kind
+	obj, gvk, err := c.Serializer.DecoderToVersion(s, c.Hub()).Decode(c.req.Body, &kind, original)
+	if err != nil {
+		strict, ok := runtime.AsStrictDecodingError(err)
+		if !ok || obj == nil || directive != metav1.FieldValidationWarn {
+			return nil, c.decodeError(err, original, gvk)
+		}
+		warnStrict(ctx, strict.Errors())
+	}
+	if gv := gvk.GroupVersion(); !c.acceptsGroupVersion(gv) {
+		return nil, apierrors.NewBadRequest(fmt.Sprintf("the API version in the data (%s) does not match the expected API version (%s)", gv, c.Kind.GroupVersion()))
+	}
+	return obj, nil
+}
+
+func directiveOf(d string) string {
+	if d == "" {
+		return metav1.FieldValidationWarn
+	}
+	return d
+}
+
+func (c *call) attributes(obj, old runtime.Object, name string, op admission.Operation, opts runtime.Object, dryRun []string) admission.Attributes {
+	return admission.NewAttributesRecord(obj, old, c.Kind, c.req.Namespace, name, c.Resource, c.Subresource, op, opts, dryrun.IsDryRun(dryRun), c.user)
+}
+
+func invalidOptions(kind string, errs fieldErrors) error {
+	return apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: kind}, "", errs)
+}
+
+func (c *call) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
+	creater, named := c.creater()
+	if creater == nil {
+		return nil, c.MethodNotSupported("create")
+	}
+	name, namespace := c.req.Name, c.req.Namespace
+	if named && name == "" {
+		return nil, errEmptyName
+	}
+	if !named {
+		name = ""
+	}
+	opts := &metav1.CreateOptions{}
+	if err := decodeOptions(c.req.Query, opts); err != nil {
+		return nil, err
+	}
+	if errs := validation.ValidateCreateOptions(opts); len(errs) > 0 {
+		return nil, invalidOptions("CreateOptions", errs)
+	}
+	opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("CreateOptions"))
+	obj, err := c.decodeBody(ctx, opts.FieldValidation, creater.New())
+	if err != nil {
+		return nil, err
+	}
+	if name == "" {
+		_, name, _ = objectName(obj)
+	}
+	if namespace == "" && c.Resource == namespaces {
+		namespace = name
+	}
+	c.req.Namespace = namespace
+	ctx = request.WithNamespace(ctx, namespace)
+	if m, err := meta.Accessor(obj); err == nil {
+		keep := false
+		if p, ok := c.Storage.(rest.SubresourceObjectMetaPreserver); ok && c.Subresource != "" {
+			keep = p.PreserveRequestObjectMetaSystemFieldsOnSubresourceCreate()
+		}
+		if !keep {
+			rest.WipeObjectMetaSystemFields(m)
+		}
+		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(namespace, c.Resource), m); err != nil {
+			return nil, err
+		}
+	}
+	dedupOwnerReferences(ctx, obj, false)
+	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
+		live, err := c.Creater.New(c.Kind)
+		if err != nil {
+			return nil, fmt.Errorf("failed to create new object (Create for %v): %v", c.Kind, err)
+		}
+		obj = c.FieldManager.UpdateNoErrors(live, obj, manager(opts.FieldManager, c.req.UserAgent))
+		attrs := c.attributes(obj, nil, name, admission.Create, opts, opts.DryRun)
+		if m, ok := c.admit.(admission.MutationInterface); ok && m.Handles(admission.Create) {
+			if err := m.Admit(ctx, attrs, c); err != nil {
+				return nil, err
+			}
+		}
+		dedupOwnerReferences(ctx, obj, true)
+		store := func() (runtime.Object, error) {
+			return creater.Create(ctx, name, obj, rest.AdmissionToValidateObjectFunc(c.admit, attrs, c), opts)
+		}
+		result, err := store()
+		if isTooLarge(err) { // managedFields may be what makes it too large, and can be done without
+			if m, merr := meta.Accessor(obj); merr == nil {
+				m.SetManagedFields(nil)
+				result, err = store()
+			}
+		}
+		return result, err
+	})
+	if err != nil {
+		return nil, err
+	}
+	if s, ok := result.(*metav1.Status); ok && s.Code == 0 {
+		s.Code = http.StatusCreated
+	}
+	return c.respond(ctx, c.req.Output, c.req.Query, http.StatusCreated, result)
+}
+
+var namespaces = schema.GroupVersionResource{Version: "v1", Resource: "namespaces"}
+
+// creater is the storage's creater, and whether the name comes from the URL.
+func (c *call) creater() (rest.NamedCreater, bool) {
+	switch s := c.Storage.(type) {
+	case rest.NamedCreater:
+		return s, true
+	case rest.Creater:
+		return unnamedCreater{s}, false
+	}
+	return nil, false
+}
+
+type unnamedCreater struct{ rest.Creater }
+
+func (u unnamedCreater) Create(ctx context.Context, _ string, obj runtime.Object, v rest.ValidateObjectFunc, o *metav1.CreateOptions) (runtime.Object, error) {
+	return u.Creater.Create(ctx, obj, v, o)
+}
+
+func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
+	updater, ok := c.Storage.(rest.Updater)
+	if !ok {
+		return nil, c.MethodNotSupported("update")
+	}
+	name, namespace := c.req.Name, c.req.Namespace
+	if name == "" {
+		return nil, errEmptyName
+	}
+	ctx = request.WithNamespace(ctx, namespace)
+	opts := &metav1.UpdateOptions{}
+	if err := decodeOptions(c.req.Query, opts); err != nil {
+		return nil, err
+	}
+	if errs := validation.ValidateUpdateOptions(opts); len(errs) > 0 {
+		return nil, invalidOptions("UpdateOptions", errs)
+	}
+	opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("UpdateOptions"))
+	obj, err := c.decodeBody(ctx, opts.FieldValidation, updater.New())
+	if err != nil {
+		return nil, err
+	}
+	if m, err := meta.Accessor(obj); err == nil {
+		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(namespace, c.Resource), m); err != nil {
+			return nil, err
+		}
+	}
+	if err := checkName(obj, name, namespace); err != nil {
+		return nil, err
+	}
+	createOpts := createOptions(opts.DryRun, opts.FieldManager, opts.FieldValidation)
+	trackManagers := true
+	transformers := []rest.TransformFunc{
+		func(_ context.Context, newObj, live runtime.Object) (runtime.Object, error) {
+			if !trackManagers {
+				return newObj, nil
+			}
+			return c.FieldManager.UpdateNoErrors(live, newObj, manager(opts.FieldManager, c.req.UserAgent)), nil
+		},
+		func(ctx context.Context, newObj, old runtime.Object) (runtime.Object, error) {
+			return newObj, c.mutate(ctx, newObj, old, createOpts, opts, opts.DryRun)
+		},
+		func(ctx context.Context, newObj, _ runtime.Object) (runtime.Object, error) {
+			dedupOwnerReferences(ctx, newObj, true)
+			return newObj, nil
+		},
+	}
+	created := false
+	store := func() (result runtime.Object, err error) {
+		result, created, err = updater.Update(ctx, name, rest.DefaultUpdatedObjectInfo(obj, transformers...),
+			c.mayCreate(rest.AdmissionToValidateObjectFunc(c.admit, c.attributes(nil, nil, name, admission.Create, createOpts, opts.DryRun), c)),
+			rest.AdmissionToValidateObjectUpdateFunc(c.admit, c.attributes(nil, nil, name, admission.Update, opts, opts.DryRun), c),
+			false, opts)
+		return result, err
+	}
+	dedupOwnerReferences(ctx, obj, false)
+	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
+		result, err := store()
+		if isTooLarge(err) {
+			if m, merr := meta.Accessor(obj); merr == nil {
+				m.SetManagedFields(nil)
+				trackManagers = false
+				result, err = store()
+			}
+		}
+		return result, err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return c.respond(ctx, c.req.Output, c.req.Query, createdOrOK(created), result)
+}
+
+func createdOrOK(created bool) int {
+	if created {
+		return http.StatusCreated
+	}
+	return http.StatusOK
+}
+
+// mutate runs the mutating phase of an update, which is a create where nothing is there yet.
+func (c *call) mutate(ctx context.Context, obj, old runtime.Object, create, update runtime.Object, dryRun []string) error {
+	m, ok := c.admit.(admission.MutationInterface)
+	if !ok {
+		return nil
+	}
+	exists, err := hasUID(old)
+	if err != nil {
+		return fmt.Errorf("unexpected error when extracting UID from oldObj: %v", err.Error())
+	}
+	if !exists {
+		if !m.Handles(admission.Create) {
+			return nil
+		}
+		return m.Admit(ctx, c.attributes(obj, nil, c.req.Name, admission.Create, create, dryRun), c)
+	}
+	if !m.Handles(admission.Update) {
+		return nil
+	}
+	return m.Admit(ctx, c.attributes(obj, old, c.req.Name, admission.Update, update, dryRun), c)
+}
+
+// mayCreate lets an update or apply create the object only where the user may create it.
+func (c *call) mayCreate(validate rest.ValidateObjectFunc) rest.ValidateObjectFunc {
+	attrs := authorizer.AttributesRecord{User: c.user, ResourceRequest: true, Path: c.req.Path, Verb: "create",
+		APIGroup: c.Resource.Group, APIVersion: c.Resource.Version, Resource: c.Resource.Resource, Subresource: c.Subresource,
+		Namespace: c.req.Namespace, Name: c.req.Name}
+	var decision authorizer.Decision
+	var reason string
+	var err error
+	var once sync.Once
+	return func(ctx context.Context, obj runtime.Object) error {
+		once.Do(func() { decision, reason, err = Authorizer{}.Authorize(ctx, attrs) })
+		if decision == authorizer.DecisionAllow {
+			return validate(ctx, obj)
+		}
+		if err != nil {
+			return apierrors.NewInternalError(err)
+		}
+		return responsewriters.ForbiddenStatusError(attrs, reason)
+	}
+}
+
+func createOptions(dryRun []string, manager, fieldValidation string) *metav1.CreateOptions {
+	o := &metav1.CreateOptions{DryRun: dryRun, FieldManager: manager, FieldValidation: fieldValidation}
+	o.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("CreateOptions"))
+	return o
+}

@@ -1,0 +1,215 @@
+// Package frame writes Kubernetes' wire forms out of encoded parts: list bodies, watch frames, tables and partial
+// metadata, in JSON and in Kubernetes protobuf. It never decodes an object.
+package frame
+
+import (
+	"encoding/binary"
+	"fmt"
+	"strconv"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// JSON and Protobuf are the media types that objects are kept in.
+const (
+	JSON     = "application/json"
+	Protobuf = "application/vnd.kubernetes.protobuf"
+)
+
+// APIVersion is a kind's group and version as objects carry it.
+func APIVersion(k *commonv1.Kind) string {
+	if k.GetGroup() == "" {
+		return k.GetVersion()
+	}
+	return k.GetGroup() + "/" + k.GetVersion()
+}
+
+// Object is an object's JSON with its kind: body is the JSON without it.
+func Object(dst []byte, kind, apiVersion string, body []byte) []byte {
+	dst = append(dst, `{"kind":"`...)
+	dst = append(dst, kind...)
+	dst = append(dst, `","apiVersion":"`...)
+	dst = append(dst, apiVersion...)
+	dst = append(dst, '"')
+	if len(body) > 2 {
+		dst = append(dst, ',')
+	}
+	return append(dst, body[1:]...)
+}
+
+// MetadataJSON cuts "metadata":{…} out of an object's JSON, where it is the first key.
+func MetadataJSON(body []byte) ([]byte, error) {
+	const key = `{"metadata":`
+	if len(body) < len(key)+2 || string(body[:len(key)]) != key {
+		return nil, fmt.Errorf("metadata is not the first key of %.40q", body)
+	}
+	end, err := value(body, len(key))
+	if err != nil {
+		return nil, err
+	}
+	return body[1:end], nil
+}
+
+// value finds the end of the JSON object that begins at i.
+func value(b []byte, i int) (int, error) {
+	depth := 0
+	for ; i < len(b); i++ {
+		switch b[i] {
+		case '"':
+			for i++; i < len(b) && b[i] != '"'; i++ {
+				if b[i] == '\\' {
+					i++
+				}
+			}
+		case '{', '[':
+			depth++
+		case '}', ']':
+			if depth--; depth == 0 {
+				return i + 1, nil
+			}
+		}
+	}
+	return 0, fmt.Errorf("unbalanced JSON")
+}
+
+// MetadataProtobuf cuts field 1, the ObjectMeta, out of an object's protobuf; with it a PartialObjectMetadata is complete.
+func MetadataProtobuf(body []byte) ([]byte, error) {
+	if len(body) == 0 || body[0] != 0x0a {
+		return nil, fmt.Errorf("metadata is not the first field")
+	}
+	n, w := binary.Uvarint(body[1:])
+	if w <= 0 || uint64(len(body)-1-w) < n {
+		return nil, fmt.Errorf("metadata is cut short")
+	}
+	return body[:1+w+int(n)], nil
+}
+
+// List is what a list's body says beside its items.
+type List struct {
+	Kind, APIVersion string
+	Revision         int64
+	Continue         string
+	Remaining        *int64
+	// Columns makes it a Table.
+	Columns []byte
+}
+
+func (l *List) meta(dst []byte) []byte {
+	dst = append(dst, `"metadata":{"resourceVersion":"`...)
+	dst = strconv.AppendInt(dst, l.Revision, 10)
+	dst = append(dst, '"')
+	if l.Continue != "" {
+		dst = append(append(append(dst, `,"continue":"`...), l.Continue...), '"')
+	}
+	if l.Remaining != nil {
+		dst = strconv.AppendInt(append(dst, `,"remainingItemCount":`...), *l.Remaining, 10)
+	}
+	return append(dst, '}')
+}
+
+// HeadJSON is a list's body up to its first item.
+func (l *List) HeadJSON() []byte {
+	b := fmt.Appendf(nil, `{"kind":%q,"apiVersion":%q,`, l.Kind, l.APIVersion)
+	b = l.meta(b)
+	if l.Columns != nil {
+		b = append(append(b, `,"columnDefinitions":`...), l.Columns...)
+		return append(b, `,"rows":[`...)
+	}
+	return append(b, `,"items":[`...)
+}
+
+// TailJSON is what comes after the last item.
+var TailJSON = []byte("]}\n")
+
+// envelopeMagic begins every Kubernetes protobuf body.
+var envelopeMagic = []byte("k8s\x00")
+
+func tag(dst []byte, field int, n int) []byte {
+	return binary.AppendUvarint(append(dst, byte(field<<3|2)), uint64(n))
+}
+
+func uvarintLen(n int) int {
+	l := 1
+	for ; n >= 0x80; n >>= 7 {
+		l++
+	}
+	return l
+}
+
+// FieldLen is how long a length-delimited field with n bytes is.
+func FieldLen(n int) int { return 1 + uvarintLen(n) + n }
+
+// ItemHead is what comes before one item of n bytes in a list's protobuf.
+func ItemHead(dst []byte, n int) []byte { return tag(dst, 2, n) }
+
+// HeadProtobuf is a list's body up to its first item; items is the length of all items with their heads.
+func (l *List) HeadProtobuf(items int) []byte {
+	var m []byte
+	m = tag(m, 1, 0) // selfLink, always written
+	rv := strconv.FormatInt(l.Revision, 10)
+	m = append(tag(m, 2, len(rv)), rv...)
+	m = append(tag(m, 3, len(l.Continue)), l.Continue...)
+	if l.Remaining != nil {
+		m = binary.AppendUvarint(append(m, 4<<3), uint64(*l.Remaining))
+	}
+	return envelopeHead(l.Kind, l.APIVersion, FieldLen(len(m))+items, func(b []byte) []byte { return append(tag(b, 1, len(m)), m...) })
+}
+
+// envelopeHead is the envelope up to the object's message of n bytes, whose beginning first writes.
+func envelopeHead(kind, apiVersion string, n int, first func([]byte) []byte) []byte {
+	b := append([]byte{}, envelopeMagic...)
+	b = tag(b, 1, FieldLen(len(apiVersion))+FieldLen(len(kind)))
+	b = append(tag(b, 1, len(apiVersion)), apiVersion...)
+	b = append(tag(b, 2, len(kind)), kind...)
+	b = tag(b, 2, n)
+	return first(b)
+}
+
+// TailProtobuf ends an envelope: contentEncoding and contentType, always written and empty.
+var TailProtobuf = []byte{0x1a, 0, 0x22, 0}
+
+// Envelope is one object's body in Kubernetes protobuf.
+func Envelope(kind, apiVersion string, message []byte) []byte {
+	b := envelopeHead(kind, apiVersion, len(message), func(b []byte) []byte { return append(b, message...) })
+	return append(b, TailProtobuf...)
+}
+
+// WatchJSON is a watch frame around an object's JSON.
+func WatchJSON(event string, object []byte) []byte {
+	b := make([]byte, 0, len(object)+len(event)+26)
+	b = append(append(append(b, `{"type":"`...), event...), `","object":`...)
+	return append(append(b, object...), '}', '\n')
+}
+
+// WatchProtobuf is a watch frame around an object's envelope: four bytes of length, then a metav1.WatchEvent.
+func WatchProtobuf(event string, envelope []byte) []byte {
+	raw := FieldLen(len(envelope))
+	n := FieldLen(len(event)) + FieldLen(raw)
+	b := make([]byte, 4, 4+n)
+	binary.BigEndian.PutUint32(b, uint32(n))
+	b = append(tag(b, 1, len(event)), event...)
+	b = tag(b, 2, raw)
+	return append(tag(b, 1, len(envelope)), envelope...)
+}
+
+// BookmarkMeta is a bookmark's metadata in JSON, key and value.
+func BookmarkMeta(revision int64, initialEnd bool) []byte {
+	b := strconv.AppendInt([]byte(`"metadata":{"resourceVersion":"`), revision, 10)
+	if initialEnd {
+		return append(b, `","annotations":{"k8s.io/initial-events-end":"true"}}`...)
+	}
+	return append(b, `"}`...)
+}
+
+// BookmarkProtobuf is an object's message with a bookmark's ObjectMeta alone.
+func BookmarkProtobuf(revision int64, initialEnd bool) []byte {
+	rv := strconv.FormatInt(revision, 10)
+	m := append(tag(nil, 6, len(rv)), rv...)
+	if initialEnd {
+		const k, v = "k8s.io/initial-events-end", "true"
+		m = tag(m, 12, FieldLen(len(k))+FieldLen(len(v)))
+		m = append(tag(m, 1, len(k)), k...)
+		m = append(tag(m, 2, len(v)), v...)
+	}
+	return append(tag(nil, 1, len(m)), m...)
+}

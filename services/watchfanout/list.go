@@ -1,0 +1,357 @@
+package watchfanout
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"strconv"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"watershed.dev/platform/rpc"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/frame"
+)
+
+// errElsewhere is the answer to what only registry can say: an exact revision that the replica does not hold.
+var errElsewhere = status.Error(codes.FailedPrecondition, "not held here; ask registry")
+
+const (
+	// freshnessTimeout is how long a read waits for a revision that has not been reached, as kube-apiserver's.
+	freshnessTimeout = 3 * time.Second
+	chunkBytes       = 512 << 10
+)
+
+// List answers a list's body.
+func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+	ctx := stream.Context()
+	q, err := newQuery(r.Query)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	s.metrics.lists.WithLabelValues(q.entry.StoredAs).Inc()
+	page, err := s.page(ctx, q, r)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	parts, columns, err := s.parts(ctx, q, page.items)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	kind, apiVersion := q.listKind()
+	head := &frame.List{Kind: kind, APIVersion: apiVersion, Revision: page.revision, Continue: page.next, Remaining: page.remaining, Columns: columns}
+	if q.protobuf {
+		return sendProtobuf(stream, head, parts)
+	}
+	return sendJSON(stream, head, parts, q.itemHead())
+}
+
+type page struct {
+	items     []*cache.Item
+	revision  int64
+	next      string
+	remaining *int64
+}
+
+// page selects a list's objects, by Kubernetes' rules for resourceVersion, limit and continue.
+func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListRequest) (*page, error) {
+	snapshot, from, err := s.at(ctx, q, r)
+	if err != nil {
+		return nil, err
+	}
+	p := &page{revision: snapshot.Revision}
+	prefix := q.prefix()
+	more := false
+	var lastKey string
+	if name, ok := q.exactName(); ok && r.Limit == 0 && r.Continue == "" {
+		if i, ok := snapshot.Get(cache.Key(q.namespace, name)); ok && q.matches(i) {
+			p.items = append(p.items, i)
+		}
+		return p, nil
+	}
+	total := int64(0)
+	snapshot.Scan(prefix, from, func(i *cache.Item) bool {
+		if r.Limit > 0 && int64(len(p.items)) >= r.Limit {
+			more = true
+			if !q.unselected() {
+				return false
+			}
+			total++
+			return true
+		}
+		if q.matches(i) {
+			p.items = append(p.items, i)
+			lastKey = i.Key
+		}
+		return true
+	})
+	if more {
+		p.next = encodeContinue(p.revision, strings.TrimPrefix(lastKey, prefix)+"\x00")
+		if q.unselected() {
+			p.remaining = &total
+		}
+		s.keep(q.entry.StoredAs, snapshot)
+	}
+	return p, nil
+}
+
+// at is the snapshot that a list is answered from, and the key to begin at.
+func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest) (*cache.Snapshot, string, error) {
+	res := s.cache.Resource(q.entry.StoredAs)
+	if r.Continue != "" {
+		revision, start, err := decodeContinue(r.Continue)
+		if err != nil {
+			return nil, "", err
+		}
+		if kept, ok := s.kept(q.entry.StoredAs, revision); ok {
+			return kept, q.prefix() + start, nil
+		}
+		return nil, "", errElsewhere
+	}
+	switch rv := r.ResourceVersion; {
+	case r.ResourceVersionMatch == string(metav1.ResourceVersionMatchExact), rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
+		return nil, "", errElsewhere
+	case rv == "":
+		if err := s.current(ctx); err != nil {
+			return nil, "", err
+		}
+	case rv != "0":
+		revision, err := strconv.ParseInt(rv, 10, 64)
+		if err != nil {
+			return nil, "", apierrors.NewBadRequest("invalid resource version: " + rv)
+		}
+		if err := s.reach(ctx, revision); err != nil {
+			return nil, "", err
+		}
+	}
+	snapshot, err := res.Snapshot(ctx, s.source, s.wait)
+	return snapshot, "", err
+}
+
+// reach waits a little for a revision that a client has seen elsewhere.
+func (s *Service) reach(ctx context.Context, revision int64) error {
+	ctx, cancel := context.WithTimeout(ctx, freshnessTimeout)
+	defer cancel()
+	if err := s.wait(ctx, revision); err != nil {
+		// k8s.io/apiserver/pkg/storage.NewTooLargeResourceVersionError
+		e := apierrors.NewTimeoutError("Too large resource version: "+strconv.FormatInt(revision, 10)+", current: "+strconv.FormatInt(s.cache.Progress(), 10), 1)
+		e.ErrStatus.Details.Causes = []metav1.StatusCause{{Type: metav1.CauseTypeResourceVersionTooLarge, Message: "Too large resource version"}}
+		return e
+	}
+	return nil
+}
+
+// keptSnapshot lets the next page of a list be read at the first page's revision.
+type keptSnapshot struct {
+	storedAs string
+	snapshot *cache.Snapshot
+	at       time.Time
+}
+
+const (
+	keptSnapshots = 64
+	keptFor       = 5 * time.Minute
+)
+
+func (s *Service) keep(storedAs string, snapshot *cache.Snapshot) {
+	s.snapshotsMu.Lock()
+	defer s.snapshotsMu.Unlock()
+	now := time.Now()
+	kept := s.snapshots[:0]
+	for _, k := range s.snapshots {
+		if now.Sub(k.at) < keptFor && !(k.storedAs == storedAs && k.snapshot.Revision == snapshot.Revision) {
+			kept = append(kept, k)
+		}
+	}
+	if len(kept) >= keptSnapshots {
+		kept = kept[1:]
+	}
+	s.snapshots = append(kept, keptSnapshot{storedAs, snapshot, now})
+}
+
+func (s *Service) kept(storedAs string, revision int64) (*cache.Snapshot, bool) {
+	s.snapshotsMu.Lock()
+	defer s.snapshotsMu.Unlock()
+	for _, k := range s.snapshots {
+		if k.storedAs == storedAs && k.snapshot.Revision == revision {
+			return k.snapshot, true
+		}
+	}
+	return nil, false
+}
+
+// continueToken is kube-apiserver's (k8s.io/apiserver/pkg/storage/continue.go), so that either server continues the other's lists.
+type continueToken struct {
+	APIVersion      string `json:"v"`
+	ResourceVersion int64  `json:"rv"`
+	StartKey        string `json:"start"`
+}
+
+func encodeContinue(revision int64, start string) string {
+	b, _ := json.Marshal(continueToken{"meta.k8s.io/v1", revision, start})
+	return base64.RawURLEncoding.EncodeToString(b)
+}
+
+// decodeContinue reads a token; what is odd about one is registry's to say, in kube-apiserver's words.
+func decodeContinue(token string) (int64, string, error) {
+	b, err := base64.RawURLEncoding.DecodeString(token)
+	var t continueToken
+	if err != nil || json.Unmarshal(b, &t) != nil || t.APIVersion != "meta.k8s.io/v1" || t.ResourceVersion <= 0 || strings.Contains("/"+t.StartKey, "/../") {
+		return 0, "", errElsewhere
+	}
+	return t.ResourceVersion, t.StartKey, nil
+}
+
+// parts are the encoded items of a list in the form that q wants.
+func (s *Service) parts(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
+	parts = make([][]byte, len(items))
+	switch {
+	case q.table, !q.native:
+		return s.encoded(ctx, q, items)
+	case q.partial && q.protobuf:
+		for i, item := range items {
+			if parts[i], err = frame.MetadataProtobuf(item.Protobuf); err != nil {
+				return nil, nil, err
+			}
+		}
+	case q.partial:
+		for i, item := range items {
+			if parts[i], err = q.partialJSON(item.JSON); err != nil {
+				return nil, nil, err
+			}
+		}
+	case q.protobuf:
+		for i, item := range items {
+			parts[i] = item.Protobuf
+		}
+	default:
+		for i, item := range items {
+			parts[i] = item.JSON
+		}
+	}
+	return parts, nil, nil
+}
+
+// encodeBatch is how many objects one Encode call carries.
+const encodeBatch = 250
+
+// encoded asks registry for other versions and Table rows.
+func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
+	for first := true; first || len(items) > 0; first = false {
+		n := min(len(items), encodeBatch)
+		r := &registryv1.EncodeRequest{StoredAs: q.entry.StoredAs, Resource: q.entry.Resource, Output: q.output, IncludeObject: q.includeObject}
+		for _, i := range items[:n] {
+			if len(i.Protobuf) > 0 {
+				r.Json, r.Protobuf = append(r.Json, nil), append(r.Protobuf, i.Protobuf)
+			} else {
+				r.Json, r.Protobuf = append(r.Json, i.JSON), append(r.Protobuf, nil)
+			}
+		}
+		resp, err := s.registry.Encode(ctx, r)
+		if err != nil {
+			return nil, nil, err
+		}
+		if len(resp.Objects) != n {
+			return nil, nil, status.Errorf(codes.Internal, "encode: asked for %d objects, got %d", n, len(resp.Objects))
+		}
+		parts, columns, items = append(parts, resp.Objects...), resp.Columns, items[n:]
+	}
+	return parts, columns, nil
+}
+
+func sendJSON(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], head *frame.List, parts [][]byte, itemHead []byte) error {
+	first := head.HeadJSON()
+	size := len(first) + len(frame.TailJSON) + max(0, len(parts)-1)
+	for _, p := range parts {
+		size += len(p)
+		if itemHead != nil {
+			size += len(itemHead) - 1
+		}
+	}
+	w := &chunks{stream: stream, size: int64(size)}
+	w.write(first)
+	for i, p := range parts {
+		if i > 0 {
+			w.write(comma)
+		}
+		if itemHead != nil { // the item's own kind: items of a list without a Go type
+			w.write(itemHead)
+			p = p[1:]
+		}
+		w.write(p)
+	}
+	w.write(frame.TailJSON)
+	return w.end()
+}
+
+var comma = []byte{','}
+
+func sendProtobuf(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], head *frame.List, parts [][]byte) error {
+	items := 0
+	for _, p := range parts {
+		items += frame.FieldLen(len(p))
+	}
+	first := head.HeadProtobuf(items)
+	w := &chunks{stream: stream, size: int64(len(first) + items + len(frame.TailProtobuf))}
+	w.write(first)
+	var tag []byte
+	for _, p := range parts {
+		tag = frame.ItemHead(tag[:0], len(p))
+		w.write(tag)
+		w.write(p)
+	}
+	w.write(frame.TailProtobuf)
+	return w.end()
+}
+
+// chunks gathers small parts into messages of some size.
+type chunks struct {
+	stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]
+	buf    []byte
+	size   int64
+	sent   bool
+	err    error
+}
+
+func (c *chunks) write(b []byte) {
+	if c.err != nil {
+		return
+	}
+	if c.buf == nil {
+		c.buf = make([]byte, 0, min(int(c.size), chunkBytes))
+	}
+	if len(c.buf)+len(b) > cap(c.buf) && len(c.buf) > 0 {
+		c.flush()
+		if len(b) < chunkBytes {
+			c.buf = make([]byte, 0, chunkBytes)
+		}
+	}
+	c.buf = append(c.buf, b...)
+}
+
+func (c *chunks) flush() {
+	m := &watchfanoutv1.ListChunk{Data: c.buf}
+	if !c.sent {
+		m.Size, c.sent = c.size, true
+	}
+	c.err = c.stream.Send(m)
+	c.buf = nil
+}
+
+func (c *chunks) end() error {
+	if c.err == nil && len(c.buf) > 0 {
+		c.flush()
+	}
+	return c.err
+}
+
+func kindOf(k *commonv1.Kind) (kind, apiVersion string) { return k.GetKind(), frame.APIVersion(k) }

@@ -1,0 +1,137 @@
+package watchfanout
+
+import (
+	"fmt"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/frame"
+)
+
+// query is which objects, and in which form.
+type query struct {
+	entry         *registryv1.ResourceEntry
+	output        *registryv1.Output
+	namespace     string
+	labels        labels.Selector
+	fields        fields.Selector
+	includeObject string
+
+	protobuf, table, partial bool
+	// native: the log's encodings are in the version asked for.
+	native bool
+	// typed items have no kind of their own in a list.
+	typed bool
+	as    *commonv1.Kind
+	// key tells forms apart, for frames that are made once.
+	key formKey
+}
+
+type formKey struct {
+	version, mediaType, as, asVersion, include, event string
+}
+
+func newQuery(p *watchfanoutv1.Query) (*query, error) {
+	q := &query{entry: p.GetEntry(), output: p.GetOutput(), includeObject: p.GetIncludeObject(), as: p.GetOutput().GetAs()}
+	if q.entry.GetStoredAs() == "" {
+		return nil, apierrors.NewBadRequest("the resource is not stored")
+	}
+	if q.entry.Namespaced {
+		q.namespace = p.GetNamespace()
+	}
+	var err error
+	if q.labels, err = labels.Parse(p.GetLabelSelector()); err != nil {
+		return nil, apierrors.NewBadRequest(err.Error())
+	}
+	if q.fields, err = fields.ParseSelector(p.GetFieldSelector()); err != nil {
+		return nil, apierrors.NewBadRequest(err.Error())
+	}
+	switch q.output.GetMediaType() {
+	case frame.JSON:
+	case frame.Protobuf:
+		q.protobuf = true
+	default:
+		return nil, apierrors.NewBadRequest(fmt.Sprintf("the watch tier does not write %q", q.output.GetMediaType()))
+	}
+	switch q.as.GetKind() {
+	case "":
+	case "Table":
+		q.table = true
+	case "PartialObjectMetadata", "PartialObjectMetadataList":
+		q.partial = true
+	default:
+		return nil, apierrors.NewBadRequest("the watch tier does not write " + q.as.Kind)
+	}
+	k := q.entry.GetKind()
+	q.native = proto.Equal(k, q.entry.GetStoredKind()) || q.partial // metadata is the same in every version
+	q.typed = len(q.entry.MediaTypes) > 2
+	q.key = formKey{version: frame.APIVersion(k), mediaType: q.output.MediaType, as: q.as.GetKind(), asVersion: frame.APIVersion(q.as), include: q.includeObject}
+	return q, nil
+}
+
+func (q *query) prefix() string {
+	if q.namespace == "" {
+		return ""
+	}
+	return q.namespace + "/"
+}
+
+func (q *query) unselected() bool { return q.labels.Empty() && q.fields.Empty() }
+
+func (q *query) matches(i *cache.Item) bool {
+	return (q.labels.Empty() || q.labels.Matches(labels.Set(i.Labels))) && (q.fields.Empty() || q.fields.Matches(fields.Set(i.Fields)))
+}
+
+// inScope says whether the object is of the namespace asked for.
+func (q *query) inScope(i *cache.Item) bool { return q.namespace == "" || i.Namespace == q.namespace }
+
+// exactName is the one name that the field selector allows.
+func (q *query) exactName() (string, bool) {
+	if q.entry.Namespaced && q.namespace == "" {
+		return "", false
+	}
+	return q.fields.RequiresExactMatch("metadata.name")
+}
+
+// listKind is the kind of a list's body.
+func (q *query) listKind() (kind, apiVersion string) {
+	switch {
+	case q.table:
+		return "Table", frame.APIVersion(q.as)
+	case q.partial:
+		return "PartialObjectMetadataList", frame.APIVersion(q.as)
+	}
+	gv := &commonv1.Kind{Group: q.entry.Resource.Group, Version: q.entry.Resource.Version}
+	return q.entry.ListKind, frame.APIVersion(gv)
+}
+
+// itemHead is what comes before an item of a list, in place of its opening brace; nil for nothing.
+func (q *query) itemHead() []byte {
+	if q.typed || q.table || q.partial {
+		return nil
+	}
+	kind, apiVersion := kindOf(q.entry.Kind)
+	return fmt.Appendf(nil, `{"apiVersion":%q,"kind":%q,`, apiVersion, kind)
+}
+
+// partialJSON is an object's metadata as a PartialObjectMetadata.
+func (q *query) partialJSON(body []byte) ([]byte, error) {
+	m, err := frame.MetadataJSON(body)
+	if err != nil {
+		return nil, err
+	}
+	var b strings.Builder
+	b.Grow(len(m) + 80)
+	fmt.Fprintf(&b, `{"kind":"PartialObjectMetadata","apiVersion":%q,`, frame.APIVersion(q.as))
+	b.Write(m)
+	b.WriteByte('}')
+	return []byte(b.String()), nil
+}

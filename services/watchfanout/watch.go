@@ -1,0 +1,414 @@
+package watchfanout
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"strconv"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"watershed.dev/platform/rpc"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/frame"
+)
+
+const (
+	batchEvents = 256
+	frameBytes  = 256 << 10
+)
+
+// Watch streams frames until the caller goes away.
+func (s *Service) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+	q, err := newQuery(r.Query)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	s.metrics.watchers.Inc()
+	defer s.metrics.watchers.Dec()
+	w := &watcher{Service: s, query: q, request: r, stream: stream, resource: s.cache.Resource(q.entry.StoredAs)}
+	return rpc.ToStatus(w.run(stream.Context()))
+}
+
+// watcher is one stream: a cursor into the resource's events.
+type watcher struct {
+	*Service
+	*query
+	request  *watchfanoutv1.WatchRequest
+	stream   grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
+	resource *cache.Resource
+	position watchfanoutv1.Position
+	headers  bool // a Table's columns have been sent
+}
+
+func (w *watcher) run(ctx context.Context) error {
+	cur, err := w.begin(ctx)
+	if err != nil {
+		return w.fail(err)
+	}
+	bookmarks := time.NewTicker(w.config.BookmarkPeriod)
+	defer bookmarks.Stop()
+	bookmarked := w.position.Revision
+	for {
+		events, next, progress, changed, ok := w.resource.Next(cur, batchEvents)
+		if !ok {
+			return w.fail(expired(w.position.Revision, 0))
+		}
+		cur = next
+		if err := w.deliver(ctx, events); err != nil {
+			return err
+		}
+		if progress == 0 {
+			continue
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return status.FromContextError(ctx.Err()).Err()
+		case <-w.draining:
+			return status.Error(codes.Unavailable, "the replica is draining")
+		case <-bookmarks.C:
+			if w.request.AllowBookmarks && progress > bookmarked && w.position.Revision <= progress {
+				bookmarked = progress
+				w.position = watchfanoutv1.Position{Revision: progress, Index: 1<<31 - 1}
+				if err := w.bookmark(progress, false); err != nil {
+					return err
+				}
+			}
+		}
+	}
+}
+
+// begin sends the initial events, if any are due, and says where to go on.
+func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
+	r := w.request
+	initial := r.ResourceVersion == "" || r.ResourceVersion == "0"
+	if r.SendInitialEvents != nil {
+		initial = *r.SendInitialEvents
+	}
+	if r.ResumeAfter != nil && (!initial || r.InitialEventsDone) {
+		return w.resume(ctx, r.ResumeAfter.Revision, r.ResumeAfter.Index)
+	}
+	if !initial {
+		if r.ResourceVersion == "" || r.ResourceVersion == "0" { // from now on
+			if err := w.current(ctx); err != nil {
+				return cache.Cursor{}, err
+			}
+			return w.resume(ctx, w.cache.Progress(), 1<<31-1)
+		}
+		revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
+		if err != nil {
+			return cache.Cursor{}, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
+		}
+		return w.resume(ctx, revision, 1<<31-1)
+	}
+	switch r.ResourceVersion {
+	case "0":
+	case "":
+		if err := w.current(ctx); err != nil {
+			return cache.Cursor{}, err
+		}
+	default:
+		revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
+		if err != nil {
+			return cache.Cursor{}, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
+		}
+		if err := w.reach(ctx, revision); err != nil {
+			return cache.Cursor{}, err
+		}
+	}
+	return w.initial(ctx)
+}
+
+// resume goes on after a position, once the replica has come as far.
+func (w *watcher) resume(ctx context.Context, revision int64, index int32) (cache.Cursor, error) {
+	w.position = watchfanoutv1.Position{Revision: revision, Index: index}
+	cur, low, ok := w.resource.After(revision, index)
+	if !ok {
+		return cur, expired(revision, low)
+	}
+	return cur, nil
+}
+
+// expired is kube-apiserver's answer to a watch from a revision that is no longer known.
+func expired(revision, low int64) error {
+	return apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d (%d)", revision, low))
+}
+
+// initial sends every object as ADDED, then a bookmark where initial events were asked for by name.
+func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
+	snapshot, err := w.resource.Snapshot(ctx, w.source, w.wait)
+	if err != nil {
+		return cache.Cursor{}, err
+	}
+	var items []*cache.Item
+	snapshot.Scan(w.prefix(), "", func(i *cache.Item) bool {
+		if w.matches(i) {
+			items = append(items, i)
+		}
+		return true
+	})
+	out := &frames{watcher: w}
+	if w.table || !w.native {
+		err = w.initialEncoded(ctx, items, out)
+	} else {
+		for _, i := range items {
+			var data []byte
+			if data, err = w.frame("ADDED", i, i.JSON, i.Protobuf); err != nil {
+				break
+			}
+			if err = out.add(data); err != nil {
+				break
+			}
+		}
+	}
+	if err != nil {
+		return cache.Cursor{}, err
+	}
+	w.position = watchfanoutv1.Position{Revision: snapshot.Revision, Index: 1<<31 - 1}
+	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
+		data, err := w.bookmarkFrame(snapshot.Revision, true)
+		if err != nil {
+			return cache.Cursor{}, err
+		}
+		if err := out.add(data); err != nil {
+			return cache.Cursor{}, err
+		}
+	}
+	out.initialDone = true
+	if err := out.flush(); err != nil {
+		return cache.Cursor{}, err
+	}
+	return w.resume(ctx, snapshot.Revision, 1<<31-1)
+}
+
+func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *frames) error {
+	parts, columns, err := w.encoded(ctx, w.query, items)
+	if err != nil {
+		return err
+	}
+	for n, i := range items {
+		var data []byte
+		if w.table {
+			data = w.tableFrame("ADDED", i.Revision, parts[n], columns)
+		} else if data, err = w.wrap("ADDED", parts[n], parts[n]); err != nil {
+			return err
+		}
+		if err := out.add(data); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// deliver sends the frames of those events that the query selects.
+func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
+	out := &frames{watcher: w}
+	for _, e := range events {
+		if !w.inScope(e.Item) {
+			continue
+		}
+		kind, item := w.seen(e)
+		if kind == "" {
+			continue
+		}
+		data, err := w.eventFrame(ctx, e, kind, item)
+		if err != nil {
+			return err
+		}
+		w.position = watchfanoutv1.Position{Revision: e.Revision, Index: e.Index}
+		if err := out.add(data); err != nil {
+			return err
+		}
+		w.metrics.delivered.WithLabelValues(w.entry.StoredAs).Inc()
+	}
+	return out.flush()
+}
+
+// seen is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is DELETED
+// in the state that it was last seen in.
+func (w *watcher) seen(e *cache.Event) (string, *cache.Item) {
+	now := w.matches(e.Item)
+	before := now
+	if e.Previous != nil {
+		before = w.matches(e.Previous)
+	}
+	switch {
+	case e.Type == logv1.Type_TYPE_DELETED:
+		if now {
+			return "DELETED", e.Item
+		}
+		return "", nil
+	case e.Type == logv1.Type_TYPE_ADDED:
+		if now {
+			return "ADDED", e.Item
+		}
+		return "", nil
+	case now && before:
+		return "MODIFIED", e.Item
+	case now:
+		return "ADDED", e.Item
+	case before:
+		return "DELETED", e.Previous
+	}
+	return "", nil
+}
+
+// eventFrame is made once for all who watch in the same form.
+func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, item *cache.Item) ([]byte, error) {
+	key := w.key
+	key.event = kind
+	if w.table {
+		if !w.headers {
+			key.event = kind + "+columns"
+		}
+		data, err := e.Frame(key, func() ([]byte, error) {
+			parts, columns, err := w.encoded(ctx, w.query, []*cache.Item{item})
+			if err != nil {
+				return nil, err
+			}
+			return w.tableFrame(kind, e.Revision, parts[0], columns), nil
+		})
+		w.headers = true
+		return data, err
+	}
+	return e.Frame(key, func() ([]byte, error) {
+		if !w.native {
+			parts, _, err := w.encoded(ctx, w.query, []*cache.Item{item})
+			if err != nil {
+				return nil, err
+			}
+			return w.wrap(kind, parts[0], parts[0])
+		}
+		return w.frame(kind, item, item.JSON, item.Protobuf)
+	})
+}
+
+// frame wraps an item's own encoding.
+func (w *watcher) frame(kind string, _ *cache.Item, body, message []byte) ([]byte, error) {
+	if !w.partial {
+		return w.wrap(kind, body, message)
+	}
+	if w.protobuf {
+		m, err := frame.MetadataProtobuf(message)
+		if err != nil {
+			return nil, err
+		}
+		return frame.WatchProtobuf(kind, frame.Envelope("PartialObjectMetadata", frame.APIVersion(w.as), m)), nil
+	}
+	p, err := w.partialJSON(body)
+	if err != nil {
+		return nil, err
+	}
+	return frame.WatchJSON(kind, p), nil
+}
+
+func (w *watcher) wrap(event string, body, message []byte) ([]byte, error) {
+	kind, apiVersion := kindOf(w.entry.Kind)
+	if w.protobuf {
+		return frame.WatchProtobuf(event, frame.Envelope(kind, apiVersion, message)), nil
+	}
+	return frame.WatchJSON(event, frame.Object(nil, kind, apiVersion, body)), nil
+}
+
+// tableFrame is a Table of one row; the stream's first one names the columns.
+func (w *watcher) tableFrame(event string, revision int64, row, columns []byte) []byte {
+	if w.headers {
+		columns = []byte("null")
+	}
+	w.headers = true
+	table := fmt.Appendf(nil, `{"kind":"Table","apiVersion":%q,"metadata":{"resourceVersion":"%d"},"columnDefinitions":%s,"rows":[%s]}`, frame.APIVersion(w.as), revision, columns, row)
+	return frame.WatchJSON(event, table)
+}
+
+func (w *watcher) bookmark(revision int64, initialEnd bool) error {
+	data, err := w.bookmarkFrame(revision, initialEnd)
+	if err != nil {
+		return err
+	}
+	out := &frames{watcher: w}
+	if err := out.add(data); err != nil {
+		return err
+	}
+	return out.flush()
+}
+
+func (w *watcher) bookmarkFrame(revision int64, initialEnd bool) ([]byte, error) {
+	kind, apiVersion := kindOf(w.entry.Kind)
+	if w.partial {
+		kind, apiVersion = "PartialObjectMetadata", frame.APIVersion(w.as)
+	}
+	m := frame.BookmarkMeta(revision, initialEnd)
+	body := append(append([]byte{'{'}, m...), '}')
+	switch {
+	case w.table:
+		row := fmt.Appendf(nil, `{"cells":[],"object":%s}`, frame.Object(nil, "PartialObjectMetadata", frame.APIVersion(w.as), body))
+		return w.tableFrame("BOOKMARK", revision, row, []byte("null")), nil
+	case w.protobuf:
+		return frame.WatchProtobuf("BOOKMARK", frame.Envelope(kind, apiVersion, frame.BookmarkProtobuf(revision, initialEnd))), nil
+	}
+	return frame.WatchJSON("BOOKMARK", frame.Object(nil, kind, apiVersion, body)), nil
+}
+
+// fail ends the stream with an ERROR event where the error is the API's own, for the client to see.
+func (w *watcher) fail(err error) error {
+	api, ok := err.(apierrors.APIStatus)
+	if !ok {
+		return err
+	}
+	st := api.Status()
+	st.Kind, st.APIVersion = "Status", "v1"
+	var data []byte
+	if w.protobuf {
+		message, merr := st.Marshal()
+		if merr != nil {
+			return merr
+		}
+		data = frame.WatchProtobuf("ERROR", frame.Envelope("Status", "v1", message))
+	} else {
+		body, merr := json.Marshal(st)
+		if merr != nil {
+			return merr
+		}
+		data = frame.WatchJSON("ERROR", body)
+	}
+	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
+}
+
+var _ apierrors.APIStatus = &apierrors.StatusError{ErrStatus: metav1.Status{}}
+
+// frames gathers frames into messages.
+type frames struct {
+	*watcher
+	buf         []byte
+	initialDone bool
+}
+
+func (f *frames) add(data []byte) error {
+	if f.buf == nil {
+		f.buf = data[:len(data):len(data)] // one frame is sent as it is, shared with every other watcher
+	} else {
+		f.buf = append(f.buf, data...)
+	}
+	if len(f.buf) > frameBytes {
+		return f.flush()
+	}
+	return nil
+}
+
+func (f *frames) flush() error {
+	if len(f.buf) == 0 && !f.initialDone {
+		return nil
+	}
+	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone,
+		Position: &watchfanoutv1.Position{Revision: f.position.Revision, Index: f.position.Index}}
+	f.buf = nil
+	return f.stream.Send(m)
+}

@@ -1,0 +1,207 @@
+// Package watchfanout serves LIST and WATCH from encoded bytes. A replica reads the event log, keeps the objects of the
+// resources that are asked for, and writes answers without ever decoding an object. It calls registry alone: for a
+// first snapshot, for the current revision, and for what its bytes are not (another version, Table rows).
+package watchfanout
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+	"google.golang.org/grpc"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/rpc"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+)
+
+// Config is what a replica is told.
+type Config struct {
+	Log            eventlog.Options
+	RingBytes      int
+	BookmarkPeriod time.Duration
+}
+
+// AddFlags adds every setting to fs.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	c.Log.AddFlags(fs)
+	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20, "How many bytes of recent events are kept in memory for each resource.")
+	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute, "How often a watch that allows bookmarks gets one.")
+}
+
+// Service is one replica.
+type Service struct {
+	watchfanoutv1.UnimplementedWatchServer
+	config   *Config
+	registry registryv1.RegistryClient
+	nats     *nats.Conn
+	js       jetstream.JetStream
+	cache    *cache.Cache
+	caughtUp atomic.Bool
+	metrics  *metrics
+
+	snapshotsMu sync.Mutex
+	snapshots   []keptSnapshot
+	asking      atomic.Int64
+	draining    chan struct{}
+	drainOnce   sync.Once
+}
+
+type metrics struct {
+	watchers            prometheus.Gauge
+	delivered, lists    *prometheus.CounterVec
+	progress, lagMillis prometheus.GaugeFunc
+}
+
+// New builds a replica. It begins to serve when it has read the log to its end.
+func New(c *Config, registry registryv1.RegistryClient, id rpc.TLS) (*Service, error) {
+	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes), draining: make(chan struct{})}
+	var err error
+	if s.nats, s.js, err = c.Log.Connect("watchfanout", id); err != nil {
+		return nil, err
+	}
+	s.metrics = &metrics{
+		watchers:  prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_watchfanout_watchers", Help: "Open watch streams."}),
+		delivered: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_watchfanout_events_delivered_total", Help: "Watch events written to streams, by stored resource."}, []string{"resource"}),
+		lists:     prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_watchfanout_lists_total", Help: "Lists answered, by stored resource."}, []string{"resource"}),
+		progress:  prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "watershed_watchfanout_revision", Help: "The revision that the replica has reached."}, func() float64 { return float64(s.cache.Progress()) }),
+	}
+	return s, nil
+}
+
+// Register offers the service on g.
+func (s *Service) Register(g grpc.ServiceRegistrar) { watchfanoutv1.RegisterWatchServer(g, s) }
+
+// Collectors are the service's metrics.
+func (s *Service) Collectors() []prometheus.Collector {
+	return []prometheus.Collector{s.metrics.watchers, s.metrics.delivered, s.metrics.lists, s.metrics.progress}
+}
+
+// Ready says why the replica cannot serve yet, or nil.
+func (s *Service) Ready(context.Context) error {
+	if !s.caughtUp.Load() {
+		return errors.New("still reading the event log")
+	}
+	return nil
+}
+
+// Run reads the log until ctx is done.
+func (s *Service) Run(ctx context.Context) error {
+	defer s.nats.Close()
+	var wg sync.WaitGroup
+	wg.Go(func() { s.catchUp(ctx) })
+	err := eventlog.Read(ctx, s.js, nil, func(e *logv1.Event) error {
+		s.cache.Apply(e)
+		return nil
+	})
+	wg.Wait()
+	return err
+}
+
+// catchUp waits until the replica has reached what etcd had when it started.
+func (s *Service) catchUp(ctx context.Context) {
+	for ctx.Err() == nil {
+		r, err := s.registry.Revision(ctx, &registryv1.RevisionRequest{})
+		if err == nil {
+			if err = s.wait(ctx, r.Revision); err == nil {
+				s.caughtUp.Store(true)
+				slog.Info("The event log is read to its end", "revision", r.Revision)
+				return
+			}
+		}
+		if ctx.Err() == nil {
+			slog.Warn("Not caught up yet", "error", err)
+			time.Sleep(200 * time.Millisecond)
+		}
+	}
+}
+
+// askAfter is how long a reader gives the log to move by itself before it asks how far it is.
+const askAfter = 2 * time.Millisecond
+
+// wait waits until the replica has reached revision. When nothing happens in what is stored, the publisher has to be
+// asked to say so.
+func (s *Service) wait(ctx context.Context, revision int64) error {
+	pause := askAfter
+	return s.cache.Wait(ctx, revision, func(ctx context.Context, advanced <-chan struct{}) {
+		t := time.NewTimer(pause)
+		defer t.Stop()
+		select {
+		case <-advanced:
+		case <-ctx.Done():
+		case <-t.C:
+			now := time.Now().UnixNano()
+			if last := s.asking.Load(); now-last > int64(askAfter) && s.asking.CompareAndSwap(last, now) {
+				_ = s.nats.Publish(eventlog.AskProgress, nil)
+			}
+			pause = min(pause*2, 100*time.Millisecond)
+		}
+	})
+}
+
+// current is etcd's revision now, reached by the replica: what a consistent read needs.
+func (s *Service) current(ctx context.Context) error {
+	r, err := s.registry.Revision(ctx, &registryv1.RevisionRequest{})
+	if err != nil {
+		return err
+	}
+	return s.wait(ctx, r.Revision)
+}
+
+// source reads a whole resource from registry.
+func (s *Service) source(ctx context.Context, storedAs string) ([]*registryv1.Row, int64, error) {
+	stream, err := s.registry.Snapshot(ctx, &registryv1.SnapshotRequest{StoredAs: storedAs})
+	if err != nil {
+		return nil, 0, err
+	}
+	var rows []*registryv1.Row
+	var revision int64
+	for {
+		chunk, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			slog.Debug("Loaded", "resource", storedAs, "objects", len(rows), "revision", revision)
+			return rows, revision, nil
+		}
+		if err != nil {
+			return nil, 0, fmt.Errorf("snapshot of %s: %w", storedAs, err)
+		}
+		revision = chunk.Revision
+		rows = append(rows, chunk.Rows...)
+	}
+}
+
+// Drain ends every watch stream, so that the gateways resume them on other replicas.
+func (s *Service) Drain() { s.drainOnce.Do(func() { close(s.draining) }) }
+
+// ServeHTTP is the replica's page: what it holds.
+func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	status := s.cache.Status()
+	if strings.Contains(r.Header.Get("Accept"), "json") {
+		w.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(w).Encode(map[string]any{"revision": s.cache.Progress(), "resources": status})
+		return
+	}
+	fmt.Fprintf(w, "revision %d\n\n%-50s %8s %12s %8s %12s %s\n", s.cache.Progress(), "RESOURCE", "OBJECTS", "BYTES", "EVENTS", "EVENT BYTES", "RESUMABLE FROM")
+	for _, st := range status {
+		objects := "-"
+		if st.Loaded {
+			objects = fmt.Sprint(st.Objects)
+		}
+		fmt.Fprintf(w, "%-50s %8s %12d %8d %12d %d\n", st.Name, objects, st.Bytes, st.Events, st.EventBytes, st.OldestResumable)
+	}
+}
