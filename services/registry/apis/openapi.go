@@ -56,6 +56,8 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 	namer := apiopenapi.NewDefinitionNamer(legacyscheme.Scheme, apiextensionsapiserver.Scheme, aggregatorscheme.Scheme)
 	get := utilopenapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(definitionsOf)
 	d := &documents{groups: groups, made: map[string]any{}, v3: genericapiserver.DefaultOpenAPIV3Config(get, namer), v2: genericapiserver.DefaultOpenAPIConfig(get, namer)}
+	d.v2.GetOperationIDAndTags, d.v3.GetOperationIDAndTags = nil, nil // for go-restful's routes
+	d.v2.GetOperationIDAndTagsFromRoute, d.v3.GetOperationIDAndTagsFromRoute = operationID, operationID
 	d.v2.Info.Title, d.v3.Info.Title = "Kubernetes", "Kubernetes"
 	d.v2.Info.Version, d.v3.Info.Version = version.Get().GitVersion, version.Get().GitVersion
 	bearer := &spec.SecurityScheme{SecuritySchemeProps: spec.SecuritySchemeProps{Type: "apiKey", Name: "authorization", In: "header", Description: "Bearer Token authentication"}}
@@ -70,6 +72,28 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 	}
 	d.etag = fmt.Sprintf("%X", h.Sum(nil)[:16])
 	return d, nil
+}
+
+// idVerbs begin an operation's name.
+var idVerbs = []string{"get", "log", "read", "replace", "patch", "delete", "watch", "connect", "proxy", "list", "create"}
+
+// operationID puts the group and version behind the verb, as k8s.io/apiserver/pkg/endpoints/openapi does, so that
+// generated clients name their methods alike.
+func operationID(r common.Route) (string, []string, error) {
+	for _, verb := range idVerbs {
+		rest, ok := strings.CutPrefix(r.OperationName(), verb)
+		if !ok {
+			continue
+		}
+		parts := strings.Split(strings.Trim(r.Path(), "/"), "/")
+		if parts[0] == "api" {
+			parts = append([]string{"apis", "core"}, parts[1:]...)
+		}
+		group, version := strings.TrimSuffix(parts[1], ".k8s.io"), parts[2]
+		id := verb + apiopenapi.ToValidOperationID(group, true) + apiopenapi.ToValidOperationID(version, true) + apiopenapi.ToValidOperationID(rest, true)
+		return id, []string{apiopenapi.ToValidOperationID(group, false) + "_" + apiopenapi.ToValidOperationID(version, false)}, nil
+	}
+	return "", nil, fmt.Errorf("operation names begin with a verb: %q", r.OperationName())
 }
 
 func (d *documents) resourceModels() (map[string]*spec.Schema, error) {

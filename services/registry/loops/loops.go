@@ -115,7 +115,7 @@ func (l *Loops) Run(ctx context.Context) error {
 	}
 	// Service addresses can be given once the default ServiceCIDR is there.
 	defaultservicecidr.NewController(primary, secondary, l.Client).Start(ctx)
-	go systemnamespaces.NewController([]string{metav1.NamespaceSystem, metav1.NamespacePublic, corev1.NamespaceNodeLease}, l.Client, l.Informers.Core().V1().Namespaces()).Run(ctx.Done())
+	go systemnamespaces.NewController([]string{metav1.NamespaceSystem, metav1.NamespacePublic, corev1.NamespaceNodeLease, metav1.NamespaceDefault}, l.Client, l.Informers.Core().V1().Namespaces()).Run(ctx.Done())
 	for _, h := range l.Hooks {
 		go func() {
 			if err := h.Run(genericapiserver.PostStartHookContext{LoopbackClientConfig: l.Loopback, Context: ctx}); err != nil && ctx.Err() == nil {
