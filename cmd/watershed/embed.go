@@ -58,8 +58,10 @@ func startEtcd(s etcdSettings) (*embed.Etcd, error) {
 		c.ListenMetricsUrls = []url.URL{*m}
 	}
 	if listen.Scheme == "https" {
-		c.ClientTLSInfo = transport.TLSInfo{CertFile: s.id.CertFile, KeyFile: s.id.KeyFile, TrustedCAFile: s.id.CAFile, ClientCertAuth: true}
+		c.ClientTLSInfo = transport.TLSInfo{CertFile: s.id.CertFile, KeyFile: s.id.KeyFile, TrustedCAFile: s.id.CAFile, ClientCertAuth: true,
+			AllowedCNs: []string{"registry"}} // registry alone
 	}
+	c.EnableGRPCGateway = false
 	c.LogLevel = "warn"
 	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(zapcore.NewCore(zapcore.NewConsoleEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(os.Stderr), zapcore.ErrorLevel)))
 	return embed.StartEtcd(c)

@@ -1,3 +1,347 @@
 package main
 
-func split([]string) error { return nil }
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"watershed.dev/platform/config"
+	"watershed.dev/platform/lifecycle"
+)
+
+// defaultReplicas is how many processes of each service split runs.
+var defaultReplicas = map[string]int{"gateway": 2, "registry": 2, "watchfanout": 2, "authn": 1, "authz": 1, "admission": 1}
+
+// restartPause is how long a process that ended stays down.
+const restartPause = 200 * time.Millisecond
+
+// split runs every service as a process of its own, with mutual TLS between them, from configuration files as a
+// deployment would use, and starts again what dies.
+func split(args []string) error {
+	began := time.Now()
+	fs := pflag.NewFlagSet("watershed split", pflag.ContinueOnError)
+	dataDir := fs.String("data-dir", ".watershed", "Where everything is kept, with a pid file, a log and a configuration for each process.")
+	port := fs.Int("secure-port", 6443, "The port that the gateways share.")
+	bind := fs.String("bind-address", "0.0.0.0", "The address that the gateways listen on.")
+	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
+	replicas := fs.StringToInt("replicas", nil, "How many processes of a service: watchfanout=4,gateway=3.")
+	verbosity := fs.IntP("v", "v", 0, "Log verbosity of every process.")
+	tracing := fs.String("tracing-endpoint", "", "host:port of an OTLP gRPC collector, for every process.")
+	if err := config.Load(fs, args); err != nil {
+		return help(err)
+	}
+	counts := map[string]int{}
+	for name, n := range defaultReplicas {
+		counts[name] = n
+	}
+	for name, n := range *replicas {
+		if _, ok := defaultReplicas[name]; !ok || n < 1 {
+			return fmt.Errorf("--replicas %s=%d: want a service (%s) and a number above 0", name, n, strings.Join(order, ", "))
+		}
+		counts[name] = n
+	}
+	l, err := openLayout(*dataDir, *port, *hosts)
+	if err != nil {
+		return err
+	}
+	s := &splitRun{layout: l, counts: counts, common: map[string]any{"v": *verbosity, "tracing-endpoint": *tracing}, bind: *bind, spawn: make(chan spawnRequest)}
+	processes, err := s.plan()
+	if err != nil {
+		return err
+	}
+	ctx, cancel := lifecycle.Signalled()
+	defer cancel()
+	go s.spawner()
+	fmt.Printf("Watershed %s starts %d processes in %s\n", release, len(processes), l.dir)
+	for _, p := range processes {
+		p.start(s)
+	}
+	defer func() {
+		for _, p := range slices.Backward(processes) {
+			p.stop()
+		}
+	}()
+	if err := s.ready(ctx); err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
+	}
+	for _, p := range processes {
+		fmt.Printf("  %-14s pid %-8d %s\n", p.name, p.pid(), p.debug)
+	}
+	fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nCtrl-C stops.\n", time.Since(began).Seconds(), filepath.Join(l.dir, "admin.kubeconfig"))
+	<-ctx.Done()
+	return nil
+}
+
+type splitRun struct {
+	*layout
+	counts map[string]int
+	common map[string]any
+	bind   string
+	spawn  chan spawnRequest
+}
+
+// plan chooses ports and writes each process's configuration.
+func (s *splitRun) plan() ([]*child, error) {
+	ports, err := freePorts(4 + 2*total(s.counts))
+	if err != nil {
+		return nil, err
+	}
+	take := func() string {
+		p := ports[0]
+		ports = ports[1:]
+		return fmt.Sprintf("127.0.0.1:%d", p)
+	}
+	etcd, etcdMetrics, nats := take(), take(), take()
+	addresses := map[string][]string{}
+	for name, n := range s.counts {
+		for range n {
+			if len(services[name].callers) > 0 {
+				addresses[name] = append(addresses[name], take())
+			}
+		}
+	}
+	var all []*child
+	add := func(command string, n int, debug string, settings map[string]any) error {
+		p := &child{name: fmt.Sprintf("%s-%d", command, n), command: command, dir: s.dir, debug: debug}
+		p.config = filepath.Join(s.dir, "config", p.name+".yaml")
+		all = append(all, p)
+		if err := os.MkdirAll(filepath.Dir(p.config), 0o700); err != nil {
+			return err
+		}
+		return writeYAML(p.config, settings)
+	}
+	if err := errors.Join(
+		add("etcd", 0, "http://"+etcdMetrics+"/metrics", with(s.identitySettings("etcd"), map[string]any{"data-dir": filepath.Join(s.dir, "etcd"), "listen-client-urls": "https://" + etcd, "listen-metrics-urls": "http://" + etcdMetrics})),
+		add("nats", 0, "", with(s.identitySettings("nats"), map[string]any{"data-dir": filepath.Join(s.dir, "nats"), "listen-address": nats})),
+	); err != nil {
+		return nil, err
+	}
+	for _, name := range order {
+		for n := range s.counts[name] {
+			debug := take()
+			settings := with(s.settings(name), s.identitySettings(name), s.common, map[string]any{"debug-address": debug})
+			if len(services[name].callers) > 0 {
+				settings["rpc-address"] = addresses[name][n]
+			}
+			for _, peer := range services[name].calls {
+				settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
+			}
+			switch name {
+			case "gateway":
+				settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
+			case "registry":
+				id := s.identity("registry")
+				settings["etcd-servers"], settings["nats-url"] = "https://"+etcd, "tls://"+nats
+				settings["etcd-certfile"], settings["etcd-keyfile"], settings["etcd-cafile"] = id.CertFile, id.KeyFile, id.CAFile
+			case "watchfanout":
+				settings["nats-url"] = "tls://" + nats
+			}
+			if err := add(name, n, "http://"+debug, settings); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return all, nil
+}
+
+func total(counts map[string]int) (n int) {
+	for _, c := range counts {
+		n += c
+	}
+	return n
+}
+
+func with(maps ...map[string]any) map[string]any {
+	out := map[string]any{}
+	for _, m := range maps {
+		for k, v := range m {
+			out[k] = v
+		}
+	}
+	return out
+}
+
+func (s *splitRun) identitySettings(name string) map[string]any {
+	id := s.identity(name)
+	return map[string]any{"rpc-cert-file": id.CertFile, "rpc-key-file": id.KeyFile, "rpc-ca-file": id.CAFile}
+}
+
+// freePorts finds ports that nobody listens on.
+func freePorts(n int) ([]int, error) {
+	var ports []int
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return nil, err
+		}
+		defer l.Close()
+		ports = append(ports, l.Addr().(*net.TCPAddr).Port)
+	}
+	return ports, nil
+}
+
+// child is one child process and its place.
+type child struct {
+	name, command, config, dir, debug string
+
+	mu      sync.Mutex
+	cmd     *exec.Cmd
+	stopped bool
+	done    chan struct{}
+}
+
+func (p *child) pid() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.cmd == nil || p.cmd.Process == nil {
+		return 0
+	}
+	return p.cmd.Process.Pid
+}
+
+type spawnRequest struct {
+	cmd  *exec.Cmd
+	done chan error
+}
+
+// spawner starts the children from one thread that never ends: they are to die with their parent, and the kernel
+// means by that the thread.
+func (s *splitRun) spawner() {
+	runtime.LockOSThread()
+	for r := range s.spawn {
+		r.done <- r.cmd.Start()
+	}
+}
+
+// start runs the process, and again whenever it ends, until stop.
+func (p *child) start(s *splitRun) {
+	p.done = make(chan struct{})
+	go func() {
+		defer close(p.done)
+		for {
+			err := p.once(s)
+			p.mu.Lock()
+			stopped := p.stopped
+			p.mu.Unlock()
+			if stopped {
+				return
+			}
+			fmt.Fprintf(os.Stderr, "%s ended (%v); starting it again\n", p.name, err)
+			time.Sleep(restartPause)
+		}
+	}()
+}
+
+func (p *child) once(s *splitRun) error {
+	log, err := os.OpenFile(filepath.Join(p.dir, p.name+".log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	cmd := exec.Command(self, p.command, "--config", p.config)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	p.mu.Lock()
+	if p.stopped {
+		p.mu.Unlock()
+		return nil
+	}
+	r := spawnRequest{cmd, make(chan error)}
+	s.spawn <- r
+	err = <-r.done
+	p.cmd = cmd
+	p.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n", cmd.Process.Pid), 0o600); err != nil {
+		return err
+	}
+	return cmd.Wait()
+}
+
+// stop asks the process to end and waits until it has.
+func (p *child) stop() {
+	p.mu.Lock()
+	p.stopped = true
+	if p.cmd != nil && p.cmd.Process != nil {
+		_ = p.cmd.Process.Signal(syscall.SIGTERM)
+	}
+	p.mu.Unlock()
+	select {
+	case <-p.done:
+	case <-time.After(lifecycle.StopTimeout):
+		p.mu.Lock()
+		_ = p.cmd.Process.Kill()
+		p.mu.Unlock()
+		<-p.done
+	}
+	_ = os.Remove(filepath.Join(p.dir, p.name+".pid"))
+}
+
+// ready waits until a gateway says that everything is.
+func (s *splitRun) ready(ctx context.Context) error {
+	pem, err := os.ReadFile(s.ca.CertFile())
+	if err != nil {
+		return err
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(pem)
+	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}, DisableKeepAlives: true}}
+	slow := time.Now().Add(15 * time.Second)
+	for {
+		err := get(ctx, client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.port))
+		if err == nil {
+			return nil
+		}
+		if time.Now().After(slow) {
+			fmt.Fprintf(os.Stderr, "Still not ready: %v. The logs are in %s.\n", err, s.dir)
+			slow = time.Now().Add(15 * time.Second)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+func get(ctx context.Context, client *http.Client, url string) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	body, _ := io.ReadAll(io.LimitReader(resp.Body, 4096))
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", resp.Status, strings.TrimSpace(string(body)))
+	}
+	return nil
+}
