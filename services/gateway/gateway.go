@@ -15,9 +15,9 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/server/healthz"
+	"k8s.io/apiserver/pkg/util/compatibility"
 	"k8s.io/component-base/metrics/legacyregistry"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
-	"k8s.io/component-base/version"
 
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
@@ -194,7 +194,7 @@ func (g *Service) Run(ctx context.Context) error {
 
 func writeVersion(w http.ResponseWriter) {
 	w.Header().Set("Content-Type", "application/json")
-	writeJSON(w, version.Get())
+	writeJSON(w, compatibility.DefaultBuildEffectiveVersion().Info())
 }
 
 // index lists the paths that are served.

@@ -22,6 +22,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	restclient "k8s.io/client-go/rest"
+	"k8s.io/component-base/version"
 
 	"watershed.dev/platform/eventlog"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -42,7 +43,7 @@ var systemUser = &commonv1.User{Name: "system:apiserver", Groups: []string{"syst
 var infoFactory = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
 
 func (l *loopback) config() *restclient.Config {
-	return &restclient.Config{Host: "https://registry.internal", Transport: l, QPS: -1, UserAgent: "watershed-registry/loopback",
+	return &restclient.Config{Host: "https://registry.internal", Transport: l, QPS: -1, UserAgent: "kube-apiserver/" + version.Get().GitVersion,
 		ContentConfig: restclient.ContentConfig{ContentType: runtime.ContentTypeJSON}}
 }
 

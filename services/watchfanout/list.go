@@ -127,7 +127,7 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 	case rv != "0":
 		revision, err := strconv.ParseInt(rv, 10, 64)
 		if err != nil {
-			return nil, "", apierrors.NewBadRequest("invalid resource version: " + rv)
+			return nil, "", errElsewhere // registry says what is wrong with it
 		}
 		if err := s.reach(ctx, revision); err != nil {
 			return nil, "", err

@@ -2,6 +2,7 @@
 package discovery
 
 import (
+	"encoding/json"
 	"net"
 	"net/http"
 	"strings"
@@ -9,6 +10,7 @@ import (
 
 	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	genericapi "k8s.io/apiserver/pkg/endpoints"
 	"k8s.io/apiserver/pkg/endpoints/discovery/aggregated"
 
@@ -73,8 +75,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		return
 	}
 	if req.Method != http.MethodGet && req.Method != http.MethodHead {
-		w.Header().Set("Allow", "GET")
-		http.Error(w, "405: Method Not Allowed", http.StatusMethodNotAllowed)
+		edge.WriteCode(w, req, http.StatusMethodNotAllowed, "Method Not Allowed")
 		return
 	}
 	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
@@ -104,11 +105,32 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 
 func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv string) {
 	resources, ok := d.versions[gv]
-	if !ok {
+	group, _, _ := strings.Cut(gv, "/")
+	switch {
+	case !ok && (d.view.HasGroup(group) || !strings.Contains(gv, "/")):
+		edge.WriteCode(w, req, http.StatusNotFound, "Page Not Found")
+		return
+	case !ok:
 		edge.NotFound(w, req)
 		return
 	}
-	edge.WriteObject(w, req, http.StatusOK, &metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv, APIResources: resources})
+	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv, APIResources: resources}
+	if gv == "v1" {
+		list.APIVersion = ""
+		unversioned(w, req, &list)
+		return
+	}
+	edge.WriteObject(w, req, http.StatusOK, &list)
+}
+
+// unversioned writes the oldest documents as Kubernetes 1.0 did, without an apiVersion, to those that read JSON.
+func unversioned(w http.ResponseWriter, req *http.Request, obj runtime.Object) {
+	if accept := req.Header.Get("Accept"); accept != "" && !strings.Contains(accept, "json") && !strings.Contains(accept, "*/*") {
+		edge.WriteObject(w, req, http.StatusOK, obj)
+		return
+	}
+	w.Header().Set("Content-Type", runtime.ContentTypeJSON)
+	_ = json.NewEncoder(w).Encode(obj)
 }
 
 func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
@@ -117,7 +139,7 @@ func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
 	if err == nil && (host == "" || host == "0.0.0.0" || host == "::") {
 		address = net.JoinHostPort(localAddress(req), port)
 	}
-	edge.WriteObject(w, req, http.StatusOK, &metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"},
+	unversioned(w, req, &metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"},
 		ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{{ClientCIDR: "0.0.0.0/0", ServerAddress: address}}})
 }
 

@@ -1,6 +1,7 @@
 package edge
 
 import (
+	"fmt"
 	"io"
 	"log"
 	"net/http"
@@ -20,6 +21,12 @@ func WriteError(w http.ResponseWriter, req *http.Request, gv schema.GroupVersion
 // WriteObject answers one of the gateway's own objects.
 func WriteObject(w http.ResponseWriter, req *http.Request, code int, obj runtime.Object) {
 	responsewriters.WriteObjectNegotiated(Codecs, negotiation.DefaultEndpointRestrictions, schema.GroupVersion{Version: "v1"}, w, req, code, obj, false)
+}
+
+// WriteCode answers what kube-apiserver's web framework says of a request that no resource takes: a Status with the
+// code's own name.
+func WriteCode(w http.ResponseWriter, req *http.Request, code int, message string) {
+	WriteError(w, req, schema.GroupVersion{Version: "v1"}, apierrors.NewGenericServerResponse(code, "", schema.GroupResource{}, "", fmt.Sprintf("%d: %s", code, message), 0, false))
 }
 
 // NotFound is the answer to a path that nothing serves.

@@ -25,15 +25,11 @@ func (v *View) Entry(group, version, resource, subresource string) (*registryv1.
 	return e, ok
 }
 
-// Serves says whether a group and version are served.
-func (v *View) Serves(group, version string) bool {
+// HasGroup says whether a group is served in any version.
+func (v *View) HasGroup(group string) bool {
 	for _, g := range v.Groups {
 		if g.Name == group {
-			for _, have := range g.Versions {
-				if have == version {
-					return true
-				}
-			}
+			return true
 		}
 	}
 	return false

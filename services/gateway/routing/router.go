@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"slices"
 	"strings"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -71,7 +73,11 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 	entry, ok := view.Entry(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
 	if !ok || !placed(entry, info) {
-		edge.NotFound(w, req)
+		if view.HasGroup(info.APIGroup) {
+			edge.WriteCode(w, req, http.StatusNotFound, "Page Not Found")
+		} else {
+			edge.NotFound(w, req)
+		}
 		return
 	}
 	u, _ := request.UserFrom(req.Context())
@@ -125,8 +131,11 @@ func (c *call) serve() {
 		return
 	}
 	if !c.allowed() {
-		c.w.Header().Set("Allow", strings.Join(c.methods(), ", "))
-		http.Error(c.w, "405: Method Not Allowed", http.StatusMethodNotAllowed)
+		edge.WriteCode(c.w, c.req, http.StatusMethodNotAllowed, "Method Not Allowed")
+		return
+	}
+	if c.info.Verb == "patch" && !slices.Contains(c.patchTypes(), mediaType(c.req)) {
+		edge.WriteCode(c.w, c.req, http.StatusUnsupportedMediaType, "Unsupported Media Type")
 		return
 	}
 	var err error
@@ -149,8 +158,6 @@ func (c *call) serve() {
 func (c *call) groupResource() schema.GroupResource {
 	return schema.GroupResource{Group: c.info.APIGroup, Resource: c.info.Resource}
 }
-
-var methodOf = map[string]string{"get": "GET", "list": "GET", "watch": "GET", "create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE", "deletecollection": "DELETE"}
 
 // allowed says whether the verb exists where it was asked for: create on a collection, update on an object.
 func (c *call) allowed() bool {
@@ -179,26 +186,26 @@ func (c *call) has(verb string) bool {
 	return false
 }
 
-func (c *call) methods() []string {
-	var all []string
-	seen := map[string]bool{}
-	verb := c.info.Verb
-	for _, v := range []string{"get", "list", "update", "create", "delete", "deletecollection", "patch"} {
-		c.info.Verb = v
-		if m := methodOf[v]; c.allowed() && !seen[m] {
-			seen[m] = true
-			all = append(all, m)
-		}
+// patchTypes are the media types that a patch may have; only types of Go's own can be merged strategically.
+func (c *call) patchTypes() []string {
+	all := []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
+	if len(c.entry.MediaTypes) > 2 {
+		all = append(all, string(types.StrategicMergePatchType))
 	}
-	c.info.Verb = verb
 	return all
+}
+
+func mediaType(req *http.Request) string {
+	t, _, _ := strings.Cut(req.Header.Get("Content-Type"), ";")
+	return strings.TrimSpace(t)
 }
 
 // negotiate chooses the answer's encoding.
 func (c *call) negotiate() (*registryv1.Output, error) {
 	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(), restrictions{c.entry})
 	if !ok {
-		return nil, negotiation.NewNotAcceptableError(c.acceptable())
+		return nil, apierrors.NewGenericServerResponse(http.StatusNotAcceptable, "", schema.GroupResource{}, "",
+			"406: Not Acceptable\n\nAvailable representations: "+strings.Join(c.entry.MediaTypes, ", "), 0, false)
 	}
 	out := &registryv1.Output{MediaType: m.Accepted.MediaType, Pretty: m.Pretty || pretty(c.req)}
 	if m.Convert != nil {
@@ -218,10 +225,6 @@ func (c *call) serializers() []runtime.SerializerInfo {
 		}
 	}
 	return all
-}
-
-func (c *call) acceptable() []string {
-	return c.entry.MediaTypes
 }
 
 // restrictions is which conversions an endpoint offers.

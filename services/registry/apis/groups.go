@@ -178,7 +178,7 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 	providers := []provider{
 		core,
 		apiserverinternalrest.StorageProvider{},
-		authenticationrest.RESTStorageProvider{Authenticator: verbs.TokenReviewer{}, APIAudiences: d.TokenAudiences},
+		authenticationrest.RESTStorageProvider{},
 		authorizationrest.RESTStorageProvider{Authorizer: verbs.Authorizer{}, RuleResolver: verbs.RuleResolver{}},
 		autoscalingrest.RESTStorageProvider{},
 		batchrest.RESTStorageProvider{},
@@ -206,6 +206,9 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 		}
 		if len(info.VersionedResourcesStorageMap) == 0 {
 			continue
+		}
+		if p.GroupName() == "authentication.k8s.io" {
+			info.VersionedResourcesStorageMap["v1"]["tokenreviews"] = verbs.NewTokenReviews()
 		}
 		set.groups = append(set.groups, info)
 		if h, ok := p.(genericapiserver.PostStartHookProvider); ok {

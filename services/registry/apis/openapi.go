@@ -24,6 +24,7 @@ import (
 	"k8s.io/kube-openapi/pkg/builder"
 	"k8s.io/kube-openapi/pkg/builder3"
 	"k8s.io/kube-openapi/pkg/common"
+	"k8s.io/kube-openapi/pkg/handler"
 	openapiutil "k8s.io/kube-openapi/pkg/util"
 	"k8s.io/kube-openapi/pkg/validation/spec"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
@@ -130,7 +131,11 @@ func (d *documents) get(path string, endpoints []*verbs.Endpoint) (any, bool, er
 		for _, gv := range versionsOf(endpoints) {
 			all = append(all, routesOf(gv, endpoints))
 		}
-		doc, err = builder.BuildOpenAPISpecFromRoutes(all, d.v2)
+		var swagger *spec.Swagger
+		if swagger, err = builder.BuildOpenAPISpecFromRoutes(all, d.v2); err == nil {
+			swagger.Definitions = handler.PruneDefaults(swagger.Definitions) // kubectl's older versions stumble over them
+			doc = swagger
+		}
 	} else {
 		root := "/" + strings.TrimPrefix(path, "v3/")
 		for _, gv := range versionsOf(endpoints) {
@@ -196,6 +201,9 @@ func (r *route) RequestPayloadSample() any                        { return r.rea
 func (r *route) ResponsePayloadSample() any                       { return r.writes }
 func (r *route) StatusCodeResponses() []common.StatusCodeResponse { return r.responses }
 func (r *route) Metadata() map[string]any {
+	if r.action == "" {
+		return nil
+	}
 	return map[string]any{genericapi.RouteMetaGVK: r.gvk, genericapi.RouteMetaAction: r.action}
 }
 
@@ -226,6 +234,10 @@ func (p parameter) AllowMultiple() bool        { return false }
 // (k8s.io/apiserver/pkg/endpoints/installer.go), which generated clients depend on.
 func routesOf(gv schema.GroupVersion, endpoints []*verbs.Endpoint) *container {
 	c := &container{root: rootPath(gv)}
+	types := []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"}
+	list := metav1.APIResourceList{}
+	c.routes = append(c.routes, &route{method: "GET", path: c.root + "/", operation: "getAPIResources", doc: "get available resources",
+		consumes: types, produces: types, writes: list, responses: responses(list, 200)})
 	parents := map[string]string{}
 	for _, e := range endpoints {
 		if e.Resource.GroupVersion() == gv && e.Subresource == "" {

@@ -5,19 +5,20 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net/http"
 	"reflect"
-	"strings"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/admission"
-	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/apiserver/pkg/warning"
+	"k8s.io/kubernetes/pkg/apis/authentication"
+	"k8s.io/kubernetes/pkg/registry/authentication/tokenreview"
 
 	"watershed.dev/platform/identity"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -71,24 +72,38 @@ func (Authorizer) Authorize(ctx context.Context, a authorizer.Attributes) (autho
 	return identity.Decision(resp.Decision), resp.Reason, err
 }
 
-// TokenReviewer asks the Gate who a token belongs to.
-type TokenReviewer struct{}
+// TokenReviews is the TokenReview resource. Upstream's storage asks with a context of its own making, in which there is
+// no Gate; all but that is upstream's.
+type TokenReviews struct{ *tokenreview.REST }
 
-// AuthenticateRequest implements authenticator.Request for the TokenReview storage, which puts the token into a made-up request.
-func (TokenReviewer) AuthenticateRequest(r *http.Request) (*authenticator.Response, bool, error) {
-	g, err := gateFrom(r.Context())
+// NewTokenReviews wraps upstream's storage.
+func NewTokenReviews() *TokenReviews { return &TokenReviews{tokenreview.NewREST(nil, nil)} }
+
+// Create implements rest.Creater.
+func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate rest.ValidateObjectFunc, opts *metav1.CreateOptions) (runtime.Object, error) {
+	out, err := t.REST.Create(ctx, obj, validate, opts) // checks; without an authenticator it answers the review as it is
 	if err != nil {
-		return nil, false, err
+		return nil, err
 	}
-	audiences, _ := authenticator.AudiencesFrom(r.Context())
-	resp, err := g.ReviewToken(r.Context(), &authnv1.ReviewTokenRequest{Token: strings.TrimPrefix(r.Header.Get("Authorization"), "Bearer "), Audiences: audiences})
+	review := out.(*authentication.TokenReview)
+	g, err := gateFrom(ctx)
 	if err != nil {
-		return nil, false, err
+		return nil, apierrors.NewInternalError(err)
 	}
-	if resp.Error != "" {
-		err = errors.New(resp.Error)
+	resp, err := g.ReviewToken(ctx, &authnv1.ReviewTokenRequest{Token: review.Spec.Token, Audiences: review.Spec.Audiences})
+	if err != nil {
+		return nil, apierrors.NewInternalError(err)
 	}
-	return &authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences}, resp.Authenticated, err
+	review.Status.Authenticated, review.Status.Error = resp.Authenticated, resp.Error
+	if resp.Authenticated {
+		u := identity.User(resp.User)
+		review.Status.User = authentication.UserInfo{Username: u.Name, UID: u.UID, Groups: u.Groups, Extra: map[string]authentication.ExtraValue{}}
+		for k, v := range u.Extra {
+			review.Status.User.Extra[k] = v
+		}
+		review.Status.Audiences = resp.Audiences
+	}
+	return review, nil
 }
 
 // RuleResolver asks the Gate what a user may do.
