@@ -1,16 +1,22 @@
-# Everything is built with Go alone; what else is needed is built from Go modules.
+# Everything is built with Go alone; what the tests compare with is built from Go modules too.
 KUBERNETES := v1.36.3
 RELEASE    := $(shell git describe --tags --always --dirty 2>/dev/null || echo development)
 VERSION    := k8s.io/component-base/version
-LDFLAGS    := -X $(VERSION).gitVersion=$(KUBERNETES) -X $(VERSION).gitMajor=1 -X $(VERSION).gitMinor=36 \
+STAMP      := -X $(VERSION).gitVersion=$(KUBERNETES) -X $(VERSION).gitMajor=1 -X $(VERSION).gitMinor=36 \
               -X $(VERSION).gitCommit=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) -X $(VERSION).gitTreeState=clean \
-              -X $(VERSION).buildDate=1970-01-01T00:00:00Z -X main.release=$(RELEASE)
+              -X $(VERSION).buildDate=1970-01-01T00:00:00Z
+LDFLAGS    := $(STAMP) -X main.release=$(RELEASE)
 BIN        := bin
-MODULES    := platform proto services/gateway services/authn services/authz services/admission services/registry services/watchfanout cmd/watershed
+PEERS      := .build/bin
+MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/watershed
+PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 
-.PHONY: build up split test unit e2e lint generate peers conformance bench clean
+.PHONY: build up split test unit e2e lint generate peers conformance bench clean help
 
-build: ## the one binary
+help: ## what can be made
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+build: ## bin/watershed, the one binary
 	go build -ldflags "$(LDFLAGS)" -o $(BIN)/watershed ./cmd/watershed
 
 up: build ## everything in one process, in .watershed/
@@ -19,5 +25,44 @@ up: build ## everything in one process, in .watershed/
 split: build ## every service as a process of its own, in .watershed/
 	$(BIN)/watershed split --data-dir .watershed $(ARGS)
 
+test: lint unit e2e ## what CI runs
+
+lint: ## formatting, vet and staticcheck
+	@test -z "$$(gofmt -l proto platform services cmd test)" || { gofmt -l proto platform services cmd test; echo 'run gofmt -w on these'; exit 1; }
+	go vet $(PACKAGES) ./test/...
+	go tool -modfile=proto/tools/go.mod staticcheck $(PACKAGES)
+
+unit: ## unit tests with the race detector where things are concurrent
+	go test -race ./platform/... ./services/watchfanout/... ./services/gateway/...
+	go test ./proto/... ./services/authn/... ./services/authz/... ./services/admission/... ./services/registry/... ./cmd/watershed/...
+
+e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
+	cd test && go test -count=1 -timeout 30m ./...
+
+# What the tests run against, each from its own module.
+peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kwok etcd etcdctl) ## real peers for the tests
+
+$(PEERS)/kube-%: test/go.mod
+	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kube-$*
+$(PEERS)/kubectl: test/go.mod
+	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubectl
+$(PEERS)/kwok: test/go.mod
+	cd test && go build -o ../$@ sigs.k8s.io/kwok/cmd/kwok
+$(PEERS)/etcd: test/go.mod
+	cd test && go build -o ../$@ go.etcd.io/etcd/server/v3
+$(PEERS)/etcdctl: test/go.mod
+	cd test && go build -o ../$@ go.etcd.io/etcd/etcdctl/v3
+$(PEERS)/e2e.test: test/go.mod
+	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
+
+conformance: build peers $(PEERS)/e2e.test ## the upstream suite's specs that need no real containers, against kube-apiserver and Watershed
+	cd test && go run ./conformance -bin ../$(PEERS) -watershed ../$(BIN)/watershed -out ../.build/conformance $(ARGS)
+
+bench: build peers ## Watershed beside kube-apiserver; rewrites docs/performance.md's table
+	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(ARGS)
+
+generate: ## Go code from proto/
+	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf generate
+
 clean:
-	rm -rf $(BIN)
+	rm -rf $(BIN) .build

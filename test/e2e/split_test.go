@@ -1,0 +1,169 @@
+package e2e
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+
+	"watershed.dev/test/harness"
+)
+
+// etcdWatchers asks etcd itself how many watches it serves.
+func etcdWatchers(t *testing.T, s *harness.Server) int {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join(s.Dir, "config", "etcd-0.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	url := regexp.MustCompile(`listen-metrics-urls: (\S+)`).FindStringSubmatch(string(b))[1]
+	resp, err := http.Get(url + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body, _ := io.ReadAll(resp.Body)
+	m := regexp.MustCompile(`(?m)^etcd_debugging_mvcc_watcher_total (\d+)`).FindSubmatch(body)
+	n, _ := strconv.Atoi(string(m[1]))
+	return n
+}
+
+func TestSplitServesControllersWithOneEtcdWatch(t *testing.T) {
+	s := harness.Split(t, "", "--replicas=watchfanout=3")
+	for range 5 {
+		w, err := s.Client().CoreV1().Pods("").Watch(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Stop()
+	}
+	workloadsComeTo(t, s)
+	if n := etcdWatchers(t, s); n != 1 {
+		t.Errorf("etcd serves %d watches", n)
+	}
+}
+
+// Any one process may be killed: kubectl goes on, and a watch stays open and misses nothing.
+func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
+	s := harness.Split(t, "")
+	client := s.Client()
+	w, err := client.CoreV1().ConfigMaps("default").Watch(t.Context(), metav1.ListOptions{ResourceVersion: "0"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Stop()
+	seen, ended := make(chan string, 1000), make(chan struct{})
+	go func() {
+		defer close(ended)
+		for e := range w.ResultChan() {
+			if cm, ok := e.Object.(*corev1.ConfigMap); ok && e.Type == watch.Added && strings.HasPrefix(cm.Name, "k-") {
+				seen <- cm.Name
+			}
+		}
+	}()
+	pids, err := filepath.Glob(filepath.Join(s.Dir, "*.pid"))
+	if err != nil || len(pids) != 11 {
+		t.Fatalf("%d pid files (%v)", len(pids), err)
+	}
+	for _, f := range pids {
+		name := strings.TrimSuffix(filepath.Base(f), ".pid")
+		if strings.HasPrefix(name, "gateway") {
+			continue // a gateway's own connections end with it; below
+		}
+		kill(t, f)
+		s.Kubectl("create", "configmap", "k-"+name)
+		select {
+		case got := <-seen:
+			if got != "k-"+name {
+				t.Errorf("after the loss of %s the watch shows %s", name, got)
+			}
+		case <-ended:
+			t.Fatalf("the watch ended when %s was killed", name)
+		case <-time.After(30 * time.Second):
+			t.Fatalf("the watch shows nothing after the loss of %s", name)
+		}
+	}
+	for _, f := range pids {
+		if !strings.HasPrefix(filepath.Base(f), "gateway") {
+			continue
+		}
+		old := kill(t, f)
+		s.Kubectl("get", "configmaps")
+		harness.Eventually(t, 20*time.Second, func() error { // the next one is killed when this one is back
+			b, err := os.ReadFile(f)
+			if err != nil || string(b) == old {
+				return fmt.Errorf("%s is not started again", f)
+			}
+			pid, _ := strconv.Atoi(strings.TrimSpace(string(b)))
+			return listening(pid, s.Port)
+		})
+	}
+}
+
+func kill(t *testing.T, pidFile string) string {
+	t.Helper()
+	b, err := os.ReadFile(pidFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(b)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+// listening says whether a process has a socket that listens on port.
+func listening(pid, port int) error {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/net/tcp", pid))
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	inodes := map[string]bool{}
+	for lines := bufio.NewScanner(f); lines.Scan(); {
+		if c := strings.Fields(lines.Text()); len(c) > 9 && c[3] == "0A" && strings.HasSuffix(c[1], fmt.Sprintf(":%04X", port)) {
+			inodes["socket:["+c[9]+"]"] = true
+		}
+	}
+	fds, _ := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
+	for _, fd := range fds {
+		if target, _ := os.Readlink(fd); inodes[target] {
+			return nil
+		}
+	}
+	return fmt.Errorf("process %d does not listen on %d", pid, port)
+}
+
+// A client of the cluster is nobody on the inner network, and one service may not call what is not its own to call.
+func TestTheInnerNetworkIsClosedToClients(t *testing.T) {
+	s := harness.Split(t, "")
+	b, err := os.ReadFile(filepath.Join(s.Dir, "config", "registry-0.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	etcd := regexp.MustCompile(`etcd-servers: (\S+)`).FindStringSubmatch(string(b))[1]
+	for _, id := range []string{"client-authn", "inner-watchfanout"} {
+		out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "--cacert", filepath.Join(s.Dir, "pki", "inner-ca.crt"), "--cert", filepath.Join(s.Dir, "pki", id+".crt"),
+			"--key", filepath.Join(s.Dir, "pki", id+".key"), "--command-timeout=2s", "get", "/registry/namespaces/default").CombinedOutput()
+		if err == nil {
+			t.Errorf("%s reads etcd:\n%s", id, out)
+		}
+	}
+}

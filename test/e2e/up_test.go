@@ -1,0 +1,285 @@
+// Package e2e drives Watershed with the clients that its users have.
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"os/exec"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/util/retry"
+
+	"watershed.dev/test/harness"
+)
+
+func contains(t *testing.T, what, out string, wants ...string) {
+	t.Helper()
+	for _, w := range wants {
+		if !strings.Contains(out, w) {
+			t.Errorf("%s: no %q in:\n%s", what, w, out)
+		}
+	}
+}
+
+func TestKubectlSession(t *testing.T) {
+	s := harness.Up(t, "")
+	contains(t, "namespaces", s.Kubectl("get", "ns"), "default", "kube-system", "kube-public", "kube-node-lease")
+	contains(t, "create", s.Kubectl("create", "configmap", "a", "--from-literal=k=v"), "created")
+	contains(t, "label", s.Kubectl("label", "configmap", "a", "x=y"), "labeled")
+	contains(t, "patch", s.Kubectl("patch", "configmap", "a", "--type=json", `-p=[{"op":"add","path":"/data/n","value":"1"}]`), "patched")
+	contains(t, "get", s.Kubectl("get", "configmap", "a", "-o", "jsonpath={.data.n}{.metadata.labels.x}"), "1y")
+	deployment := `{apiVersion: apps/v1, kind: Deployment, metadata: {name: web}, spec: {replicas: %d, selector: {matchLabels: {app: web}}, template: {metadata: {labels: {app: web}}, spec: {containers: [{name: c, image: nginx}]}}}}`
+	contains(t, "apply", s.Apply(fmt.Sprintf(deployment, 1)), "created")
+	contains(t, "apply again", s.Apply(fmt.Sprintf(deployment, 1)), "unchanged")
+	contains(t, "apply changed", s.Apply(fmt.Sprintf(deployment, 2)), "configured")
+	contains(t, "scale", s.Kubectl("scale", "deployment", "web", "--replicas=3"), "scaled")
+	contains(t, "table", s.Kubectl("get", "deployment", "web"), "READY", "UP-TO-DATE", "0/3")
+	contains(t, "server-side", s.Apply(`{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {mine: "1"}}`, "--server-side", "--field-manager=one"), "serverside-applied")
+	out, err := s.TryKubectl(`{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {mine: "2"}}`, "apply", "--server-side", "--field-manager=two", "-f", "-")
+	if err == nil {
+		t.Errorf("two managers may not both own a field:\n%s", out)
+	}
+	contains(t, "conflict", out, `conflict with "one": .data.mine`)
+	contains(t, "explain", s.Kubectl("explain", "deployment.spec.replicas"), "FIELD: replicas <integer>")
+	contains(t, "can-i", s.Kubectl("auth", "can-i", "delete", "nodes"), "yes")
+	if out, err := s.TryKubectl("", "auth", "can-i", "delete", "nodes", "--as", "bob"); err == nil {
+		t.Errorf("bob may delete nodes: %s", out)
+	}
+	contains(t, "whoami", s.Kubectl("auth", "whoami"), "kubernetes-admin", "system:masters")
+	contains(t, "delete", s.Kubectl("delete", "configmap", "a"), "deleted")
+	if out, err := s.TryKubectl("", "get", "configmap", "a"); err == nil {
+		t.Errorf("still there: %s", out)
+	}
+	contains(t, "readyz", s.Kubectl("get", "--raw", "/readyz?verbose"), "[+]etcd ok", "readyz check passed")
+	contains(t, "metrics", s.Kubectl("get", "--raw", "/metrics"), "apiserver_request_total")
+}
+
+// Every resource type that can be listed is listed, and api-resources is kube-apiserver's own.
+func TestEveryResourceIsKubeAPIServers(t *testing.T) {
+	s, oracle := harness.Up(t, ""), harness.Oracle(t)
+	for _, args := range [][]string{{"api-resources", "-o", "wide", "--sort-by=name"}, {"api-versions"}} {
+		want, got := oracle.Kubectl(args...), s.Kubectl(args...)
+		if want != got {
+			t.Errorf("kubectl %s differs\nkube-apiserver:\n%s\nWatershed:\n%s", args[0], want, got)
+		}
+	}
+	for _, r := range strings.Fields(s.Kubectl("api-resources", "--verbs=list", "-o", "name")) {
+		if out, err := s.TryKubectl("", "get", r, "-A"); err != nil {
+			t.Errorf("get %s: %v\n%s", r, err, out)
+		}
+		if out, err := s.TryKubectl("", "explain", r); err != nil {
+			t.Errorf("explain %s: %v\n%s", r, err, out)
+		}
+	}
+}
+
+func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
+	s, oracle := harness.Up(t, ""), harness.Oracle(t)
+	for _, r := range []string{"namespaces", "priorityclasses", "clusterroles", "clusterrolebindings", "flowschemas", "prioritylevelconfigurations", "servicecidrs"} {
+		harness.Eventually(t, 20*time.Second, func() error {
+			want, got := oracle.Kubectl("get", r, "-A", "-o", "name"), s.Kubectl("get", r, "-A", "-o", "name")
+			if want != got {
+				return fmt.Errorf("%s differ\nkube-apiserver:\n%s\nWatershed:\n%s", r, want, got)
+			}
+			return nil
+		})
+	}
+	harness.Eventually(t, 20*time.Second, func() error {
+		out, err := s.TryKubectl("", "get", "service,endpointslices", "-n", "default")
+		if err != nil || strings.Count(out, "kubernetes") < 2 {
+			return fmt.Errorf("%v: %s", err, out)
+		}
+		return nil
+	})
+}
+
+// Racing read-modify-write loops lose nothing.
+func TestRacingWritersLoseNothing(t *testing.T) {
+	s := harness.Up(t, "", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0")
+	c := s.Client().CoreV1().ConfigMaps("default")
+	ctx := t.Context()
+	if _, err := c.Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "race"}, Data: map[string]string{}}, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	const writers = 100
+	var wg sync.WaitGroup
+	for i := range writers {
+		wg.Go(func() {
+			backoff := retry.DefaultBackoff
+			backoff.Steps = 500
+			if err := retry.OnError(backoff, apierrors.IsConflict, func() error {
+				cm, err := c.Get(ctx, "race", metav1.GetOptions{})
+				if err != nil {
+					return err
+				}
+				if cm.Data == nil {
+					cm.Data = map[string]string{}
+				}
+				cm.Data[fmt.Sprint(i)] = "x"
+				_, err = c.Update(ctx, cm, metav1.UpdateOptions{})
+				return err
+			}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	cm, err := c.Get(ctx, "race", metav1.GetOptions{})
+	if err != nil || len(cm.Data) != writers {
+		t.Errorf("%d of %d writes are there (%v)", len(cm.Data), writers, err)
+	}
+}
+
+// An informer sees every change, and a consistent list sees every acknowledged write.
+func TestInformersAndConsistentLists(t *testing.T) {
+	s := harness.Up(t, "")
+	client, ctx := s.Client(), t.Context()
+	f := informers.NewSharedInformerFactory(client, 0)
+	lister, informer := f.Core().V1().ConfigMaps().Lister(), f.Core().V1().ConfigMaps().Informer()
+	f.Start(ctx.Done())
+	defer f.Shutdown()
+	if !f.WaitForCacheSync(ctx.Done())[informerType] {
+		t.Fatal("the informer does not sync")
+	}
+	_ = informer
+	for i := range 200 {
+		if _, err := client.CoreV1().ConfigMaps("default").Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("c", i), Labels: map[string]string{"mine": "yes"}}}, metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		list, err := client.CoreV1().ConfigMaps("default").List(ctx, metav1.ListOptions{LabelSelector: "mine=yes"})
+		if err != nil || len(list.Items) != i+1 {
+			t.Fatalf("a list after write %d has %d objects (%v)", i+1, len(list.Items), err)
+		}
+	}
+	harness.Eventually(t, 10*time.Second, func() error {
+		all, err := lister.ConfigMaps("default").List(everything)
+		if err != nil || len(all) < 200 {
+			return fmt.Errorf("the informer has %d (%v)", len(all), err)
+		}
+		return nil
+	})
+	page, err := client.CoreV1().ConfigMaps("default").List(ctx, metav1.ListOptions{LabelSelector: "mine=yes", Limit: 50})
+	got := 0
+	for ; err == nil; page, err = client.CoreV1().ConfigMaps("default").List(ctx, metav1.ListOptions{LabelSelector: "mine=yes", Limit: 50, Continue: page.Continue}) {
+		got += len(page.Items)
+		if page.Continue == "" {
+			break
+		}
+	}
+	if err != nil || got != 200 {
+		t.Errorf("the pages hold %d objects (%v)", got, err)
+	}
+}
+
+// A revoked permission is gone at once, though decisions are cached.
+func TestARevokedPermissionIsGoneAtOnce(t *testing.T) {
+	s := harness.Up(t, "")
+	s.Kubectl("create", "clusterrolebinding", "bob", "--clusterrole=view", "--user=bob")
+	bob := s.Config()
+	bob.Impersonate.UserName = "bob"
+	c := clientFor(t, bob)
+	list := func() error {
+		_, err := c.CoreV1().ConfigMaps("default").List(t.Context(), metav1.ListOptions{})
+		return err
+	}
+	harness.Eventually(t, 10*time.Second, list)
+	s.Kubectl("delete", "clusterrolebinding", "bob")
+	harness.Eventually(t, 2*time.Second, func() error {
+		if err := list(); !apierrors.IsForbidden(err) {
+			return fmt.Errorf("bob still reads: %v", err)
+		}
+		return nil
+	})
+}
+
+func TestKillAndRestartLosesNothing(t *testing.T) {
+	dir := harness.TempDir(t)
+	s := harness.Up(t, dir)
+	ctx, cancel := context.WithCancel(t.Context())
+	var mu sync.Mutex
+	acknowledged := map[string]types.UID{}
+	var wg sync.WaitGroup
+	client := s.Client()
+	for w := range 4 {
+		wg.Go(func() {
+			for i := 0; ctx.Err() == nil; i++ {
+				cm, err := client.CoreV1().ConfigMaps("default").Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("w%d-%d", w, i)}}, metav1.CreateOptions{})
+				if err == nil {
+					mu.Lock()
+					acknowledged[cm.Name] = cm.UID
+					mu.Unlock()
+				}
+			}
+		})
+	}
+	harness.Eventually(t, 20*time.Second, func() error {
+		mu.Lock()
+		defer mu.Unlock()
+		if len(acknowledged) < 300 {
+			return fmt.Errorf("%d writes so far", len(acknowledged))
+		}
+		return nil
+	})
+	s.Kill()
+	cancel()
+	wg.Wait()
+	s = harness.Up(t, dir)
+	list, err := s.Client().CoreV1().ConfigMaps("default").List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	have := map[string]types.UID{}
+	for _, cm := range list.Items {
+		have[cm.Name] = cm.UID
+	}
+	for name, uid := range acknowledged {
+		if have[name] != uid {
+			t.Errorf("the acknowledged %s is lost", name)
+		}
+	}
+}
+
+func TestASecondUpIsRefused(t *testing.T) {
+	s := harness.Up(t, "")
+	out, err := exec.Command(harness.Watershed(), "up", "--data-dir", s.Dir, "--secure-port", fmt.Sprint(harness.FreePort(t))).CombinedOutput()
+	if err == nil {
+		t.Fatalf("a second up runs on the same directory:\n%s", out)
+	}
+	contains(t, "refusal", string(out), "is in use by process", s.Dir)
+}
+
+func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
+	for name, c := range map[string]struct {
+		args []string
+		want string
+	}{
+		"unknown flag":    {[]string{"up", "--nope"}, "unknown flag: --nope"},
+		"bad value":       {[]string{"up", "--secure-port=abc"}, `"abc"`},
+		"missing file":    {[]string{"gateway", "--config", "/none.yaml"}, "/none.yaml"},
+		"no identity":     {[]string{"watchfanout", "--registry-addresses=127.0.0.1:1", "--nats-url=tls://127.0.0.1:1"}, "--rpc-"},
+		"bad replicas":    {[]string{"split", "--replicas=foo=1"}, "--replicas foo=1"},
+		"unknown command": {[]string{"nope"}, `unknown command "nope"`},
+		"bad range":       {[]string{"up", "--data-dir=DIR", "--service-cluster-ip-range=x"}, "--service-cluster-ip-range"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			args := append([]string{}, c.args...)
+			for i := range args {
+				args[i] = strings.ReplaceAll(args[i], "DIR", harness.TempDir(t))
+			}
+			out, err := exec.Command(harness.Watershed(), args...).CombinedOutput()
+			if err == nil {
+				t.Fatalf("it starts:\n%s", out)
+			}
+			contains(t, "the error", string(out), c.want)
+		})
+	}
+}
+

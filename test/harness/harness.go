@@ -1,0 +1,397 @@
+// Package harness starts what the tests talk to: Watershed in both its forms, kube-apiserver beside it as the oracle,
+// and the controllers that make a cluster of either. Everything uses free ports and a directory of its own, and is gone
+// when the test ends.
+package harness
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"fmt"
+	"io"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"crypto/x509/pkix"
+
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+)
+
+// Root is the repository.
+func Root() string {
+	dir, err := os.Getwd()
+	if err != nil {
+		panic(err)
+	}
+	for {
+		if _, err := os.Stat(filepath.Join(dir, "go.work")); err == nil {
+			return dir
+		}
+		dir = filepath.Dir(dir)
+	}
+}
+
+// Peer is the path of a real peer's binary; `make peers` builds them.
+func Peer(name string) string { return filepath.Join(Root(), ".build", "bin", name) }
+
+// Watershed is the path of the binary under test; `make build` builds it.
+func Watershed() string { return filepath.Join(Root(), "bin", "watershed") }
+
+// FreePort is a TCP port that nobody listens on.
+func FreePort(t testing.TB) int {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port
+}
+
+// Server is a running API server of either kind.
+type Server struct {
+	t          testing.TB
+	Dir        string
+	Kubeconfig string
+	Port       int
+	// SAKey and CA (a path without its ending) are what a controller manager signs with.
+	SAKey, CA string
+	process   *Process
+}
+
+// Process is a child in a process group of its own.
+type Process struct {
+	Cmd  *exec.Cmd
+	Log  string
+	done chan struct{}
+	err  error
+}
+
+// Start runs a program until the test ends. Its output goes to dir/name.log, which is shown if the test fails.
+func Start(t testing.TB, dir, name, program string, args ...string) *Process {
+	t.Helper()
+	log := filepath.Join(dir, name+".log")
+	f, err := os.OpenFile(log, os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(program, args...)
+	cmd.Stdout, cmd.Stderr, cmd.Dir = f, f, dir
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	f.Close()
+	p := &Process{Cmd: cmd, Log: log, done: make(chan struct{})}
+	go func() {
+		p.err = cmd.Wait()
+		close(p.done)
+	}()
+	t.Cleanup(func() {
+		p.Stop()
+		if t.Failed() {
+			t.Logf("the end of %s:\n%s", log, tail(log, 3000))
+		}
+	})
+	return p
+}
+
+// Stop ends the process and waits.
+func (p *Process) Stop() {
+	_ = p.Cmd.Process.Signal(syscall.SIGTERM)
+	select {
+	case <-p.done:
+	case <-time.After(20 * time.Second):
+		p.Kill()
+	}
+}
+
+// Kill ends it as kill -9 does.
+func (p *Process) Kill() {
+	_ = syscall.Kill(-p.Cmd.Process.Pid, syscall.SIGKILL)
+	<-p.done
+}
+
+func tail(path string, n int) string {
+	b, _ := os.ReadFile(path)
+	return string(b[max(0, len(b)-n):])
+}
+
+// Up starts `watershed up` in dir ("" for a new one) with more flags.
+func Up(t testing.TB, dir string, flags ...string) *Server { return start(t, "up", dir, flags) }
+
+// Split starts `watershed split`.
+func Split(t testing.TB, dir string, flags ...string) *Server { return start(t, "split", dir, flags) }
+
+func start(t testing.TB, form, dir string, flags []string) *Server {
+	t.Helper()
+	if dir == "" {
+		dir = TempDir(t)
+	}
+	s := &Server{t: t, Dir: dir, Kubeconfig: filepath.Join(dir, "admin.kubeconfig"), SAKey: filepath.Join(dir, "pki", "sa.key"), CA: filepath.Join(dir, "pki", "ca")}
+	for i, f := range flags {
+		if p, ok := strings.CutPrefix(f, "--secure-port="); ok {
+			s.Port, _ = strconv.Atoi(p)
+			flags = append(flags[:i:i], flags[i+1:]...)
+			break
+		}
+	}
+	if s.Port == 0 {
+		s.Port = FreePort(t)
+	}
+	args := append([]string{form, "--data-dir", dir, "--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(s.Port)}, flags...)
+	s.process = Start(t, dir, form, Watershed(), args...)
+	s.waitFor("Ready after")
+	return s
+}
+
+// TempDir is a directory with a path short enough for sockets.
+func TempDir(t testing.TB) string {
+	dir, err := os.MkdirTemp("", "ws")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return dir
+}
+
+func (s *Server) waitFor(text string) {
+	s.t.Helper()
+	Eventually(s.t, time.Minute, func() error {
+		select {
+		case <-s.process.done:
+			s.t.Fatalf("it ended (%v):\n%s", s.process.err, tail(s.process.Log, 3000))
+		default:
+		}
+		if b, _ := os.ReadFile(s.process.Log); !bytes.Contains(b, []byte(text)) {
+			return fmt.Errorf("no %q yet in %s", text, s.process.Log)
+		}
+		return nil
+	})
+}
+
+// Stop ends the server in an orderly way; Kill as kill -9 does. The directory stays.
+func (s *Server) Stop() { s.process.Stop() }
+
+// Kill ends it as kill -9 does.
+func (s *Server) Kill() { s.process.Kill() }
+
+// Output is what the server has printed.
+func (s *Server) Output() string { return tail(s.process.Log, 1<<20) }
+
+// Config is the administrator's, without client-side rate limits.
+func (s *Server) Config() *rest.Config {
+	c, err := clientcmd.BuildConfigFromFlags("", s.Kubeconfig)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	c.QPS = -1
+	return c
+}
+
+// Client is the administrator's clientset.
+func (s *Server) Client() *kubernetes.Clientset { return kubernetes.NewForConfigOrDie(s.Config()) }
+
+// Kubectl runs kubectl and fails the test if it fails.
+func (s *Server) Kubectl(args ...string) string {
+	s.t.Helper()
+	out, err := s.TryKubectl("", args...)
+	if err != nil {
+		s.t.Fatalf("kubectl %s: %v\n%s", strings.Join(args, " "), err, out)
+	}
+	return out
+}
+
+// TryKubectl runs kubectl with some input.
+func (s *Server) TryKubectl(input string, args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, Peer("kubectl"), append([]string{"--kubeconfig", s.Kubeconfig, "--cache-dir", filepath.Join(s.Dir, "kubectl-cache")}, args...)...)
+	cmd.Stdin = strings.NewReader(input)
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+// Apply runs kubectl apply.
+func (s *Server) Apply(manifest string, flags ...string) string {
+	s.t.Helper()
+	out, err := s.TryKubectl(manifest, append([]string{"apply", "-f", "-"}, flags...)...)
+	if err != nil {
+		s.t.Fatalf("kubectl apply: %v\n%s", err, out)
+	}
+	return out
+}
+
+// Controllers runs kube-controller-manager, kube-scheduler and kwok with three nodes.
+func (s *Server) Controllers() {
+	s.t.Helper()
+	dir := TempDir(s.t)
+	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), "--kubeconfig", s.Kubeconfig, "--service-account-private-key-file", s.SAKey,
+		"--use-service-account-credentials", "--root-ca-file", s.CA+".crt", "--cluster-signing-cert-file", s.CA+".crt", "--cluster-signing-key-file", s.CA+".key",
+		"--leader-elect=false", "--secure-port", "0", "--controllers", "*")
+	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"), "--kubeconfig", s.Kubeconfig, "--leader-elect=false", "--secure-port", "0")
+	port := fmt.Sprint(FreePort(s.t))
+	Start(s.t, dir, "kwok", Peer("kwok"), "--kubeconfig", s.Kubeconfig, "--manage-all-nodes=true", "--node-ip", "127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
+		"--server-address", "127.0.0.1:"+port, "--config", stages(s.t, dir), "--node-lease-duration-seconds", "40")
+	var nodes strings.Builder
+	for i := range 3 {
+		fmt.Fprintf(&nodes, `---
+apiVersion: v1
+kind: Node
+metadata: {name: kwok-%d, labels: {kubernetes.io/hostname: kwok-%d, kubernetes.io/os: linux, kubernetes.io/arch: amd64}, annotations: {kwok.x-k8s.io/node: fake}}
+status: {allocatable: {cpu: 32, memory: 256Gi, pods: 110}, capacity: {cpu: 32, memory: 256Gi, pods: 110}}
+`, i, i)
+	}
+	s.Apply(nodes.String())
+}
+
+// stages gathers kwok's own stages: nodes become Ready and pods Running or complete.
+func stages(t testing.TB, dir string) string {
+	out, err := exec.Command("go", "list", "-C", filepath.Join(Root(), "test"), "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok").Output()
+	if err != nil {
+		t.Fatalf("where is kwok's module: %v", err)
+	}
+	var all bytes.Buffer
+	for _, s := range []string{"node/fast", "node/heartbeat-with-lease", "pod/fast"} {
+		files, _ := filepath.Glob(filepath.Join(strings.TrimSpace(string(out)), "kustomize", "stage", s, "*.yaml"))
+		for _, f := range files {
+			if filepath.Base(f) == "kustomization.yaml" {
+				continue
+			}
+			b, err := os.ReadFile(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			all.Write(b)
+			all.WriteString("\n---\n")
+		}
+	}
+	path := filepath.Join(dir, "stages.yaml")
+	if err := os.WriteFile(path, all.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// Eventually polls until f is nil; it fails the test with f's last error.
+func Eventually(t testing.TB, within time.Duration, f func() error) {
+	t.Helper()
+	deadline := time.Now().Add(within)
+	for {
+		err := f()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("not within %s: %v", within, err)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+}
+
+// Etcd starts etcd on loopback and answers its URL.
+func Etcd(t testing.TB, dir string) string {
+	client, peer := fmt.Sprintf("http://127.0.0.1:%d", FreePort(t)), fmt.Sprintf("http://127.0.0.1:%d", FreePort(t))
+	Start(t, dir, "etcd", Peer("etcd"), "--name", "e", "--data-dir", filepath.Join(dir, "etcd-data"), "--listen-client-urls", client, "--advertise-client-urls", client,
+		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", "e="+peer, "--log-level", "error")
+	Eventually(t, 20*time.Second, func() error { return get(http.DefaultClient, client+"/health") })
+	return client
+}
+
+// KubeAPIServer starts the real thing on an etcd, with the certificates of pkiFrom (a directory that `watershed up` made)
+// or of its own.
+func KubeAPIServer(t testing.TB, dir, etcd string) *Server {
+	t.Helper()
+	s := &Server{t: t, Dir: dir, Port: FreePort(t), Kubeconfig: filepath.Join(dir, "reference.kubeconfig"), SAKey: filepath.Join(dir, "pki", "sa.key"), CA: filepath.Join(dir, "pki", "ca")}
+	p := func(f string) string { return filepath.Join(dir, "pki", f) }
+	if _, err := os.Stat(p("ca.crt")); err != nil {
+		makePKI(t, filepath.Join(dir, "pki"))
+	}
+	conf := fmt.Sprintf(`{"apiVersion":"v1","kind":"Config","current-context":"x","clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:%d","insecure-skip-tls-verify":true}}],
+"users":[{"name":"u","user":{"client-certificate":%q,"client-key":%q}}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`, s.Port, p("admin.crt"), p("admin.key"))
+	if err := os.WriteFile(s.Kubeconfig, []byte(conf), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.process = Start(t, dir, "kube-apiserver", Peer("kube-apiserver"), "--etcd-servers", etcd, "--secure-port", fmt.Sprint(s.Port), "--bind-address", "127.0.0.1",
+		"--cert-dir", filepath.Join(dir, "certs"), "--client-ca-file", p("ca.crt"), "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
+		"--service-account-key-file", p("sa.pub"), "--service-account-signing-key-file", p("sa.key"), "--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16",
+		"--advertise-address", "192.0.2.1")
+	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}}
+	Eventually(t, 2*time.Minute, func() error { return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port)) })
+	return s
+}
+
+func get(c *http.Client, url string) error {
+	resp, err := c.Get(url)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	b, _ := io.ReadAll(resp.Body)
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", resp.Status, b)
+	}
+	return nil
+}
+
+// Oracle is kube-apiserver on a fresh etcd.
+func Oracle(t testing.TB) *Server {
+	dir := TempDir(t)
+	return KubeAPIServer(t, dir, Etcd(t, dir))
+}
+
+func makePKI(t testing.TB, dir string) {
+	t.Helper()
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	fail := func(err error) {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	write := func(name, kind string, der []byte) {
+		fail(os.WriteFile(filepath.Join(dir, name), pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
+	}
+	key := func(name string) *ecdsa.PrivateKey {
+		k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+		fail(err)
+		der, err := x509.MarshalECPrivateKey(k)
+		fail(err)
+		write(name, "EC PRIVATE KEY", der)
+		return k
+	}
+	cert := func(cn string, orgs []string, ca bool) *x509.Certificate {
+		return &x509.Certificate{SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: cn, Organization: orgs}, NotBefore: time.Now().Add(-time.Hour),
+			NotAfter: time.Now().Add(24 * time.Hour), IsCA: ca, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
+			ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}
+	}
+	caKey, ca := key("ca.key"), cert("ca", nil, true)
+	ca.ExtKeyUsage = nil
+	der, err := x509.CreateCertificate(rand.Reader, ca, ca, &caKey.PublicKey, caKey)
+	fail(err)
+	write("ca.crt", "CERTIFICATE", der)
+	adminKey, admin := key("admin.key"), cert("admin", []string{"system:masters"}, false)
+	der, err = x509.CreateCertificate(rand.Reader, admin, ca, &adminKey.PublicKey, caKey)
+	fail(err)
+	write("admin.crt", "CERTIFICATE", der)
+	sa := key("sa.key")
+	pub, err := x509.MarshalPKIXPublicKey(&sa.PublicKey)
+	fail(err)
+	write("sa.pub", "PUBLIC KEY", pub)
+}
