@@ -3,6 +3,7 @@
 package test
 
 import (
+	_ "github.com/nats-io/nats-server/v2/server"
 	_ "go.etcd.io/etcd/etcdctl/v3"
 	_ "go.etcd.io/etcd/server/v3"
 	_ "k8s.io/kubernetes/cmd/kube-apiserver/app"
@@ -11,5 +12,4 @@ import (
 	_ "k8s.io/kubernetes/cmd/kubectl"
 	_ "k8s.io/kubernetes/test/e2e"
 	_ "sigs.k8s.io/kwok/cmd/kwok"
-	_ "github.com/nats-io/nats-server/v2/server"
 )

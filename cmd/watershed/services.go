@@ -198,6 +198,9 @@ func serviceCommand(name string, args []string) error {
 		s.Register(server)
 		parts = append(parts, lifecycle.Part{Name: "rpc", Run: func(ctx context.Context) error {
 			go announce(ctx, s, server)
+			if d, ok := s.(interface{ Drain() }); ok {
+				defer context.AfterFunc(ctx, d.Drain)()
+			}
 			return server.Serve(ctx, p.address, p.drain)
 		}})
 	}

@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -19,8 +20,8 @@ import (
 	"github.com/spf13/pflag"
 	"google.golang.org/protobuf/proto"
 
-	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/platform/rpc"
+	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
 const (
@@ -78,7 +79,7 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStr
 	if err != nil {
 		return nil, nil, fmt.Errorf("--nats-url %q: %w", url, err)
 	}
-	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512))
+	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512), jetstream.WithPublishAsyncTimeout(5*time.Second))
 	if err != nil {
 		nc.Close()
 		return nil, nil, err
@@ -113,42 +114,36 @@ type ID struct {
 	Index    int32
 	// Mark is true for progress and resets, which say something of all that is up to Revision.
 	Mark bool
-	// nonce keeps the ids of two marks at one revision apart.
+	// nonce keeps apart what different publishers, or different histories of etcd, would call the same.
 	nonce string
 }
 
-// IDOf is e's id.
+// IDOf is e's id as the publisher with the nonce gives it.
 func IDOf(e *logv1.Event, nonce string) ID {
-	mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET
-	if !mark {
-		nonce = ""
-	}
-	return ID{e.Revision, e.Index, mark, nonce}
+	return ID{e.Revision, e.Index, e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET, nonce}
 }
 
 func (id ID) String() string {
+	mark := ""
 	if id.Mark {
-		return fmt.Sprintf("m%d.%s", id.Revision, id.nonce)
+		mark = "m"
 	}
-	return fmt.Sprintf("%d.%d", id.Revision, id.Index)
+	return fmt.Sprintf("%s%d.%d.%s", mark, id.Revision, id.Index, id.nonce)
 }
 
 // ParseID is String's inverse.
 func ParseID(s string) (ID, error) {
 	rest, mark := strings.CutPrefix(s, "m")
-	revision, tail, ok := strings.Cut(rest, ".")
-	r, err := strconv.ParseInt(revision, 10, 64)
-	if !ok || err != nil {
+	parts := strings.SplitN(rest, ".", 3)
+	if len(parts) != 3 {
 		return ID{}, fmt.Errorf("not an event id: %q", s)
 	}
-	if mark {
-		return ID{Revision: r, Mark: true, nonce: tail}, nil
-	}
-	i, err := strconv.ParseInt(tail, 10, 32)
-	if err != nil {
+	r, err := strconv.ParseInt(parts[0], 10, 64)
+	i, ierr := strconv.ParseInt(parts[1], 10, 32)
+	if err != nil || ierr != nil {
 		return ID{}, fmt.Errorf("not an event id: %q", s)
 	}
-	return ID{Revision: r, Index: int32(i)}, nil
+	return ID{Revision: r, Index: int32(i), Mark: mark, nonce: parts[2]}, nil
 }
 
 // Last is the id of the log's last message. ok is false where the log holds none; sequence is the stream's last one.
@@ -181,19 +176,13 @@ func Message(e *logv1.Event) (*nats.Msg, error) {
 	return &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}, nil
 }
 
-// Read calls handle with every event of the subjects (all, if none are named) from the log's beginning on, in order and
-// without a gap, until ctx is done or handle returns an error. It survives the loss of NATS; should the log have lost
-// what comes next, a gap is reported as a reset.
-func Read(ctx context.Context, js jetstream.JetStream, storedAs []string, handle func(*logv1.Event) error) error {
-	config := jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverAllPolicy}
-	for _, s := range storedAs {
-		config.FilterSubjects = append(config.FilterSubjects, Subject(s))
-	}
-	if len(storedAs) > 0 {
-		config.FilterSubjects = append(config.FilterSubjects, ProgressSubject)
-	}
+// Read calls handle with every event from the log's beginning on, in order, until ctx is done or handle returns an
+// error. It survives the loss of NATS. Should the log have lost what comes next (it was away for longer than it is kept,
+// or the log was made anew), handle is given a reset before it goes on: there may be a gap up to the reset's revision.
+func Read(ctx context.Context, js jetstream.JetStream, handle func(*logv1.Event) error) error {
+	r := &reader{js: js, handle: handle}
 	for {
-		err := read(ctx, js, config, handle)
+		err := r.read(ctx)
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
@@ -201,7 +190,11 @@ func Read(ctx context.Context, js jetstream.JetStream, storedAs []string, handle
 		if errors.As(err, &h) {
 			return h.error
 		}
-		slog.Warn("The event log broke off; reading it again", "error", err)
+		level := slog.LevelWarn
+		if errors.Is(err, jetstream.ErrStreamNotFound) {
+			level = slog.LevelInfo // the publisher makes it
+		}
+		slog.Log(ctx, level, "The event log cannot be read; trying again", "error", err)
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -212,10 +205,50 @@ func Read(ctx context.Context, js jetstream.JetStream, storedAs []string, handle
 
 type handlerError struct{ error }
 
-func read(ctx context.Context, js jetstream.JetStream, config jetstream.OrderedConsumerConfig, handle func(*logv1.Event) error) error {
-	openCtx, cancel := context.WithTimeout(ctx, 10*time.Second)
+// reader is where a reader is in the log.
+type reader struct {
+	js     jetstream.JetStream
+	handle func(*logv1.Event) error
+	// created tells streams of the same name apart; sequence and id are those of the last message.
+	created  time.Time
+	sequence atomic.Uint64
+	id       string
+	// lost: what was read last is not in the log any more, so the next message follows a gap.
+	lost bool
+}
+
+// watchdog is how often a reader looks whether its stream is still the one that it reads: a consumer that waits for a
+// sequence that will never come, or comes with another meaning, does not notice by itself.
+const watchdog = 3 * time.Second
+
+func (r *reader) read(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	consumer, err := js.OrderedConsumer(openCtx, StreamName, config)
+	openCtx, done := context.WithTimeout(ctx, 10*time.Second)
+	defer done()
+	stream, err := r.js.Stream(openCtx, StreamName)
+	if err != nil {
+		return err
+	}
+	info, err := stream.Info(openCtx)
+	if err != nil {
+		return err
+	}
+	switch {
+	case r.sequence.Load() == 0:
+	case !info.Created.Equal(r.created): // another stream: from its beginning, which is a reset
+		r.sequence.Store(0)
+		r.id, r.lost = "", true
+	case info.State.LastSeq < r.sequence.Load(): // its end is lost: the publisher will publish it again
+		r.sequence.Store(info.State.LastSeq)
+		r.id = ""
+	}
+	r.created = info.Created
+	config := jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverAllPolicy}
+	if n := r.sequence.Load(); n > 0 {
+		config.DeliverPolicy, config.OptStartSeq = jetstream.DeliverByStartSequencePolicy, n+1
+	}
+	consumer, err := r.js.OrderedConsumer(openCtx, StreamName, config)
 	if err != nil {
 		return err
 	}
@@ -226,18 +259,65 @@ func read(ctx context.Context, js jetstream.JetStream, config jetstream.OrderedC
 	stop := context.AfterFunc(ctx, messages.Stop)
 	defer stop()
 	defer messages.Stop()
+	go r.watch(ctx, messages.Stop)
 	for {
 		m, err := messages.Next()
 		if err != nil {
 			return err
 		}
-		e := &logv1.Event{}
-		if err := proto.Unmarshal(m.Data(), e); err != nil {
-			slog.Error("A message of the event log is corrupt", "subject", m.Subject(), "error", err)
-			e = &logv1.Event{Type: logv1.Type_TYPE_RESET}
+		if err := r.take(m); err != nil {
+			return err
 		}
-		if err := handle(e); err != nil {
+	}
+}
+
+// watch stops the reading when the stream is not the one any more.
+func (r *reader) watch(ctx context.Context, stop func()) {
+	created := r.created
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(watchdog):
+		}
+		one, cancel := context.WithTimeout(ctx, watchdog)
+		stream, err := r.js.Stream(one, StreamName)
+		cancel()
+		if err == nil {
+			if i := stream.CachedInfo(); !i.Created.Equal(created) || i.State.LastSeq < r.sequence.Load() {
+				stop()
+				return
+			}
+		}
+	}
+}
+
+// take hands on one message, after a reset if it does not follow the last one.
+func (r *reader) take(m jetstream.Msg) error {
+	meta, err := m.Metadata()
+	if err != nil {
+		return err
+	}
+	e := &logv1.Event{}
+	if err := proto.Unmarshal(m.Data(), e); err != nil {
+		slog.Error("A message of the event log is corrupt", "subject", m.Subject(), "sequence", meta.Sequence.Stream, "error", err)
+		id, _ := ParseID(m.Headers().Get(jetstream.MsgIDHeader))
+		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
+	}
+	if e.Type != logv1.Type_TYPE_RESET && (r.lost || r.id != "" && m.Headers().Get(jetstream.ExpectedLastMsgIDHeader) != r.id) {
+		gap := &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision}
+		if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Index == 0 {
+			gap.Revision--
+		}
+		slog.Warn("The event log has a gap", "before", e.Revision)
+		if err := r.handle(gap); err != nil {
 			return &handlerError{err}
 		}
 	}
+	r.lost, r.id = false, m.Headers().Get(jetstream.MsgIDHeader)
+	if err := r.handle(e); err != nil {
+		return &handlerError{err}
+	}
+	r.sequence.Store(meta.Sequence.Stream)
+	return nil
 }

@@ -24,7 +24,6 @@ import (
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/component-base/version"
 
-	"watershed.dev/platform/eventlog"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -176,40 +175,14 @@ func (l *loopback) watch(ctx context.Context, done func(), req *http.Request, en
 	r, w := io.Pipe()
 	go func() {
 		defer done()
-		first := true
-		err := eventlog.Read(ctx, l.service.js, []string{entry.StoredAs}, func(e *logv1.Event) error {
-			gap := e.Type == logv1.Type_TYPE_RESET && e.Revision > after || first && e.Revision > after+1 && e.Type != logv1.Type_TYPE_UNSPECIFIED && l.gap(ctx, after)
-			first = false
-			if gap {
-				return l.expired(w, after)
-			}
-			if e.Revision <= after || e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET {
-				return nil
-			}
-			return frame(w, entry, e, selects)
-		})
+		err := l.service.tail.follow(ctx, after, entry.StoredAs, func(e *logv1.Event) error { return frame(w, entry, e, selects) })
+		if errors.Is(err, errOverrun) {
+			err = expired(w, after)
+		}
 		w.CloseWithError(err)
 	}()
 	return &http.Response{StatusCode: http.StatusOK, Status: "200 OK", Proto: "HTTP/2.0", ProtoMajor: 2, Request: req,
 		Header: http.Header{"Content-Type": {runtime.ContentTypeJSON}}, Body: &pipeBody{r, done}, ContentLength: -1}
-}
-
-// gap says whether the log begins after a revision.
-func (l *loopback) gap(ctx context.Context, after int64) bool {
-	stream, err := l.service.js.Stream(ctx, eventlog.StreamName)
-	if err != nil {
-		return false
-	}
-	info, err := stream.Info(ctx)
-	if err != nil {
-		return false
-	}
-	m, err := stream.GetMsg(ctx, info.State.FirstSeq)
-	if err != nil {
-		return false
-	}
-	id, err := eventlog.ParseID(m.Header.Get("Nats-Msg-Id"))
-	return err == nil && id.Revision > after
 }
 
 type pipeBody struct {
@@ -222,7 +195,7 @@ func (p *pipeBody) Close() error {
 	return p.PipeReader.Close()
 }
 
-func (l *loopback) expired(w io.Writer, after int64) error {
+func expired(w io.Writer, after int64) error {
 	st := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", after)).Status()
 	data, _ := json.Marshal(st)
 	_, _ = fmt.Fprintf(w, `{"type":"ERROR","object":%s}`+"\n", data)

@@ -74,6 +74,7 @@ type Service struct {
 	client    *kubernetes.Clientset
 	identity  string
 	revisions coalescer
+	tail      *tail
 
 	catalogMu sync.Mutex
 	catalog   *registryv1.CatalogResponse
@@ -87,7 +88,7 @@ func New(ctx context.Context, c *Config, id rpc.TLS) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{config: c, changed: make(chan struct{})}
+	s := &Service{config: c, changed: make(chan struct{}), tail: newTail()}
 	host, _ := os.Hostname()
 	s.identity = fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano())
 	if s.store, err = storage.Open(c.Storage, resources); err != nil {
@@ -188,6 +189,7 @@ func (s *Service) Run(ctx context.Context) error {
 		})
 	}
 	background("publisher", p.Run)
+	background("tail", func(ctx context.Context) error { return eventlog.Read(ctx, s.js, s.tail.take) })
 	background("loops", func(ctx context.Context) error {
 		return publisher.Elect(ctx, s.store.Client.Client, loops.ElectionKey, s.identity, l.Run)
 	})

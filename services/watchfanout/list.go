@@ -121,8 +121,11 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 	case r.ResourceVersionMatch == string(metav1.ResourceVersionMatchExact), rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
 		return nil, "", errElsewhere
 	case rv == "":
-		if err := s.current(ctx); err != nil {
-			return nil, "", err
+		fresh, cancel := context.WithTimeout(ctx, freshnessTimeout)
+		err := s.current(fresh)
+		cancel()
+		if err != nil { // the log does not move: registry can still say
+			return nil, "", errElsewhere
 		}
 	case rv != "0":
 		revision, err := strconv.ParseInt(rv, 10, 64)

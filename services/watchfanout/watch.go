@@ -23,6 +23,8 @@ import (
 const (
 	batchEvents = 256
 	frameBytes  = 256 << 10
+	// encodeTimeout bounds what registry is asked for on behalf of everyone who watches in one form.
+	encodeTimeout = 10 * time.Second
 )
 
 // Watch streams frames until the caller goes away.
@@ -53,6 +55,9 @@ func (w *watcher) run(ctx context.Context) error {
 	if err != nil {
 		return w.fail(err)
 	}
+	if err := (&frames{watcher: w, position: true}).flush(); err != nil { // the stream is open, and can be resumed from here
+		return err
+	}
 	bookmarks := time.NewTicker(w.config.BookmarkPeriod)
 	defer bookmarks.Stop()
 	bookmarked := w.position.Revision
@@ -75,16 +80,25 @@ func (w *watcher) run(ctx context.Context) error {
 		case <-w.draining:
 			return status.Error(codes.Unavailable, "the replica is draining")
 		case <-bookmarks.C:
-			if w.request.AllowBookmarks && progress > bookmarked && w.position.Revision <= progress {
-				bookmarked = progress
-				w.position = watchfanoutv1.Position{Revision: progress, Index: 1<<31 - 1}
-				if err := w.bookmark(progress, false); err != nil {
-					return err
-				}
+			if progress <= max(bookmarked, w.position.Revision) {
+				continue
+			}
+			bookmarked = progress
+			w.position = watchfanoutv1.Position{Revision: progress, Index: lastIndex}
+			if !w.request.AllowBookmarks { // the gateway alone is told how far the stream has come
+				err = (&frames{watcher: w, position: true}).flush()
+			} else {
+				err = w.bookmark(progress, false)
+			}
+			if err != nil {
+				return err
 			}
 		}
 	}
 }
+
+// lastIndex is past every event of a revision.
+const lastIndex = 1<<31 - 1
 
 // begin sends the initial events, if any are due, and says where to go on.
 func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
@@ -101,13 +115,13 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 			if err := w.current(ctx); err != nil {
 				return cache.Cursor{}, err
 			}
-			return w.resume(ctx, w.cache.Progress(), 1<<31-1)
+			return w.resume(ctx, w.cache.Progress(), lastIndex)
 		}
 		revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
 		if err != nil {
 			return cache.Cursor{}, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
 		}
-		return w.resume(ctx, revision, 1<<31-1)
+		return w.resume(ctx, revision, lastIndex)
 	}
 	switch r.ResourceVersion {
 	case "0":
@@ -172,7 +186,8 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	if err != nil {
 		return cache.Cursor{}, err
 	}
-	w.position = watchfanoutv1.Position{Revision: snapshot.Revision, Index: 1<<31 - 1}
+	w.position = watchfanoutv1.Position{Revision: snapshot.Revision, Index: lastIndex}
+	out.initialDone = true
 	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
 		data, err := w.bookmarkFrame(snapshot.Revision, true)
 		if err != nil {
@@ -182,11 +197,10 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 			return cache.Cursor{}, err
 		}
 	}
-	out.initialDone = true
 	if err := out.flush(); err != nil {
 		return cache.Cursor{}, err
 	}
-	return w.resume(ctx, snapshot.Revision, 1<<31-1)
+	return w.resume(ctx, snapshot.Revision, lastIndex)
 }
 
 func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *frames) error {
@@ -212,8 +226,8 @@ func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *
 func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
 	out := &frames{watcher: w}
 	for _, e := range events {
-		if !w.inScope(e.Item) {
-			continue
+		if !w.inScope(e.Item) || e.Revision < w.position.Revision || e.Revision == w.position.Revision && e.Index <= w.position.Index {
+			continue // of another namespace, or seen by the client before this replica had it
 		}
 		kind, item := w.seen(e)
 		if kind == "" {
@@ -270,6 +284,8 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 			key.event = kind + "+columns"
 		}
 		data, err := e.Frame(key, func() ([]byte, error) {
+			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), encodeTimeout) // others wait for it too
+			defer cancel()
 			parts, columns, err := w.encoded(ctx, w.query, []*cache.Item{item})
 			if err != nil {
 				return nil, err
@@ -281,6 +297,8 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 	}
 	return e.Frame(key, func() ([]byte, error) {
 		if !w.native {
+			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), encodeTimeout)
+			defer cancel()
 			parts, _, err := w.encoded(ctx, w.query, []*cache.Item{item})
 			if err != nil {
 				return nil, err
@@ -350,7 +368,10 @@ func (w *watcher) bookmarkFrame(revision int64, initialEnd bool) ([]byte, error)
 	switch {
 	case w.table:
 		row := fmt.Appendf(nil, `{"cells":[],"object":%s}`, frame.Object(nil, "PartialObjectMetadata", frame.APIVersion(w.as), body))
-		return w.tableFrame("BOOKMARK", revision, row, []byte("null")), nil
+		headers := w.headers
+		data := w.tableFrame("BOOKMARK", revision, row, []byte("null"))
+		w.headers = headers // the columns are still to be named
+		return data, nil
 	case w.protobuf:
 		return frame.WatchProtobuf("BOOKMARK", frame.Envelope(kind, apiVersion, frame.BookmarkProtobuf(revision, initialEnd))), nil
 	}
@@ -389,6 +410,8 @@ type frames struct {
 	*watcher
 	buf         []byte
 	initialDone bool
+	// position: tell the position though there are no frames.
+	position bool
 }
 
 func (f *frames) add(data []byte) error {
@@ -404,11 +427,11 @@ func (f *frames) add(data []byte) error {
 }
 
 func (f *frames) flush() error {
-	if len(f.buf) == 0 && !f.initialDone {
+	if len(f.buf) == 0 && !f.initialDone && !f.position {
 		return nil
 	}
 	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone,
-		Position: &watchfanoutv1.Position{Revision: f.position.Revision, Index: f.position.Index}}
+		Position: &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index}}
 	f.buf = nil
 	return f.stream.Send(m)
 }

@@ -105,7 +105,7 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
 	var wg sync.WaitGroup
 	wg.Go(func() { s.catchUp(ctx) })
-	err := eventlog.Read(ctx, s.js, nil, func(e *logv1.Event) error {
+	err := eventlog.Read(ctx, s.js, func(e *logv1.Event) error {
 		s.cache.Apply(e)
 		return nil
 	})

@@ -14,6 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/util/retry"
 
@@ -75,7 +76,8 @@ func TestEveryResourceIsKubeAPIServers(t *testing.T) {
 		if out, err := s.TryKubectl("", "get", r, "-A"); err != nil {
 			t.Errorf("get %s: %v\n%s", r, err, out)
 		}
-		if out, err := s.TryKubectl("", "explain", r); err != nil {
+		name, _, _ := strings.Cut(r, ".") // explain takes dots for fields
+		if out, err := s.TryKubectl("", "explain", name); err != nil {
 			t.Errorf("explain %s: %v\n%s", r, err, out)
 		}
 	}
@@ -113,8 +115,7 @@ func TestRacingWritersLoseNothing(t *testing.T) {
 	var wg sync.WaitGroup
 	for i := range writers {
 		wg.Go(func() {
-			backoff := retry.DefaultBackoff
-			backoff.Steps = 500
+			backoff := wait.Backoff{Duration: 2 * time.Millisecond, Factor: 1, Jitter: 10, Steps: 2000}
 			if err := retry.OnError(backoff, apierrors.IsConflict, func() error {
 				cm, err := c.Get(ctx, "race", metav1.GetOptions{})
 				if err != nil {
@@ -141,11 +142,13 @@ func TestRacingWritersLoseNothing(t *testing.T) {
 // An informer sees every change, and a consistent list sees every acknowledged write.
 func TestInformersAndConsistentLists(t *testing.T) {
 	s := harness.Up(t, "")
-	client, ctx := s.Client(), t.Context()
+	ctx, cancel := context.WithCancel(t.Context())
+	client := s.Client()
 	f := informers.NewSharedInformerFactory(client, 0)
 	lister, informer := f.Core().V1().ConfigMaps().Lister(), f.Core().V1().ConfigMaps().Informer()
 	f.Start(ctx.Done())
 	defer f.Shutdown()
+	defer cancel()
 	if !f.WaitForCacheSync(ctx.Done())[informerType] {
 		t.Fatal("the informer does not sync")
 	}
@@ -282,4 +285,3 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		})
 	}
 }
-

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"golang.org/x/net/websocket"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -93,7 +94,7 @@ func (c *call) list() {
 	}
 	ctx := c.req.Context()
 	stream, err := c.Watch.List(ctx, &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
-		ResourceVersionMatch: string(opts.ResourceVersionMatch), Limit: opts.Limit, Continue: opts.Continue})
+		ResourceVersionMatch: string(opts.ResourceVersionMatch), Limit: opts.Limit, Continue: opts.Continue}, grpc.WaitForReady(false))
 	var first *watchfanoutv1.ListChunk
 	if err == nil {
 		first, err = stream.Recv()
@@ -275,7 +276,7 @@ const acceptAfter = 50 * time.Millisecond
 func (c *call) copyFrames(ctx context.Context, r *watchfanoutv1.WatchRequest, each func(*watchfanoutv1.WatchFrame) error, accepted func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stream, err := c.Watch.Watch(ctx, r)
+	stream, err := c.Watch.Watch(ctx, r, grpc.WaitForReady(false))
 	if err != nil {
 		return err
 	}

@@ -35,15 +35,15 @@ func Encode(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, r *regis
 		objects[i] = obj
 	}
 	if r.GetOutput().GetAs().GetKind() == "Table" {
-		return rows(ctx, e, objects, r)
+		return rows(ctx, e, st, objects, r)
 	}
-	return convert(e, objects, r)
+	return convert(e, st, objects, r)
 }
 
-func convert(e *verbs.Endpoint, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+func convert(e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	resp := &registryv1.EncodeResponse{}
 	for _, obj := range objects {
-		internal, err := e.Convertor.ConvertToVersion(obj, e.Hub())
+		internal, err := e.Convertor.ConvertToVersion(obj, schema.GroupVersion{Group: st.Kind.Group, Version: runtime.APIVersionInternal})
 		if err != nil {
 			return nil, err
 		}
@@ -66,7 +66,7 @@ func convert(e *verbs.Endpoint, objects []runtime.Object, r *registryv1.EncodeRe
 	return resp, nil
 }
 
-func rows(ctx context.Context, e *verbs.Endpoint, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+func rows(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	convertor, ok := e.Storage.(rest.TableConvertor)
 	if !ok {
 		return nil, fmt.Errorf("%s has no table", e)
@@ -86,7 +86,7 @@ func rows(ctx context.Context, e *verbs.Endpoint, objects []runtime.Object, r *r
 		return nil, err
 	}
 	for _, obj := range objects {
-		internal, err := e.Convertor.ConvertToVersion(obj, e.Hub())
+		internal, err := e.Convertor.ConvertToVersion(obj, schema.GroupVersion{Group: st.Kind.Group, Version: runtime.APIVersionInternal})
 		if err != nil {
 			return nil, err
 		}

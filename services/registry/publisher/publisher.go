@@ -5,10 +5,12 @@ package publisher
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -49,6 +51,9 @@ type Publisher struct {
 	Identity string
 	// CompactionInterval is how long etcd keeps old revisions; 0: somebody else compacts.
 	CompactionInterval time.Duration
+
+	// published is the revision that the log has come to.
+	published atomic.Int64
 }
 
 // Run takes part in the election and publishes when elected, until ctx ends.
@@ -129,9 +134,12 @@ func (p *Publisher) publish(ctx context.Context) error {
 			if err := resp.Err(); err != nil {
 				return err
 			}
-			if err := p.follow(ctx, c, resp); err != nil {
+			if err := p.follow(ctx, c, resp); errors.Is(err, errUnknownPast) {
+				return p.reset(ctx, c)
+			} else if err != nil {
 				return err
 			}
+			p.published.Store(c.last.Revision)
 		}
 	}
 }
@@ -160,6 +168,9 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 	var out []*logv1.Event
 	for i, e := range events {
 		event, err := p.event(ctx, e)
+		if errors.Is(err, errUnknownPast) {
+			return err
+		}
 		if err != nil {
 			skipped.Inc()
 			slog.Error("An event cannot be decoded and is left out", "key", string(e.Kv.Key), "revision", revision, "error", err)
@@ -185,6 +196,10 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 	return nil
 }
 
+// errUnknownPast says that etcd has compacted what an object was before: who watched it with a selector cannot be told
+// whether it left. The log starts anew.
+var errUnknownPast = errors.New("etcd compacted the object's last state")
+
 // event decodes one etcd event; nil for a key of nothing served.
 func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (*logv1.Event, error) {
 	key := string(e.Kv.Key)
@@ -199,7 +214,7 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (*logv1.Event,
 	case e.Type == mvccpb.DELETE:
 		out.Type = logv1.Type_TYPE_DELETED
 		if e.PrevKv == nil {
-			return nil, fmt.Errorf("the deleted object is gone: etcd compacted revision %d", e.Kv.ModRevision-1)
+			return nil, errUnknownPast
 		}
 		obj, err = st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision) // its last state, at the revision of the deletion
 	case e.IsCreate():
@@ -220,7 +235,10 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (*logv1.Event,
 	if out.Object, err = st.Encode(obj); err != nil {
 		return nil, err
 	}
-	if out.Type == logv1.Type_TYPE_MODIFIED && e.PrevKv != nil {
+	if out.Type == logv1.Type_TYPE_MODIFIED && e.PrevKv == nil {
+		return nil, errUnknownPast
+	}
+	if out.Type == logv1.Type_TYPE_MODIFIED {
 		old, err := st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision)
 		if err != nil {
 			return nil, err
@@ -247,7 +265,9 @@ func (p *Publisher) reset(ctx context.Context, c *chain) error {
 	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: resp.Header.Revision}); err != nil {
 		return err
 	}
-	if err := c.flush(ctx); err != nil {
+	flushing, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	if err := c.flush(flushing); err != nil {
 		return err
 	}
 	return errors.New("the log was reset")
@@ -265,7 +285,7 @@ func (p *Publisher) open(ctx context.Context) (*chain, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &chain{js: p.JS, last: last, failed: make(chan error, 1), nonce: p.Identity + strconv.FormatInt(time.Now().UnixNano(), 36)}
+	c := &chain{js: p.JS, last: last, failed: make(chan error, 1), nonce: rand.Text()[:8] + "-"}
 	current, err := p.Storage.Client.Client.Get(openCtx, ElectionKey)
 	if err != nil {
 		return nil, err
@@ -299,7 +319,7 @@ func (p *Publisher) compact(ctx context.Context) {
 		if err != nil {
 			continue
 		}
-		if before > 0 {
+		if before = min(before, p.published.Load()); before > 0 { // never what is not in the log yet
 			if _, err := p.Storage.Client.Compact(ctx, before); err != nil {
 				slog.Warn("Compaction failed", "revision", before, "error", err)
 			}
@@ -313,7 +333,7 @@ type chain struct {
 	js    jetstream.JetStream
 	last  eventlog.ID
 	nonce string
-	marks int
+	sent  int
 	// begin: the next message is the first that expects no id but a sequence.
 	begin          bool
 	expectSequence uint64
@@ -327,8 +347,8 @@ func (c *chain) send(e *logv1.Event) error {
 	if err != nil {
 		return err
 	}
-	c.marks++
-	id := eventlog.IDOf(e, c.nonce+strconv.Itoa(c.marks))
+	c.sent++
+	id := eventlog.IDOf(e, c.nonce+strconv.Itoa(c.sent))
 	opts := []jetstream.PublishOpt{jetstream.WithMsgID(id.String())}
 	if c.begin {
 		opts, c.begin = append(opts, jetstream.WithExpectLastSequence(c.expectSequence)), false

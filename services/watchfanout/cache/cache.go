@@ -4,9 +4,11 @@ package cache
 
 import (
 	"context"
+	"slices"
 	"sort"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/google/btree"
 
@@ -23,8 +25,6 @@ type Item struct {
 	Labels, Fields  map[string]string
 	// JSON has no apiVersion and kind; Protobuf has no envelope.
 	JSON, Protobuf []byte
-
-	derived derived
 }
 
 // Size is the memory that the item's bytes take.
@@ -42,33 +42,39 @@ type Event struct {
 	frames derived
 }
 
-// derived keeps what was made of an item or an event, so that it is made once for all who want it.
+// derived keeps what was made of an event, so that it is made once for all who want it.
 type derived struct {
 	mu   sync.Mutex
-	made []made
+	made []*made
 }
 
 type made struct {
 	key   any
+	done  chan struct{}
 	bytes []byte
+	err   error
 }
 
-func (d *derived) get(key any, make func() ([]byte, error)) ([]byte, error) {
+// get makes what is not there. Who wants the same waits for it; who wants something else does not.
+func (d *derived) get(key any, build func() ([]byte, error)) ([]byte, error) {
 	d.mu.Lock()
-	defer d.mu.Unlock()
 	for _, m := range d.made {
 		if m.key == key {
-			return m.bytes, nil
+			d.mu.Unlock()
+			<-m.done
+			return m.bytes, m.err
 		}
 	}
-	b, err := make()
-	if err == nil {
-		d.made = append(d.made, struct {
-			key   any
-			bytes []byte
-		}{key, b})
+	m := &made{key: key, done: make(chan struct{})}
+	d.made = append(d.made, m)
+	d.mu.Unlock()
+	defer close(m.done)
+	if m.bytes, m.err = build(); m.err != nil { // the next one tries again
+		d.mu.Lock()
+		d.made = slices.DeleteFunc(d.made, func(o *made) bool { return o == m })
+		d.mu.Unlock()
 	}
-	return b, err
+	return m.bytes, m.err
 }
 
 // Frame is a frame of the event, made at most once for each key.
@@ -142,7 +148,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 	defer c.mu.Unlock()
 	switch {
 	case e.Type == logv1.Type_TYPE_RESET:
-		c.reset(max(e.Revision, c.progress))
+		c.reset(e.Revision)
 		return
 	case !c.started:
 		c.started = true
@@ -158,7 +164,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 		c.advance(e.Revision)
 		return
 	}
-	if e.Revision <= c.progress { // the log is being read again from its beginning
+	if e.Revision <= c.progress { // published again, after the log had lost its end
 		return
 	}
 	c.pending = append(c.pending, e)
@@ -185,11 +191,13 @@ func (c *Cache) reset(revision int64) {
 	c.started, c.low, c.pending = true, revision, nil
 	for _, r := range c.resources {
 		r.tree, r.snapshot, r.bytes = nil, nil, 0
-		r.base += int64(len(r.ring))
+		r.base += int64(len(r.ring)) + 1 // also who has seen every event is past the end of what can be followed
 		r.ring, r.ringBytes, r.low = nil, 0, revision
 		r.notify()
 	}
-	c.advance(revision)
+	c.progress = revision // it may be less than before: etcd was restored from a backup
+	close(c.advanced)
+	c.advanced = make(chan struct{})
 }
 
 func eventOf(p *logv1.Event) *Event {
@@ -219,7 +227,7 @@ func (r *Resource) apply(e *Event) {
 	}
 	r.ring = append(r.ring, e)
 	r.ringBytes += e.Item.Size()
-	for r.ringBytes > r.cache.RingBytes && len(r.ring) > 1 {
+	for len(r.ring) > 1 && (r.ringBytes > r.cache.RingBytes || r.ring[0].Revision == r.low) { // a revision goes whole
 		first := r.ring[0]
 		r.low = first.Revision
 		r.ringBytes -= first.Item.Size()
@@ -321,8 +329,13 @@ func (r *Resource) Snapshot(ctx context.Context, source func(ctx context.Context
 	}
 }
 
+// loadTimeout bounds the reading of one resource.
+const loadTimeout = time.Minute
+
 // load reads a snapshot and adds the events that came after it.
 func (r *Resource) load(ctx context.Context, l *load, source func(context.Context, string) ([]*registryv1.Row, int64, error), wait func(context.Context, int64) error) {
+	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+	defer cancel()
 	rows, revision, err := source(ctx, r.Name)
 	if err == nil {
 		err = wait(ctx, revision) // the log must have passed the snapshot, lest the cache be newer than it says
@@ -386,7 +399,7 @@ func (r *Resource) Next(cur Cursor, n int) (events []*Event, next Cursor, progre
 	if end < len(r.ring) {
 		progress = 0 // more is to come
 	}
-	return r.ring[start:end:end], Cursor{cur.sequence + int64(end-start)}, progress, r.changed, true
+	return slices.Clone(r.ring[start:end]), Cursor{cur.sequence + int64(end-start)}, progress, r.changed, true
 }
 
 // Status is what an operator sees of one resource.
