@@ -280,11 +280,12 @@ func (r *reader) watch(ctx context.Context, stop func()) {
 			return
 		case <-time.After(watchdog):
 		}
+		read := r.sequence.Load() // before the stream is asked: it only grows
 		one, cancel := context.WithTimeout(ctx, watchdog)
 		stream, err := r.js.Stream(one, StreamName)
 		cancel()
 		if err == nil {
-			if i := stream.CachedInfo(); !i.Created.Equal(created) || i.State.LastSeq < r.sequence.Load() {
+			if i := stream.CachedInfo(); !i.Created.Equal(created) || i.State.LastSeq < read {
 				stop()
 				return
 			}

@@ -185,7 +185,8 @@ func TestInformersAndConsistentLists(t *testing.T) {
 // A revoked permission is gone at once, though decisions are cached.
 func TestARevokedPermissionIsGoneAtOnce(t *testing.T) {
 	s := harness.Up(t, "")
-	s.Kubectl("create", "clusterrolebinding", "bob", "--clusterrole=view", "--user=bob")
+	s.Kubectl("create", "clusterrole", "reader", "--verb=list", "--resource=configmaps")
+	s.Kubectl("create", "clusterrolebinding", "bob", "--clusterrole=reader", "--user=bob")
 	bob := s.Config()
 	bob.Impersonate.UserName = "bob"
 	c := clientFor(t, bob)

@@ -154,6 +154,7 @@ func start(t testing.TB, form, dir string, flags []string) *Server {
 	if s.Port == 0 {
 		s.Port = FreePort(t)
 	}
+	_ = os.Remove(filepath.Join(dir, form+".log")) // an earlier run's says that it was ready
 	args := append([]string{form, "--data-dir", dir, "--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(s.Port)}, flags...)
 	s.process = Start(t, dir, form, Watershed(), args...)
 	s.waitFor("Ready after")

@@ -1,0 +1,80 @@
+package config
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/spf13/pflag"
+)
+
+func flags() (*pflag.FlagSet, *int, *[]string) {
+	fs := pflag.NewFlagSet("t", pflag.ContinueOnError)
+	return fs, fs.Int("secure-port", 6443, ""), fs.StringSlice("etcd-servers", nil, "")
+}
+
+func file(t *testing.T, text string) string {
+	path := filepath.Join(t.TempDir(), "c.yaml")
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestPrecedence(t *testing.T) {
+	path := file(t, "secure-port: 1\netcd-servers: [a, b]\n")
+	for name, c := range map[string]struct {
+		args []string
+		env  string
+		want int
+	}{
+		"default":                 {nil, "", 6443},
+		"file over default":       {[]string{"--config", path}, "", 1},
+		"environment over file":   {[]string{"--config", path}, "2", 2},
+		"flag over environment":   {[]string{"--config", path, "--secure-port=3"}, "2", 3},
+		"environment, no file":    {nil, "2", 2},
+		"flag over all, no files": {[]string{"--secure-port", "3"}, "2", 3},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if c.env != "" {
+				t.Setenv("WATERSHED_SECURE_PORT", c.env)
+			}
+			fs, port, _ := flags()
+			if err := Load(fs, c.args); err != nil || *port != c.want {
+				t.Errorf("port %d, want %d (%v)", *port, c.want, err)
+			}
+		})
+	}
+}
+
+func TestListsComeFromFiles(t *testing.T) {
+	fs, _, servers := flags()
+	if err := Load(fs, []string{"--config", file(t, "etcd-servers: [a, b]\n")}); err != nil || strings.Join(*servers, "+") != "a+b" {
+		t.Errorf("%v (%v)", *servers, err)
+	}
+}
+
+func TestErrorsNameWhatIsWrong(t *testing.T) {
+	for text, wants := range map[string][]string{
+		"secureport: 1\n":     {`"secureport"`, `did you mean "secure-port"`},
+		"secure-port: many\n": {`"secure-port"`, `"many"`},
+		"a: [\n":              {"c.yaml"},
+	} {
+		fs, _, _ := flags()
+		err := Load(fs, []string{"--config", file(t, text)})
+		if err == nil {
+			t.Errorf("%q is taken", text)
+			continue
+		}
+		for _, w := range wants {
+			if !strings.Contains(err.Error(), w) {
+				t.Errorf("%q: no %s in %v", text, w, err)
+			}
+		}
+	}
+	fs, _, _ := flags()
+	if err := Load(fs, []string{"stray"}); err == nil || !strings.Contains(err.Error(), "stray") {
+		t.Errorf("got %v", err)
+	}
+}

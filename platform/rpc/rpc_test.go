@@ -1,0 +1,152 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"io"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+type fake struct {
+	registryv1.UnimplementedRegistryServer
+	get   func(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error)
+	write func(grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error
+}
+
+func (f *fake) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+	return f.get(ctx, r)
+}
+
+func (f *fake) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+	return f.write(s)
+}
+
+func clientOf(f *fake) registryv1.RegistryClient {
+	p := NewInProcess()
+	registryv1.RegisterRegistryServer(p, f)
+	return registryv1.NewRegistryClient(p)
+}
+
+func TestInProcessCallsShareMessages(t *testing.T) {
+	body := []byte("large")
+	c := clientOf(&fake{get: func(_ context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+		return &registryv1.ObjectResponse{Body: body, Code: int32(len(r.Name))}, nil
+	}})
+	resp, err := c.Get(t.Context(), &registryv1.GetRequest{Name: "abc"})
+	if err != nil || resp.Code != 3 || &resp.Body[0] != &body[0] {
+		t.Errorf("got %v, %v; the body must be the same memory", resp, err)
+	}
+}
+
+func TestAnAPIErrorCrossesWhole(t *testing.T) {
+	want := apierrors.NewInvalid(schema.GroupKind{Group: "apps", Kind: "Deployment"}, "web", field.ErrorList{field.Required(field.NewPath("spec"), "say it")})
+	c := clientOf(&fake{get: func(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) { return nil, want }})
+	_, err := c.Get(t.Context(), &registryv1.GetRequest{})
+	var got *apierrors.StatusError
+	if !errors.As(FromStatus(err), &got) || got.ErrStatus.Code != 422 || len(got.ErrStatus.Details.Causes) != 1 || got.Error() != want.Error() {
+		t.Errorf("%v came out as %v", want, FromStatus(err))
+	}
+}
+
+func TestALostPeerIsAServiceToRetry(t *testing.T) {
+	err := FromStatus(status.Error(codes.Unavailable, "gone"))
+	if seconds, ok := apierrors.SuggestsClientDelay(err); !apierrors.IsServiceUnavailable(err) || !ok || seconds < 1 {
+		t.Errorf("%v must be a 503 with Retry-After", err)
+	}
+}
+
+func TestAPanicIsAnError(t *testing.T) {
+	c := clientOf(&fake{get: func(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) { panic("boom") }})
+	if _, err := c.Get(t.Context(), &registryv1.GetRequest{}); status.Code(err) != codes.Internal {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestInProcessStreamsAskAndAnswer(t *testing.T) {
+	c := clientOf(&fake{write: func(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+		for {
+			m, err := s.Recv()
+			if errors.Is(err, io.EOF) {
+				return nil
+			}
+			if err != nil {
+				return err
+			}
+			if err := s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: &registryv1.ObjectResponse{Body: m.GetRequest().Body}}}); err != nil {
+				return err
+			}
+		}
+	}})
+	s, err := c.Write(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, text := range []string{"a", "b"} {
+		if err := s.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: &registryv1.WriteRequest{Body: []byte(text)}}}); err != nil {
+			t.Fatal(err)
+		}
+		m, err := s.Recv()
+		if err != nil || string(m.GetResult().Body) != text {
+			t.Errorf("sent %q, got %v, %v", text, m, err)
+		}
+	}
+	if err := s.CloseSend(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Recv(); !errors.Is(err, io.EOF) {
+		t.Errorf("after the end: %v", err)
+	}
+}
+
+// What was sent before a stream failed arrives before its error.
+func TestInProcessErrorsComeLast(t *testing.T) {
+	c := clientOf(&fake{write: func(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+		for range streamBuffer {
+			if err := s.Send(&registryv1.WriteReply{}); err != nil {
+				return err
+			}
+		}
+		return apierrors.NewConflict(schema.GroupResource{Resource: "x"}, "y", errors.New("z"))
+	}})
+	s, err := c.Write(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range streamBuffer {
+		if _, err := s.Recv(); err != nil {
+			t.Fatalf("message %d: %v", i, err)
+		}
+	}
+	if _, err := s.Recv(); !apierrors.IsConflict(FromStatus(err)) {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestACancelledStreamEndsItsHandler(t *testing.T) {
+	ended := make(chan struct{})
+	c := clientOf(&fake{write: func(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+		defer close(ended)
+		_, err := s.Recv()
+		return err
+	}})
+	ctx, cancel := context.WithCancel(t.Context())
+	if _, err := c.Write(ctx); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	select {
+	case <-ended:
+	case <-time.After(5 * time.Second):
+		t.Error("the handler runs on")
+	}
+}

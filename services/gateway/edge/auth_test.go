@@ -1,0 +1,69 @@
+package edge
+
+import (
+	"context"
+	"testing"
+
+	"google.golang.org/grpc"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+)
+
+type policy struct {
+	authzv1.AuthzClient
+	answer *authzv1.AuthorizeResponse
+	asked  int
+}
+
+func (p *policy) Authorize(context.Context, *authzv1.AuthorizeRequest, ...grpc.CallOption) (*authzv1.AuthorizeResponse, error) {
+	p.asked++
+	return p.answer, nil
+}
+
+func asking(name, verb string) authorizer.Attributes {
+	return authorizer.AttributesRecord{User: &user.DefaultInfo{Name: name}, Verb: verb, ResourceRequest: true, Resource: "pods"}
+}
+
+func TestDecisionsAreKeptUntilThePolicyMoves(t *testing.T) {
+	p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a"}}
+	a := &Authorizer{Client: p}
+	ask := func(want int, why string) {
+		t.Helper()
+		if d, _, err := a.Authorize(t.Context(), asking("bob", "get")); d != authorizer.DecisionAllow || err != nil {
+			t.Fatalf("%v %v", d, err)
+		}
+		if p.asked != want {
+			t.Errorf("%s: asked %d times, want %d", why, p.asked, want)
+		}
+	}
+	ask(1, "the first")
+	ask(2, "nothing is kept before the generation is known")
+	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"})
+	ask(3, "the first of the generation")
+	ask(3, "kept")
+	a.moved(&authzv1.Generation{Generation: 6, Replica: "a"})
+	ask(4, "the policy moved")
+	ask(5, "made at an older generation, so not kept")
+	p.answer.Generation, p.answer.Replica = 9, "b"
+	ask(6, "another replica's")
+	ask(7, "another replica's generations mean nothing here")
+	a.moved(nil)
+	p.answer.Replica = "a"
+	ask(8, "nobody tells of changes")
+	ask(9, "so nothing is kept")
+}
+
+func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
+	seen := map[string]authorizer.Attributes{}
+	for _, r := range []authorizer.Attributes{asking("bob", "get"), asking("bob", "list"), asking("bo", "bget"), asking("", "bobget"),
+		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob", Groups: []string{"get"}}, ResourceRequest: true, Resource: "pods"},
+		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob"}, Verb: "get", Path: "/x"}} {
+		k := keyOf(r)
+		if other, ok := seen[k]; ok {
+			t.Errorf("%v and %v are kept as one", r, other)
+		}
+		seen[k] = r
+	}
+}

@@ -1,0 +1,103 @@
+package frame
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
+)
+
+func item(name string) metav1.PartialObjectMetadata {
+	return metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: name, ResourceVersion: "5", Annotations: map[string]string{"a": `} " \ {`}}}
+}
+
+// The bytes are those that Kubernetes' own serializer writes.
+func TestAProtobufListIsKubernetesOwn(t *testing.T) {
+	remaining := int64(7)
+	want := &metav1.PartialObjectMetadataList{TypeMeta: metav1.TypeMeta{Kind: "PartialObjectMetadataList", APIVersion: "meta.k8s.io/v1"},
+		ListMeta: metav1.ListMeta{ResourceVersion: "12", Continue: "abc", RemainingItemCount: &remaining}, Items: []metav1.PartialObjectMetadata{item("a"), item("b")}}
+	scheme := runtime.NewScheme()
+	if err := metav1.AddMetaToScheme(scheme); err != nil {
+		t.Fatal(err)
+	}
+	s := protobuf.NewSerializer(scheme, scheme)
+	var expected bytes.Buffer
+	if err := s.Encode(want, &expected); err != nil {
+		t.Fatal(err)
+	}
+	l := &List{Kind: "PartialObjectMetadataList", APIVersion: "meta.k8s.io/v1", Revision: 12, Continue: "abc", Remaining: &remaining}
+	var body []byte
+	size := 0
+	for i := range want.Items {
+		m, err := want.Items[i].Marshal()
+		if err != nil {
+			t.Fatal(err)
+		}
+		size += FieldLen(len(m))
+		body = append(ItemHead(body, len(m)), m...)
+	}
+	got := append(append(l.HeadProtobuf(size), body...), TailProtobuf...)
+	if !bytes.Equal(got, expected.Bytes()) {
+		t.Errorf("got\n%x\nwant\n%x", got, expected.Bytes())
+	}
+	if _, _, err := s.Decode(got, &schema.GroupVersionKind{}, nil); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestMetadataIsCutOutOfEitherEncoding(t *testing.T) {
+	p := item("x")
+	body, err := json.Marshal(map[string]any{"metadata": p.ObjectMeta, "spec": map[string]any{"metadata": "other"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m, err := MetadataJSON(body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got metav1.PartialObjectMetadata
+	if err := json.Unmarshal(append(append([]byte{'{'}, m...), '}'), &got); err != nil || got.Annotations["a"] != `} " \ {` {
+		t.Errorf("%s: %v", m, err)
+	}
+	message, err := p.Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cut, err := MetadataProtobuf(append(message, 0x12, 1, 'x'))
+	if err != nil || !bytes.Equal(cut, message) {
+		t.Errorf("%x, %v", cut, err)
+	}
+	for _, bad := range []string{"", "{}", `{"spec":{}}`, `{"metadata":{"a":`} {
+		if m, err := MetadataJSON([]byte(bad)); err == nil {
+			t.Errorf("%q gives %q", bad, m)
+		}
+	}
+}
+
+func TestWatchFramesDecode(t *testing.T) {
+	f := WatchProtobuf("ADDED", Envelope("Pod", "v1", []byte{0x0a, 0}))
+	if n := binary.BigEndian.Uint32(f); int(n) != len(f)-4 {
+		t.Errorf("the length says %d of %d", n, len(f)-4)
+	}
+	var e metav1.WatchEvent
+	if err := e.Unmarshal(f[4:]); err != nil || e.Type != "ADDED" || !bytes.HasPrefix(e.Object.Raw, []byte("k8s\x00")) {
+		t.Errorf("%v %v", e, err)
+	}
+	j := WatchJSON("BOOKMARK", Object(nil, "Pod", "v1", append(append([]byte{'{'}, BookmarkMeta(9, true)...), '}')))
+	var w struct {
+		Type   string
+		Object metav1.PartialObjectMetadata
+	}
+	if err := json.Unmarshal(j, &w); err != nil || w.Type != "BOOKMARK" || w.Object.Kind != "Pod" || w.Object.ResourceVersion != "9" || w.Object.Annotations["k8s.io/initial-events-end"] != "true" {
+		t.Errorf("%s: %v", j, err)
+	}
+	var p metav1.PartialObjectMetadata
+	if err := p.Unmarshal(BookmarkProtobuf(9, true)); err != nil || p.ResourceVersion != "9" || p.Annotations["k8s.io/initial-events-end"] != "true" {
+		t.Errorf("%v %v", p, err)
+	}
+}

@@ -1,0 +1,73 @@
+// Package rules holds the structure to what docs/architecture.md says of it.
+package rules
+
+import (
+	"os/exec"
+	"strings"
+	"testing"
+
+	"watershed.dev/test/harness"
+)
+
+// deps lists every package that a module's packages import, directly or not.
+func deps(t *testing.T, dir string) []string {
+	t.Helper()
+	cmd := exec.Command("go", "list", "-deps", "./...")
+	cmd.Dir = harness.Root() + "/" + dir
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("go list in %s: %v", dir, err)
+	}
+	return strings.Fields(string(out))
+}
+
+func TestModulesImportOnlyWhatTheyMay(t *testing.T) {
+	for dir, never := range map[string][]string{
+		"services/watchfanout": {"k8s.io/kubernetes", "k8s.io/api/", "k8s.io/apiserver", "k8s.io/client-go", "go.etcd.io/etcd"},
+		"services/gateway":     {"k8s.io/kubernetes", "go.etcd.io/etcd/server", "github.com/nats-io"},
+		"services/authn":       {"github.com/nats-io"},
+		"services/authz":       {"github.com/nats-io"},
+		"services/admission":   {"github.com/nats-io"},
+		"platform":             {"k8s.io/kubernetes", "go.etcd.io/etcd"},
+		"proto":                {"k8s.io/"},
+	} {
+		t.Run(dir, func(t *testing.T) {
+			for _, p := range deps(t, dir) {
+				for _, n := range never {
+					if strings.HasPrefix(p, n) {
+						t.Errorf("%s imports %s", dir, p)
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestNoServiceImportsAnother(t *testing.T) {
+	services := []string{"gateway", "authn", "authz", "admission", "registry", "watchfanout"}
+	for _, s := range services {
+		for _, p := range deps(t, "services/"+s) {
+			rest, ok := strings.CutPrefix(p, "watershed.dev/services/")
+			if ok && strings.SplitN(rest, "/", 2)[0] != s {
+				t.Errorf("%s imports %s", s, p)
+			}
+		}
+	}
+}
+
+// Only registry's own packages open a connection to etcd: nothing else of ours imports its client.
+func TestOnlyRegistryOpensEtcd(t *testing.T) {
+	for _, dir := range []string{"services/gateway", "services/authn", "services/authz", "services/admission", "services/watchfanout", "platform"} {
+		cmd := exec.Command("go", "list", "-f", "{{.ImportPath}}: {{join .Imports \" \"}}", "./...")
+		cmd.Dir = harness.Root() + "/" + dir
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, line := range strings.Split(string(out), "\n") {
+			if strings.Contains(line, "go.etcd.io/etcd/client") || strings.Contains(line, "storagebackend") {
+				t.Errorf("%s", line)
+			}
+		}
+	}
+}
