@@ -30,7 +30,8 @@ test: lint unit e2e ## what CI runs
 lint: ## formatting, vet and staticcheck
 	@test -z "$$(gofmt -l proto platform services cmd test)" || { gofmt -l proto platform services cmd test; echo 'run gofmt -w on these'; exit 1; }
 	go vet $(PACKAGES) ./test/...
-	go tool -modfile=proto/tools/go.mod staticcheck $(PACKAGES)
+	cd proto/tools && GOWORK=off go build -o ../../.build/bin/staticcheck honnef.co/go/tools/cmd/staticcheck
+	.build/bin/staticcheck $(PACKAGES)
 
 unit: ## unit tests with the race detector where things are concurrent
 	go test -race ./platform/... ./services/watchfanout/... ./services/gateway/...

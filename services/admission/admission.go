@@ -61,8 +61,6 @@ type Service struct {
 	admissionv1.UnimplementedAdmissionServer
 	chain     admission.Interface
 	informers informers.SharedInformerFactory
-	hooks     map[string]genericapiserver.PostStartHookConfigEntry
-	loopback  *rest.Config
 	synced    atomic.Bool
 	interests *interests
 }
@@ -90,7 +88,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{informers: informers.NewSharedInformerFactory(client, 10*time.Minute), loopback: rc}
+	s := &Service{informers: informers.NewSharedInformerFactory(client, 10*time.Minute)}
 	initializers, err := s.initializers(rc)
 	if err != nil {
 		return nil, err

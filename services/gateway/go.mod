@@ -12,6 +12,7 @@ require (
 	k8s.io/client-go v0.36.3
 	k8s.io/component-base v0.36.3
 	k8s.io/kube-aggregator v0.36.3
+	k8s.io/streaming v0.36.3
 	watershed.dev/platform v0.0.0
 	watershed.dev/proto v0.0.0
 )

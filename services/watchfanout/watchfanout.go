@@ -63,9 +63,9 @@ type Service struct {
 }
 
 type metrics struct {
-	watchers            prometheus.Gauge
-	delivered, lists    *prometheus.CounterVec
-	progress, lagMillis prometheus.GaugeFunc
+	watchers         prometheus.Gauge
+	delivered, lists *prometheus.CounterVec
+	progress         prometheus.GaugeFunc
 }
 
 // New builds a replica. It begins to serve when it has read the log to its end.

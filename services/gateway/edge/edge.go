@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
-	"golang.org/x/net/http2"
 	"golang.org/x/sys/unix"
 	metainternalversion "k8s.io/apimachinery/pkg/apis/meta/internalversion"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -168,8 +167,7 @@ func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 
 // Server serves HTTPS.
 type Server struct {
-	config  *Config
-	handler http.Handler
+	config *Config
 	// Stopping is closed when the server begins to shut down.
 	Stopping chan struct{}
 	InFlight *waitgroup.SafeWaitGroup
@@ -193,11 +191,9 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	if err != nil {
 		return fmt.Errorf("--secure-port %d: %w", c.SecurePort, err)
 	}
-	srv := &http.Server{Handler: h, TLSConfig: conf, MaxHeaderBytes: 1 << 20, IdleTimeout: 90 * time.Second, ReadHeaderTimeout: 32 * time.Second, ErrorLog: quiet()}
-	if err := http2.ConfigureServer(srv, &http2.Server{IdleTimeout: 90 * time.Second, MaxConcurrentStreams: c.HTTP2MaxStreams,
-		MaxUploadBufferPerStream: 256 << 10, MaxUploadBufferPerConnection: int32(min(int64(c.HTTP2MaxStreams)*256<<10, 1<<30))}); err != nil {
-		return err
-	}
+	srv := &http.Server{Handler: h, TLSConfig: conf, MaxHeaderBytes: 1 << 20, IdleTimeout: 90 * time.Second, ReadHeaderTimeout: 32 * time.Second, ErrorLog: quiet(),
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: int(c.HTTP2MaxStreams), MaxReceiveBufferPerStream: 256 << 10,
+			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*256<<10, 1<<30))}}
 	ended := make(chan error, 1)
 	go func() { ended <- srv.ServeTLS(l, "", "") }()
 	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())

@@ -57,7 +57,8 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 	namer := apiopenapi.NewDefinitionNamer(legacyscheme.Scheme, apiextensionsapiserver.Scheme, aggregatorscheme.Scheme)
 	get := utilopenapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(definitionsOf)
 	d := &documents{groups: groups, made: map[string]any{}, v3: genericapiserver.DefaultOpenAPIV3Config(get, namer), v2: genericapiserver.DefaultOpenAPIConfig(get, namer)}
-	d.v2.GetOperationIDAndTags, d.v3.GetOperationIDAndTags = nil, nil // for go-restful's routes
+	//lint:ignore SA1019 upstream sets it, for go-restful's routes; it must not be set for ours
+	d.v2.GetOperationIDAndTags, d.v3.GetOperationIDAndTags = nil, nil
 	d.v2.GetOperationIDAndTagsFromRoute, d.v3.GetOperationIDAndTagsFromRoute = operationID, operationID
 	d.v2.Info.Title, d.v3.Info.Title = "Kubernetes", "Kubernetes"
 	d.v2.Info.Version, d.v3.Info.Version = version.Get().GitVersion, version.Get().GitVersion
