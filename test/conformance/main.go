@@ -1,0 +1,162 @@
+// Command conformance runs the upstream e2e suite's conformance specs of sig-api-machinery, sig-apps, sig-auth, sig-cli,
+// sig-instrumentation and sig-scheduling, one process a spec, against kube-apiserver and against Watershed, each with
+// kube-controller-manager, kube-scheduler and kwok's nodes, and writes both result lists side by side.
+//
+// No spec is left out. kwok runs no containers, so those that need one fail or time out on both; the real node comes
+// with the API surface's own suite.
+package main
+
+import (
+	"bytes"
+	"context"
+	_ "embed"
+	"flag"
+	"fmt"
+	"log"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"watershed.dev/test/harness"
+)
+
+//go:embed specs.txt
+var specs string
+
+var (
+	_         = flag.String("bin", "", "Where the peers are; the harness knows, this is for show.")
+	_         = flag.String("watershed", "", "Likewise.")
+	out       = flag.String("out", "../.build/conformance", "Where results and the output of failed specs go.")
+	workers   = flag.Int("workers", 3, "Specs at a time; [Serial] ones run alone.")
+	limit     = flag.Duration("timeout", 3*time.Minute, "How long one spec may take.")
+	only      = flag.String("run", "", "A regular expression of specs to run.")
+	reference = flag.Bool("reference", true, "Run kube-apiserver too.")
+)
+
+func main() {
+	testing.Init()
+	flag.Parse()
+	if err := os.MkdirAll(*out, 0o755); err != nil {
+		log.Fatal(err)
+	}
+	var list []string
+	for _, s := range strings.Split(strings.TrimSpace(specs), "\n") {
+		if regexp.MustCompile(*only).MatchString(s) {
+			list = append(list, s)
+		}
+	}
+	results := map[string]map[string]string{}
+	// The harness belongs to tests: each server is one, so that all that it starts is gone when it ends.
+	var tests []testing.InternalTest
+	add := func(name string, start func(testing.TB) *harness.Server) {
+		tests = append(tests, testing.InternalTest{Name: name, F: func(t *testing.T) {
+			s := start(t)
+			s.Controllers()
+			harness.Eventually(t, time.Minute, func() error {
+				out, err := s.TryKubectl("", "get", "nodes")
+				if err != nil || strings.Count(out, " Ready ") != 3 {
+					return fmt.Errorf("%v: %s", err, out)
+				}
+				return nil
+			})
+			results[name] = run(name, s.Kubeconfig, list)
+		}})
+	}
+	if *reference {
+		add("kube-apiserver", harness.Oracle)
+	}
+	add("watershed", func(t testing.TB) *harness.Server {
+		return harness.Up(t, "", "--max-requests-inflight=3000", "--max-mutating-requests-inflight=1000")
+	})
+	testing.RunTests(func(string, string) (bool, error) { return true, nil }, tests)
+	report(list, results)
+}
+
+func run(server, kubeconfig string, list []string) map[string]string {
+	results := map[string]string{}
+	var mu sync.Mutex
+	one := func(spec string) {
+		at := time.Now()
+		verdict := runSpec(server, kubeconfig, spec)
+		mu.Lock()
+		defer mu.Unlock()
+		results[spec] = verdict
+		fmt.Printf("%-15s %-7s %6.1fs  %s\n", server, verdict, time.Since(at).Seconds(), spec)
+	}
+	work := make(chan string)
+	var wg sync.WaitGroup
+	for range *workers {
+		wg.Go(func() {
+			for s := range work {
+				one(s)
+			}
+		})
+	}
+	for _, s := range list {
+		if !strings.Contains(s, "[Serial]") {
+			work <- s
+		}
+	}
+	close(work)
+	wg.Wait()
+	for _, s := range list {
+		if strings.Contains(s, "[Serial]") {
+			one(s)
+		}
+	}
+	return results
+}
+
+// runSpec runs one spec in a process of its own.
+func runSpec(server, kubeconfig, spec string) string {
+	ctx, cancel := context.WithTimeout(context.Background(), *limit)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, harness.Peer("e2e.test"), "--ginkgo.no-color", "--ginkgo.focus", strings.ReplaceAll(regexp.QuoteMeta(spec), `\ `, " "),
+		"--provider=skeleton", "--disable-log-dump", "--kubeconfig", kubeconfig, "--allowed-not-ready-nodes=-1")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGINT) }
+	cmd.WaitDelay = 10 * time.Second
+	output, err := cmd.CombinedOutput()
+	switch {
+	case err == nil && bytes.Contains(output, []byte(" Passed")) && !bytes.Contains(output, []byte(" 0 Passed")):
+		return "pass"
+	case ctx.Err() != nil:
+		keep(server, spec, output)
+		return "timeout"
+	}
+	keep(server, spec, output)
+	return "fail"
+}
+
+func keep(server, spec string, output []byte) {
+	name := regexp.MustCompile(`[^A-Za-z0-9]+`).ReplaceAllString(spec, "_")
+	dir := filepath.Join(*out, server)
+	_ = os.MkdirAll(dir, 0o755)
+	_ = os.WriteFile(filepath.Join(dir, name[:min(len(name), 150)]+".log"), output[max(0, len(output)-30000):], 0o644)
+}
+
+func report(list []string, results map[string]map[string]string) {
+	var b strings.Builder
+	fmt.Fprintf(&b, "kube-apiserver\twatershed\tspec\n")
+	count := map[string]int{}
+	for _, s := range list {
+		ref, ours := results["kube-apiserver"][s], results["watershed"][s]
+		fmt.Fprintf(&b, "%s\t%s\t%s\n", ref, ours, s)
+		count["kube-apiserver "+ref]++
+		count["watershed "+ours]++
+		if ref == "pass" && ours != "pass" {
+			count["pass on kube-apiserver alone"]++
+		}
+	}
+	path := filepath.Join(*out, "results.tsv")
+	if err := os.WriteFile(path, []byte(b.String()), 0o644); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(count, "in", path)
+}
