@@ -174,7 +174,7 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
 	defer s.informers.Shutdown()
 	p := &publisher.Publisher{Storage: s.store, Log: &s.config.Log, NATS: s.nats, JS: s.js, Identity: s.identity, CompactionInterval: s.config.Storage.CompactionInterval}
-	l := &loops.Loops{Options: s.config.Loops, Client: s.client, Loopback: s.loopback.config(), Informers: s.informers, Hooks: s.set.Hooks,
+	l := &loops.Loops{Options: s.config.Loops, Client: s.client, Loopback: s.loopback.config(), Informers: s.informers, Hooks: s.set.Hooks, Groups: s.set.Groups,
 		Storage: s.store, APIs: &s.config.APIs, Identity: s.identity}
 	if err := l.Prepare(); err != nil {
 		return err

@@ -85,7 +85,7 @@ func TestEveryResourceIsKubeAPIServers(t *testing.T) {
 
 func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
 	s, oracle := harness.Up(t, ""), harness.Oracle(t)
-	for _, r := range []string{"namespaces", "priorityclasses", "clusterroles", "clusterrolebindings", "flowschemas", "prioritylevelconfigurations", "servicecidrs"} {
+	for _, r := range []string{"namespaces", "priorityclasses", "clusterroles", "clusterrolebindings", "flowschemas", "prioritylevelconfigurations", "servicecidrs", "apiservices"} {
 		harness.Eventually(t, 20*time.Second, func() error {
 			want, got := oracle.Kubectl("get", r, "-A", "-o", "name"), s.Kubectl("get", r, "-A", "-o", "name")
 			if want != got {

@@ -35,6 +35,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/apis"
 	"watershed.dev/services/registry/storage"
 )
@@ -78,6 +79,7 @@ type Loops struct {
 	Loopback  *restclient.Config
 	Informers informers.SharedInformerFactory
 	Hooks     []apis.Hook
+	Groups    []*registryv1.Group
 	Storage   *storage.Storage
 	APIs      *apis.Options
 	Identity  string
@@ -126,8 +128,14 @@ func (l *Loops) Run(ctx context.Context) error {
 	if err := l.publishTrust(ctx); err != nil {
 		return err
 	}
+	if err := l.registerLocal(ctx); err != nil {
+		return err
+	}
 	go legacytokentracking.NewController(l.Client).RunWithContext(ctx)
 	l.identity(ctx)
+	if err := l.allocatorsReady(ctx); err != nil {
+		return err
+	}
 	if err := l.kubernetesService(ctx, primary); err != nil {
 		return err
 	}
@@ -142,6 +150,23 @@ func (l *Loops) waitSynced(ctx context.Context) bool {
 		}
 	}
 	return true
+}
+
+// allocatorsReady waits until a Service could get an address: before that the kubernetes Service would be refused and
+// tried again ten seconds later.
+func (l *Loops) allocatorsReady(ctx context.Context) error {
+	probe := &corev1.Service{ObjectMeta: metav1.ObjectMeta{GenerateName: "address-probe-"}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 443}}}}
+	for {
+		_, err := l.Client.CoreV1().Services(metav1.NamespaceDefault).Create(ctx, probe, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		if err == nil || ctx.Err() != nil {
+			return ctx.Err()
+		}
+		slog.Debug("Service addresses cannot be given yet", "error", err)
+		select {
+		case <-ctx.Done():
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
 }
 
 // kubernetesService keeps default/kubernetes and its endpoints.
