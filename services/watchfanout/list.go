@@ -115,6 +115,15 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 		if kept, ok := s.kept(q.entry.StoredAs, revision); ok {
 			return kept, q.prefix() + start, nil
 		}
+		if err := s.reach(ctx, revision); err != nil {
+			return nil, "", errElsewhere
+		}
+		if _, err := res.Snapshot(ctx, s.source, s.wait); err != nil { // loads it
+			return nil, "", errElsewhere
+		}
+		if unchanged, ok := res.SnapshotAt(revision); ok {
+			return unchanged, q.prefix() + start, nil
+		}
 		return nil, "", errElsewhere
 	}
 	switch rv := r.ResourceVersion; {
@@ -265,6 +274,13 @@ func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (p
 		}
 		if len(resp.Objects) != n {
 			return nil, nil, status.Errorf(codes.Internal, "encode: asked for %d objects, got %d", n, len(resp.Objects))
+		}
+		if q.table && q.includeObject != string(metav1.IncludeObject) && q.includeObject != string(metav1.IncludeNone) {
+			for i := range resp.Objects {
+				if resp.Objects[i], err = q.withMetadata(resp.Objects[i], items[i].JSON); err != nil {
+					return nil, nil, err
+				}
+			}
 		}
 		parts, columns, items = append(parts, resp.Objects...), resp.Columns, items[n:]
 	}

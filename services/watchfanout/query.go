@@ -1,6 +1,7 @@
 package watchfanout
 
 import (
+	"bytes"
 	"fmt"
 	"strings"
 
@@ -134,4 +135,20 @@ func (q *query) partialJSON(body []byte) ([]byte, error) {
 	b.Write(m)
 	b.WriteByte('}')
 	return []byte(b.String()), nil
+}
+
+// withMetadata puts an object's metadata into its row, which registry leaves open: it is cut from the bytes at hand.
+func (q *query) withMetadata(row, body []byte) ([]byte, error) {
+	const open = `"object":null}`
+	head, ok := bytes.CutSuffix(row, []byte(open))
+	if !ok {
+		return nil, fmt.Errorf("a row does not end with its object: %.80q", row)
+	}
+	p, err := q.partialJSON(body)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]byte, 0, len(head)+len(p)+len(open))
+	out = append(append(out, head...), `"object":`...)
+	return append(append(out, p...), '}'), nil
 }

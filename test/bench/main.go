@@ -174,15 +174,29 @@ func (s *server) each(row string, n int, f func(i int)) map[string]float64 {
 var serial atomic.Int64
 
 func updateLeases(s *server) map[string]float64 {
-	lease := func(i int) []byte {
-		return []byte(fmt.Sprintf(`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d"},"spec":{"holderIdentity":"h","leaseDurationSeconds":40,"renewTime":"2026-01-01T00:00:00.%06dZ"}}`, i%16, serial.Add(1)%1000000))
-	}
 	const path = "/apis/coordination.k8s.io/v1/namespaces/bench/leases"
-	var locks [16]sync.Mutex
+	type held struct {
+		sync.Mutex
+		version string
+	}
+	leases := make([]held, 16)
+	version := func(body []byte) string {
+		var o struct {
+			Metadata struct{ ResourceVersion string }
+		}
+		check(json.Unmarshal(body, &o))
+		return o.Metadata.ResourceVersion
+	}
+	for i := range leases {
+		leases[i].version = version(s.do("GET", fmt.Sprintf("%s/l%d", path, i), "", nil, 200))
+	}
 	return s.each("update a Lease (CPU ms)", 2000, func(i int) {
-		locks[i%16].Lock()
-		defer locks[i%16].Unlock()
-		s.do("PUT", fmt.Sprintf("%s/l%d", path, i%16), "", lease(i), 200)
+		l := &leases[i%16]
+		l.Lock()
+		defer l.Unlock()
+		l.version = version(s.do("PUT", fmt.Sprintf("%s/l%d", path, i%16), "", []byte(fmt.Sprintf(
+			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d","resourceVersion":%q},"spec":{"holderIdentity":"h","leaseDurationSeconds":40,"renewTime":"2026-01-01T00:00:00.%06dZ"}}`,
+			i%16, l.version, serial.Add(1)%1000000)), 200))
 	})
 }
 
@@ -201,6 +215,10 @@ func createPods(s *server) map[string]float64 {
 // deliver measures events to many watchers: CPU a delivery, and how old an event is when its watcher has it.
 func deliver(s *server) map[string]float64 {
 	ctx, cancel := context.WithCancel(context.Background())
+	var head struct {
+		Metadata struct{ ResourceVersion string }
+	}
+	check(json.Unmarshal(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200), &head))
 	var ready, wg sync.WaitGroup
 	var mu sync.Mutex
 	var ages []time.Duration
@@ -212,7 +230,7 @@ func deliver(s *server) map[string]float64 {
 	for i := range *watchers {
 		ready.Add(1)
 		wg.Go(func() {
-			req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion=0", nil)
+			req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion, nil)
 			check(err)
 			resp, err := conns[i%len(conns)].Do(req)
 			check(err)

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -71,7 +70,6 @@ func rows(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, objects []
 	if !ok {
 		return nil, fmt.Errorf("%s has no table", e)
 	}
-	gv := schema.GroupVersion{Group: r.Output.As.Group, Version: r.Output.As.Version}
 	resp := &registryv1.EncodeResponse{}
 	// The columns are those of an empty list.
 	lister, ok := e.Storage.(rest.Lister)
@@ -97,7 +95,7 @@ func rows(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, objects []
 		if len(t.Rows) != 1 {
 			return nil, fmt.Errorf("%s: an object made %d rows", e, len(t.Rows))
 		}
-		if err := include(e, &t.Rows[0], internal, r.IncludeObject, gv); err != nil {
+		if err := include(e, &t.Rows[0], internal, r.IncludeObject); err != nil {
 			return nil, err
 		}
 		data, err := json.Marshal(t.Rows[0])
@@ -109,25 +107,18 @@ func rows(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, objects []
 	return resp, nil
 }
 
-func include(e *verbs.Endpoint, row *metav1.TableRow, obj runtime.Object, policy string, gv schema.GroupVersion) error {
-	switch metav1.IncludeObjectPolicy(policy) {
-	case metav1.IncludeNone:
-		row.Object = runtime.RawExtension{}
-	case metav1.IncludeObject:
-		versioned, err := e.Convertor.ConvertToVersion(obj, e.Kind.GroupVersion())
-		if err != nil {
-			return err
-		}
-		versioned.GetObjectKind().SetGroupVersionKind(e.Kind)
-		row.Object = runtime.RawExtension{Object: versioned}
-	default:
-		m, err := meta.Accessor(obj)
-		if err != nil {
-			return err
-		}
-		partial := meta.AsPartialObjectMetadata(m)
-		partial.GetObjectKind().SetGroupVersionKind(gv.WithKind("PartialObjectMetadata"))
-		row.Object = runtime.RawExtension{Object: partial}
+// include puts the whole object into its row where that was asked for. Metadata is the watch tier's to put in: it has
+// it encoded.
+func include(e *verbs.Endpoint, row *metav1.TableRow, obj runtime.Object, policy string) error {
+	row.Object = runtime.RawExtension{}
+	if metav1.IncludeObjectPolicy(policy) != metav1.IncludeObject {
+		return nil
 	}
+	versioned, err := e.Convertor.ConvertToVersion(obj, e.Kind.GroupVersion())
+	if err != nil {
+		return err
+	}
+	versioned.GetObjectKind().SetGroupVersionKind(e.Kind)
+	row.Object = runtime.RawExtension{Object: versioned}
 	return nil
 }

@@ -329,6 +329,23 @@ func (r *Resource) Snapshot(ctx context.Context, source func(ctx context.Context
 	}
 }
 
+// SnapshotAt is the resource as it was at a revision, where it is loaded and has not changed since. It lets a replica go on
+// with a list that another one began.
+func (r *Resource) SnapshotAt(revision int64) (*Snapshot, bool) {
+	r.cache.mu.Lock()
+	defer r.cache.mu.Unlock()
+	if r.tree == nil || revision < r.low || r.cache.progress < revision {
+		return nil, false
+	}
+	if n := len(r.ring); n > 0 && r.ring[n-1].Revision > revision {
+		return nil, false
+	}
+	if r.snapshot == nil {
+		r.snapshot = r.tree.Clone()
+	}
+	return &Snapshot{Revision: revision, tree: r.snapshot}, true
+}
+
 // loadTimeout bounds the reading of one resource.
 const loadTimeout = time.Minute
 

@@ -1569,7 +1569,8 @@ func (x *EncodeRequest) GetIncludeObject() string {
 
 type EncodeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One for each object asked for, as a list holds it: JSON without apiVersion and kind, a protobuf message, or a Table row.
+	// One for each object asked for, as a list holds it: JSON without apiVersion and kind, a protobuf message, or a Table row,
+	// whose object is null unless the whole object is to be included: metadata is for the caller to put in.
 	Objects [][]byte `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
 	// Table's columnDefinitions in JSON.
 	Columns       []byte `protobuf:"bytes,2,opt,name=columns,proto3" json:"columns,omitempty"`
