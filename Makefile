@@ -11,6 +11,9 @@ PEERS      := .build/bin
 MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/watershed
 PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 
+# The race detector needs a C compiler; everything else here does without.
+RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
+
 .PHONY: build up split test unit e2e lint generate peers conformance bench clean help
 
 help: ## what can be made
@@ -34,7 +37,7 @@ lint: ## formatting, vet and staticcheck
 	.build/bin/staticcheck $(PACKAGES)
 
 unit: ## unit tests with the race detector where things are concurrent
-	go test -race ./platform/... ./services/watchfanout/... ./services/gateway/...
+	go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/...
 	go test ./proto/... ./services/authn/... ./services/authz/... ./services/admission/... ./services/registry/... ./cmd/watershed/...
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
