@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -30,7 +29,6 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	aggregatorapiserver "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"k8s.io/kubernetes/pkg/controlplane"
@@ -38,6 +36,7 @@ import (
 	kubeadmission "k8s.io/kubernetes/pkg/kubeapiserver/admission"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
+	"watershed.dev/platform/apiclient"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
 
@@ -70,16 +69,11 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if errs := c.Options.Validate(); len(errs) > 0 {
 		return nil, errors.Join(errs...)
 	}
-	if c.Kubeconfig == "" {
-		return nil, errors.New("--kubeconfig is required: plugins read the cluster through the gateway")
-	}
-	rc, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
+	plain, err := apiclient.Config(c.Kubeconfig, "admission")
 	if err != nil {
-		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
+		return nil, err
 	}
-	rc.UserAgent, rc.QPS = "watershed-admission", -1
-	plain := rest.CopyConfig(rc)
-	rc.ContentType = "application/vnd.kubernetes.protobuf"
+	rc := apiclient.Protobuf(plain)
 	client, err := kubernetes.NewForConfig(rc)
 	if err != nil {
 		return nil, err
@@ -88,7 +82,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{informers: informers.NewSharedInformerFactory(client, 10*time.Minute)}
+	s := &Service{informers: apiclient.Informers(client)}
 	initializers, err := s.initializers(rc)
 	if err != nil {
 		return nil, err

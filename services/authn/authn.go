@@ -25,7 +25,8 @@ import (
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/tools/clientcmd"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/util/keyutil"
 	serviceaccountcontroller "k8s.io/kubernetes/pkg/controller/serviceaccount"
 	kubeauthenticator "k8s.io/kubernetes/pkg/kubeapiserver/authenticator"
@@ -33,6 +34,7 @@ import (
 	"k8s.io/kubernetes/pkg/serviceaccount"
 	"k8s.io/kubernetes/plugin/pkg/auth/authenticator/token/bootstrap"
 
+	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/identity"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 )
@@ -98,21 +100,20 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 
 // lookups gives token authentication its view of the cluster.
 func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
-	if c.Kubeconfig == "" {
-		return errors.New("--kubeconfig is required: token authentication looks up service accounts through the gateway")
-	}
-	rc, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
-	if err != nil {
-		return fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
-	}
-	rc.UserAgent, rc.ContentType = "watershed-authn", "application/vnd.kubernetes.protobuf"
-	client, err := kubernetes.NewForConfig(rc)
+	rc, err := apiclient.Config(c.Kubeconfig, "authn")
 	if err != nil {
 		return err
 	}
-	s.informers = informers.NewSharedInformerFactory(client, 10*time.Minute)
+	client, err := kubernetes.NewForConfig(apiclient.Protobuf(rc))
+	if err != nil {
+		return err
+	}
+	s.informers = apiclient.Informers(client)
 	core := s.informers.Core().V1()
-	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client, core.Secrets().Lister(), core.ServiceAccounts().Lister(), core.Pods().Lister(), core.Nodes().Lister())
+	// Pods and nodes are asked for when a token is bound to one: an informer would hold every pod of the cluster.
+	none := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
+	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client, core.Secrets().Lister(), core.ServiceAccounts().Lister(),
+		corelisters.NewPodLister(none()), corelisters.NewNodeLister(none()))
 	ac.SecretsWriter = client.CoreV1()
 	if ac.BootstrapToken {
 		ac.BootstrapTokenAuthenticator = bootstrap.NewTokenAuthenticator(core.Secrets().Lister().Secrets("kube-system"))

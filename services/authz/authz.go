@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -21,9 +20,9 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/tools/clientcmd"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
+	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/identity"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
@@ -68,19 +67,15 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if errs := append(c.Options.Complete(), c.Options.Validate()...); len(errs) > 0 {
 		return nil, errors.Join(errs...)
 	}
-	if c.Kubeconfig == "" {
-		return nil, errors.New("--kubeconfig is required: policies are read through the gateway")
-	}
-	rc, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
-	if err != nil {
-		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
-	}
-	rc.UserAgent, rc.ContentType, rc.QPS = "watershed-authz", "application/vnd.kubernetes.protobuf", -1
-	client, err := kubernetes.NewForConfig(rc)
+	rc, err := apiclient.Config(c.Kubeconfig, "authz")
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{informers: informers.NewSharedInformerFactory(client, 10*time.Minute), moved: make(chan struct{}), generation: 1, replica: rand.Text(),
+	client, err := kubernetes.NewForConfig(apiclient.Protobuf(rc))
+	if err != nil {
+		return nil, err
+	}
+	s := &Service{informers: apiclient.Informers(client), moved: make(chan struct{}), generation: 1, replica: rand.Text(),
 		privileged: authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)}
 	ac, err := c.Options.ToAuthorizationConfig(s.informers)
 	if err != nil {
