@@ -47,6 +47,9 @@ func openLayout(dir string, port int, hosts []string) (*layout, error) {
 	return l, l.certificates()
 }
 
+// close gives the directory up. Until then the lock's file must be held on to: once nothing refers to it, it is closed.
+func (l *layout) close() { _ = l.lock.Close() }
+
 func (l *layout) pki() string { return filepath.Join(l.dir, "pki") }
 
 func (l *layout) certificates() (err error) {

@@ -60,6 +60,7 @@ func split(args []string) error {
 	if err != nil {
 		return err
 	}
+	defer l.close()
 	s := &splitRun{layout: l, counts: counts, common: map[string]any{"v": *verbosity, "tracing-endpoint": *tracing}, bind: *bind, spawn: make(chan spawnRequest)}
 	processes, err := s.plan()
 	if err != nil {

@@ -42,6 +42,7 @@ func up(args []string) error {
 	if err != nil {
 		return err
 	}
+	defer l.close()
 	logFile, err := os.OpenFile(filepath.Join(l.dir, "watershed.log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
 		return err
