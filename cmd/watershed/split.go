@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -43,6 +44,7 @@ func split(args []string) error {
 	replicas := fs.StringToInt("replicas", nil, "How many processes of a service: watchfanout=4,gateway=3.")
 	verbosity := fs.IntP("v", "v", 0, "Log verbosity of every process.")
 	tracing := fs.String("tracing-endpoint", "", "host:port of an OTLP gRPC collector, for every process.")
+	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
 	if err := config.Load(fs, args); err != nil {
 		return help(err)
 	}
@@ -65,6 +67,12 @@ func split(args []string) error {
 	processes, err := s.plan()
 	if err != nil {
 		return err
+	}
+	if *dryRun {
+		for _, p := range processes {
+			fmt.Printf("watershed %s --config %s\n", p.command, p.config)
+		}
+		return nil
 	}
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
@@ -186,13 +194,18 @@ func (s *splitRun) identitySettings(name string) map[string]any {
 	return map[string]any{"rpc-cert-file": id.CertFile, "rpc-key-file": id.KeyFile, "rpc-ca-file": id.CAFile}
 }
 
-// freePorts finds ports that nobody listens on.
+// freePorts finds ports that nobody listens on, below those that outgoing connections are given: a process that is
+// started again needs the one that it had.
 func freePorts(n int) ([]int, error) {
+	const low, high = 20000, 32000
 	var ports []int
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
+	for try := 0; len(ports) < n; try++ {
+		if try > 20*n {
+			return nil, fmt.Errorf("no %d free ports from %d to %d", n, low, high)
+		}
+		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", low+rand.IntN(high-low)))
 		if err != nil {
-			return nil, err
+			continue
 		}
 		defer l.Close()
 		ports = append(ports, l.Addr().(*net.TCPAddr).Port)

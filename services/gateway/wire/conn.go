@@ -1,0 +1,374 @@
+// Package wire lets many long-lived responses of one HTTP/2 connection be written together, by whoever has the data.
+//
+// Go's HTTP/2 server writes each flush of each response by itself: the handler's goroutine hands a frame to the
+// connection's goroutine and waits, and mostly every frame is a TLS record and a system call of its own. A gateway that
+// delivers one event to a thousand watchers does little else. A Conn stands between the TLS connection and the server. The
+// server still speaks the protocol: settings, headers, priorities, errors, the beginning and the end of every response. But
+// a handler may take its stream over; from then on the body is written as DATA frames that the Conn puts between the
+// server's own frames, all that are due at once in one write, by no goroutine of the stream's own.
+//
+// Flow control stays whole because the Conn sees every frame. A stream that was taken has its window counted here, and the
+// server no longer hears of it. Of the connection's window a part is withheld from the server, out of what the client adds
+// to the first 65,535 bytes; only that part is spent on taken streams, and what the client gives back for it returns to it.
+package wire
+
+import (
+	"bufio"
+	"crypto/rand"
+	"crypto/tls"
+	"encoding/binary"
+	"io"
+	"strconv"
+	"strings"
+	"sync"
+)
+
+// Frame types and flags (RFC 9113, section 6).
+const (
+	frameData         = 0x0
+	frameHeaders      = 0x1
+	frameReset        = 0x3
+	frameSettings     = 0x4
+	frameWindowUpdate = 0x8
+
+	flagEndStream  = 0x1
+	flagAck        = 0x1
+	flagEndHeaders = 0x4
+	flagPadded     = 0x8
+
+	settingInitialWindow = 0x4
+	settingMaxFrame      = 0x5
+
+	headBytes    = 9
+	prefaceBytes = len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+)
+
+const (
+	// leastBudget is how much of the connection's window must have been withheld for a stream to be taken over. Go's client
+	// opens with 1 GB and curl with 32 MB; who keeps to the protocol's 64 KB is served by the server alone.
+	leastBudget = 256 << 10
+	// maxQueue is how many bytes may wait for one connection's socket. Past it writers wait.
+	maxQueue = 1 << 20
+	// wholeFrame is up to which length a frame is read as a whole; longer ones are passed on as they come.
+	wholeFrame = 64 << 10
+)
+
+// Conn is one HTTP/2 connection, between TLS and the server. Give it to http2.Server.ServeConn.
+type Conn struct {
+	*tls.Conn
+	// token is the request header that tells a handler which stream it answers: the server does not say. It is as random as
+	// need be for no client to know it.
+	token string
+
+	// The reading side belongs to the server's reading goroutine.
+	in      *bufio.Reader
+	ready   []byte
+	raw     int
+	scratch []byte
+
+	mu       sync.Mutex
+	streams  map[uint32]*Stream
+	window   int64 // a new stream's
+	maxFrame int
+	budget   int64 // what may be spent on taken streams
+	spent    int64 // what was, and has not been given back
+	server   int64 // what the server spent, and has not been given back
+	head     [headBytes]byte
+	have     int // of head
+	payload  int // of the server's frame that is being written
+	queue    []byte
+	spare    []byte
+	writing  bool
+	draining bool
+	err      error
+	turn     sync.Cond     // the server waits for its turn to write
+	room     chan struct{} // closed when a waiting writer may go on
+	waiting  int
+}
+
+// NewConn returns a Conn on c, whose handshake is done and has chosen h2.
+func NewConn(c *tls.Conn) *Conn {
+	w := &Conn{Conn: c, token: "x-stream-" + strings.ToLower(rand.Text()), in: bufio.NewReaderSize(c, 8<<10), raw: prefaceBytes,
+		streams: map[uint32]*Stream{}, window: 65535, maxFrame: 16384, room: make(chan struct{})}
+	w.turn.L = &w.mu
+	return w
+}
+
+// Read gives the server what the client sends, without what concerns taken streams alone.
+func (c *Conn) Read(p []byte) (int, error) {
+	for len(c.ready) == 0 && c.raw == 0 {
+		if err := c.next(); err != nil {
+			return 0, err
+		}
+	}
+	if len(c.ready) > 0 {
+		n := copy(p, c.ready)
+		c.ready = c.ready[n:]
+		return n, nil
+	}
+	n, err := c.in.Read(p[:min(len(p), c.raw)])
+	c.raw -= n
+	return n, err
+}
+
+// next reads one frame's head, and the whole of a frame that matters here.
+func (c *Conn) next() error {
+	head, err := c.in.Peek(headBytes)
+	if err != nil {
+		if len(head) > 0 { // the server is to see what there was
+			c.raw = len(head)
+			return nil
+		}
+		return err
+	}
+	length := int(head[0])<<16 | int(head[1])<<8 | int(head[2])
+	kind, flags, id := head[3], head[4], binary.BigEndian.Uint32(head[5:])&(1<<31-1)
+	whole := kind == frameHeaders || kind == frameReset || kind == frameSettings || kind == frameWindowUpdate
+	if !whole || length > wholeFrame {
+		c.raw = headBytes + length
+		return nil
+	}
+	if cap(c.scratch) < headBytes+length {
+		c.scratch = make([]byte, 0, headBytes+length+128)
+	}
+	frame := c.scratch[:headBytes+length]
+	if _, err := io.ReadFull(c.in, frame); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.ready = c.arrived(frame, kind, flags, id)
+	return nil
+}
+
+// arrived takes note of a client's frame and answers what the server is to see of it.
+func (c *Conn) arrived(frame []byte, kind, flags byte, id uint32) []byte {
+	body := frame[headBytes:]
+	switch kind {
+	case frameHeaders:
+		if c.streams[id] != nil { // trailers
+			return frame
+		}
+		s := &Stream{conn: c, id: id, window: c.window}
+		c.streams[id] = s
+		if flags&flagEndHeaders == 0 || flags&flagPadded != 0 {
+			return frame
+		}
+		return c.tell(frame, id)
+	case frameReset:
+		c.forget(id)
+	case frameSettings:
+		if flags&flagAck == 0 {
+			c.settings(body)
+		}
+	case frameWindowUpdate:
+		if len(body) != 4 {
+			return frame
+		}
+		n := int64(binary.BigEndian.Uint32(body) & (1<<31 - 1))
+		if n == 0 {
+			return frame // an error, which is the server's to name
+		}
+		if id == 0 {
+			return c.credit(frame, n)
+		}
+		if s := c.streams[id]; s != nil {
+			s.window += n
+			if s.taken {
+				c.wake()
+				return nil
+			}
+		}
+	}
+	return frame
+}
+
+// tell adds a header with the stream's id to a request: a literal without indexing (RFC 7541, section 6.2.2), which leaves
+// the compression's state as it is.
+func (c *Conn) tell(frame []byte, id uint32) []byte {
+	value := strconv.FormatUint(uint64(id), 10)
+	frame = append(frame, 0, byte(len(c.token)))
+	frame = append(frame, c.token...)
+	frame = append(frame, byte(len(value)))
+	frame = append(frame, value...)
+	length := len(frame) - headBytes
+	frame[0], frame[1], frame[2] = byte(length>>16), byte(length>>8), byte(length)
+	c.scratch = frame[:0]
+	return frame
+}
+
+func (c *Conn) settings(body []byte) {
+	for ; len(body) >= 6; body = body[6:] {
+		v := binary.BigEndian.Uint32(body[2:])
+		switch binary.BigEndian.Uint16(body) {
+		case settingInitialWindow:
+			change := int64(v) - c.window
+			c.window = int64(v)
+			for _, s := range c.streams {
+				s.window += change
+			}
+		case settingMaxFrame:
+			if v >= 16384 {
+				c.maxFrame = int(min(v, 64<<10))
+			}
+		}
+	}
+	c.wake()
+}
+
+// credit shares what the client adds to the connection's window: first what was spent here returns, then what the server
+// spent; of what is new each gets half.
+func (c *Conn) credit(frame []byte, n int64) []byte {
+	back := min(n, c.spent)
+	c.spent -= back
+	c.budget += back
+	n -= back
+	theirs := min(n, c.server)
+	c.server -= theirs
+	fresh := n - theirs
+	c.budget += fresh / 2
+	theirs += fresh - fresh/2
+	c.wake()
+	if theirs == 0 {
+		return nil
+	}
+	binary.BigEndian.PutUint32(frame[headBytes:], uint32(theirs))
+	return frame
+}
+
+// Write takes the server's frames, in whatever pieces they come.
+func (c *Conn) Write(p []byte) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for c.writing {
+		c.turn.Wait()
+	}
+	if c.err != nil {
+		return 0, c.err
+	}
+	c.observe(p)
+	c.writing = true
+	c.mu.Unlock()
+	n, err := c.Conn.Write(p)
+	c.mu.Lock()
+	c.wrote(err)
+	if len(c.queue) > 0 && !c.draining {
+		c.draining = true
+		go c.drain()
+	}
+	return n, err
+}
+
+func (c *Conn) wrote(err error) {
+	c.writing = false
+	if err != nil && c.err == nil {
+		c.err = err
+		c.wake()
+	}
+	c.turn.Signal()
+}
+
+// observe follows the server's frames.
+func (c *Conn) observe(p []byte) {
+	for len(p) > 0 {
+		if c.payload > 0 {
+			n := min(len(p), c.payload)
+			c.payload -= n
+			p = p[n:]
+			continue
+		}
+		n := copy(c.head[c.have:], p)
+		c.have += n
+		p = p[n:]
+		if c.have < headBytes {
+			return
+		}
+		c.have = 0
+		c.payload = int(c.head[0])<<16 | int(c.head[1])<<8 | int(c.head[2])
+		c.left(c.head[3], c.head[4], binary.BigEndian.Uint32(c.head[5:])&(1<<31-1), int64(c.payload))
+	}
+}
+
+// left takes note of one of the server's frames.
+func (c *Conn) left(kind, flags byte, id uint32, length int64) {
+	switch kind {
+	case frameData:
+		c.server += length
+		if s := c.streams[id]; s != nil {
+			s.window -= length
+			s.sent += length
+		}
+	case frameHeaders:
+		if s := c.streams[id]; s != nil {
+			s.headers = true
+		}
+	case frameReset:
+		c.forget(id)
+		return
+	default:
+		return
+	}
+	if flags&flagEndStream != 0 {
+		c.forget(id)
+		return
+	}
+	if c.waiting > 0 {
+		c.wake()
+	}
+}
+
+func (c *Conn) forget(id uint32) {
+	if s := c.streams[id]; s != nil {
+		s.over = true
+		delete(c.streams, id)
+		c.wake()
+	}
+}
+
+// wake lets every waiting writer look again.
+func (c *Conn) wake() {
+	if c.waiting > 0 {
+		close(c.room)
+		c.room = make(chan struct{})
+	}
+}
+
+// Close ends the connection.
+func (c *Conn) Close() error {
+	c.mu.Lock()
+	if c.err == nil {
+		c.err = errClosed
+	}
+	c.wake()
+	c.mu.Unlock()
+	return c.Conn.Close()
+}
+
+// Flush writes what is queued, without waiting for it.
+func (c *Conn) Flush() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.queue) > 0 && !c.draining && !c.writing {
+		c.draining = true
+		go c.drain()
+	}
+}
+
+// drain writes the queue as long as there is one and the server is not amid a frame; its Write goes on then.
+func (c *Conn) drain() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for len(c.queue) > 0 && c.have == 0 && c.payload == 0 && !c.writing && c.err == nil {
+		out := c.queue
+		c.queue, c.writing = c.spare[:0], true
+		c.mu.Unlock()
+		_, err := c.Conn.Write(out)
+		c.mu.Lock()
+		if c.spare = out; cap(out) > maxQueue/4 {
+			c.spare = nil
+		}
+		c.wrote(err)
+		c.wake()
+	}
+	c.draining = false
+}

@@ -1,0 +1,201 @@
+package wire
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"strconv"
+)
+
+// Stream is one request's. It is the server's until it is taken.
+type Stream struct {
+	conn *Conn
+	id   uint32
+
+	// All below is guarded by the connection's lock.
+	window  int64 // how much the client takes of this stream
+	sent    int64 // bytes of the body that the server has written
+	headers bool  // the answer's headers have been written
+	taken   bool
+	over    bool
+}
+
+var (
+	errClosed = errors.New("the connection is closed")
+	// ErrOver is what a write finds when the client has ended the stream.
+	ErrOver = errors.New("the stream is over")
+)
+
+type connKey struct{}
+
+type streamKey struct{}
+
+// Context marks what is served over c.
+func (c *Conn) Context(ctx context.Context) context.Context {
+	return context.WithValue(ctx, connKey{}, c)
+}
+
+// Handler gives next requests that Of knows the streams of.
+func Handler(next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		c, ok := req.Context().Value(connKey{}).(*Conn)
+		if !ok {
+			next.ServeHTTP(w, req)
+			return
+		}
+		name := http.CanonicalHeaderKey(c.token)
+		id, err := strconv.ParseUint(req.Header.Get(name), 10, 31)
+		delete(req.Header, name)
+		if err == nil {
+			c.mu.Lock()
+			s := c.streams[uint32(id)]
+			c.mu.Unlock()
+			if s != nil {
+				req = req.WithContext(context.WithValue(req.Context(), streamKey{}, s))
+			}
+		}
+		next.ServeHTTP(w, req)
+	})
+}
+
+// Of is the stream that req came on; nil where it came over HTTP/1 or cannot be taken.
+func Of(req *http.Request) *Stream {
+	s, _ := req.Context().Value(streamKey{}).(*Stream)
+	return s
+}
+
+// Take makes the rest of the body the caller's to write, with Offer and Write alone. The handler must have flushed what it
+// has written, which is written bytes, and must not return before it has made its last call here. It answers false where
+// the client's window is too small to be shared; then nothing has changed.
+func (s *Stream) Take(ctx context.Context, written int64) bool {
+	c := s.conn
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for !s.over && c.err == nil && (!s.headers || s.sent < written) { // the server's buffer still holds some of it
+		if c.await(ctx) != nil {
+			return false
+		}
+	}
+	if s.over || c.err != nil || s.sent != written || c.budget+c.spent < leastBudget {
+		return false
+	}
+	s.taken = true
+	return true
+}
+
+// await waits for anything to change, with the lock released.
+func (c *Conn) await(ctx context.Context) error {
+	room := c.room
+	c.waiting++
+	c.mu.Unlock()
+	var err error
+	select {
+	case <-room:
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	c.mu.Lock()
+	c.waiting--
+	return err
+}
+
+func (s *Stream) dead() error {
+	switch {
+	case s.over:
+		return ErrOver
+	case s.conn.err != nil:
+		return s.conn.err
+	}
+	return nil
+}
+
+// Offer queues all of parts, or nothing where there is no room for them now: Write then. Flush the connection afterwards.
+func (s *Stream) Offer(parts ...[]byte) bool {
+	n := 0
+	for _, p := range parts {
+		n += len(p)
+	}
+	c := s.conn
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if s.dead() != nil || int64(n) > min(s.window, c.budget) || len(c.queue)+n > maxQueue && len(c.queue) > 0 {
+		return false
+	}
+	if n <= c.maxFrame { // one frame for all
+		s.frame(n)
+		for _, p := range parts {
+			c.queue = append(c.queue, p...)
+		}
+		return true
+	}
+	for _, p := range parts {
+		s.queue(p)
+	}
+	return true
+}
+
+// Flush writes what is queued for any stream of this one's connection.
+func (s *Stream) Flush() { s.conn.Flush() }
+
+// Conn is the stream's connection, for flushing once after many offers.
+func (s *Stream) Conn() *Conn { return s.conn }
+
+func (s *Stream) frame(n int) {
+	c := s.conn
+	s.window -= int64(n)
+	c.budget -= int64(n)
+	c.spent += int64(n)
+	c.queue = append(c.queue, byte(n>>16), byte(n>>8), byte(n), frameData, 0, byte(s.id>>24), byte(s.id>>16), byte(s.id>>8), byte(s.id))
+}
+
+func (s *Stream) queue(p []byte) {
+	for len(p) > 0 {
+		n := min(len(p), s.conn.maxFrame)
+		s.frame(n)
+		s.conn.queue = append(s.conn.queue, p[:n]...)
+		p = p[n:]
+	}
+}
+
+// Write queues p and writes it, as fast as the client takes it.
+func (s *Stream) Write(ctx context.Context, p []byte) error {
+	c := s.conn
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for len(p) > 0 {
+		if err := s.dead(); err != nil {
+			return err
+		}
+		n := int(min(int64(len(p)), s.window, c.budget, int64(maxQueue-len(c.queue))))
+		if n <= 0 {
+			if err := c.await(ctx); err != nil {
+				return err
+			}
+			continue
+		}
+		s.queue(p[:n])
+		p = p[n:]
+		if !c.draining && !c.writing {
+			c.draining = true
+			go c.drain()
+		}
+	}
+	return nil
+}
+
+// Finish waits until what was queued has been written, so that the handler may return: the server ends the stream then.
+func (s *Stream) Finish(ctx context.Context) error {
+	c := s.conn
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for len(c.queue) > 0 && s.dead() == nil {
+		if !c.draining && !c.writing {
+			c.draining = true
+			go c.drain()
+		}
+		if err := c.await(ctx); err != nil {
+			return err
+		}
+	}
+	return s.dead()
+}

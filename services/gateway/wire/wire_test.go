@@ -1,0 +1,268 @@
+package wire
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+)
+
+// serve serves h over Conns.
+func serve(t *testing.T, h http.Handler) *httptest.Server {
+	s := httptest.NewUnstartedServer(h)
+	h2 := &http2.Server{}
+	if err := http2.ConfigureServer(s.Config, h2); err != nil {
+		t.Fatal(err)
+	}
+	s.Config.TLSNextProto["h2"] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
+		c := NewConn(conn)
+		h2.ServeConn(c, &http2.ServeConnOpts{Context: c.Context(context.Background()), BaseConfig: srv, Handler: Handler(h)})
+	}
+	s.TLS = &tls.Config{NextProtos: []string{"h2"}}
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	return s
+}
+
+func client(s *httptest.Server) *http.Client {
+	tr := &http.Transport{TLSClientConfig: s.Client().Transport.(*http.Transport).TLSClientConfig, ForceAttemptHTTP2: true}
+	return &http.Client{Transport: tr}
+}
+
+func open(t *testing.T, c *http.Client, url string) *http.Response {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), "GET", url, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := c.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { resp.Body.Close() })
+	if resp.ProtoMajor != 2 {
+		t.Fatalf("it is %s", resp.Proto)
+	}
+	return resp
+}
+
+// taking gives every taken stream to take, and ends it when end is closed.
+func taking(take func(*Stream), end chan struct{}) http.HandlerFunc {
+	return func(w http.ResponseWriter, req *http.Request) {
+		if req.URL.Path != "/watch" {
+			body := bytes.Repeat([]byte(req.URL.Path), 40000)
+			_, _ = w.Write(body)
+			return
+		}
+		fmt.Fprint(w, "head\n")
+		w.(http.Flusher).Flush()
+		s := Of(req)
+		if s == nil || !s.Take(req.Context(), 5) {
+			fmt.Fprint(w, "not taken\n")
+			return
+		}
+		take(s)
+		select {
+		case <-end:
+		case <-req.Context().Done():
+		}
+		_ = s.Finish(req.Context())
+	}
+}
+
+// Fifty streams are written by one goroutine while other requests go on on the same connection.
+func TestTakenStreamsAndOthersShareAConnection(t *testing.T) {
+	taken, end := make(chan *Stream, 50), make(chan struct{})
+	srv := serve(t, taking(func(s *Stream) { taken <- s }, end))
+	c := client(srv)
+	const streams, events = 50, 400
+	pad := strings.Repeat("x", 1200)
+	var readers, others sync.WaitGroup
+	for range streams {
+		resp := open(t, c, srv.URL+"/watch")
+		readers.Go(func() {
+			lines := bufio.NewReader(resp.Body)
+			if l, _ := lines.ReadString('\n'); l != "head\n" {
+				t.Errorf("the first line is %q", l)
+			}
+			for n := range events {
+				if l, err := lines.ReadString('\n'); l != fmt.Sprintf("%d%s\n", n, pad) {
+					t.Errorf("line %d is %.20q (%v)", n, l, err)
+					return
+				}
+			}
+			if rest, err := io.ReadAll(lines); err != nil || len(rest) > 0 {
+				t.Errorf("at the end: %.20q, %v", rest, err)
+			}
+		})
+	}
+	var all []*Stream
+	for range streams {
+		all = append(all, <-taken)
+	}
+	stop := make(chan struct{})
+	for n := range 4 {
+		others.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				path := fmt.Sprintf("/other%d", n)
+				resp, err := c.Get(srv.URL + path)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				body, err := io.ReadAll(resp.Body)
+				resp.Body.Close()
+				if err != nil || !bytes.Equal(body, bytes.Repeat([]byte(path), 40000)) {
+					t.Errorf("%d bytes, %v", len(body), err)
+					return
+				}
+			}
+		})
+	}
+	for n := range events {
+		line := []byte(fmt.Sprintf("%d%s\n", n, pad))
+		for _, s := range all {
+			if !s.Offer(line) {
+				if err := s.Write(t.Context(), line); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		all[0].Flush()
+	}
+	close(end)
+	readers.Wait()
+	close(stop)
+	others.Wait()
+}
+
+// A client that does not read one of its streams still gets the others, and what it misses waits in its own window alone.
+func TestASlowStreamIsSlowAlone(t *testing.T) {
+	taken, end := make(chan *Stream, 2), make(chan struct{})
+	defer close(end)
+	srv := serve(t, taking(func(s *Stream) { taken <- s }, end))
+	c := client(srv)
+	open(t, c, srv.URL+"/watch") // nobody reads it
+	slow := <-taken
+	quick := open(t, c, srv.URL+"/watch")
+	s := <-taken
+	var got atomic.Int64
+	go func() {
+		n, _ := io.Copy(io.Discard, quick.Body)
+		got.Store(n)
+	}()
+	chunk := bytes.Repeat([]byte("y"), 10000)
+	full := false
+	for range 2000 { // 20 MB; a Go client takes 4 MB of a stream
+		if !full && !slow.Offer(chunk) {
+			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			full = errors.Is(slow.Write(ctx, chunk), context.DeadlineExceeded)
+			cancel()
+		}
+		if err := s.Write(t.Context(), chunk); err != nil {
+			t.Fatal(err)
+		}
+		s.Flush()
+	}
+	if !full {
+		t.Error("the slow stream took everything")
+	}
+}
+
+func TestAClientThatLeavesEndsItsStream(t *testing.T) {
+	taken, end := make(chan *Stream, 1), make(chan struct{})
+	defer close(end)
+	srv := serve(t, taking(func(s *Stream) { taken <- s }, end))
+	resp := open(t, client(srv), srv.URL+"/watch")
+	s := <-taken
+	resp.Body.Close()
+	for {
+		if err := s.Write(t.Context(), []byte("x")); err != nil {
+			if !errors.Is(err, ErrOver) {
+				t.Error(err)
+			}
+			return
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// A client with the protocol's own window of 64 KB is served by the server, which knows how to share so little.
+func TestASmallWindowIsNotShared(t *testing.T) {
+	end := make(chan struct{})
+	defer close(end)
+	srv := serve(t, taking(func(*Stream) { t.Error("taken") }, end))
+	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	f := raw(t, conn)
+	var data strings.Builder
+	for !strings.Contains(data.String(), "not taken\n") {
+		frame, err := f.ReadFrame()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d, ok := frame.(*http2.DataFrame); ok {
+			data.Write(d.Data())
+		}
+	}
+	if data.String() != "head\nnot taken\n" {
+		t.Errorf("%q", data.String())
+	}
+}
+
+func raw(t *testing.T, conn net.Conn) *http2.Framer {
+	if _, err := io.WriteString(conn, http2.ClientPreface); err != nil {
+		t.Fatal(err)
+	}
+	f := http2.NewFramer(conn, conn)
+	var block bytes.Buffer
+	enc := hpack.NewEncoder(&block)
+	for _, h := range [][2]string{{":method", "GET"}, {":scheme", "https"}, {":authority", "x"}, {":path", "/watch"}} {
+		if err := enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := errors.Join(f.WriteSettings(), f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: block.Bytes(), EndStream: true, EndHeaders: true})); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func TestTheServerNeverSeesTheToken(t *testing.T) {
+	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		for name := range req.Header {
+			if strings.HasPrefix(name, "X-Stream-") {
+				t.Errorf("a handler sees %s", name)
+			}
+		}
+		if Of(req) == nil {
+			t.Error("no stream")
+		}
+	}))
+	c := client(srv)
+	for range 3 {
+		open(t, c, srv.URL+"/")
+	}
+}

@@ -1,0 +1,107 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// breakage is a mistake made on purpose: some code is replaced by other code, and the judge has to find it.
+type breakage struct {
+	name, file, code, instead string
+}
+
+// mistakes are replaced while building; the source is left alone (go build -overlay).
+var mistakes = []breakage{
+	{"drop", "services/watchfanout/cache/cache.go", "	c.pending = append(c.pending, e)\n", "	if e.StoredAs == \"configmaps\" && e.Revision%97 == 0 {\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n"},
+	{"repeat", "services/watchfanout/cache/cache.go", "	r.ring = append(r.ring, e)\n", "	r.ring = append(r.ring, e)\n	if r.Name == \"configmaps\" && e.Revision%97 == 0 {\n		r.ring = append(r.ring, e)\n	}\n"},
+	{"reorder", "services/watchfanout/cache/cache.go", "	r.ring = append(r.ring, e)\n", "	r.ring = append(r.ring, e)\n	if n := len(r.ring); r.Name == \"configmaps\" && n > 1 && e.Revision%97 == 0 {\n		r.ring[n-1], r.ring[n-2] = r.ring[n-2], r.ring[n-1]\n	}\n"},
+	{"stale", "services/watchfanout/watchfanout.go", "	return s.wait(ctx, r.Revision)\n}\n\n// source", "	return s.wait(ctx, r.Revision-20)\n}\n\n// source"},
+}
+
+func breakages() (names []string) {
+	for _, b := range mistakes {
+		names = append(names, b.name)
+	}
+	return names
+}
+
+// runBroken builds and runs each broken Watershed and answers the exit code: 0 where the judge found every mistake.
+func runBroken(ctx context.Context, o options, which string) int {
+	code := 0
+	for _, b := range mistakes {
+		if which != "all" && which != b.name {
+			continue
+		}
+		binary, err := b.build(ctx)
+		if err != nil {
+			log.Print(err)
+			return 2
+		}
+		broken := o
+		broken.watershed = binary
+		r, err := run(ctx, broken)
+		_ = os.RemoveAll(filepath.Dir(binary))
+		switch {
+		case err != nil:
+			log.Printf("%s: %v", b.name, err)
+			return 2
+		case len(r.found) == 0:
+			fmt.Printf("%s: NOT FOUND\n", b.name)
+			code = 1
+		default:
+			fmt.Printf("%s: found, %d contradictions, the first: %s\n", b.name, len(r.found), r.found[0])
+			if o.dir == "" {
+				_ = os.RemoveAll(r.dir)
+			}
+		}
+	}
+	if which != "all" && !slices.Contains(breakages(), which) {
+		log.Printf("-break %q: want one of %s, or all", which, strings.Join(breakages(), ", "))
+		return 2
+	}
+	return code
+}
+
+func (b breakage) build(ctx context.Context) (string, error) {
+	root, err := exec.CommandContext(ctx, "go", "env", "GOWORK").Output()
+	if err != nil {
+		return "", err
+	}
+	dir := filepath.Dir(strings.TrimSpace(string(root)))
+	source := filepath.Join(dir, b.file)
+	text, err := os.ReadFile(source)
+	if err != nil {
+		return "", err
+	}
+	if strings.Count(string(text), b.code) != 1 {
+		return "", fmt.Errorf("-break %s: %s does not have this once any more: %q", b.name, b.file, b.code)
+	}
+	tmp, err := os.MkdirTemp("", "wsb")
+	if err != nil {
+		return "", err
+	}
+	replaced, overlay, binary := filepath.Join(tmp, "replaced.go"), filepath.Join(tmp, "overlay.json"), filepath.Join(tmp, "watershed")
+	if err := os.WriteFile(replaced, []byte(strings.Replace(string(text), b.code, b.instead, 1)), 0o600); err != nil {
+		return "", err
+	}
+	j, err := json.Marshal(map[string]map[string]string{"Replace": {source: replaced}})
+	if err != nil {
+		return "", err
+	}
+	if err := os.WriteFile(overlay, j, 0o600); err != nil {
+		return "", err
+	}
+	cmd := exec.CommandContext(ctx, "go", "build", "-overlay", overlay, "-o", binary, "./cmd/watershed")
+	cmd.Dir = dir
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("-break %s: %w\n%s", b.name, err, out)
+	}
+	return binary, nil
+}

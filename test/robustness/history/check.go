@@ -1,0 +1,329 @@
+package history
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"sort"
+	"time"
+)
+
+// Check holds everything that clients were told against what happened, and answers every contradiction.
+func (h *History) Check() []string {
+	c := &checker{h: h, byKey: map[string][]Change{}, byValue: map[string][]Change{}, at: map[int64]Change{}}
+	c.index()
+	c.writes()
+	for _, r := range h.Reads {
+		c.read(r)
+	}
+	for _, s := range h.Segments {
+		c.segment(s)
+	}
+	return c.found
+}
+
+type checker struct {
+	h       *History
+	byKey   map[string][]Change
+	byValue map[string][]Change
+	at      map[int64]Change
+	// seen: at a time, somebody knew of a revision. begun: a revision's write had not begun before a time.
+	seen, begun []known
+	found       []string
+}
+
+type known struct {
+	at       time.Duration
+	revision int64
+}
+
+func (c *checker) wrong(format string, args ...any) {
+	c.found = append(c.found, fmt.Sprintf(format, args...))
+}
+
+func (c *checker) index() {
+	for _, e := range c.h.Changes {
+		c.byKey[e.Key] = append(c.byKey[e.Key], e)
+		c.at[e.Revision] = e
+		if e.Type != "DELETED" {
+			c.byValue[e.Value] = append(c.byValue[e.Value], e)
+		}
+	}
+	for _, w := range c.h.Writes {
+		if r, ok := c.done(w); ok && (w.Outcome == Acknowledged || w.Verb != "delete") { // an unanswered deletion may have found it deleted
+			c.begun = append(c.begun, known{w.Begin, r})
+			if w.Outcome == Acknowledged {
+				c.seen = append(c.seen, known{w.End, r})
+			}
+		}
+	}
+	for _, s := range c.h.Segments {
+		for _, f := range s.Frames {
+			if f.Type != "BOOKMARK" && !(s.Initial && f.Item.Revision == 0) {
+				c.seen = append(c.seen, known{f.At, f.Item.Revision})
+			}
+		}
+	}
+	for _, r := range c.h.Reads {
+		for _, i := range r.Items {
+			c.seen = append(c.seen, known{r.End, i.Revision})
+		}
+	}
+	sort.Slice(c.seen, func(i, j int) bool { return c.seen[i].at < c.seen[j].at })
+	for i := 1; i < len(c.seen); i++ {
+		c.seen[i].revision = max(c.seen[i].revision, c.seen[i-1].revision)
+	}
+	sort.Slice(c.begun, func(i, j int) bool { return c.begun[i].at < c.begun[j].at })
+	for i := len(c.begun) - 2; i >= 0; i-- {
+		c.begun[i].revision = min(c.begun[i].revision, c.begun[i+1].revision)
+	}
+}
+
+// atLeast is the newest revision that somebody knew of before a time: what begins then must not be older.
+func (c *checker) atLeast(t time.Duration) int64 {
+	i := sort.Search(len(c.seen), func(i int) bool { return c.seen[i].at >= t })
+	if i == 0 {
+		return 0
+	}
+	return c.seen[i-1].revision
+}
+
+// before is the oldest revision whose write began after a time: what ended by then cannot have seen it.
+func (c *checker) before(t time.Duration) int64 {
+	i := sort.Search(len(c.begun), func(i int) bool { return c.begun[i].at > t })
+	if i == len(c.begun) {
+		return math.MaxInt64
+	}
+	return c.begun[i].revision
+}
+
+// done finds the change that a write made.
+func (c *checker) done(w Write) (int64, bool) {
+	if w.Verb != "delete" {
+		if made := c.byValue[w.Value]; len(made) > 0 {
+			return made[0].Revision, true
+		}
+		return 0, false
+	}
+	changes := c.byKey[w.Key]
+	for i, e := range changes {
+		if e.Revision == w.Expect {
+			if i+1 < len(changes) && changes[i+1].Type == "DELETED" {
+				return changes[i+1].Revision, true
+			}
+			return 0, false
+		}
+	}
+	return 0, false
+}
+
+// current is a key's state at a revision: the change that made it. next is the revision of the one after.
+func (c *checker) current(key string, revision int64) (e Change, exists bool, next int64) {
+	changes := c.byKey[key]
+	i := sort.Search(len(changes), func(i int) bool { return changes[i].Revision > revision })
+	next = math.MaxInt64
+	if i < len(changes) {
+		next = changes[i].Revision
+	}
+	if i == 0 {
+		return Change{}, false, next
+	}
+	return changes[i-1], changes[i-1].Type != "DELETED", next
+}
+
+func (c *checker) writes() {
+	written := map[string]Write{}
+	for _, w := range c.h.Writes {
+		if w.Verb != "delete" {
+			written[w.Value] = w
+		}
+	}
+	for value, made := range c.byValue {
+		if _, ok := written[value]; !ok {
+			c.wrong("etcd has %q at %d, which nobody wrote", value, made[0].Revision)
+		}
+		if len(made) > 1 {
+			c.wrong("%q was written %d times: at %d and %d", value, len(made), made[0].Revision, made[1].Revision)
+		}
+	}
+	for _, w := range c.h.Writes {
+		c.write(w)
+	}
+}
+
+func (c *checker) write(w Write) {
+	revision, done := c.done(w)
+	if done && w.Expect > 0 {
+		if e, exists, _ := c.current(w.Key, revision-1); !exists || e.Revision != w.Expect {
+			c.wrong("%s of %s expected %d and was done at %d over %d", w.Verb, w.Key, w.Expect, revision, e.Revision)
+		}
+	}
+	if done && w.Verb == "create" && c.at[revision].Type != "ADDED" {
+		c.wrong("create of %s at %d replaced an object", w.Key, revision)
+	}
+	switch {
+	case w.Outcome == Acknowledged && !done:
+		c.wrong("lost: %s of %s (%q, expecting %d) was acknowledged at %v and is not in etcd", w.Verb, w.Key, w.Value, w.Expect, w.End)
+	case w.Outcome == Acknowledged && w.Revision != 0 && w.Revision != revision:
+		c.wrong("%s of %s (%q) was answered with revision %d and done at %d", w.Verb, w.Key, w.Value, w.Revision, revision)
+	case w.Outcome == Acknowledged && revision <= c.atLeast(w.Begin):
+		c.wrong("%s of %s began at %v, when %d was known, and was done at %d", w.Verb, w.Key, w.Begin, c.atLeast(w.Begin), revision)
+	case w.Outcome == Refused && done && w.Verb != "delete": // another deletion may have done what this one could not
+		c.wrong("%s of %s (%q) was refused with %d and done all the same at %d", w.Verb, w.Key, w.Value, w.Code, revision)
+	case w.Outcome == Refused && w.Expect > 0 && w.Code == 409:
+		if e, exists, next := c.current(w.Key, c.atLeast(w.Begin)); exists && e.Revision == w.Expect && next >= c.before(w.End) {
+			c.wrong("%s of %s expecting %d was refused at %v though that was its revision all the time", w.Verb, w.Key, w.Expect, w.End)
+		}
+	}
+}
+
+// shown compares one object with the change that made it.
+func (c *checker) shown(what string, i Item) {
+	e, ok := c.at[i.Revision]
+	switch {
+	case !ok || e.Key != i.Key:
+		c.wrong("%s: %s at %d, which was never so", what, i.Key, i.Revision)
+	case e.Value != i.Value || e.Shard != i.Shard:
+		c.wrong("%s: %s at %d with %q, which was %q", what, i.Key, i.Revision, i.Value, e.Value)
+	}
+}
+
+func (c *checker) read(r Read) {
+	least, most := c.atLeast(r.Begin), c.before(r.End)
+	if r.Key != "" {
+		c.get(r, least, most)
+		return
+	}
+	what := fmt.Sprintf("list of %q at %v (revision %d)", r.Shard, r.Begin, r.Revision)
+	if !r.Any && r.Revision < least {
+		c.wrong("stale %s: %d was known before it began", what, least)
+	}
+	if r.Revision >= most {
+		c.wrong("%s shows what had not begun when it ended: %d", what, most)
+	}
+	c.state(what, r.Shard, r.Revision, r.Items)
+}
+
+func (c *checker) get(r Read, least, most int64) {
+	what := fmt.Sprintf("get of %s from %v to %v", r.Key, r.Begin, r.End)
+	if len(r.Items) == 1 {
+		i := r.Items[0]
+		c.shown(what, i)
+		if _, _, next := c.current(i.Key, i.Revision); next <= least || i.Revision >= most {
+			c.wrong("stale %s: shown at %d, replaced at %d, when %d was known", what, i.Revision, next, least)
+		}
+		return
+	}
+	for at := least; ; { // was it away at any moment?
+		_, exists, next := c.current(r.Key, at)
+		if !exists {
+			return
+		}
+		if next >= most {
+			c.wrong("%s found nothing, and it was there all the time (at %d)", what, at)
+			return
+		}
+		at = next
+	}
+}
+
+// state compares objects with the whole state at a revision.
+func (c *checker) state(what, shard string, revision int64, items []Item) {
+	got := map[string]Item{}
+	for _, i := range items {
+		if _, twice := got[i.Key]; twice {
+			c.wrong("%s: %s twice", what, i.Key)
+		}
+		got[i.Key] = i
+		c.shown(what, i)
+	}
+	for key := range c.byKey {
+		e, exists, _ := c.current(key, revision)
+		exists = exists && (shard == "" || e.Shard == shard)
+		i, ok := got[key]
+		switch {
+		case exists && !ok:
+			c.wrong("%s: %s is missing (there since %d)", what, key, e.Revision)
+		case !exists && ok:
+			c.wrong("%s: %s at %d should not be there", what, key, i.Revision)
+		case exists && i.Revision != e.Revision:
+			c.wrong("%s: %s is of %d, not of %d", what, key, i.Revision, e.Revision)
+		}
+	}
+}
+
+// segment holds a watch to the order of events: none missing, none twice, none that did not happen.
+func (c *checker) segment(s *Segment) {
+	what := fmt.Sprintf("watch of %q from %d at %v", s.Shard, s.Start, s.Begin)
+	frames := s.Frames
+	position := s.Start
+	if s.Initial {
+		end := slices.IndexFunc(frames, func(f Frame) bool { return f.InitialEnd })
+		if end < 0 { // broken off before its end: what came must be true all the same
+			for _, f := range frames {
+				c.shown(what, f.Item)
+			}
+			return
+		}
+		var items []Item
+		for _, f := range frames[:end] {
+			if f.Type != "ADDED" {
+				c.wrong("%s: %s among the initial events", what, f.Type)
+			}
+			items = append(items, f.Item)
+		}
+		position = frames[end].Item.Revision
+		if least := c.atLeast(s.Begin); position < least {
+			c.wrong("stale %s: initial events of %d, when %d was known", what, position, least)
+		}
+		c.state(what+": initial events", s.Shard, position, items)
+		frames = frames[end+1:]
+	}
+	want := c.expected(s.Shard, position)
+	for _, f := range frames {
+		if f.Type == "BOOKMARK" {
+			if f.Item.Revision < position {
+				c.wrong("%s: a bookmark of %d after %d", what, f.Item.Revision, position)
+			}
+			if len(want) > 0 && want[0].Item.Revision <= f.Item.Revision {
+				c.wrong("%s: a bookmark of %d hides %s of %s at %d", what, f.Item.Revision, want[0].Type, want[0].Item.Key, want[0].Item.Revision)
+				return
+			}
+			position = f.Item.Revision
+			continue
+		}
+		if len(want) == 0 {
+			c.wrong("%s: %s of %s at %d, which never came", what, f.Type, f.Item.Key, f.Item.Revision)
+			return
+		}
+		if w := want[0]; f.Type != w.Type || f.Item != w.Item {
+			c.wrong("%s: after %d came %s of %+v; expected %s of %+v", what, position, f.Type, f.Item, w.Type, w.Item)
+			return
+		}
+		position, want = f.Item.Revision, want[1:]
+	}
+}
+
+// expected is every event after a revision as a watch with the selector sees it.
+func (c *checker) expected(shard string, after int64) []Frame {
+	first := sort.Search(len(c.h.Changes), func(i int) bool { return c.h.Changes[i].Revision > after })
+	var out []Frame
+	for _, e := range c.h.Changes[first:] {
+		f := Frame{Type: e.Type, Item: Item{e.Key, e.Revision, e.Value, e.Shard}}
+		if shard != "" {
+			now := e.Shard == shard
+			old, existed, _ := c.current(e.Key, e.Revision-1)
+			before := existed && old.Shard == shard
+			switch {
+			case e.Type == "DELETED" && !before, e.Type == "ADDED" && !now, !now && !before:
+				continue
+			case e.Type == "MODIFIED" && now && !before:
+				f.Type = "ADDED"
+			case e.Type == "MODIFIED" && !now: // it leaves in the state that it was last seen in
+				f.Type, f.Item.Value, f.Item.Shard = "DELETED", old.Value, old.Shard
+			}
+		}
+		out = append(out, f)
+	}
+	return out
+}

@@ -1,0 +1,146 @@
+// Command robustness runs the split form while its processes are killed (-9), paused (STOP and CONT) and cut off from each
+// other, lets clients read, write and watch through it all, and then judges everything that they were told (package
+// history). Every fault comes from a seed: the same seed gives the same faults in the same order.
+//
+//	robustness -faults 1000 -seed 7
+//	robustness -break drop          a Watershed that loses an event: the judge has to find it
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"log"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"sort"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// options are what a run is told.
+type options struct {
+	watershed string
+	dir       string
+	faults    int
+	seed      uint64
+	replicas  string
+	writers   int
+	watchers  int
+}
+
+func main() {
+	log.SetFlags(log.Ltime)
+	var o options
+	flag.StringVar(&o.watershed, "watershed", "bin/watershed", "The binary under test.")
+	flag.StringVar(&o.dir, "out", "", "Where the cluster and the history are kept; a temporary directory by default, kept where something is wrong.")
+	flag.IntVar(&o.faults, "faults", 1000, "How many faults are injected.")
+	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0: chosen.")
+	flag.StringVar(&o.replicas, "replicas", "watchfanout=3", "As of `watershed split`.")
+	flag.IntVar(&o.writers, "writers", 6, "How many clients write.")
+	flag.IntVar(&o.watchers, "watchers", 24, "How many clients watch.")
+	breakAs := flag.String("break", "", "Build a Watershed that is broken on purpose, and expect the judge to find it: "+strings.Join(breakages(), ", ")+", all.")
+	flag.Parse()
+	if o.seed == 0 {
+		o.seed = rand.Uint64N(1 << 32)
+	}
+	ctx, cancel := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer cancel()
+	if *breakAs != "" {
+		os.Exit(runBroken(ctx, o, *breakAs))
+	}
+	r, err := run(ctx, o)
+	if err != nil {
+		log.Fatal(err)
+	}
+	fmt.Print(r)
+	if len(r.found) > 0 {
+		os.Exit(1)
+	}
+}
+
+// result is what a run has to say.
+type result struct {
+	seed   uint64
+	dir    string
+	took   time.Duration
+	counts map[string]int
+	found  []string
+}
+
+func (r *result) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "seed %d, %s\n", r.seed, r.took.Round(time.Second))
+	var names []string
+	for n := range r.counts {
+		names = append(names, n)
+	}
+	sort.Strings(names)
+	for _, n := range names {
+		fmt.Fprintf(&b, "%8d %s\n", r.counts[n], n)
+	}
+	fmt.Fprintf(&b, "%8d contradictions\n", len(r.found))
+	for i, f := range r.found {
+		if i == 20 {
+			fmt.Fprintf(&b, "  … and %d more\n", len(r.found)-i)
+			break
+		}
+		fmt.Fprintln(&b, "  "+f)
+	}
+	if len(r.found) > 0 {
+		fmt.Fprintf(&b, "history and logs: %s\n", r.dir)
+	}
+	return b.String()
+}
+
+// run runs one cluster through its faults and judges.
+func run(ctx context.Context, o options) (*result, error) {
+	var err error
+	if o.watershed, err = filepath.Abs(o.watershed); err != nil {
+		return nil, err
+	}
+	temporary := o.dir == ""
+	if temporary {
+		if o.dir, err = os.MkdirTemp("", "wsr"); err != nil {
+			return nil, err
+		}
+	}
+	began := time.Now()
+	c, err := startCluster(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	defer c.stop()
+	log.Printf("%d processes are up after %s; seed %d", len(c.processes), time.Since(began).Round(100*time.Millisecond), o.seed)
+	w, err := newWorkload(ctx, c, o)
+	if err != nil {
+		return nil, err
+	}
+	w.start(ctx)
+	faults := c.inject(ctx, o, w.progress)
+	complaints := w.finish(ctx)
+	r := &result{seed: o.seed, dir: o.dir, took: time.Since(began), counts: w.counts()}
+	for kind, n := range faults {
+		r.counts["faults: "+kind] = n
+	}
+	r.counts["processes that died by themselves"] = c.died()
+	for _, p := range c.processes {
+		if n := p.unasked; n > 0 {
+			complaints = append(complaints, fmt.Sprintf("%s ended %d times by itself", p.name, n))
+		}
+	}
+	r.found = append(complaints, w.history.Check()...)
+	if len(r.found) == 0 && temporary {
+		c.stop()
+		return r, os.RemoveAll(o.dir)
+	}
+	data, err := json.Marshal(w.history)
+	if err == nil {
+		err = os.WriteFile(filepath.Join(o.dir, "history.json"), data, 0o600)
+	}
+	return r, err
+}

@@ -1,0 +1,127 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/scheme"
+
+	"watershed.dev/test/robustness/history"
+)
+
+// truth is etcd's own account of what happened, read past all that is under test.
+type truth struct {
+	client  *clientv3.Client
+	history *history.History
+	mu      sync.Mutex
+	seen    int64
+	err     error
+}
+
+const etcdPrefix = "/registry/configmaps/" + namespace + "/"
+
+// follow reads etcd's events from now on.
+func follow(ctx context.Context, c *cluster, h *history.History) (*truth, error) {
+	id := filepath.Join(c.dir, "pki", "inner-registry")
+	cert, err := tls.LoadX509KeyPair(id+".crt", id+".key")
+	if err != nil {
+		return nil, err
+	}
+	pem, err := os.ReadFile(filepath.Join(c.dir, "pki", "inner-ca.crt"))
+	if err != nil {
+		return nil, err
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(pem)
+	client, err := clientv3.New(clientv3.Config{Endpoints: []string{c.etcd}, TLS: &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool}, Logger: zap.NewNop(),
+		DialKeepAliveTime: 5 * time.Second, DialKeepAliveTimeout: 5 * time.Second})
+	if err != nil {
+		return nil, err
+	}
+	t := &truth{client: client, history: h}
+	go t.read(ctx)
+	return t, nil
+}
+
+func (t *truth) read(ctx context.Context) {
+	for from := int64(1); ctx.Err() == nil; time.Sleep(100 * time.Millisecond) {
+		for resp := range t.client.Watch(ctx, etcdPrefix, clientv3.WithPrefix(), clientv3.WithPrevKV(), clientv3.WithRev(from)) {
+			for _, e := range resp.Events {
+				t.take(e)
+				from = e.Kv.ModRevision + 1
+			}
+		}
+	}
+}
+
+func (t *truth) take(e *clientv3.Event) {
+	c := history.Change{Revision: e.Kv.ModRevision, Key: strings.TrimPrefix(string(e.Kv.Key), etcdPrefix)}
+	kv := e.Kv
+	switch {
+	case e.Type == clientv3.EventTypeDelete:
+		c.Type, kv = "DELETED", e.PrevKv
+	case e.IsCreate():
+		c.Type = "ADDED"
+	default:
+		c.Type = "MODIFIED"
+	}
+	var o corev1.ConfigMap
+	err := runtime.DecodeInto(scheme.Codecs.UniversalDeserializer(), kv.Value, &o)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if err != nil {
+		t.err = fmt.Errorf("decode %s: %w", e.Kv.Key, err)
+	}
+	c.Value, c.Shard = o.Data["value"], o.Labels["shard"]
+	t.seen = c.Revision
+	t.history.Changes = append(t.history.Changes, c)
+}
+
+// finish does the last writes and answers the first one's revision, once everything up to the last one has been read.
+func (t *truth) finish(ctx context.Context, write func() error) (int64, error) {
+	err := write()
+	for ; err != nil && ctx.Err() == nil; err = write() {
+		time.Sleep(500 * time.Millisecond)
+	}
+	if err != nil {
+		return 0, err
+	}
+	now, err := t.client.Get(ctx, etcdPrefix, clientv3.WithPrefix())
+	if err != nil {
+		return 0, err
+	}
+	var last, first int64
+	for _, kv := range now.Kvs {
+		last = max(last, kv.ModRevision)
+		if strings.HasPrefix(string(kv.Key), etcdPrefix+"final-") && (first == 0 || kv.ModRevision < first) {
+			first = kv.ModRevision
+		}
+	}
+	for {
+		t.mu.Lock()
+		seen, err := t.seen, t.err
+		t.mu.Unlock()
+		if err != nil {
+			return 0, err
+		}
+		if seen >= last {
+			t.client.Close()
+			return first, nil
+		}
+		if ctx.Err() != nil {
+			return 0, ctx.Err()
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}

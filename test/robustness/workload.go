@@ -1,0 +1,441 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"watershed.dev/test/robustness/history"
+)
+
+const (
+	namespace = "robust"
+	objects   = 24
+	path      = "/api/v1/namespaces/" + namespace + "/configmaps"
+)
+
+// shards are the labels between which objects move.
+var shards = []string{"x", "y", "z"}
+
+// workload is the clients.
+type workload struct {
+	*truth
+	history  *history.History
+	url      string
+	config   *rest.Config
+	options  options
+	stop     context.CancelFunc
+	writers  sync.WaitGroup
+	readers  sync.WaitGroup
+	watchers sync.WaitGroup
+	serial   atomic.Int64
+	// final is the revision that every watch has to come to, once it is known.
+	final                                                          atomic.Int64
+	writes, acknowledged, reads, events, resumes, relists, expired atomic.Int64
+	complaintsMu                                                   sync.Mutex
+	complaints                                                     []string
+}
+
+func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) {
+	config, err := clientcmd.BuildConfigFromFlags("", c.dir+"/admin.kubeconfig")
+	if err != nil {
+		return nil, err
+	}
+	w := &workload{history: history.New(), url: c.url(), config: config, options: o}
+	if w.truth, err = follow(ctx, c, w.history); err != nil {
+		return nil, err
+	}
+	client := w.client()
+	for _, body := range []string{`{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"` + namespace + `"}}`} {
+		if code, answer, err := w.do(ctx, client, "POST", "/api/v1/namespaces", "", body); err != nil || code != 201 {
+			return nil, fmt.Errorf("create the namespace: %d %s %v", code, answer, err)
+		}
+	}
+	return w, nil
+}
+
+// client is a client with connections of its own, as every real one.
+func (w *workload) client() *http.Client {
+	cert, err := tls.X509KeyPair(w.config.CertData, w.config.KeyData)
+	if err != nil {
+		panic(err)
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(w.config.CAData)
+	return &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool}, ForceAttemptHTTP2: true,
+		HTTP2: &http.HTTP2Config{SendPingTimeout: 5 * time.Second, PingTimeout: 5 * time.Second}}}
+}
+
+func (w *workload) start(ctx context.Context) {
+	ctx, w.stop = context.WithCancel(ctx)
+	for n := range w.options.writers {
+		w.writers.Go(func() { w.write(ctx, rand.New(rand.NewPCG(w.options.seed, uint64(100+n)))) })
+	}
+	for n := range 4 {
+		w.readers.Go(func() { w.read(ctx, rand.New(rand.NewPCG(w.options.seed, uint64(200+n)))) })
+	}
+	for n := range w.options.watchers {
+		w.watchers.Go(func() { w.watch(n) })
+	}
+}
+
+func (w *workload) progress() string {
+	return fmt.Sprintf("%d writes (%d acknowledged), %d reads, %d events, %d resumes, %d expired", w.writes.Load(), w.acknowledged.Load(), w.reads.Load(), w.events.Load(), w.resumes.Load(), w.expired.Load())
+}
+
+func (w *workload) counts() map[string]int {
+	return map[string]int{"writes": int(w.writes.Load()), "writes acknowledged": int(w.acknowledged.Load()), "reads answered": int(w.reads.Load()), "events delivered": int(w.events.Load()),
+		"watches resumed by clients": int(w.resumes.Load()), "watches expired (410)": int(w.expired.Load()), "relists": int(w.relists.Load()), "changes in etcd": len(w.history.Changes),
+		"connections that watches were served over": len(w.history.Segments)}
+}
+
+func (w *workload) complain(format string, args ...any) {
+	w.complaintsMu.Lock()
+	defer w.complaintsMu.Unlock()
+	w.complaints = append(w.complaints, fmt.Sprintf(format, args...))
+}
+
+// finish stops reading and writing, waits until every watch has come to the end, and answers what did not.
+func (w *workload) finish(ctx context.Context) []string {
+	w.stop()
+	w.writers.Wait()
+	w.readers.Wait()
+	end, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	last := map[string]*history.Write{}
+	revision, err := w.truth.finish(end, func() error { // a last change that every watch sees, so that it has an end
+		for _, s := range shards {
+			if last[s] == nil {
+				last[s] = &history.Write{Verb: "create", Key: "final-" + s, Value: "final-" + s, Begin: w.history.Now(), Outcome: history.Acknowledged}
+			} else if last[s].End > 0 {
+				continue
+			}
+			body := fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"final-%s","labels":{"shard":%q}},"data":{"value":"final-%s"}}`, s, s, s)
+			code, answer, err := w.do(end, w.client(), "POST", path, "", body)
+			if code != http.StatusCreated && code != http.StatusConflict { // an earlier attempt may have done it
+				return fmt.Errorf("%d %s %v", code, answer, err)
+			}
+			last[s].End = w.history.Now()
+			w.history.Wrote(*last[s])
+		}
+		return nil
+	})
+	if err != nil {
+		w.complain("the cluster does not recover: %v", err)
+		revision = 1 // let the watches end
+	}
+	w.final.Store(revision)
+	w.watchers.Wait()
+	return w.complaints
+}
+
+type object struct {
+	Metadata struct {
+		Name, ResourceVersion string
+		Labels                map[string]string
+		Annotations           map[string]string
+		Continue              string
+	}
+	Data map[string]string
+}
+
+func (o *object) item() history.Item {
+	rv, _ := strconv.ParseInt(o.Metadata.ResourceVersion, 10, 64)
+	return history.Item{Key: o.Metadata.Name, Revision: rv, Value: o.Data["value"], Shard: o.Metadata.Labels["shard"]}
+}
+
+// callTimeout is when a client gives up on an answer.
+const callTimeout = 15 * time.Second
+
+func (w *workload) do(ctx context.Context, c *http.Client, method, path, contentType, body string) (int, []byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
+	if err != nil {
+		return 0, nil, err
+	}
+	if contentType == "" {
+		contentType = "application/json"
+	}
+	req.Header.Set("Content-Type", contentType)
+	resp, err := c.Do(req)
+	if err != nil {
+		return 0, nil, err
+	}
+	defer resp.Body.Close()
+	data, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, data, err
+}
+
+// write changes objects at random, knowing each as it last saw it.
+func (w *workload) write(ctx context.Context, r *rand.Rand) {
+	client := w.client()
+	known := map[string]int64{}
+	for ctx.Err() == nil {
+		w.one(client, r, known)
+		time.Sleep(time.Duration(r.IntN(40)) * time.Millisecond)
+	}
+}
+
+func (w *workload) one(client *http.Client, r *rand.Rand, known map[string]int64) {
+	key := fmt.Sprintf("o%d", r.IntN(objects))
+	value, shard := fmt.Sprintf("v%d", w.serial.Add(1)), shards[r.IntN(len(shards))]
+	h := history.Write{Key: key, Value: value}
+	body := func(rv int64) string {
+		version := ""
+		if rv > 0 {
+			version = fmt.Sprintf(`"resourceVersion":"%d",`, rv)
+		}
+		return fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{%s"name":%q,"labels":{"shard":%q}},"data":{"value":%q}}`, version, key, shard, value)
+	}
+	var method, target, contentType, content string
+	switch n, rv := r.IntN(10), known[key]; {
+	case rv == 0 || n == 0:
+		h.Verb, method, target, content = "create", "POST", path, body(0)
+	case n < 5:
+		h.Verb, h.Expect, method, target, content = "update", rv, "PUT", path+"/"+key, body(rv)
+	case n < 6:
+		h.Verb, method, target, content = "update", "PUT", path+"/"+key, body(0)
+	case n < 8:
+		h.Verb, method, target, contentType = "patch", "PATCH", path+"/"+key, "application/merge-patch+json"
+		content = fmt.Sprintf(`{"metadata":{"labels":{"shard":%q}},"data":{"value":%q}}`, shard, value)
+	default:
+		h.Verb, h.Value, h.Expect, method, target = "delete", "", rv, "DELETE", path+"/"+key
+		content = fmt.Sprintf(`{"preconditions":{"resourceVersion":"%d"}}`, rv)
+	}
+	h.Begin = w.history.Now()
+	code, answer, err := w.do(context.Background(), client, method, target, contentType, content)
+	h.End, h.Code = w.history.Now(), code
+	switch {
+	case err != nil || code >= 500 || code == 429:
+		// Unknown: it may have been done. A 429 comes from where nothing was tried, but need not be told apart.
+	case code < 300:
+		h.Outcome = history.Acknowledged
+	default:
+		h.Outcome = history.Refused
+	}
+	w.writes.Add(1)
+	var o object
+	_ = json.Unmarshal(answer, &o)
+	if h.Outcome == history.Acknowledged {
+		w.acknowledged.Add(1)
+		if h.Verb != "delete" {
+			h.Revision = o.item().Revision
+			known[key] = h.Revision
+		} else {
+			delete(known, key)
+		}
+	}
+	w.history.Wrote(h)
+	if h.Outcome != history.Acknowledged { // look again
+		at := w.history.Now()
+		code, answer, err := w.do(context.Background(), client, "GET", path+"/"+key, "", "")
+		read := history.Read{Key: key, Begin: at, End: w.history.Now()}
+		switch {
+		case err == nil && code == 200:
+			var o object
+			_ = json.Unmarshal(answer, &o)
+			known[key] = o.item().Revision
+			read.Items = []history.Item{o.item()}
+		case err == nil && code == 404:
+			delete(known, key)
+		default:
+			return
+		}
+		w.reads.Add(1)
+		w.history.Saw(read)
+	}
+}
+
+// read lists: consistent, of any age, selected, in pages.
+func (w *workload) read(ctx context.Context, r *rand.Rand) {
+	client := w.client()
+	for ctx.Err() == nil {
+		h := history.Read{}
+		q := url.Values{}
+		if r.IntN(3) == 0 {
+			h.Shard = shards[r.IntN(len(shards))]
+			q.Set("labelSelector", "shard="+h.Shard)
+		}
+		switch r.IntN(4) {
+		case 0:
+			h.Any = true
+			q.Set("resourceVersion", "0")
+		case 1:
+			q.Set("limit", "5")
+		}
+		h.Begin = w.history.Now()
+		if w.list(client, q, &h) {
+			w.reads.Add(1)
+			w.history.Saw(h)
+		}
+		time.Sleep(time.Duration(r.IntN(60)) * time.Millisecond)
+	}
+}
+
+// list reads one list, with all its pages. A page that expired or failed leaves nothing to judge.
+func (w *workload) list(client *http.Client, q url.Values, h *history.Read) bool {
+	first := true
+	for {
+		code, answer, err := w.do(context.Background(), client, "GET", path+"?"+q.Encode(), "", "")
+		var l struct {
+			object
+			Items []object
+		}
+		if err != nil || code != 200 || json.Unmarshal(answer, &l) != nil {
+			return false
+		}
+		if first { // the first page says how fresh the list is
+			h.End = w.history.Now()
+			h.Revision, _ = strconv.ParseInt(l.Metadata.ResourceVersion, 10, 64)
+			first = false
+		} else if rv, _ := strconv.ParseInt(l.Metadata.ResourceVersion, 10, 64); rv != h.Revision {
+			w.complain("a page is of revision %d, the first one of %d", rv, h.Revision)
+		}
+		for _, o := range l.Items {
+			h.Items = append(h.Items, o.item())
+		}
+		if l.Metadata.Continue == "" {
+			return true
+		}
+		q.Set("continue", l.Metadata.Continue)
+	}
+}
+
+// watch keeps one watch going, over any number of connections, until it has seen the end.
+func (w *workload) watch(n int) {
+	client := w.client()
+	shard := ""
+	if n%3 > 0 {
+		shard = shards[n%len(shards)]
+	}
+	var position int64
+	var patience time.Time
+	for {
+		final := w.final.Load()
+		if final > 0 && position >= final {
+			return
+		}
+		if final > 0 && patience.IsZero() {
+			patience = time.Now().Add(time.Minute)
+		}
+		if final > 0 && time.Now().After(patience) {
+			w.complain("watch %d of %q came to %d, not to the end at %d", n, shard, position, final)
+			return
+		}
+		s := &history.Segment{Shard: shard, Start: position, Initial: position == 0, Begin: w.history.Now()}
+		if position == 0 && n%2 == 0 { // half of them list and watch, half ask for initial events
+			h := history.Read{Shard: shard, Begin: s.Begin}
+			q := url.Values{}
+			if shard != "" {
+				q.Set("labelSelector", "shard="+shard)
+			}
+			w.relists.Add(1)
+			if !w.list(client, q, &h) {
+				time.Sleep(100 * time.Millisecond)
+				continue
+			}
+			w.history.Saw(h)
+			position, s.Start, s.Initial = h.Revision, h.Revision, false
+		} else if position > 0 {
+			w.resumes.Add(1)
+		}
+		err := w.connection(client, s, &position)
+		w.history.Watched(s)
+		if errors.Is(err, errExpired) {
+			w.expired.Add(1)
+			position = 0
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+var errExpired = errors.New("410")
+
+func (w *workload) connection(client *http.Client, s *history.Segment, position *int64) error {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	stall := time.AfterFunc(30*time.Second, cancel) // no bookmark for so long: a real client's connection would be found dead
+	defer stall.Stop()
+	q := url.Values{"watch": {"true"}, "allowWatchBookmarks": {"true"}}
+	if s.Shard != "" {
+		q.Set("labelSelector", "shard="+s.Shard)
+	}
+	if s.Initial {
+		q.Set("sendInitialEvents", "true")
+		q.Set("resourceVersionMatch", "NotOlderThan")
+	} else {
+		q.Set("resourceVersion", fmt.Sprint(s.Start))
+	}
+	req, err := http.NewRequestWithContext(ctx, "GET", w.url+path+"?"+q.Encode(), nil)
+	if err != nil {
+		return err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode == http.StatusGone {
+		return errExpired
+	}
+	if resp.StatusCode != http.StatusOK {
+		return errors.New(resp.Status)
+	}
+	initial := s.Initial
+	lines := bufio.NewReader(resp.Body)
+	for {
+		line, err := lines.ReadBytes('\n')
+		if err != nil {
+			return err
+		}
+		stall.Reset(30 * time.Second)
+		var e struct {
+			Type   string
+			Object struct {
+				object
+				Code int
+			}
+		}
+		if err := json.Unmarshal(bytes.TrimSpace(line), &e); err != nil {
+			w.complain("a frame is not JSON: %.200q", line)
+			return err
+		}
+		if e.Type == "ERROR" {
+			if e.Object.Code == http.StatusGone {
+				return errExpired
+			}
+			return fmt.Errorf("error event: %s", line)
+		}
+		f := history.Frame{Type: e.Type, Item: e.Object.item(), At: w.history.Now()}
+		f.InitialEnd = e.Object.Metadata.Annotations["k8s.io/initial-events-end"] == "true"
+		s.Frames = append(s.Frames, f)
+		if f.InitialEnd {
+			initial = false
+		}
+		if !initial {
+			*position = f.Item.Revision
+		}
+		w.events.Add(1)
+		if final := w.final.Load(); final > 0 && *position >= final {
+			return nil
+		}
+	}
+}
