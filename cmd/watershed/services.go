@@ -112,8 +112,7 @@ var order = []string{"registry", "watchfanout", "authn", "authz", "admission", "
 // gatewayService makes the gateway, which is called over HTTPS alone, a service like the others.
 type gatewayService struct{ *gateway.Service }
 
-func (gatewayService) Register(grpc.ServiceRegistrar)     {}
-func (gatewayService) Collectors() []prometheus.Collector { return nil }
+func (gatewayService) Register(grpc.ServiceRegistrar) {}
 
 func gatewayClients(w *wiring) (s gateway.Services, err error) {
 	connect := func(name string, idempotent bool) grpc.ClientConnInterface {

@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -28,6 +29,7 @@ import (
 	"watershed.dev/services/gateway/edge"
 	"watershed.dev/services/gateway/openapi"
 	"watershed.dev/services/gateway/routing"
+	"watershed.dev/services/gateway/watch"
 )
 
 // Config is what a gateway is told.
@@ -35,11 +37,13 @@ type Config struct {
 	Edge              edge.Config
 	AdvertiseAddress  string
 	MinRequestTimeout int
+	Watch             watch.Config
 }
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Edge.AddFlags(fs)
+	c.Watch.AddFlags(fs)
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "", "The IP address on which to advertise the API to members of the cluster.")
 	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800, "The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
 }
@@ -76,7 +80,7 @@ func New(c *Config, s Services) (*Service, error) {
 		disco.Set(v)
 		docs.Set(v)
 	}}
-	router := &routing.Router{Catalog: g.catalog, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watch: s.Watch, Admission: s.Admission,
+	router := &routing.Router{Catalog: g.catalog, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, Admission: s.Admission,
 		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Stopping}
 	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight)
 	return g, nil
@@ -164,6 +168,9 @@ func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 	w.Header().Set("Cache-Control", fmt.Sprintf("public, max-age=%d", d.MaxAgeSeconds))
 	_, _ = w.Write(d.Body)
 }
+
+// Collectors are the gateway's own metrics; kube-apiserver's are in the registry that it shares with its libraries.
+func (g *Service) Collectors() []prometheus.Collector { return watch.Metrics() }
 
 // Ready says why the gateway cannot serve yet, or nil.
 func (g *Service) Ready(ctx context.Context) error {

@@ -35,7 +35,7 @@ func (s *Service) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreami
 	}
 	s.metrics.watchers.Inc()
 	defer s.metrics.watchers.Dec()
-	w := &watcher{Service: s, query: q, request: r, stream: stream, resource: s.cache.Resource(q.entry.StoredAs)}
+	w := &watcher{Service: s, query: q, request: r, stream: stream, resource: s.cache.Resource(q.entry.StoredAs), headers: r.ColumnsSent}
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 
@@ -58,9 +58,8 @@ func (w *watcher) run(ctx context.Context) error {
 	if err := (&frames{watcher: w, position: true}).flush(); err != nil { // the stream is open, and can be resumed from here
 		return err
 	}
-	bookmarks := time.NewTicker(w.config.BookmarkPeriod)
+	bookmarks := time.NewTicker(w.config.ProgressPeriod)
 	defer bookmarks.Stop()
-	bookmarked := w.position.Revision
 	for {
 		events, next, progress, changed, ok := w.resource.Next(cur, batchEvents)
 		if !ok {
@@ -80,10 +79,9 @@ func (w *watcher) run(ctx context.Context) error {
 		case <-w.draining:
 			return status.Error(codes.Unavailable, "the replica is draining")
 		case <-bookmarks.C:
-			if progress <= max(bookmarked, w.position.Revision) {
+			if progress < w.position.Revision { // it was resumed from what has not come here yet
 				continue
 			}
-			bookmarked = progress
 			w.position = watchfanoutv1.Position{Revision: progress, Index: lastIndex}
 			if !w.request.AllowBookmarks { // the gateway alone is told how far the stream has come
 				err = (&frames{watcher: w, position: true}).flush()
@@ -238,7 +236,7 @@ func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
 			return err
 		}
 		w.position = watchfanoutv1.Position{Revision: e.Revision, Index: e.Index}
-		if err := out.add(data); err != nil {
+		if err := out.event(data, false); err != nil {
 			return err
 		}
 		w.metrics.delivered.WithLabelValues(w.entry.StoredAs).Inc()
@@ -352,7 +350,7 @@ func (w *watcher) bookmark(revision int64, initialEnd bool) error {
 		return err
 	}
 	out := &frames{watcher: w}
-	if err := out.add(data); err != nil {
+	if err := out.event(data, true); err != nil {
 		return err
 	}
 	return out.flush()
@@ -409,17 +407,35 @@ var _ apierrors.APIStatus = &apierrors.StatusError{ErrStatus: metav1.Status{}}
 type frames struct {
 	*watcher
 	buf         []byte
+	marks       []*watchfanoutv1.Mark
 	initialDone bool
 	// position: tell the position though there are no frames.
 	position bool
 }
 
+// add adds initial events, which have no place in the log.
 func (f *frames) add(data []byte) error {
+	f.append(data)
+	return f.flushFull()
+}
+
+// event adds one event, at the watcher's position.
+func (f *frames) event(data []byte, bookmark bool) error {
+	f.append(data)
+	at := &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index}
+	f.marks = append(f.marks, &watchfanoutv1.Mark{End: int32(len(f.buf)), Position: at, Bookmark: bookmark})
+	return f.flushFull()
+}
+
+func (f *frames) append(data []byte) {
 	if f.buf == nil {
 		f.buf = data[:len(data):len(data)] // one frame is sent as it is, shared with every other watcher
 	} else {
 		f.buf = append(f.buf, data...)
 	}
+}
+
+func (f *frames) flushFull() error {
 	if len(f.buf) > frameBytes {
 		return f.flush()
 	}
@@ -430,8 +446,8 @@ func (f *frames) flush() error {
 	if len(f.buf) == 0 && !f.initialDone && !f.position {
 		return nil
 	}
-	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone,
+	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone, Marks: f.marks,
 		Position: &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index}}
-	f.buf = nil
+	f.buf, f.marks = nil, nil
 	return f.stream.Send(m)
 }

@@ -34,14 +34,14 @@ import (
 type Config struct {
 	Log            eventlog.Options
 	RingBytes      int
-	BookmarkPeriod time.Duration
+	ProgressPeriod time.Duration
 }
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
 	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20, "How many bytes of recent events are kept in memory for each resource.")
-	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute, "How often a watch that allows bookmarks gets one.")
+	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 5*time.Second, "How often a stream is told how far it has come: the bookmarks that gateways pass on when they are due.")
 }
 
 // Service is one replica.

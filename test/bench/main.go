@@ -4,31 +4,20 @@
 package main
 
 import (
-	"bufio"
 	"bytes"
-	"context"
-	"crypto/tls"
-	"encoding/base64"
 	"encoding/json"
 	"flag"
 	"fmt"
 	"io"
 	"log"
-	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
-
-	"sigs.k8s.io/yaml"
 )
 
 var (
@@ -36,19 +25,11 @@ var (
 	watershed = flag.String("watershed", "bin/watershed", "The binary under test.")
 	pods      = flag.Int("pods", 10000, "How many pods the lists hold.")
 	rounds    = flag.Int("rounds", 3, "How often each piece of work is done; the table has the medians.")
-	watchers  = flag.Int("watchers", 1000, "How many watchers events are delivered to.")
 	out       = flag.String("out", "../docs/performance.md", "The page whose table is replaced.")
 	only      = flag.String("only", "", "Servers to measure, comma separated; all by default.")
+	grow      = flag.Bool("growth", false, "Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to docs/performance/.")
+	rows      = flag.String("rows", "", "Measure only work whose name has this in it; the page is then left alone.")
 )
-
-// server is one thing that is measured.
-type server struct {
-	name   string
-	url    string
-	client *http.Client
-	pids   func() []int
-	stop   func()
-}
 
 func main() {
 	log.SetFlags(0)
@@ -56,6 +37,10 @@ func main() {
 	dir, err := os.MkdirTemp("", "wsbench")
 	check(err)
 	defer os.RemoveAll(dir)
+	if *grow {
+		growth(dir)
+		return
+	}
 	var servers []*server
 	for name, start := range map[string]func(string) *server{"kube-apiserver": startReference, "up": startUp, "split": startSplit} {
 		if *only != "" && !slices.Contains(strings.Split(*only, ","), name) {
@@ -83,7 +68,10 @@ func main() {
 	for range *rounds {
 		for _, s := range servers {
 			for _, w := range work {
-				for row, v := range w(s) {
+				if !strings.Contains(w.name, *rows) {
+					continue
+				}
+				for row, v := range w.do(s) {
 					record(row, s, v)
 				}
 			}
@@ -94,7 +82,9 @@ func main() {
 	}
 	table := render(results, servers)
 	fmt.Println(table)
-	check(write(table))
+	if *rows == "" {
+		check(write(table))
+	}
 }
 
 func order(name string) string {
@@ -107,23 +97,32 @@ const (
 )
 
 // work is done in turns.
-var work = []func(*server) map[string]float64{
-	func(s *server) map[string]float64 {
+var work = []struct {
+	name string
+	do   func(*server) map[string]float64
+}{
+	{"LIST pods, JSON", func(s *server) map[string]float64 {
 		return s.lists("LIST pods, JSON (CPU ms/MB)", "application/json", 0)
-	},
-	func(s *server) map[string]float64 {
+	}},
+	{"LIST pods, protobuf", func(s *server) map[string]float64 {
 		return s.lists("LIST pods, protobuf (CPU ms/MB)", "application/vnd.kubernetes.protobuf", 0)
-	},
-	func(s *server) map[string]float64 {
+	}},
+	{"LIST pods, Table", func(s *server) map[string]float64 {
 		return s.lists("LIST pods, Table (CPU ms/MB)", "application/json;as=Table;v=v1;g=meta.k8s.io", 0)
-	},
-	func(s *server) map[string]float64 {
+	}},
+	{"LIST pages of 500, JSON", func(s *server) map[string]float64 {
 		return s.lists("LIST pages of 500, JSON (CPU ms/MB)", "application/json", 500)
-	},
-	func(s *server) map[string]float64 {
+	}},
+	{"GET a pod", func(s *server) map[string]float64 {
 		return s.each("GET a pod, JSON (CPU ms)", 2000, func(i int) { s.do("GET", fmt.Sprintf("/api/v1/namespaces/bench/pods/p%d", i%*pods), "", nil, 200) })
-	},
-	updateLeases, createConfigMaps, createPods, deliver, smallList,
+	}},
+	{"update a Lease", updateLeases},
+	{"create a ConfigMap", createConfigMaps},
+	{"create a pod", createPods},
+	{"a consistent LIST of one small object", smallList},
+	{"deliver to 1000", func(s *server) map[string]float64 { return deliver(s, 1000, 40, 200) }},
+	{"deliver to 5000", func(s *server) map[string]float64 { return deliver(s, 5000, 10, 50) }},
+	{"herd", herd},
 }
 
 func (s *server) lists(row, accept string, limit int) map[string]float64 {
@@ -212,77 +211,6 @@ func createPods(s *server) map[string]float64 {
 	})
 }
 
-// deliver measures events to many watchers: CPU a delivery, and how old an event is when its watcher has it.
-func deliver(s *server) map[string]float64 {
-	ctx, cancel := context.WithCancel(context.Background())
-	var head struct {
-		Metadata struct{ ResourceVersion string }
-	}
-	check(json.Unmarshal(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200), &head))
-	var ready, wg sync.WaitGroup
-	var mu sync.Mutex
-	var ages []time.Duration
-	var delivered atomic.Int64
-	conns := make([]*http.Client, 20)
-	for i := range conns {
-		conns[i] = &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()}
-	}
-	for i := range *watchers {
-		ready.Add(1)
-		wg.Go(func() {
-			req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion, nil)
-			check(err)
-			resp, err := conns[i%len(conns)].Do(req)
-			check(err)
-			defer resp.Body.Close()
-			ready.Done()
-			var mine []time.Duration
-			lines := bufio.NewReaderSize(resp.Body, 8<<10)
-			for {
-				line, err := lines.ReadBytes('\n')
-				if err != nil {
-					break
-				}
-				if k := bytes.Index(line, []byte(`"sent":"`)); k >= 0 {
-					sent, _ := strconv.ParseInt(string(line[k+8:k+8+19]), 10, 64)
-					mine = append(mine, time.Since(time.Unix(0, sent)))
-					delivered.Add(1)
-				}
-			}
-			mu.Lock()
-			ages = append(ages, mine...)
-			mu.Unlock()
-		})
-	}
-	ready.Wait()
-	const updates = 200
-	before := s.cpu()
-	tick := time.NewTicker(25 * time.Millisecond)
-	var writes []time.Duration
-	for i := range updates {
-		<-tick.C
-		at := time.Now()
-		s.do("POST", "/api/v1/namespaces/events/configmaps", "", []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"e%d-%d"},"data":{"sent":"%019d","pad":%q}}`, serial.Add(1), i, at.UnixNano(), strings.Repeat("x", 900))), 201)
-		writes = append(writes, time.Since(at))
-	}
-	tick.Stop()
-	for deadline := time.Now().Add(10 * time.Second); delivered.Load() < int64(updates**watchers) && time.Now().Before(deadline); {
-		time.Sleep(20 * time.Millisecond)
-	}
-	used, n := s.cpu()-before, delivered.Load()
-	cancel()
-	wg.Wait()
-	slices.Sort(ages)
-	slices.Sort(writes)
-	if n < int64(updates**watchers) {
-		log.Printf("%s: only %d of %d deliveries", s.name, n, updates**watchers)
-	}
-	name := fmt.Sprintf("deliver 1.3 KB to each of %d watchers, 40/s", *watchers)
-	return map[string]float64{name + " (CPU µs a delivery)": used * 1e6 / float64(n), name + ": age p99 (ms)": ms(ages[len(ages)*99/100]), name + ": the writer's p50 (ms)": ms(writes[len(writes)/2])}
-}
-
-func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
-
 func smallList(s *server) map[string]float64 {
 	var all []time.Duration
 	for range 100 {
@@ -339,215 +267,6 @@ func (s *server) do(method, path, accept string, body []byte, want int) []byte {
 		}
 		time.Sleep(200 * time.Millisecond)
 	}
-}
-
-// cpu is the seconds of processor time that the server's processes have used.
-func (s *server) cpu() float64 {
-	total := 0.0
-	for _, pid := range s.pids() {
-		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		if err != nil {
-			continue
-		}
-		f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+2:]))
-		user, _ := strconv.ParseFloat(f[11], 64)
-		system, _ := strconv.ParseFloat(f[12], 64)
-		total += (user + system) / 100
-	}
-	return total
-}
-
-// rss is their resident memory in megabytes.
-func (s *server) rss() float64 {
-	total := 0.0
-	for _, pid := range s.pids() {
-		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/statm", pid))
-		if f := strings.Fields(string(b)); len(f) > 1 {
-			pages, _ := strconv.ParseFloat(f[1], 64)
-			total += pages * float64(os.Getpagesize()) / 1e6
-		}
-	}
-	return total
-}
-
-func run(dir, name, program string, args ...string) (*exec.Cmd, string) {
-	path := filepath.Join(dir, name+".out")
-	f, err := os.Create(path)
-	check(err)
-	cmd := exec.Command(program, args...)
-	cmd.Stdout, cmd.Stderr, cmd.Dir = f, f, dir
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-	check(cmd.Start())
-	return cmd, path
-}
-
-func absolute(p string) string {
-	a, err := filepath.Abs(p)
-	check(err)
-	return a
-}
-
-func startEtcd(dir string) (string, *exec.Cmd) {
-	client, peer := fmt.Sprintf("http://127.0.0.1:%d", freePort()), fmt.Sprintf("http://127.0.0.1:%d", freePort())
-	cmd, _ := run(dir, "etcd", absolute(filepath.Join(*bin, "etcd")), "--name", "e", "--data-dir", filepath.Join(dir, "data"), "--listen-client-urls", client, "--advertise-client-urls", client,
-		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", "e="+peer, "--log-level", "error", "--quota-backend-bytes", "8589934592")
-	return client, cmd
-}
-
-func startReference(dir string) *server {
-	etcd, ecmd := startEtcd(dir)
-	time.Sleep(time.Second)
-	port := freePort()
-	// The certificates are Watershed's kind, made by starting it once.
-	pki := filepath.Join(dir, "pki")
-	makePKI(dir)
-	cmd, _ := run(dir, "kube-apiserver", absolute(filepath.Join(*bin, "kube-apiserver")), "--etcd-servers", etcd, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--cert-dir", dir,
-		"--tls-cert-file", pki+"/apiserver.crt", "--tls-private-key-file", pki+"/apiserver.key", "--client-ca-file", pki+"/ca.crt", "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
-		"--service-account-key-file", pki+"/sa.pub", "--service-account-signing-key-file", pki+"/sa.key", "--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--advertise-address", "192.0.2.1")
-	s := &server{name: "kube-apiserver", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(dir, "admin.kubeconfig")),
-		pids: func() []int { return []int{cmd.Process.Pid} }, stop: func() { kill(cmd); kill(ecmd) }}
-	s.ready()
-	return s
-}
-
-func makePKI(dir string) {
-	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(freePort()), "--bind-address", "127.0.0.1")
-	waitFor(out, "Ready after")
-	_ = cmd.Process.Signal(syscall.SIGTERM)
-	_ = cmd.Wait()
-}
-
-func startUp(dir string) *server {
-	etcd, ecmd := startEtcd(dir)
-	time.Sleep(time.Second)
-	port := freePort()
-	cmd, out := run(dir, "up", absolute(*watershed), "up", "--data-dir", filepath.Join(dir, "w"), "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--etcd-servers", etcd)
-	waitFor(out, "Ready after")
-	return &server{name: "up", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig")),
-		pids: func() []int { return []int{cmd.Process.Pid} }, stop: func() { kill(cmd); kill(ecmd) }}
-}
-
-func startSplit(dir string) *server {
-	port := freePort()
-	data := filepath.Join(dir, "w")
-	cmd, out := run(dir, "split", absolute(*watershed), "split", "--data-dir", data, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1")
-	waitFor(out, "Ready after")
-	return &server{name: "split", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(data, "admin.kubeconfig")), stop: func() { kill(cmd) },
-		pids: func() (all []int) { // everything but etcd, NATS included
-			files, _ := filepath.Glob(filepath.Join(data, "*.pid"))
-			for _, f := range files {
-				if strings.HasPrefix(filepath.Base(f), "etcd") {
-					continue
-				}
-				b, _ := os.ReadFile(f)
-				if pid, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
-					all = append(all, pid)
-				}
-			}
-			return all
-		}}
-}
-
-func kill(cmd *exec.Cmd) {
-	_ = cmd.Process.Signal(syscall.SIGTERM)
-	done := make(chan struct{})
-	go func() { _ = cmd.Wait(); close(done) }()
-	select {
-	case <-done:
-	case <-time.After(20 * time.Second):
-		_ = cmd.Process.Kill()
-	}
-}
-
-func waitFor(path, text string) {
-	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
-		if b, _ := os.ReadFile(path); bytes.Contains(b, []byte(text)) {
-			return
-		}
-	}
-	b, _ := os.ReadFile(path)
-	log.Fatalf("no %q in %s:\n%s", text, path, b)
-}
-
-func (s *server) ready() {
-	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
-		if resp, err := s.client.Get(s.url + "/readyz"); err == nil {
-			resp.Body.Close()
-			if resp.StatusCode == 200 {
-				return
-			}
-		}
-	}
-	log.Fatalf("%s is not ready", s.name)
-}
-
-// clientOf is an HTTP/2 client with a kubeconfig's certificate.
-func clientOf(kubeconfig string) *http.Client {
-	b, err := os.ReadFile(kubeconfig)
-	check(err)
-	var c struct {
-		Users []struct {
-			User struct {
-				Crt string `json:"client-certificate-data"`
-				Key string `json:"client-key-data"`
-			} `json:"user"`
-		} `json:"users"`
-	}
-	check(yaml.Unmarshal(b, &c))
-	crt, err := base64.StdEncoding.DecodeString(c.Users[0].User.Crt)
-	check(err)
-	key, err := base64.StdEncoding.DecodeString(c.Users[0].User.Key)
-	check(err)
-	pair, err := tls.X509KeyPair(crt, key)
-	check(err)
-	return &http.Client{Transport: &http.Transport{ForceAttemptHTTP2: true, DisableCompression: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{pair}}}}
-}
-
-func freePort() int {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	check(err)
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port
-}
-
-func render(results map[string]map[string][]float64, servers []*server) string {
-	var rows []string
-	for r := range results {
-		rows = append(rows, r)
-	}
-	slices.Sort(rows)
-	var b strings.Builder
-	fmt.Fprintf(&b, "%s, %d processors, %s, %d pods, medians of %d rounds. kube-apiserver 1.36.3 with default flags; external etcd 3.6 for kube-apiserver and `up`.\n\n| work |", time.Now().UTC().Format("2006-01-02"), runtime.NumCPU(), runtime.Version(), *pods, *rounds)
-	for _, s := range servers {
-		fmt.Fprintf(&b, " %s |", s.name)
-	}
-	b.WriteString("\n|---|" + strings.Repeat("---|", len(servers)) + "\n")
-	for _, r := range rows {
-		fmt.Fprintf(&b, "| %s |", r)
-		for _, s := range servers {
-			v := results[r][s.name]
-			slices.Sort(v)
-			fmt.Fprintf(&b, " %.3g |", v[len(v)/2])
-		}
-		b.WriteString("\n")
-	}
-	return b.String()
-}
-
-const begin, end = "<!-- measured -->", "<!-- end -->"
-
-// write puts the table between the page's marks.
-func write(table string) error {
-	page, err := os.ReadFile(*out)
-	if err != nil {
-		return err
-	}
-	head, rest, ok := strings.Cut(string(page), begin)
-	_, tail, ok2 := strings.Cut(rest, end)
-	if !ok || !ok2 {
-		return fmt.Errorf("%s has no %s … %s", *out, begin, end)
-	}
-	return os.WriteFile(*out, []byte(head+begin+"\n"+table+end+tail), 0o644)
 }
 
 func check(err error) {

@@ -79,7 +79,6 @@ func main() {
 		return harness.Up(t, "", "--max-requests-inflight=3000", "--max-mutating-requests-inflight=1000")
 	})
 	tests = append(tests, testing.InternalTest{Name: "report", F: func(*testing.T) { report(list, results) }})
-	//lint:ignore SA1019 MainStart wants what only a test binary has
 	testing.Main(func(string, string) (bool, error) { return true, nil }, tests, nil, nil)
 }
 

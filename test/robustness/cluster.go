@@ -48,7 +48,6 @@ type cluster struct {
 	processes      []*process
 	links          []*link
 	etcd           string
-	mu             sync.Mutex
 }
 
 // startCluster writes the configuration of the split form, puts a proxy into every way between two processes, and starts all.
@@ -116,6 +115,8 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		}
 		switch command, _, _ := strings.Cut(name, "-"); command {
 		case "watchfanout":
+			conf["watch-progress-period"] = "1s"
+		case "gateway":
 			conf["watch-bookmark-period"] = "2s"
 		case "registry":
 			conf["etcd-compaction-interval"] = "0s" // faults compact

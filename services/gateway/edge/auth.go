@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/singleflight"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
@@ -123,6 +124,8 @@ type Authorizer struct {
 	mu         sync.RWMutex
 	generation *authzv1.Generation
 	decisions  map[string]decision
+	changed    chan struct{}
+	asking     singleflight.Group
 }
 
 type decision struct {
@@ -156,6 +159,30 @@ func (a *Authorizer) moved(g *authzv1.Generation) {
 	defer a.mu.Unlock()
 	a.generation = g
 	a.decisions = map[string]decision{}
+	if a.changed != nil {
+		close(a.changed)
+		a.changed = nil
+	}
+}
+
+// Moved is closed when the policy's generation moves.
+func (a *Authorizer) Moved() <-chan struct{} {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.changed == nil {
+		a.changed = make(chan struct{})
+	}
+	return a.changed
+}
+
+// Still says whether what was once allowed still is. It is true where nobody can be asked. Many who ask the same at once,
+// as watches do when the generation has moved, cost authz one question.
+func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) bool {
+	allowed, _, _ := a.asking.Do(keyOf(attrs), func() (any, error) {
+		d, _, err := a.Authorize(context.WithoutCancel(ctx), attrs)
+		return err != nil || d == authorizer.DecisionAllow, nil
+	})
+	return allowed.(bool)
 }
 
 // Authorize implements authorizer.Authorizer.

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	"golang.org/x/net/http2"
 	"golang.org/x/sys/unix"
 	metainternalversion "k8s.io/apimachinery/pkg/apis/meta/internalversion"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -30,6 +31,8 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/filters/impersonation"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	genericfilters "k8s.io/apiserver/pkg/server/filters"
+
+	"watershed.dev/services/gateway/wire"
 )
 
 // Config is the outer side's settings, under kube-apiserver's names.
@@ -191,9 +194,13 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	if err != nil {
 		return fmt.Errorf("--secure-port %d: %w", c.SecurePort, err)
 	}
+	h = wire.Handler(h)
 	srv := &http.Server{Handler: h, TLSConfig: conf, MaxHeaderBytes: 1 << 20, IdleTimeout: 90 * time.Second, ReadHeaderTimeout: 32 * time.Second, ErrorLog: quiet(),
 		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: int(c.HTTP2MaxStreams), MaxReceiveBufferPerStream: 256 << 10,
 			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*256<<10, 1<<30))}}
+	if err := shareConnections(srv); err != nil {
+		return err
+	}
 	ended := make(chan error, 1)
 	go func() { ended <- srv.ServeTLS(l, "", "") }()
 	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
@@ -208,6 +215,23 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	defer cancel()
 	if err := srv.Shutdown(drain); err != nil {
 		return srv.Close()
+	}
+	return nil
+}
+
+// shareConnections serves HTTP/2 over connections that watches may write to together. net/http has no way to serve it over a
+// connection that is not its own, so golang.org/x/net/http2 does.
+func shareConnections(srv *http.Server) error {
+	//lint:ignore SA1019 see above
+	h2 := &http2.Server{}
+	//lint:ignore SA1019 see above; it takes its settings from srv.HTTP2
+	if err := http2.ConfigureServer(srv, h2); err != nil {
+		return err
+	}
+	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
+		c := wire.NewConn(conn)
+		//lint:ignore SA1019 see above
+		h2.ServeConn(c, &http2.ServeConnOpts{Context: c.Context(context.Background()), BaseConfig: srv, Handler: srv.Handler})
 	}
 	return nil
 }
@@ -249,7 +273,7 @@ func (c *Config) tls() (*tls.Config, error) {
 	var mu sync.Mutex
 	var cert *tls.Certificate
 	var at time.Time
-	return &tls.Config{MinVersion: tls.VersionTLS12, ClientAuth: tls.RequestClientCert, ClientCAs: pool, NextProtos: []string{"h2", "http/1.1"},
+	return &tls.Config{MinVersion: tls.VersionTLS12, DynamicRecordSizingDisabled: true, ClientAuth: tls.RequestClientCert, ClientCAs: pool, NextProtos: []string{"h2", "http/1.1"},
 		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 			mu.Lock()
 			defer mu.Unlock()

@@ -1,13 +1,13 @@
 package routing
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
-	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
-	"strings"
 	"time"
 
 	"golang.org/x/net/websocket"
@@ -21,12 +21,16 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/watch"
+	"watershed.dev/services/gateway/wire"
 )
 
 // errRegistry says that registry must answer: the watch tier cannot, or the options are bad and registry knows in which words.
@@ -93,7 +97,7 @@ func (c *call) list() {
 		return
 	}
 	ctx := c.req.Context()
-	stream, err := c.Watch.List(ctx, &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
+	stream, err := c.Watches.Client.List(watch.Routed(ctx, c.entry.StoredAs), &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
 		ResourceVersionMatch: string(opts.ResourceVersionMatch), Limit: opts.Limit, Continue: opts.Continue}, grpc.WaitForReady(false))
 	var first *watchfanoutv1.ListChunk
 	if err == nil {
@@ -160,25 +164,22 @@ func (c *call) watch() {
 	if opts.TimeoutSeconds != nil && *opts.TimeoutSeconds > 0 {
 		timeout = time.Duration(*opts.TimeoutSeconds) * time.Second
 	}
-	ctx, cancel := context.WithTimeout(c.req.Context(), timeout)
-	defer cancel()
-	stopping := make(chan struct{})
-	defer close(stopping)
-	go func() {
-		select {
-		case <-c.Stopping:
-			cancel()
-		case <-stopping:
+	r := &watch.Request{WatchRequest: &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: opts.ResourceVersion, ResourceVersionMatch: string(opts.ResourceVersionMatch),
+		AllowBookmarks: opts.AllowWatchBookmarks, SendInitialEvents: opts.SendInitialEvents},
+		Deadline: time.Now().Add(timeout), Stopping: c.Stopping, Moved: c.Authorize.Moved, Allowed: c.stillAllowed()}
+	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
+		if wsstream.IsWebSocketRequest(c.req) {
+			c.overWebSocket(r)
+			return
 		}
-	}()
-	r := &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: opts.ResourceVersion, ResourceVersionMatch: string(opts.ResourceVersionMatch),
-		AllowBookmarks: opts.AllowWatchBookmarks, SendInitialEvents: opts.SendInitialEvents}
-	if wsstream.IsWebSocketRequest(c.req) {
-		c.overWebSocket(ctx, cancel, r)
-		return
-	}
-	sink := &httpSink{call: c, control: http.NewResponseController(c.w)}
-	c.follow(ctx, r, sink)
+		c.Watches.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
+	})
+}
+
+// stillAllowed asks again what the authorization filter asked.
+func (c *call) stillAllowed() func(context.Context) bool {
+	attrs, err := filters.GetAuthorizerAttributes(c.req.Context())
+	return func(ctx context.Context) bool { return err == nil && c.Authorize.Still(ctx, attrs) }
 }
 
 // refuseWatch answers bad options in registry's words.
@@ -195,127 +196,14 @@ func (c *call) refuseWatch() {
 	c.fail(rpc.FromStatus(err))
 }
 
-// sink is where frames go.
-type sink interface {
-	// open sends the head, once.
-	open()
-	write(frames []byte) error
-	// fail answers an error; only before open.
-	fail(error)
-}
-
-// heldOpen is how long a stream waits for the watch tier to come back before it is closed and the client asks anew.
-const heldOpen = 30 * time.Second
-
-// follow copies frames from the watch tier to out until ctx ends. When a replica is lost the stream goes on with
-// another one, after the last event that was sent.
-func (c *call) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, out sink) {
-	opened := false
-	started := false // some initial events were sent
-	lost := time.Time{}
-	for {
-		err := c.copyFrames(ctx, r, func(f *watchfanoutv1.WatchFrame) error {
-			lost = time.Time{}
-			if !opened {
-				out.open()
-				opened = true
-			}
-			if len(f.Data) > 0 {
-				started = true
-				if err := out.write(f.Data); err != nil {
-					return errClientGone
-				}
-			}
-			if f.Position != nil && f.Position.Revision > 0 {
-				r.ResumeAfter = f.Position
-			}
-			r.InitialEventsDone = r.InitialEventsDone || f.InitialEventsDone
-			if f.End {
-				return io.EOF
-			}
-			return nil
-		}, func() {
-			if !opened { // a client learns at once that its watch is accepted
-				out.open()
-				opened = true
-			}
-		})
-		switch {
-		case ctx.Err() != nil, errors.Is(err, io.EOF), errors.Is(err, errClientGone):
-			if !opened {
-				out.open()
-			}
-			return
-		case status.Code(err) != codes.Unavailable:
-			if !opened {
-				out.fail(rpc.FromStatus(err))
-			}
-			return
-		}
-		if r.ResumeAfter == nil && started { // broken amid the initial events: what was sent cannot be taken back
-			return
-		}
-		if lost.IsZero() {
-			lost = time.Now()
-		} else if time.Since(lost) > heldOpen {
-			return
-		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(20 * time.Millisecond):
-		}
-	}
-}
-
-var errClientGone = errors.New("the client is gone")
-
-// acceptAfter is how long an answer may wait for its first frame before its head is sent without one.
-const acceptAfter = 50 * time.Millisecond
-
-// copyFrames runs one upstream stream.
-func (c *call) copyFrames(ctx context.Context, r *watchfanoutv1.WatchRequest, each func(*watchfanoutv1.WatchFrame) error, accepted func()) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stream, err := c.Watch.Watch(ctx, r, grpc.WaitForReady(false))
-	if err != nil {
-		return err
-	}
-	type received struct {
-		frame *watchfanoutv1.WatchFrame
-		err   error
-	}
-	first := make(chan received, 1)
-	go func() {
-		f, err := stream.Recv()
-		first <- received{f, err}
-	}()
-	var got received
-	t := time.NewTimer(acceptAfter)
-	defer t.Stop()
-	select {
-	case got = <-first:
-	case <-t.C:
-		accepted()
-		got = <-first
-	}
-	for {
-		if got.err != nil {
-			return got.err
-		}
-		if err := each(got.frame); err != nil {
-			return err
-		}
-		got.frame, got.err = stream.Recv()
-	}
-}
-
-// httpSink writes frames as a chunked body.
+// httpSink writes frames as a body without end.
 type httpSink struct {
 	*call
 	control *http.ResponseController
+	written int64
 }
 
-func (s *httpSink) open() {
+func (s *httpSink) Open() {
 	t := s.out.MediaType
 	if t != runtime.ContentTypeJSON {
 		t += ";stream=watch"
@@ -326,17 +214,35 @@ func (s *httpSink) open() {
 	_ = s.control.Flush()
 }
 
-func (s *httpSink) write(frames []byte) error {
-	if _, err := s.w.Write(frames); err != nil {
-		return err
+func (s *httpSink) Write(ctx context.Context, frames ...[]byte) error {
+	if until, ok := ctx.Deadline(); ok {
+		_ = s.control.SetWriteDeadline(until)
+		defer func() { _ = s.control.SetWriteDeadline(time.Time{}) }()
+	}
+	for _, f := range frames {
+		n, err := s.w.Write(f)
+		s.written += int64(n)
+		if err != nil {
+			return err
+		}
 	}
 	return s.control.Flush()
 }
 
-func (s *httpSink) fail(err error) { s.call.fail(err) }
+func (s *httpSink) Fail(err error) { s.fail(err) }
+
+// Take implements watch.Sink.
+func (s *httpSink) Take(ctx context.Context) *wire.Stream {
+	if stream := wire.Of(s.req); stream != nil && stream.Take(ctx, s.written) {
+		return stream
+	}
+	return nil
+}
 
 // overWebSocket sends each event as one message.
-func (c *call) overWebSocket(ctx context.Context, cancel context.CancelFunc, r *watchfanoutv1.WatchRequest) {
+func (c *call) overWebSocket(r *watch.Request) {
+	ctx, cancel := context.WithCancel(c.req.Context())
+	defer cancel()
 	c.w.Header().Set("Content-Type", c.out.MediaType)
 	handler := websocket.Handler(func(ws *websocket.Conn) {
 		defer ws.Close()
@@ -344,7 +250,7 @@ func (c *call) overWebSocket(ctx context.Context, cancel context.CancelFunc, r *
 			defer cancel()
 			_, _ = io.Copy(io.Discard, ws)
 		}()
-		c.follow(ctx, r, &socketSink{ws, c.out.MediaType == runtime.ContentTypeProtobuf})
+		c.Watches.Serve(ctx, r, &socketSink{ws, c.out.MediaType == runtime.ContentTypeProtobuf})
 	})
 	server := websocket.Server{Handler: handler, Handshake: func(*websocket.Config, *http.Request) error { return nil }}
 	server.ServeHTTP(c.w, c.req)
@@ -355,30 +261,40 @@ type socketSink struct {
 	binary bool
 }
 
-func (s *socketSink) open()      {}
-func (s *socketSink) fail(error) {}
+func (s *socketSink) Open()                             {}
+func (s *socketSink) Fail(error)                        {}
+func (s *socketSink) Take(context.Context) *wire.Stream { return nil }
 
-func (s *socketSink) write(frames []byte) error {
-	for len(frames) > 0 {
-		var one []byte
-		if s.binary {
-			if len(frames) < 4 {
-				return fmt.Errorf("a frame is cut short")
+func (s *socketSink) Write(ctx context.Context, frames ...[]byte) error {
+	until, _ := ctx.Deadline()
+	_ = s.ws.SetWriteDeadline(until)
+	for _, f := range frames {
+		for len(f) > 0 {
+			one, rest, err := s.split(f)
+			if err != nil {
+				return err
 			}
-			n := 4 + int(frames[0])<<24 + int(frames[1])<<16 + int(frames[2])<<8 + int(frames[3])
-			one, frames = frames[4:n], frames[n:]
 			if err := websocket.Message.Send(s.ws, one); err != nil {
 				return err
 			}
-			continue
-		}
-		line, rest, _ := strings.Cut(string(frames), "\n")
-		frames = []byte(rest)
-		if err := websocket.Message.Send(s.ws, line+"\n"); err != nil {
-			return err
+			f = rest
 		}
 	}
 	return nil
 }
 
-var _ sink = &socketSink{}
+// split takes one event off: a message is a binary one as it is, or text.
+func (s *socketSink) split(frames []byte) (one any, rest []byte, err error) {
+	if !s.binary {
+		line, rest, _ := bytes.Cut(frames, []byte{'\n'})
+		return string(line) + "\n", rest, nil
+	}
+	if len(frames) < 4 {
+		return nil, nil, errors.New("a frame is cut short")
+	}
+	n := 4 + int(binary.BigEndian.Uint32(frames))
+	if n > len(frames) {
+		return nil, nil, errors.New("a frame is cut short")
+	}
+	return frames[4:n], frames[n:], nil
+}

@@ -27,8 +27,8 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/edge"
+	"watershed.dev/services/gateway/watch"
 )
 
 // MaxBodyBytes is the largest request body, kube-apiserver's.
@@ -41,7 +41,7 @@ type Router struct {
 	// Registry retries a call that did not reach a replica; Writes never sends one twice.
 	Registry  registryv1.RegistryClient
 	Writes    registryv1.RegistryClient
-	Watch     watchfanoutv1.WatchClient
+	Watches   *watch.Hub
 	Admission admissionv1.AdmissionClient
 	Authn     authnv1.AuthnClient
 	Authz     authzv1.AuthzClient

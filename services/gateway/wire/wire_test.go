@@ -24,12 +24,15 @@ import (
 // serve serves h over Conns.
 func serve(t *testing.T, h http.Handler) *httptest.Server {
 	s := httptest.NewUnstartedServer(h)
+	//lint:ignore SA1019 net/http serves HTTP/2 over its own connections alone
 	h2 := &http2.Server{}
+	//lint:ignore SA1019 as above
 	if err := http2.ConfigureServer(s.Config, h2); err != nil {
 		t.Fatal(err)
 	}
 	s.Config.TLSNextProto["h2"] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
 		c := NewConn(conn)
+		//lint:ignore SA1019 as above
 		h2.ServeConn(c, &http2.ServeConnOpts{Context: c.Context(context.Background()), BaseConfig: srv, Handler: Handler(h)})
 	}
 	s.TLS = &tls.Config{NextProtos: []string{"h2"}}

@@ -254,8 +254,10 @@ type WatchRequest struct {
 	ResumeAfter *Position `protobuf:"bytes,6,opt,name=resume_after,json=resumeAfter,proto3" json:"resume_after,omitempty"`
 	// The initial events were all sent before the stream broke; resume_after says from where.
 	InitialEventsDone bool `protobuf:"varint,7,opt,name=initial_events_done,json=initialEventsDone,proto3" json:"initial_events_done,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// A Table's columns have been sent before: the next row comes without them.
+	ColumnsSent   bool `protobuf:"varint,8,opt,name=columns_sent,json=columnsSent,proto3" json:"columns_sent,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *WatchRequest) Reset() {
@@ -337,6 +339,13 @@ func (x *WatchRequest) GetInitialEventsDone() bool {
 	return false
 }
 
+func (x *WatchRequest) GetColumnsSent() bool {
+	if x != nil {
+		return x.ColumnsSent
+	}
+	return false
+}
+
 // Position is a place in the log: the revision and, as one transaction may change several keys, the event's index in it.
 type Position struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -399,7 +408,9 @@ type WatchFrame struct {
 	// All initial events are in this frame or before it.
 	InitialEventsDone bool `protobuf:"varint,3,opt,name=initial_events_done,json=initialEventsDone,proto3" json:"initial_events_done,omitempty"`
 	// Set in the last frame: the stream is at its end (an ERROR event was sent), do not resume.
-	End           bool `protobuf:"varint,4,opt,name=end,proto3" json:"end,omitempty"`
+	End bool `protobuf:"varint,4,opt,name=end,proto3" json:"end,omitempty"`
+	// Where each event of data ends, so that whoever shares the stream can begin after any of them. Absent for initial events.
+	Marks         []*Mark `protobuf:"bytes,5,rep,name=marks,proto3" json:"marks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -462,6 +473,75 @@ func (x *WatchFrame) GetEnd() bool {
 	return false
 }
 
+func (x *WatchFrame) GetMarks() []*Mark {
+	if x != nil {
+		return x.Marks
+	}
+	return nil
+}
+
+// Mark is one event's place in a WatchFrame.
+type Mark struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The length of data up to the event's end.
+	End           int32     `protobuf:"varint,1,opt,name=end,proto3" json:"end,omitempty"`
+	Position      *Position `protobuf:"bytes,2,opt,name=position,proto3" json:"position,omitempty"`
+	Bookmark      bool      `protobuf:"varint,3,opt,name=bookmark,proto3" json:"bookmark,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Mark) Reset() {
+	*x = Mark{}
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Mark) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Mark) ProtoMessage() {}
+
+func (x *Mark) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Mark.ProtoReflect.Descriptor instead.
+func (*Mark) Descriptor() ([]byte, []int) {
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Mark) GetEnd() int32 {
+	if x != nil {
+		return x.End
+	}
+	return 0
+}
+
+func (x *Mark) GetPosition() *Position {
+	if x != nil {
+		return x.Position
+	}
+	return nil
+}
+
+func (x *Mark) GetBookmark() bool {
+	if x != nil {
+		return x.Bookmark
+	}
+	return false
+}
+
 var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
@@ -482,7 +562,7 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\bcontinue\x18\x05 \x01(\tR\bcontinue\"3\n" +
 	"\tListChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x12\n" +
-	"\x04size\x18\x02 \x01(\x03R\x04size\"\x93\x03\n" +
+	"\x04size\x18\x02 \x01(\x03R\x04size\"\xb6\x03\n" +
 	"\fWatchRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x12'\n" +
@@ -490,17 +570,23 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x13send_initial_events\x18\x04 \x01(\bH\x00R\x11sendInitialEvents\x88\x01\x01\x124\n" +
 	"\x16resource_version_match\x18\x05 \x01(\tR\x14resourceVersionMatch\x12E\n" +
 	"\fresume_after\x18\x06 \x01(\v2\".watershed.watchfanout.v1.PositionR\vresumeAfter\x12.\n" +
-	"\x13initial_events_done\x18\a \x01(\bR\x11initialEventsDoneB\x16\n" +
+	"\x13initial_events_done\x18\a \x01(\bR\x11initialEventsDone\x12!\n" +
+	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSentB\x16\n" +
 	"\x14_send_initial_events\"<\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
-	"\x05index\x18\x02 \x01(\x05R\x05index\"\xa2\x01\n" +
+	"\x05index\x18\x02 \x01(\x05R\x05index\"\xd8\x01\n" +
 	"\n" +
 	"WatchFrame\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12.\n" +
 	"\x13initial_events_done\x18\x03 \x01(\bR\x11initialEventsDone\x12\x10\n" +
-	"\x03end\x18\x04 \x01(\bR\x03end2\xb6\x01\n" +
+	"\x03end\x18\x04 \x01(\bR\x03end\x124\n" +
+	"\x05marks\x18\x05 \x03(\v2\x1e.watershed.watchfanout.v1.MarkR\x05marks\"t\n" +
+	"\x04Mark\x12\x10\n" +
+	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
+	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
+	"\bbookmark\x18\x03 \x01(\bR\bbookmark2\xb6\x01\n" +
 	"\x05Watch\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
 	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x01B<Z:watershed.dev/proto/watershed/watchfanout/v1;watchfanoutv1b\x06proto3"
@@ -517,7 +603,7 @@ func file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP() []byte {
 	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescData
 }
 
-var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_watershed_watchfanout_v1_watchfanout_proto_goTypes = []any{
 	(*Query)(nil),            // 0: watershed.watchfanout.v1.Query
 	(*ListRequest)(nil),      // 1: watershed.watchfanout.v1.ListRequest
@@ -525,25 +611,28 @@ var file_watershed_watchfanout_v1_watchfanout_proto_goTypes = []any{
 	(*WatchRequest)(nil),     // 3: watershed.watchfanout.v1.WatchRequest
 	(*Position)(nil),         // 4: watershed.watchfanout.v1.Position
 	(*WatchFrame)(nil),       // 5: watershed.watchfanout.v1.WatchFrame
-	(*v1.ResourceEntry)(nil), // 6: watershed.registry.v1.ResourceEntry
-	(*v1.Output)(nil),        // 7: watershed.registry.v1.Output
+	(*Mark)(nil),             // 6: watershed.watchfanout.v1.Mark
+	(*v1.ResourceEntry)(nil), // 7: watershed.registry.v1.ResourceEntry
+	(*v1.Output)(nil),        // 8: watershed.registry.v1.Output
 }
 var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
-	6, // 0: watershed.watchfanout.v1.Query.entry:type_name -> watershed.registry.v1.ResourceEntry
-	7, // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
-	0, // 2: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
-	0, // 3: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
-	4, // 4: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
-	4, // 5: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
-	1, // 6: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
-	3, // 7: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	2, // 8: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	5, // 9: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	8, // [8:10] is the sub-list for method output_type
-	6, // [6:8] is the sub-list for method input_type
-	6, // [6:6] is the sub-list for extension type_name
-	6, // [6:6] is the sub-list for extension extendee
-	0, // [0:6] is the sub-list for field type_name
+	7,  // 0: watershed.watchfanout.v1.Query.entry:type_name -> watershed.registry.v1.ResourceEntry
+	8,  // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
+	0,  // 2: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
+	0,  // 3: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
+	4,  // 4: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
+	4,  // 5: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
+	6,  // 6: watershed.watchfanout.v1.WatchFrame.marks:type_name -> watershed.watchfanout.v1.Mark
+	4,  // 7: watershed.watchfanout.v1.Mark.position:type_name -> watershed.watchfanout.v1.Position
+	1,  // 8: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	3,  // 9: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	2,  // 10: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	5,  // 11: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	10, // [10:12] is the sub-list for method output_type
+	8,  // [8:10] is the sub-list for method input_type
+	8,  // [8:8] is the sub-list for extension type_name
+	8,  // [8:8] is the sub-list for extension extendee
+	0,  // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_watershed_watchfanout_v1_watchfanout_proto_init() }
@@ -558,7 +647,7 @@ func file_watershed_watchfanout_v1_watchfanout_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc), len(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,0 +1,332 @@
+package watch
+
+import (
+	"context"
+	"errors"
+	"io"
+	"slices"
+	"sort"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/wire"
+)
+
+// feed is one stream from the watch tier and the clients that share it.
+type feed struct {
+	hub    *Hub
+	key    key
+	query  *watchfanoutv1.Query
+	cancel context.CancelFunc
+
+	mu sync.Mutex
+	// entries are the recent events; base is the sequence of the first.
+	entries []entry
+	base    int64
+	bytes   int
+	// Everything after low is in entries. The feed has come to high.
+	low, high position
+	// bookmark is the newest one: everything up to it has been in entries.
+	bookmark entry
+	// bookmarks counts them.
+	bookmarks int64
+	subs      []*subscriber
+	ended     bool
+	idle      *time.Timer
+}
+
+type entry struct {
+	data []byte
+	at   position
+}
+
+// subscriber is one client of a feed. All its fields belong to the feed's lock.
+type subscriber struct {
+	cursor int64
+	at     position
+	// stream is set where events may be written without the client's own goroutine.
+	stream *wire.Stream
+	// direct: the client has seen everything, so the next event is written to stream as it comes.
+	direct bool
+	// wake tells the client's own goroutine that it has something to do.
+	wake      chan struct{}
+	bookmarks bool
+	// marks is which bookmark of the feed's it was sent last.
+	marks int64
+	// due is when the next bookmark is; zero for none.
+	due time.Time
+	// skip: events up to here were sent before.
+	skip position
+}
+
+// join adds a client; nil where what it needs next is gone, or the feed has ended.
+func (f *feed) join(at position) *subscriber {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.ended || at.before(f.low) {
+		return nil
+	}
+	i := sort.Search(len(f.entries), func(i int) bool { return at.before(f.entries[i].at) })
+	s := &subscriber{cursor: f.base + int64(i), at: at, skip: at, wake: make(chan struct{}, 1)}
+	f.subs = append(f.subs, s)
+	if f.idle != nil {
+		f.idle.Stop()
+		f.idle = nil
+	}
+	shared.Inc()
+	return s
+}
+
+// leave takes a client off and answers its place.
+func (f *feed) leave(s *subscriber) position {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if i := slices.Index(f.subs, s); i >= 0 {
+		last := len(f.subs) - 1
+		f.subs[i] = f.subs[last]
+		f.subs[last] = nil
+		f.subs = f.subs[:last]
+		shared.Dec()
+	}
+	if len(f.subs) == 0 && !f.ended {
+		f.idle = time.AfterFunc(linger, f.close)
+	}
+	s.direct = false
+	f.moveOn(s)
+	return s.at
+}
+
+// moveOn makes the place of a client that has seen everything that of the feed.
+func (f *feed) moveOn(s *subscriber) {
+	if s.cursor == f.base+int64(len(f.entries)) && s.at.before(f.high) {
+		s.at = f.high
+	}
+}
+
+var (
+	// errBehind says that the feed does not hold what comes next: a client has to go on alone for a while.
+	errBehind = errors.New("behind")
+	// errEnded says that the feed is over: every client has to find out why by itself.
+	errEnded = errors.New("the feed has ended")
+)
+
+// close ends a feed that nobody has come back to.
+func (f *feed) close() {
+	f.mu.Lock()
+	unused := len(f.subs) == 0
+	f.ended = f.ended || unused
+	f.mu.Unlock()
+	if unused {
+		f.hub.drop(f)
+	}
+}
+
+// next is what comes next for a client: events, or a bookmark that is due. Where there is nothing, events are from now on
+// written to its stream as they come, if it has one.
+func (f *feed) next(s *subscriber, bookmarkPeriod time.Duration) ([][]byte, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if s.cursor < f.base {
+		return nil, errBehind
+	}
+	var parts [][]byte
+	for _, e := range f.entries[s.cursor-f.base:] {
+		if s.skip.before(e.at) {
+			parts = append(parts, e.data)
+		}
+		s.at = e.at
+	}
+	s.cursor = f.base + int64(len(f.entries))
+	delivered.Add(float64(len(parts)))
+	if now := time.Now(); f.owes(s, now) {
+		parts = append(parts, f.bookmark.data)
+		f.marked(s, now.Add(bookmarkPeriod))
+	}
+	if len(parts) > 0 {
+		return parts, nil
+	}
+	f.moveOn(s)
+	if f.ended {
+		return nil, errEnded
+	}
+	s.direct = s.stream != nil
+	return nil, nil
+}
+
+// owes says whether a client that has seen every event is due the newest bookmark.
+func (f *feed) owes(s *subscriber, now time.Time) bool {
+	return s.bookmarks && s.marks < f.bookmarks && !now.Before(s.due) && !f.bookmark.at.before(s.at) && !f.bookmark.at.before(s.skip)
+}
+
+// marked notes that the newest bookmark was sent.
+func (f *feed) marked(s *subscriber, next time.Time) {
+	s.at, s.skip, s.due, s.marks = f.bookmark.at, f.bookmark.at, next, f.bookmarks
+}
+
+// remind makes a bookmark due now.
+func (f *feed) remind(s *subscriber) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	s.due, s.direct = time.Time{}, false
+}
+
+// publish takes what came from the watch tier and writes it to everyone who has seen all before it.
+func (f *feed) publish(m *watchfanoutv1.WatchFrame, bookmarkPeriod time.Duration) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	known := len(f.entries)
+	begin := int32(0)
+	marked := false
+	for _, mark := range m.Marks {
+		e := entry{m.Data[begin:mark.End], positionOf(mark.Position)}
+		begin = mark.End
+		if mark.Bookmark {
+			f.bookmark, marked = e, true
+			f.bookmarks++
+			continue
+		}
+		f.entries = append(f.entries, e)
+		f.bytes += len(e.data) + entryBytes
+	}
+	if p := positionOf(m.Position); f.high.before(p) {
+		f.high = p
+	}
+	fresh := f.entries[known:]
+	if len(fresh) > 0 {
+		f.deliver(fresh)
+	}
+	if marked {
+		f.tell(time.Now(), bookmarkPeriod)
+	}
+	f.trim()
+}
+
+// entryBytes is what an entry takes beside its data.
+const entryBytes = 48
+
+func (f *feed) deliver(fresh []entry) {
+	end := f.base + int64(len(f.entries))
+	parts := make([][]byte, len(fresh))
+	for i, e := range fresh {
+		parts[i] = e.data
+	}
+	last := fresh[len(fresh)-1].at
+	n := 0
+	for _, s := range f.subs {
+		if s.direct && s.cursor == end-int64(len(fresh)) && s.skip.before(fresh[0].at) && s.stream.Offer(parts...) {
+			s.cursor, s.at = end, last
+			n++
+			continue
+		}
+		f.rouse(s)
+	}
+	delivered.Add(float64(n * len(fresh)))
+	f.flush()
+}
+
+// tell gives the newest bookmark to those who are due one.
+func (f *feed) tell(now time.Time, period time.Duration) {
+	for _, s := range f.subs {
+		if !f.owes(s, now) {
+			continue
+		}
+		if s.direct && s.stream.Offer(f.bookmark.data) {
+			f.marked(s, now.Add(period))
+			continue
+		}
+		f.rouse(s)
+	}
+	f.flush()
+}
+
+// flush writes what was offered: one write for each connection.
+func (f *feed) flush() {
+	for _, s := range f.subs {
+		if s.direct {
+			s.stream.Flush()
+		}
+	}
+}
+
+// rouse makes the client's own goroutine go on.
+func (f *feed) rouse(s *subscriber) {
+	s.direct = false
+	select {
+	case s.wake <- struct{}{}:
+	default:
+	}
+}
+
+// trim forgets what is beyond the bound.
+func (f *feed) trim() {
+	n := 0
+	for ; n < len(f.entries) && f.bytes > f.hub.Config.FeedBytes; n++ {
+		f.bytes -= len(f.entries[n].data) + entryBytes
+		f.low = f.entries[n].at
+		f.entries[n] = entry{}
+	}
+	f.entries = f.entries[n:]
+	f.base += int64(n)
+}
+
+// end lets every client go on alone.
+func (f *feed) end() {
+	f.mu.Lock()
+	f.ended = true
+	for _, s := range f.subs {
+		f.rouse(s)
+	}
+	f.mu.Unlock()
+	f.hub.drop(f)
+}
+
+// run follows the watch tier until the feed is closed or the stream ends in a way that every client must see for itself.
+func (f *feed) run(ctx context.Context) {
+	defer f.end()
+	r := &watchfanoutv1.WatchRequest{Query: f.query, AllowBookmarks: true, SendInitialEvents: new(bool), ColumnsSent: true,
+		ResumeAfter: f.low.proto(), InitialEventsDone: true}
+	var lost time.Time
+	for {
+		err := f.follow(ctx, r, func() { lost = time.Time{} })
+		if ctx.Err() != nil || status.Code(err) != codes.Unavailable {
+			return
+		}
+		if lost.IsZero() {
+			lost = time.Now()
+			resumed.Inc()
+		} else if time.Since(lost) > heldOpen {
+			return
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(retryAfter):
+		}
+	}
+}
+
+func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive func()) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := f.hub.Client.Watch(routed(ctx, f.query), proto.Clone(r).(*watchfanoutv1.WatchRequest), grpc.WaitForReady(false))
+	for err == nil {
+		var m *watchfanoutv1.WatchFrame
+		if m, err = stream.Recv(); err != nil {
+			break
+		}
+		if m.End {
+			return io.EOF
+		}
+		alive()
+		f.publish(m, f.hub.Config.BookmarkPeriod)
+		if m.Position.GetRevision() > 0 {
+			r.ResumeAfter = m.Position
+		}
+	}
+	return err
+}

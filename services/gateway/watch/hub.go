@@ -1,0 +1,177 @@
+// Package watch keeps clients' watches open and lets those that ask the same share one stream from the watch tier.
+//
+// A watch begins alone, with a stream of its own, for as long as it is behind: its initial events, or a replay. Once it has
+// come to where the shared stream (a feed) is, it joins it. It leaves when the feed no longer holds what comes next for it,
+// and is alone again. Either way its place is the position of the last event that it was sent, and so a lost replica, a
+// lost feed and a slow client all come to the same: go on after that position.
+package watch
+
+import (
+	"context"
+	"crypto/sha256"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+	"google.golang.org/protobuf/proto"
+
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/wire"
+)
+
+// Config is how watches are kept.
+type Config struct {
+	// BookmarkPeriod is how often a watch that allows bookmarks gets one.
+	BookmarkPeriod time.Duration
+	// WriteTimeout is how long a client may take no byte of what is due to it before it is cut off.
+	WriteTimeout time.Duration
+	// FeedBytes bounds the recent events that a feed keeps for those who fall behind.
+	FeedBytes int
+}
+
+// AddFlags adds them to fs.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute, "How often a watch that allows bookmarks gets one.")
+	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second, "How long a watch's client may take no byte of what is due to it before its stream is ended.")
+	fs.IntVar(&c.FeedBytes, "watch-feed-bytes", 4<<20, "How many bytes of recent events are kept for the clients of one shared stream; who falls further behind goes on with a stream of its own.")
+}
+
+const (
+	// heldOpen is how long a stream waits for the watch tier to come back before it is closed and the client asks anew.
+	heldOpen = 30 * time.Second
+	// linger is how long a feed outlives its last client.
+	linger = 10 * time.Second
+	// beforeEnd is how long before a watch's time is up its last bookmark is sent, as kube-apiserver's
+	// (k8s.io/apiserver/pkg/storage/cacher, cacheWatcher.nextBookmarkTime).
+	beforeEnd = 2 * time.Second
+	// acceptAfter is how long an answer may wait for its first frame before its head is sent without one.
+	acceptAfter = 50 * time.Millisecond
+	// aloneFor is how long a client whose feed has ended stays away from the next one: what ended it may end that as well.
+	aloneFor = 10 * time.Second
+	// retryAfter is the pause before the next replica is tried.
+	retryAfter = 20 * time.Millisecond
+)
+
+// Sink is a client's open response. Its methods are called by one goroutine.
+type Sink interface {
+	// Open sends the head, once.
+	Open()
+	// Write sends whole frames, and gives up after a while.
+	Write(ctx context.Context, frames ...[]byte) error
+	// Fail answers an error; only before Open.
+	Fail(error)
+	// Take makes the response one that others may write as well; nil where that is impossible. Only after Open.
+	Take(ctx context.Context) *wire.Stream
+}
+
+// Hub is all open watches of a gateway.
+type Hub struct {
+	Client watchfanoutv1.WatchClient
+	Config *Config
+
+	mu    sync.Mutex
+	feeds map[key]*feed
+}
+
+type key [sha256.Size]byte
+
+// Gauges and counters of this package.
+var (
+	clients   = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients", Help: "Open watches of clients."})
+	shared    = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients_sharing", Help: "Open watches that share a stream from the watch tier with others that ask the same."})
+	feeds     = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_feeds", Help: "Shared streams from the watch tier."})
+	delivered = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_events_total", Help: "Events written to clients from shared streams."})
+	resumed   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_resumes_total", Help: "Times that a stream went on with another replica of the watch tier, unseen by clients."})
+	cutOff    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_slow_clients_total", Help: "Watches ended because the client took nothing for --watch-write-timeout."})
+)
+
+// Metrics are this package's collectors.
+func Metrics() []prometheus.Collector {
+	return []prometheus.Collector{clients, shared, feeds, delivered, resumed, cutOff}
+}
+
+// keyOf is everything that makes two watches' events the same.
+func keyOf(q *watchfanoutv1.Query) (key, error) {
+	e := q.GetEntry()
+	short := proto.Clone(&watchfanoutv1.Query{Namespace: q.Namespace, LabelSelector: q.LabelSelector, FieldSelector: q.FieldSelector, Output: q.Output, IncludeObject: q.IncludeObject}).(*watchfanoutv1.Query)
+	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(short)
+	if err != nil {
+		return key{}, err
+	}
+	for _, s := range []string{e.GetStoredAs(), e.GetResource().GetGroup(), e.GetResource().GetVersion(), e.GetResource().GetResource(), e.GetKind().GetGroup(), e.GetKind().GetVersion(), e.GetKind().GetKind()} {
+		data = append(append(data, 0), s...)
+	}
+	return sha256.Sum256(data), nil
+}
+
+// join adds a client at a position to the feed of its query, which is begun there if there is none. It answers nil where
+// the feed does not hold what comes after the position.
+func (h *Hub) join(k key, q *watchfanoutv1.Query, at position) (*feed, *subscriber) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	f := h.feeds[k]
+	if f == nil {
+		ctx, cancel := context.WithCancel(context.Background())
+		f = &feed{hub: h, key: k, query: q, low: at, high: at, cancel: cancel}
+		if h.feeds == nil {
+			h.feeds = map[key]*feed{}
+		}
+		h.feeds[k] = f
+		feeds.Inc()
+		go f.run(ctx)
+	}
+	return f, f.join(at)
+}
+
+// joinable says whether a client at a position could join.
+func (h *Hub) joinable(k key, at position) bool {
+	h.mu.Lock()
+	f := h.feeds[k]
+	h.mu.Unlock()
+	if f == nil {
+		return true
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return !f.ended && !at.before(f.low)
+}
+
+// drop forgets a feed: it has ended.
+func (h *Hub) drop(f *feed) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.feeds[f.key] == f {
+		delete(h.feeds, f.key)
+		feeds.Dec()
+	}
+	f.cancel()
+}
+
+// position is a place in the log.
+type position struct {
+	revision int64
+	index    int32
+}
+
+// lastIndex is past every event of a revision.
+const lastIndex = 1<<31 - 1
+
+func positionOf(p *watchfanoutv1.Position) position {
+	return position{p.GetRevision(), p.GetIndex()}
+}
+
+func (p position) proto() *watchfanoutv1.Position {
+	return &watchfanoutv1.Position{Revision: p.revision, Index: p.index}
+}
+
+func (p position) before(q position) bool {
+	return p.revision < q.revision || p.revision == q.revision && p.index < q.index
+}
+
+// after is the place after everything of a resourceVersion; ok is false where it is none that a log has.
+func after(resourceVersion string) (position, bool) {
+	n, err := strconv.ParseInt(resourceVersion, 10, 64)
+	return position{n, lastIndex}, err == nil && n > 0
+}

@@ -1,0 +1,354 @@
+package watch
+
+import (
+	"context"
+	"errors"
+	"io"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"watershed.dev/platform/rpc"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/wire"
+)
+
+// Request is a client's watch.
+type Request struct {
+	*watchfanoutv1.WatchRequest
+	// Deadline is when its time is up.
+	Deadline time.Time
+	// Stopping ends it early: the gateway shuts down.
+	Stopping <-chan struct{}
+	// Moved is closed when permissions have changed, and Allowed then says whether the client may still watch. It is true
+	// where nobody can be asked: what is open stays open.
+	Moved   func() <-chan struct{}
+	Allowed func(ctx context.Context) bool
+}
+
+// Serve keeps a client's watch open until its time is up, the client leaves, or it ends in an error that the client sees.
+func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
+	clients.Inc()
+	defer clients.Dec()
+	s := &session{hub: h, Request: r, out: out, due: time.Now().Add(h.Config.BookmarkPeriod)}
+	s.table = r.Query.GetOutput().GetAs().GetKind() == "Table"
+	var err error
+	if s.key, err = keyOf(r.Query); err != nil {
+		out.Fail(err)
+		return
+	}
+	s.moved = r.Moved()
+	if !r.Allowed(ctx) { // it may have been revoked since the request was let in
+		out.Open()
+		return
+	}
+	// A watch from a known revision has no initial events: it may share from the start.
+	initial := r.SendInitialEvents != nil && *r.SendInitialEvents
+	if at, ok := after(r.ResourceVersion); ok && !initial {
+		s.place(at)
+	}
+	s.serve(ctx)
+	if s.stream != nil {
+		wait, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer cancel()
+		_ = s.stream.Finish(wait)
+	}
+}
+
+// session is one client's open watch.
+type session struct {
+	*Request
+	hub    *Hub
+	key    key
+	out    Sink
+	stream *wire.Stream
+	tried  bool // whether out can be taken
+	opened bool
+	// placed: everything up to ResumeAfter was sent, so the watch may share.
+	placed bool
+	// table: the first row brings the columns, so it must come on a stream of the client's own.
+	table, columns bool
+	// due is when the next bookmark is.
+	due  time.Time
+	lost time.Time
+	// until is when a client that shared what ended may share again.
+	until time.Time
+	moved <-chan struct{}
+}
+
+func (s *session) place(at position) {
+	s.placed = true
+	s.ResumeAfter, s.InitialEventsDone = at.proto(), true
+}
+
+func (s *session) at() position { return positionOf(s.ResumeAfter) }
+
+// errDone ends a session without a word.
+var errDone = errors.New("done")
+
+// errJoin says that a session may share now.
+var errJoin = errors.New("caught up")
+
+func (s *session) serve(ctx context.Context) {
+	for {
+		err := s.share(ctx)
+		if errors.Is(err, errEnded) {
+			s.until = time.Now().Add(aloneFor)
+		}
+		if errors.Is(err, errBehind) || errors.Is(err, errEnded) {
+			err = s.alone(ctx)
+		}
+		switch {
+		case errors.Is(err, errJoin):
+			continue
+		case status.Code(err) == codes.Unavailable && ctx.Err() == nil:
+			if s.retry(ctx) {
+				continue
+			}
+			s.open()
+		case errors.Is(err, io.EOF), errors.Is(err, errDone), ctx.Err() != nil:
+			s.open()
+		case !s.opened:
+			s.out.Fail(rpc.FromStatus(err))
+		}
+		return
+	}
+}
+
+// retry waits a little for another replica; false once that has taken too long.
+func (s *session) retry(ctx context.Context) bool {
+	if s.ResumeAfter == nil && s.opened { // broken amid the initial events: what was sent cannot be taken back
+		return false
+	}
+	if s.lost.IsZero() {
+		s.lost = time.Now()
+		resumed.Inc()
+	} else if time.Since(s.lost) > heldOpen {
+		return false
+	}
+	select {
+	case <-ctx.Done():
+		return false
+	case <-s.Stopping:
+		return false
+	case <-time.After(retryAfter):
+		return time.Now().Before(s.Deadline)
+	}
+}
+
+func (s *session) open() {
+	if !s.opened {
+		s.opened = true
+		s.out.Open()
+	}
+}
+
+// mayShare says whether nothing keeps the session from sharing.
+func (s *session) mayShare() bool {
+	return s.placed && (!s.table || s.columns) && time.Now().After(s.until)
+}
+
+// share follows the feed of all who ask the same.
+func (s *session) share(ctx context.Context) error {
+	if !s.mayShare() {
+		return errBehind
+	}
+	f, sub := s.hub.join(s.key, s.Query, s.at())
+	if sub == nil {
+		return errBehind
+	}
+	defer func() {
+		s.ResumeAfter = f.leave(sub).proto()
+		s.due = sub.due
+	}()
+	s.open()
+	if !s.tried {
+		s.tried = true
+		s.stream = s.out.Take(ctx)
+	}
+	f.mu.Lock()
+	sub.stream, sub.bookmarks, sub.due = s.stream, s.AllowBookmarks, s.due
+	f.mu.Unlock()
+	timer := time.NewTimer(time.Until(s.Deadline.Add(-beforeEnd)))
+	defer timer.Stop()
+	for {
+		parts, err := f.next(sub, s.hub.Config.BookmarkPeriod)
+		if err != nil {
+			return err
+		}
+		more := closed
+		if len(parts) > 0 {
+			if err := s.write(ctx, parts...); err != nil {
+				return err
+			}
+		} else {
+			more = sub.wake
+		}
+		select {
+		case <-more:
+		case <-timer.C:
+			if !time.Now().Before(s.Deadline) {
+				return errDone
+			}
+			timer.Reset(time.Until(s.Deadline))
+			f.remind(sub) // of the last bookmark
+		case <-ctx.Done():
+			return errDone
+		case <-s.Stopping:
+			return errDone
+		case <-s.moved:
+			if !s.allowed(ctx) {
+				return errDone
+			}
+		}
+	}
+}
+
+// closed is a channel on which nobody has to wait.
+var closed = func() chan struct{} { c := make(chan struct{}); close(c); return c }()
+
+func (s *session) allowed(ctx context.Context) bool {
+	s.moved = s.Moved()
+	return s.Allowed(ctx)
+}
+
+// write sends frames; a client that takes nothing for too long is cut off, alone.
+func (s *session) write(ctx context.Context, frames ...[]byte) error {
+	timed, cancel := context.WithTimeout(ctx, s.hub.Config.WriteTimeout)
+	defer cancel()
+	var err error
+	if s.stream == nil {
+		err = s.out.Write(timed, frames...)
+	} else {
+		for _, p := range frames {
+			if err = s.stream.Write(timed, p); err != nil {
+				break
+			}
+		}
+	}
+	if err == nil {
+		return nil
+	}
+	if timed.Err() != nil && ctx.Err() == nil {
+		cutOff.Inc()
+	}
+	return errDone
+}
+
+// alone follows a stream of the client's own until it has caught up.
+func (s *session) alone(ctx context.Context) error {
+	ctx, cancel := context.WithDeadline(ctx, s.Deadline)
+	defer cancel()
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	defer cancel()
+	wg.Go(func() { // what ends it early; who shares needs no goroutine for this
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-s.Stopping:
+				cancel()
+				return
+			case <-s.moved:
+				if !s.allowed(ctx) {
+					cancel()
+					return
+				}
+			}
+		}
+	})
+	r := proto.Clone(s.WatchRequest).(*watchfanoutv1.WatchRequest)
+	r.ColumnsSent = s.columns
+	stream, err := s.hub.Client.Watch(routed(ctx, s.Query), r, grpc.WaitForReady(false))
+	if err != nil {
+		return err
+	}
+	type received struct {
+		frame *watchfanoutv1.WatchFrame
+		err   error
+	}
+	first := make(chan received, 1)
+	go func() {
+		m, err := stream.Recv()
+		first <- received{m, err}
+	}()
+	var got received
+	t := time.NewTimer(acceptAfter)
+	defer t.Stop()
+	select {
+	case got = <-first:
+	case <-t.C:
+		s.open() // a client learns at once that its watch is accepted
+		got = <-first
+	}
+	for got.err == nil {
+		if err := s.took(ctx, got.frame); err != nil {
+			return err
+		}
+		got.frame, got.err = stream.Recv()
+	}
+	if ctx.Err() != nil {
+		return errDone
+	}
+	return got.err
+}
+
+// took passes one frame on.
+func (s *session) took(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
+	s.lost = time.Time{}
+	s.open()
+	if data := s.wanted(m); len(data) > 0 {
+		s.columns = true
+		if err := s.write(ctx, data); err != nil {
+			return err
+		}
+	}
+	if m.End {
+		return io.EOF
+	}
+	if m.Position.GetRevision() > 0 {
+		s.ResumeAfter = m.Position
+		if m.InitialEventsDone || s.InitialEventsDone || !s.initial() {
+			s.place(positionOf(m.Position))
+		}
+	}
+	if s.mayShare() && s.hub.joinable(s.key, s.at()) {
+		return errJoin
+	}
+	return nil
+}
+
+// initial says whether the watch begins with all objects.
+func (s *session) initial() bool {
+	if s.SendInitialEvents != nil {
+		return *s.SendInitialEvents
+	}
+	return s.ResourceVersion == "" || s.ResourceVersion == "0"
+}
+
+// wanted is a frame without the bookmarks that are not due.
+func (s *session) wanted(m *watchfanoutv1.WatchFrame) []byte {
+	if !slices.ContainsFunc(m.Marks, func(k *watchfanoutv1.Mark) bool { return k.Bookmark }) {
+		return m.Data
+	}
+	var data []byte
+	begin := int32(0)
+	for _, k := range m.Marks {
+		part := m.Data[begin:k.End]
+		begin = k.End
+		if k.Bookmark {
+			if now := time.Now(); !s.AllowBookmarks || now.Before(s.due) && now.Before(s.Deadline.Add(-beforeEnd)) {
+				continue
+			}
+			s.due = time.Now().Add(s.hub.Config.BookmarkPeriod)
+		}
+		data = append(data, part...)
+	}
+	return data
+}

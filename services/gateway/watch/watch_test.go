@@ -1,0 +1,381 @@
+package watch
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/wire"
+)
+
+// tier is a watch tier with a log of numbered events; it remembers what it was asked.
+type tier struct {
+	watchfanoutv1.WatchClient
+	mu      sync.Mutex
+	log     []int64
+	low     int64
+	changed chan struct{}
+	asked   []*watchfanoutv1.WatchRequest
+	broken  chan struct{}
+}
+
+func newTier() *tier { return &tier{changed: make(chan struct{}), broken: make(chan struct{})} }
+
+func (t *tier) write(revisions ...int64) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.log = append(t.log, revisions...)
+	close(t.changed)
+	t.changed = make(chan struct{})
+}
+
+// lose ends every stream as a killed replica does.
+func (t *tier) lose() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	close(t.broken)
+	t.broken = make(chan struct{})
+}
+
+func (t *tier) streams() []*watchfanoutv1.WatchRequest {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.asked
+}
+
+type stream struct {
+	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
+	ctx     context.Context
+	tier    *tier
+	at      int64
+	first   []*watchfanoutv1.WatchFrame
+	broken  chan struct{}
+	expired bool
+}
+
+func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.asked = append(t.asked, r)
+	s := &stream{ctx: ctx, tier: t, broken: t.broken}
+	switch {
+	case r.ResumeAfter != nil:
+		s.at = r.ResumeAfter.Revision
+		s.expired = s.at < t.low
+	default: // initial events: the state is one object
+		s.at = t.log[len(t.log)-1]
+		s.first = append(s.first, &watchfanoutv1.WatchFrame{Data: []byte("initial\n"), InitialEventsDone: true, Position: &watchfanoutv1.Position{Revision: s.at, Index: lastIndex}})
+	}
+	if !s.expired {
+		s.first = append(s.first, &watchfanoutv1.WatchFrame{Position: &watchfanoutv1.Position{Revision: s.at, Index: lastIndex}})
+	}
+	return s, nil
+}
+
+func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
+	if s.expired {
+		s.expired = false
+		return &watchfanoutv1.WatchFrame{Data: []byte("410\n"), End: true}, nil
+	}
+	if len(s.first) > 0 {
+		m := s.first[0]
+		s.first = s.first[1:]
+		return m, nil
+	}
+	for {
+		s.tier.mu.Lock()
+		for _, r := range s.tier.log {
+			if r > s.at {
+				s.at = r
+				s.tier.mu.Unlock()
+				data := []byte(fmt.Sprintf("e%d\n", r))
+				p := &watchfanoutv1.Position{Revision: r}
+				mark := &watchfanoutv1.Mark{End: int32(len(data)), Position: p}
+				if r%10 == 0 { // every tenth is a bookmark
+					copy(data, "b")
+					mark.Bookmark = true
+				}
+				return &watchfanoutv1.WatchFrame{Data: data, Position: p, Marks: []*watchfanoutv1.Mark{mark}}, nil
+			}
+		}
+		changed := s.tier.changed
+		s.tier.mu.Unlock()
+		select {
+		case <-changed:
+		case <-s.broken:
+			return nil, status.Error(codes.Unavailable, "killed")
+		case <-s.ctx.Done():
+			return nil, status.FromContextError(s.ctx.Err()).Err()
+		}
+	}
+}
+
+// screen is a client that shows what it got.
+type screen struct {
+	mu      sync.Mutex
+	text    strings.Builder
+	changed chan struct{}
+	block   chan struct{}
+}
+
+func newScreen() *screen { return &screen{changed: make(chan struct{}, 100000)} }
+
+func (s *screen) Open()                             {}
+func (s *screen) Fail(err error)                    { _ = s.Write(context.Background(), []byte(err.Error())) }
+func (s *screen) Take(context.Context) *wire.Stream { return nil }
+
+func (s *screen) Write(ctx context.Context, frames ...[]byte) error {
+	if s.block != nil {
+		select {
+		case <-s.block:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	s.mu.Lock()
+	for _, f := range frames {
+		s.text.Write(f)
+	}
+	s.mu.Unlock()
+	s.changed <- struct{}{}
+	return nil
+}
+
+func (s *screen) shows(t *testing.T, want string) {
+	t.Helper()
+	deadline := time.After(5 * time.Second)
+	for {
+		s.mu.Lock()
+		got := strings.ReplaceAll(s.text.String(), "\n", " ")
+		s.mu.Unlock()
+		if got == want {
+			return
+		}
+		select {
+		case <-s.changed:
+		case <-deadline:
+			t.Fatalf("it shows %q, not %q", got, want)
+		}
+	}
+}
+
+type client struct {
+	*screen
+	cancel context.CancelFunc
+	done   chan struct{}
+}
+
+func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
+	c := &client{screen: newScreen(), done: make(chan struct{})}
+	ctx, cancel := context.WithCancel(t.Context())
+	c.cancel = cancel
+	r := &Request{WatchRequest: &watchfanoutv1.WatchRequest{ResourceVersion: "5", Query: &watchfanoutv1.Query{Entry: &registryv1.ResourceEntry{StoredAs: "pods"}}},
+		Deadline: time.Now().Add(time.Minute), Moved: func() <-chan struct{} { return nil }, Allowed: func(context.Context) bool { return true }}
+	if change != nil {
+		change(r)
+	}
+	go func() { defer close(c.done); h.Serve(ctx, r, c.screen) }()
+	t.Cleanup(func() { cancel(); <-c.done })
+	return c
+}
+
+func hub(t *tier) *Hub {
+	return &Hub{Client: t, Config: &Config{BookmarkPeriod: time.Minute, WriteTimeout: time.Second, FeedBytes: 1 << 20}}
+}
+
+func TestThoseWhoAskTheSameShareOneStream(t *testing.T) {
+	up := newTier()
+	up.write(6, 7)
+	h := hub(up)
+	a := h.watch(t, nil)
+	a.shows(t, "e6 e7 ")
+	b := h.watch(t, func(r *Request) { r.ResourceVersion = "6" })
+	b.shows(t, "e7 ")
+	c := h.watch(t, func(r *Request) { r.ResourceVersion = "9" }) // from a server that is ahead
+	up.write(8, 9, 11)
+	a.shows(t, "e6 e7 e8 e9 e11 ")
+	b.shows(t, "e7 e8 e9 e11 ")
+	c.shows(t, "e11 ")
+	if n := len(up.streams()); n != 1 {
+		t.Errorf("%d streams", n)
+	}
+	other := h.watch(t, func(r *Request) { r.Query.LabelSelector = "a=b" })
+	other.shows(t, "e6 e7 e8 e9 e11 ")
+	if n := len(up.streams()); n != 2 {
+		t.Errorf("%d streams for two queries", n)
+	}
+}
+
+func TestInitialEventsComeAloneAndTheRestIsShared(t *testing.T) {
+	up := newTier()
+	up.write(6, 7)
+	h := hub(up)
+	first := h.watch(t, func(r *Request) { r.ResourceVersion = "7" })
+	first.shows(t, "")
+	late := h.watch(t, func(r *Request) { r.ResourceVersion = "" })
+	late.shows(t, "initial ")
+	up.write(8)
+	late.shows(t, "initial e8 ")
+	first.shows(t, "e8 ")
+	up.write(9)
+	late.shows(t, "initial e8 e9 ")
+	late.cancel()
+	<-late.done
+	if n := len(up.streams()); n != 2 {
+		t.Errorf("%d streams", n)
+	}
+}
+
+func TestWhoIsBehindTheFeedCatchesUpAlone(t *testing.T) {
+	up := newTier()
+	up.write(6, 7, 8)
+	h := hub(up)
+	ahead := h.watch(t, func(r *Request) { r.ResourceVersion = "7" })
+	ahead.shows(t, "e8 ")
+	behind := h.watch(t, nil)
+	behind.shows(t, "e6 e7 e8 ")
+	up.write(9)
+	behind.shows(t, "e6 e7 e8 e9 ")
+	ahead.shows(t, "e8 e9 ")
+}
+
+func TestALostReplicaIsNotSeen(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	a := h.watch(t, nil)
+	a.shows(t, "e6 ")
+	up.lose()
+	up.write(7)
+	a.shows(t, "e6 e7 ")
+	asked := up.streams()
+	if last := asked[len(asked)-1]; last.ResumeAfter.GetRevision() != 6 {
+		t.Errorf("resumed after %v", last.ResumeAfter)
+	}
+}
+
+// The feed of many may have begun too early for the log; that is its first client's answer, not everybody's.
+func TestAnExpiredWatchEndsAlone(t *testing.T) {
+	up := newTier()
+	up.low = 5
+	up.write(6)
+	h := hub(up)
+	old := h.watch(t, func(r *Request) { r.ResourceVersion = "3" })
+	fine := h.watch(t, func(r *Request) { r.ResourceVersion = "5" })
+	old.shows(t, "410 ")
+	<-old.done
+	fine.shows(t, "e6 ")
+	up.write(7)
+	fine.shows(t, "e6 e7 ")
+}
+
+func TestASlowClientIsCutOffAlone(t *testing.T) {
+	up := newTier()
+	h := hub(up)
+	h.Config.WriteTimeout = 50 * time.Millisecond
+	slow, quick := h.watch(t, nil), h.watch(t, nil)
+	slow.block = make(chan struct{})
+	up.write(6)
+	quick.shows(t, "e6 ")
+	<-slow.done
+	up.write(7)
+	quick.shows(t, "e6 e7 ")
+}
+
+// What a client falls behind is bounded for all of them together; it goes on with a stream of its own.
+func TestWhoFallsFarBehindGoesOnAlone(t *testing.T) {
+	up := newTier()
+	h := hub(up)
+	h.Config.FeedBytes = 3 * (entryBytes + 4)
+	h.Config.WriteTimeout = time.Minute
+	slow, quick := h.watch(t, nil), h.watch(t, nil)
+	slow.block = make(chan struct{})
+	want := ""
+	for r := int64(11); r < 19; r++ {
+		up.write(r)
+		want += fmt.Sprintf("e%d ", r)
+		quick.shows(t, want)
+	}
+	close(slow.block)
+	slow.shows(t, want)
+}
+
+func TestBookmarksComeWhenTheyAreDue(t *testing.T) {
+	up := newTier()
+	h := hub(up)
+	h.Config.BookmarkPeriod = 0
+	with := h.watch(t, func(r *Request) { r.AllowBookmarks = true })
+	without := h.watch(t, nil)
+	rare := hub(up).watch(t, func(r *Request) { r.AllowBookmarks = true })
+	up.write(9, 10)
+	with.shows(t, "e9 b10 ")
+	up.write(11)
+	with.shows(t, "e9 b10 e11 ")
+	without.shows(t, "e9 e11 ")
+	rare.shows(t, "e9 e11 ")
+}
+
+func TestTheLastBookmarkComesBeforeTheEnd(t *testing.T) {
+	up := newTier()
+	up.write(9, 10)
+	h := hub(up)
+	c := h.watch(t, func(r *Request) {
+		r.AllowBookmarks = true
+		r.Deadline = time.Now().Add(beforeEnd + 100*time.Millisecond)
+	})
+	c.shows(t, "e9 b10 ")
+	<-c.done
+}
+
+func TestARevokedPermissionEndsAWatch(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	moved, allowed := make(chan struct{}), true
+	var mu sync.Mutex
+	revocable := h.watch(t, func(r *Request) {
+		r.Moved = func() <-chan struct{} { mu.Lock(); defer mu.Unlock(); return moved }
+		r.Allowed = func(context.Context) bool { mu.Lock(); defer mu.Unlock(); return allowed }
+	})
+	other := h.watch(t, nil)
+	revocable.shows(t, "e6 ")
+	mu.Lock()
+	old := moved
+	moved, allowed = make(chan struct{}), false
+	mu.Unlock()
+	close(old)
+	<-revocable.done
+	up.write(7)
+	other.shows(t, "e6 e7 ")
+}
+
+// A Table's first row brings the columns, so it comes on the client's own stream.
+func TestATableSharesAfterItsFirstRow(t *testing.T) {
+	up := newTier()
+	h := hub(up)
+	table := func(r *Request) {
+		r.Query.Output = &registryv1.Output{As: &commonv1.Kind{Kind: "Table"}}
+	}
+	a, b := h.watch(t, table), h.watch(t, table)
+	up.write(6)
+	a.shows(t, "e6 ")
+	b.shows(t, "e6 ")
+	up.write(7, 8)
+	a.shows(t, "e6 e7 e8 ")
+	b.shows(t, "e6 e7 e8 ")
+	for i, r := range up.streams() {
+		if r.ColumnsSent != (i >= 2) {
+			t.Errorf("stream %d: columns sent: %v", i, r.ColumnsSent)
+		}
+	}
+}

@@ -1,0 +1,227 @@
+package main
+
+import (
+	"bytes"
+	"crypto/tls"
+	"encoding/base64"
+	"fmt"
+	"log"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/yaml"
+)
+
+// server is one thing that is measured.
+type server struct {
+	name   string
+	url    string
+	client *http.Client
+	pids   func() []int
+	stop   func()
+}
+
+// cpu is the seconds of processor time that the server's processes have used.
+func (s *server) cpu() float64 {
+	total := 0.0
+	for _, pid := range s.pids() {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		if err != nil {
+			continue
+		}
+		f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+2:]))
+		user, _ := strconv.ParseFloat(f[11], 64)
+		system, _ := strconv.ParseFloat(f[12], 64)
+		total += (user + system) / 100
+	}
+	return total
+}
+
+// rss is their resident memory in megabytes.
+func (s *server) rss() float64 {
+	total := 0.0
+	for _, pid := range s.pids() {
+		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/statm", pid))
+		if f := strings.Fields(string(b)); len(f) > 1 {
+			pages, _ := strconv.ParseFloat(f[1], 64)
+			total += pages * float64(os.Getpagesize()) / 1e6
+		}
+	}
+	return total
+}
+
+func run(dir, name, program string, args ...string) (*exec.Cmd, string) {
+	path := filepath.Join(dir, name+".out")
+	f, err := os.Create(path)
+	check(err)
+	cmd := exec.Command(program, args...)
+	cmd.Stdout, cmd.Stderr, cmd.Dir = f, f, dir
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
+	check(cmd.Start())
+	return cmd, path
+}
+
+func absolute(p string) string {
+	a, err := filepath.Abs(p)
+	check(err)
+	return a
+}
+
+func startEtcd(dir string) (string, *exec.Cmd) {
+	client, peer := fmt.Sprintf("http://127.0.0.1:%d", freePort()), fmt.Sprintf("http://127.0.0.1:%d", freePort())
+	cmd, _ := run(dir, "etcd", absolute(filepath.Join(*bin, "etcd")), "--name", "e", "--data-dir", filepath.Join(dir, "data"), "--listen-client-urls", client, "--advertise-client-urls", client,
+		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", "e="+peer, "--log-level", "error", "--quota-backend-bytes", "8589934592")
+	return client, cmd
+}
+
+func startReference(dir string) *server {
+	etcd, ecmd := startEtcd(dir)
+	time.Sleep(time.Second)
+	port := freePort()
+	// The certificates are Watershed's kind, made by starting it once.
+	pki := filepath.Join(dir, "pki")
+	makePKI(dir)
+	cmd, _ := run(dir, "kube-apiserver", absolute(filepath.Join(*bin, "kube-apiserver")), "--etcd-servers", etcd, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--cert-dir", dir,
+		"--tls-cert-file", pki+"/apiserver.crt", "--tls-private-key-file", pki+"/apiserver.key", "--client-ca-file", pki+"/ca.crt", "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
+		"--service-account-key-file", pki+"/sa.pub", "--service-account-signing-key-file", pki+"/sa.key", "--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--advertise-address", "192.0.2.1")
+	s := &server{name: "kube-apiserver", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(dir, "admin.kubeconfig")),
+		pids: func() []int { return []int{cmd.Process.Pid} }, stop: func() { kill(cmd); kill(ecmd) }}
+	s.ready()
+	return s
+}
+
+func makePKI(dir string) {
+	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(freePort()), "--bind-address", "127.0.0.1")
+	waitFor(out, "Ready after")
+	_ = cmd.Process.Signal(syscall.SIGTERM)
+	_ = cmd.Wait()
+}
+
+func startUp(dir string) *server {
+	etcd, ecmd := startEtcd(dir)
+	time.Sleep(time.Second)
+	port := freePort()
+	cmd, out := run(dir, "up", absolute(*watershed), "up", "--data-dir", filepath.Join(dir, "w"), "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--etcd-servers", etcd)
+	waitFor(out, "Ready after")
+	return &server{name: "up", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig")),
+		pids: func() []int { return []int{cmd.Process.Pid} }, stop: func() { kill(cmd); kill(ecmd) }}
+}
+
+func startSplit(dir string) *server {
+	port := freePort()
+	data := filepath.Join(dir, "w")
+	cmd, out := run(dir, "split", absolute(*watershed), "split", "--data-dir", data, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1")
+	waitFor(out, "Ready after")
+	return &server{name: "split", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(data, "admin.kubeconfig")), stop: func() { kill(cmd) },
+		pids: func() (all []int) { // everything but etcd, NATS included
+			files, _ := filepath.Glob(filepath.Join(data, "*.pid"))
+			for _, f := range files {
+				if strings.HasPrefix(filepath.Base(f), "etcd") {
+					continue
+				}
+				b, _ := os.ReadFile(f)
+				if pid, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
+					all = append(all, pid)
+				}
+			}
+			return all
+		}}
+}
+
+func kill(cmd *exec.Cmd) {
+	_ = cmd.Process.Signal(syscall.SIGTERM)
+	done := make(chan struct{})
+	go func() { _ = cmd.Wait(); close(done) }()
+	select {
+	case <-done:
+	case <-time.After(20 * time.Second):
+		_ = cmd.Process.Kill()
+	}
+}
+
+func waitFor(path, text string) {
+	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
+		if b, _ := os.ReadFile(path); bytes.Contains(b, []byte(text)) {
+			return
+		}
+	}
+	b, _ := os.ReadFile(path)
+	log.Fatalf("no %q in %s:\n%s", text, path, b)
+}
+
+func (s *server) ready() {
+	for deadline := time.Now().Add(time.Minute); time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+		if resp, err := s.client.Get(s.url + "/readyz"); err == nil {
+			resp.Body.Close()
+			if resp.StatusCode == 200 {
+				return
+			}
+		}
+	}
+	log.Fatalf("%s is not ready", s.name)
+}
+
+// clientOf is an HTTP/2 client with a kubeconfig's certificate.
+func clientOf(kubeconfig string) *http.Client {
+	b, err := os.ReadFile(kubeconfig)
+	check(err)
+	var c struct {
+		Users []struct {
+			User struct {
+				Crt string `json:"client-certificate-data"`
+				Key string `json:"client-key-data"`
+			} `json:"user"`
+		} `json:"users"`
+	}
+	check(yaml.Unmarshal(b, &c))
+	crt, err := base64.StdEncoding.DecodeString(c.Users[0].User.Crt)
+	check(err)
+	key, err := base64.StdEncoding.DecodeString(c.Users[0].User.Key)
+	check(err)
+	pair, err := tls.X509KeyPair(crt, key)
+	check(err)
+	return &http.Client{Transport: &http.Transport{ForceAttemptHTTP2: true, DisableCompression: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{pair}}}}
+}
+
+func freePort() int {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	check(err)
+	defer l.Close()
+	return l.Addr().(*net.TCPAddr).Port
+}
+
+// peak samples the resident memory until the answered function is called, which answers the highest in megabytes.
+func (s *server) peak() func() float64 {
+	highest, stop, done := s.rss(), make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			select {
+			case <-stop:
+				return
+			case <-time.After(50 * time.Millisecond):
+				highest = max(highest, s.rss())
+			}
+		}
+	}()
+	var once sync.Once
+	return func() float64 {
+		once.Do(func() { close(stop) })
+		<-done
+		return highest
+	}
+}
+
+// rest is a client-go configuration for the server; the transport comes from elsewhere.
+func (s *server) rest() *rest.Config {
+	return &rest.Config{Host: s.url, QPS: -1, ContentConfig: rest.ContentConfig{ContentType: "application/vnd.kubernetes.protobuf"}}
+}

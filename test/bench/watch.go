@@ -1,0 +1,163 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"log"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+)
+
+// deliver measures events to many watchers over 20 connections: CPU a delivery, how old an event is when its watcher has
+// it, and what a watcher weighs.
+func deliver(s *server, watchers, rate, updates int) map[string]float64 {
+	ctx, cancel := context.WithCancel(context.Background())
+	before := s.rss()
+	ready, wg := openWatches(ctx, s, watchers)
+	if !ready {
+		log.Fatalf("%s: the watches do not open", s.name)
+	}
+	weight := s.rss() - before
+	used, ages, writes := s.deliveries(wg, watchers, rate, updates)
+	cancel()
+	wg.done.Wait()
+	name := fmt.Sprintf("deliver 1.3 KB to each of %d watchers, %d/s", watchers, rate)
+	return map[string]float64{name + " (CPU µs a delivery)": used, name + ": age p99 (ms)": ms(at(ages, 99)), name + ": the writer's p50 (ms)": ms(at(writes, 50)),
+		name + ": resident memory a watcher (KB)": weight * 1000 / float64(watchers)}
+}
+
+// watches are open watches that note when each event comes.
+type watches struct {
+	done      sync.WaitGroup
+	delivered atomic.Int64
+	mu        sync.Mutex
+	ages      []time.Duration
+}
+
+func openWatches(ctx context.Context, s *server, watchers int) (bool, *watches) {
+	w := &watches{}
+	var head struct {
+		Metadata struct{ ResourceVersion string }
+	}
+	check(json.Unmarshal(s.do("GET", "/api/v1/namespaces/small/configmaps", "", nil, 200), &head))
+	conns := make([]*http.Client, 20)
+	for i := range conns {
+		conns[i] = &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()}
+	}
+	var ready sync.WaitGroup
+	for i := range watchers {
+		ready.Add(1)
+		w.done.Go(func() {
+			req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion, nil)
+			check(err)
+			resp, err := conns[i%len(conns)].Do(req)
+			check(err)
+			defer resp.Body.Close()
+			ready.Done()
+			w.read(bufio.NewReaderSize(resp.Body, 8<<10))
+		})
+	}
+	opened := make(chan struct{})
+	go func() { ready.Wait(); close(opened) }()
+	select {
+	case <-opened:
+		return true, w
+	case <-time.After(time.Minute):
+		return false, w
+	}
+}
+
+func (w *watches) read(lines *bufio.Reader) {
+	var mine []time.Duration
+	for {
+		line, err := lines.ReadSlice('\n')
+		if err != nil {
+			break
+		}
+		if k := bytes.Index(line, []byte(`"sent":"`)); k >= 0 {
+			sent, _ := strconv.ParseInt(string(line[k+8:k+8+19]), 10, 64)
+			mine = append(mine, time.Since(time.Unix(0, sent)))
+			w.delivered.Add(1)
+		}
+	}
+	w.mu.Lock()
+	w.ages = append(w.ages, mine...)
+	w.mu.Unlock()
+}
+
+// deliveries makes updates at a rate and waits until everyone has each: CPU microseconds a delivery, the events' ages and
+// the writer's latencies. The ages are read once the watches are closed.
+func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, func() []time.Duration, func() []time.Duration) {
+	before := s.cpu()
+	tick := time.NewTicker(time.Second / time.Duration(rate))
+	defer tick.Stop()
+	var writes []time.Duration
+	for i := range updates {
+		<-tick.C
+		at := time.Now()
+		s.do("POST", "/api/v1/namespaces/events/configmaps", "", []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"e%d-%d"},"data":{"sent":"%019d","pad":%q}}`, serial.Add(1), i, at.UnixNano(), strings.Repeat("x", 900))), 201)
+		writes = append(writes, time.Since(at))
+	}
+	want := int64(updates * watchers)
+	for deadline := time.Now().Add(20 * time.Second); w.delivered.Load() < want && time.Now().Before(deadline); {
+		time.Sleep(20 * time.Millisecond)
+	}
+	n := w.delivered.Load()
+	if n < want {
+		log.Printf("%s: only %d of %d deliveries", s.name, n, want)
+	}
+	return (s.cpu() - before) * 1e6 / float64(n), func() []time.Duration { return w.ages }, func() []time.Duration { return writes }
+}
+
+func at(f func() []time.Duration, percent int) time.Duration {
+	all := slices.Clone(f())
+	slices.Sort(all)
+	return all[len(all)*percent/100]
+}
+
+func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+
+// herd is fifty informers that begin at once, as after the loss of an API server. Each has a connection of its own.
+func herd(s *server) map[string]float64 {
+	before, began := s.cpu(), time.Now()
+	peak := s.peak()
+	defer peak()
+	stop := make(chan struct{})
+	defer close(stop)
+	var wg sync.WaitGroup
+	for range 50 {
+		client, err := kubernetes.NewForConfigAndClient(s.rest(), &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()})
+		check(err)
+		f := informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithNamespace("bench"), informers.WithTransform(func(o any) (any, error) {
+			p, ok := o.(*corev1.Pod)
+			if !ok {
+				return o, nil
+			}
+			return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: p.Name, Namespace: p.Namespace, ResourceVersion: p.ResourceVersion}}, nil // the clients' memory is not what is measured
+		}))
+		informer := f.Core().V1().Pods().Informer()
+		f.Start(stop)
+		wg.Go(func() {
+			if !cache.WaitForCacheSync(stop, informer.HasSynced) {
+				log.Fatal("an informer does not sync")
+			}
+		})
+	}
+	wg.Wait()
+	name := fmt.Sprintf("50 informers sync %d pods at once", *pods)
+	return map[string]float64{name + " (s)": time.Since(began).Seconds(), name + " (CPU s)": s.cpu() - before, name + ": peak resident memory (MB)": peak()}
+}
