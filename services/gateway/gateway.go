@@ -89,8 +89,8 @@ func New(c *Config, s Services) (*Service, error) {
 // mux sends a request to resources, discovery or the gateway's own pages.
 func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Handler {
 	own := http.NewServeMux()
-	own.HandleFunc("GET /version", func(w http.ResponseWriter, req *http.Request) { writeVersion(w) })
-	own.HandleFunc("GET /version/{$}", func(w http.ResponseWriter, req *http.Request) { writeVersion(w) })
+	own.HandleFunc("/version", writeVersion)
+	own.HandleFunc("/version/{$}", writeVersion)
 	own.Handle("/openapi/", docs)
 	own.Handle("/metrics", legacyregistry.HandlerWithReset())
 	for _, p := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks"} {
@@ -199,7 +199,11 @@ func (g *Service) Run(ctx context.Context) error {
 	return err
 }
 
-func writeVersion(w http.ResponseWriter) {
+func writeVersion(w http.ResponseWriter, req *http.Request) {
+	if req.Method != http.MethodGet {
+		edge.WriteCode(w, req, http.StatusMethodNotAllowed, "Method Not Allowed")
+		return
+	}
 	w.Header().Set("Content-Type", "application/json")
 	writeJSON(w, compatibility.DefaultBuildEffectiveVersion().Info())
 }

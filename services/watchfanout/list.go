@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/json"
+	"path"
 	"strconv"
 	"strings"
 	"time"
@@ -64,6 +65,10 @@ type page struct {
 
 // page selects a list's objects, by Kubernetes' rules for resourceVersion, limit and continue.
 func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListRequest) (*page, error) {
+	limit := r.Limit
+	if r.ResourceVersion == "0" && q.entry.StoredAs != "events" { // kube-apiserver's cache knows no limit, and it has none of events
+		limit = 0
+	}
 	snapshot, from, err := s.at(ctx, q, r)
 	if err != nil {
 		return nil, err
@@ -72,7 +77,7 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 	prefix := q.prefix()
 	more := false
 	var lastKey string
-	if name, ok := q.exactName(); ok && r.Limit == 0 && r.Continue == "" {
+	if name, ok := q.exactName(); ok && r.Continue == "" {
 		if i, ok := snapshot.Get(cache.Key(q.namespace, name)); ok && q.matches(i) {
 			p.items = append(p.items, i)
 		}
@@ -80,7 +85,7 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 	}
 	total := int64(0)
 	snapshot.Scan(prefix, from, func(i *cache.Item) bool {
-		if r.Limit > 0 && int64(len(p.items)) >= r.Limit {
+		if limit > 0 && int64(len(p.items)) >= limit {
 			more = true
 			if !q.unselected() {
 				return false
@@ -95,7 +100,7 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 		return true
 	})
 	if more {
-		p.next = encodeContinue(p.revision, strings.TrimPrefix(lastKey, prefix)+"\x00")
+		p.next = encodeContinue(p.revision, "/"+strings.TrimPrefix(lastKey, prefix)+"\x00")
 		if q.unselected() {
 			p.remaining = &total
 		}
@@ -108,6 +113,9 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest) (*cache.Snapshot, string, error) {
 	res := s.cache.Resource(q.entry.StoredAs)
 	if r.Continue != "" {
+		if r.ResourceVersion != "" && r.ResourceVersion != "0" {
+			return nil, "", errElsewhere // which is an error
+		}
 		revision, start, err := decodeContinue(r.Continue)
 		if err != nil {
 			return nil, "", err
@@ -137,11 +145,11 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 			return nil, "", errElsewhere
 		}
 	case rv != "0":
-		revision, err := strconv.ParseInt(rv, 10, 64)
+		revision, err := strconv.ParseUint(rv, 10, 63)
 		if err != nil {
 			return nil, "", errElsewhere // registry says what is wrong with it
 		}
-		if err := s.reach(ctx, revision); err != nil {
+		if err := s.reach(ctx, int64(revision)); err != nil {
 			return nil, "", err
 		}
 	}
@@ -217,10 +225,14 @@ func encodeContinue(revision int64, start string) string {
 func decodeContinue(token string) (int64, string, error) {
 	b, err := base64.RawURLEncoding.DecodeString(token)
 	var t continueToken
-	if err != nil || json.Unmarshal(b, &t) != nil || t.APIVersion != "meta.k8s.io/v1" || t.ResourceVersion <= 0 || strings.Contains("/"+t.StartKey, "/../") {
+	if err != nil || json.Unmarshal(b, &t) != nil || t.APIVersion != "meta.k8s.io/v1" || t.ResourceVersion <= 0 || t.StartKey == "" {
 		return 0, "", errElsewhere
 	}
-	return t.ResourceVersion, t.StartKey, nil
+	start := "/" + strings.TrimPrefix(t.StartKey, "/") // with the slash or without: kube-apiserver writes both
+	if path.Clean(start) != start {
+		return 0, "", errElsewhere
+	}
+	return t.ResourceVersion, start[1:], nil
 }
 
 // parts are the encoded items of a list in the form that q wants.

@@ -41,7 +41,7 @@ type Config struct {
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
 	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20, "How many bytes of recent events are kept in memory for each resource.")
-	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 5*time.Second, "How often a stream is told how far it has come: the bookmarks that gateways pass on when they are due.")
+	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 2*time.Second, "How often a stream is told how far it has come: the bookmarks that gateways pass on when they are due.")
 }
 
 // Service is one replica.

@@ -74,7 +74,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		http.Error(w, "the API is starting", http.StatusServiceUnavailable)
 		return
 	}
-	if req.Method != http.MethodGet && req.Method != http.MethodHead {
+	if req.Method != http.MethodGet {
 		edge.WriteCode(w, req, http.StatusMethodNotAllowed, "Method Not Allowed")
 		return
 	}

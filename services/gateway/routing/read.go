@@ -6,8 +6,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
+	"math"
 	"math/rand/v2"
 	"net/http"
+	"strconv"
 	"time"
 
 	"golang.org/x/net/websocket"
@@ -24,6 +26,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
+	"k8s.io/apiserver/pkg/storage"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	"watershed.dev/platform/rpc"
@@ -145,6 +148,16 @@ func (c *call) listFromRegistry() {
 
 // watch keeps a client's stream open, over the loss of any number of replicas.
 func (c *call) watch() {
+	opts, q, err := c.options()
+	if err != nil {
+		c.refuseWatch()
+		return
+	}
+	version, err := watchVersion(opts.ResourceVersion)
+	if err != nil {
+		c.fail(err)
+		return
+	}
 	if c.out.MediaType != runtime.ContentTypeJSON && c.out.MediaType != runtime.ContentTypeProtobuf {
 		var streams []string
 		for _, m := range c.serializers() {
@@ -155,16 +168,11 @@ func (c *call) watch() {
 		c.fail(negotiation.NewNotAcceptableError(streams))
 		return
 	}
-	opts, q, err := c.options()
-	if err != nil {
-		c.refuseWatch()
-		return
-	}
 	timeout := time.Duration(float64(c.MinRequestTimeout) * (rand.Float64() + 1))
-	if opts.TimeoutSeconds != nil && *opts.TimeoutSeconds > 0 {
+	if opts.TimeoutSeconds != nil && *opts.TimeoutSeconds != 0 { // a negative one is over at once
 		timeout = time.Duration(*opts.TimeoutSeconds) * time.Second
 	}
-	r := &watch.Request{WatchRequest: &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: opts.ResourceVersion, ResourceVersionMatch: string(opts.ResourceVersionMatch),
+	r := &watch.Request{WatchRequest: &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: version, ResourceVersionMatch: string(opts.ResourceVersionMatch),
 		AllowBookmarks: opts.AllowWatchBookmarks, SendInitialEvents: opts.SendInitialEvents},
 		Deadline: time.Now().Add(timeout), Stopping: c.Stopping, Moved: c.Authorize.Moved, Allowed: c.stillAllowed()}
 	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
@@ -176,6 +184,15 @@ func (c *call) watch() {
 	})
 }
 
+// watchVersion reads a watch's resourceVersion as kube-apiserver does, with its error: a number of 64 bits, however written.
+func watchVersion(v string) (string, error) {
+	if v == "" {
+		return "", nil
+	}
+	n, err := storage.APIObjectVersioner{}.ParseResourceVersion(v)
+	return strconv.FormatUint(min(n, math.MaxInt64), 10), err
+}
+
 // stillAllowed asks again what the authorization filter asked.
 func (c *call) stillAllowed() func(context.Context) bool {
 	attrs, err := filters.GetAuthorizerAttributes(c.req.Context())
@@ -185,7 +202,7 @@ func (c *call) stillAllowed() func(context.Context) bool {
 // refuseWatch answers bad options in registry's words.
 func (c *call) refuseWatch() {
 	r := c.read()
-	r.Output = &registryv1.Output{MediaType: runtime.ContentTypeJSON}
+	r.Output = &registryv1.Output{MediaType: runtime.ContentTypeJSON, As: c.out.As}
 	stream, err := c.Registry.List(c.req.Context(), r)
 	if err == nil {
 		_, err = stream.Recv()
@@ -252,8 +269,7 @@ func (c *call) overWebSocket(r *watch.Request) {
 		}()
 		c.Watches.Serve(ctx, r, &socketSink{ws, c.out.MediaType == runtime.ContentTypeProtobuf})
 	})
-	server := websocket.Server{Handler: handler, Handshake: func(*websocket.Config, *http.Request) error { return nil }}
-	server.ServeHTTP(c.w, c.req)
+	handler.ServeHTTP(c.w, c.req)
 }
 
 type socketSink struct {

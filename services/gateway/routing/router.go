@@ -72,7 +72,7 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		return
 	}
 	entry, ok := view.Entry(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
-	if !ok || !placed(entry, info) {
+	if !ok || !placed(entry, info, req) {
 		if view.HasGroup(info.APIGroup) {
 			edge.WriteCode(w, req, http.StatusNotFound, "Page Not Found")
 		} else {
@@ -101,9 +101,19 @@ func starting() error {
 	return e
 }
 
-// placed says whether the path is one that the resource has: a cluster's own objects have no namespace, and a
-// namespaced object has one.
-func placed(e *registryv1.ResourceEntry, info *request.RequestInfo) bool {
+// placed says whether the path is one that the resource has: a cluster's own objects have no namespace, a namespaced
+// object has one, and what can only be created has neither lists nor names.
+func placed(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Request) bool {
+	has := func(verbs ...string) bool {
+		return slices.ContainsFunc(verbs, func(v string) bool { return slices.Contains(e.Verbs, v) })
+	}
+	switch {
+	case len(e.ConnectMethods) > 0:
+	case info.Name != "" && info.Subresource == "" && !has("get", "update", "patch", "delete"),
+		e.Namespaced && info.Namespace == "" && info.Name == "" && !has("list", "watch"),
+		watchPath(req) && !has("watch"):
+		return false
+	}
 	if info.Resource == "namespaces" && info.APIGroup == "" {
 		return true
 	}
@@ -114,6 +124,12 @@ func placed(e *registryv1.ResourceEntry, info *request.RequestInfo) bool {
 		return info.Name == "" || info.Verb == "watch" || info.Verb == "list"
 	}
 	return true
+}
+
+// watchPath recognizes the old form of a watch, /api/v1/watch/….
+func watchPath(req *http.Request) bool {
+	parts := strings.SplitN(strings.TrimPrefix(req.URL.Path, "/"), "/", 5)
+	return len(parts) > 3 && (parts[0] == "api" && parts[2] == "watch" || len(parts) > 4 && parts[0] == "apis" && parts[3] == "watch")
 }
 
 func (c *call) gv() schema.GroupVersion {
@@ -130,7 +146,11 @@ func (c *call) serve() {
 		c.fail(apierrors.NewGenericServerResponse(http.StatusNotImplemented, c.info.Verb, c.groupResource(), c.info.Name, "streaming to nodes and pods is not served yet", 0, true))
 		return
 	}
-	if !c.allowed() {
+	if c.info.Verb == "watch" && c.req.Method == http.MethodGet && c.has("list") && !c.has("watch") {
+		c.fail(apierrors.NewMethodNotSupported(c.groupResource(), "watch"))
+		return
+	}
+	if c.req.Method == http.MethodHead || !c.allowed() {
 		edge.WriteCode(c.w, c.req, http.StatusMethodNotAllowed, "Method Not Allowed")
 		return
 	}
@@ -162,6 +182,9 @@ func (c *call) groupResource() schema.GroupResource {
 // allowed says whether the verb exists where it was asked for: create on a collection, update on an object.
 func (c *call) allowed() bool {
 	named := c.info.Name != ""
+	if watchPath(c.req) && c.req.Method != http.MethodGet {
+		return false
+	}
 	switch v := c.info.Verb; v {
 	case "get", "update", "patch", "delete":
 		if !named {
@@ -202,16 +225,41 @@ func mediaType(req *http.Request) string {
 
 // negotiate chooses the answer's encoding.
 func (c *call) negotiate() (*registryv1.Output, error) {
+	if !produced(c.req.Header.Get("Accept"), c.entry.MediaTypes) {
+		types := c.entry.MediaTypes
+		if c.info.Verb == "list" || c.info.Verb == "watch" {
+			types = append(slices.Clone(types), runtime.ContentTypeJSON+";stream=watch")
+			if slices.Contains(types, runtime.ContentTypeProtobuf) {
+				types = append(types, runtime.ContentTypeProtobuf+";stream=watch")
+			}
+		}
+		return nil, apierrors.NewGenericServerResponse(http.StatusNotAcceptable, "", schema.GroupResource{}, "",
+			"406: Not Acceptable\n\nAvailable representations: "+strings.Join(types, ", "), 0, false)
+	}
 	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(), restrictions{c.entry})
 	if !ok {
-		return nil, apierrors.NewGenericServerResponse(http.StatusNotAcceptable, "", schema.GroupResource{}, "",
-			"406: Not Acceptable\n\nAvailable representations: "+strings.Join(c.entry.MediaTypes, ", "), 0, false)
+		return nil, negotiation.NewNotAcceptableError(c.entry.MediaTypes)
 	}
 	out := &registryv1.Output{MediaType: m.Accepted.MediaType, Pretty: m.Pretty || pretty(c.req)}
 	if m.Convert != nil {
 		out.As = &commonv1.Kind{Group: m.Convert.Group, Version: m.Convert.Version, Kind: m.Convert.Kind}
 	}
 	return out, nil
+}
+
+// produced is what kube-apiserver's web framework asks of Accept before anything else does: one media type that is among
+// those served, whatever its parameters, or */*.
+func produced(accept string, types []string) bool {
+	if accept == "" {
+		return true
+	}
+	for _, a := range strings.Split(accept, ",") {
+		t, _, _ := strings.Cut(a, ";")
+		if t = strings.TrimSpace(t); t == "*/*" || slices.Contains(types, t) {
+			return true
+		}
+	}
+	return false
 }
 
 // serializers are the media types that the resource is served in.

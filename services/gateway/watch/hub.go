@@ -46,6 +46,8 @@ const (
 	// beforeEnd is how long before a watch's time is up its last bookmark is sent, as kube-apiserver's
 	// (k8s.io/apiserver/pkg/storage/cacher, cacheWatcher.nextBookmarkTime).
 	beforeEnd = 2 * time.Second
+	// firstBookmark is how long after its beginning a watch's first bookmark is due, as kube-apiserver's.
+	firstBookmark = time.Second
 	// acceptAfter is how long an answer may wait for its first frame before its head is sent without one.
 	acceptAfter = 50 * time.Millisecond
 	// aloneFor is how long a client whose feed has ended stays away from the next one: what ended it may end that as well.

@@ -217,7 +217,7 @@ func storedAs(e *verbs.Endpoint, store *storage.Storage) (*storage.Stored, bool)
 
 // aliases are field labels that some kind accepts beside the names of its stored fields.
 var aliases = []string{"metadata.name", "metadata.namespace", "spec.host", "regarding.kind", "regarding.namespace", "regarding.name",
-	"regarding.uid", "regarding.apiVersion", "regarding.resourceVersion", "regarding.fieldPath", "reportingController", "type", "reason"}
+	"regarding.uid", "regarding.apiVersion", "regarding.resourceVersion", "regarding.fieldPath", "reportingController", "type", "reason", "status.podIPs"}
 
 // fieldLabels asks the scheme which labels a selector may use and what each one means.
 func fieldLabels(e *verbs.Endpoint, st *storage.Stored) map[string]string {

@@ -2,8 +2,10 @@ package verbs
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"net/url"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
@@ -14,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
+	"k8s.io/apiserver/pkg/storage"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -31,7 +34,7 @@ func (e *Endpoint) Get(ctx context.Context, r *registryv1.GetRequest) (*registry
 		if err != nil {
 			return nil, err
 		}
-		if obj, err = s.Get(ctx, r.Name, opts); err != nil {
+		if err = await(ctx, func() error { obj, err = s.Get(ctx, r.Name, opts); return err }); err != nil {
 			return nil, err
 		}
 	case rest.GetterWithOptions:
@@ -93,11 +96,52 @@ func (e *Endpoint) List(ctx context.Context, r *registryv1.GetRequest) ([]byte, 
 		return nil, err
 	}
 	ctx = request.WithNamespace(ctx, r.Namespace)
-	list, err := lister.List(ctx, opts)
+	var list runtime.Object
+	read := func() error { list, err = lister.List(ctx, opts); return err }
+	if opts.Continue == "" {
+		err = await(ctx, read)
+	} else if err = read(); storage.IsTooLargeResourceVersion(err) {
+		err = tooLarge(err)
+	}
 	if err != nil {
 		return nil, err
 	}
 	return e.Encode(ctx, r.Output, r.Query, list)
+}
+
+const (
+	// freshnessTimeout is how long a read waits for a revision that has not come yet, as kube-apiserver's cache does
+	// (k8s.io/apiserver/pkg/storage/cacher, blockTimeout).
+	freshnessTimeout = 3 * time.Second
+	freshnessPoll    = 50 * time.Millisecond
+)
+
+// await repeats a read that asks for a revision that has not come yet, for a while.
+func await(ctx context.Context, read func() error) error {
+	deadline := time.Now().Add(freshnessTimeout)
+	for {
+		err := read()
+		if !storage.IsTooLargeResourceVersion(err) {
+			return err
+		}
+		if time.Now().After(deadline) {
+			return tooLarge(err)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(freshnessPoll):
+		}
+	}
+}
+
+// tooLarge makes the error one that clients try again after a second.
+func tooLarge(err error) error {
+	var api *apierrors.StatusError
+	if errors.As(err, &api) && api.ErrStatus.Details != nil {
+		api.ErrStatus.Details.RetryAfterSeconds = 1
+	}
+	return err
 }
 
 func (e *Endpoint) listOptions(query, name string) (*internalversion.ListOptions, error) {

@@ -1,0 +1,160 @@
+package e2e
+
+import (
+	"encoding/base64"
+	"fmt"
+	"io"
+	"net/http"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+
+	"watershed.dev/test/harness"
+)
+
+// varying is what differs between any two servers.
+var varying = []*regexp.Regexp{
+	regexp.MustCompile(`"(resourceVersion|uid|creationTimestamp|time)": ?"[^"]*"`),
+	regexp.MustCompile(`too old resource version: \d+ \(\d+\)`),
+	regexp.MustCompile(`Too large resource version: \d+, current: \d+`),
+	regexp.MustCompile(`127\.0\.0\.1:\d+`),
+	regexp.MustCompile(`"\d+m?\d*s"`), // ages
+}
+
+type answer struct {
+	code                     int
+	contentType, retry, body string
+}
+
+func ask(t *testing.T, s *harness.Server, method, path, accept string) answer {
+	t.Helper()
+	client, err := rest.HTTPClientFor(s.Config())
+	if err != nil {
+		t.Error(err)
+		return answer{}
+	}
+	client.Timeout = 15 * time.Second
+	req, err := http.NewRequestWithContext(t.Context(), method, fmt.Sprintf("https://127.0.0.1:%d%s", s.Port, path), nil)
+	if err != nil {
+		t.Error(err)
+		return answer{}
+	}
+	if accept != "" {
+		req.Header.Set("Accept", accept)
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		t.Error(err)
+		return answer{}
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Error(err)
+		return answer{}
+	}
+	body := string(b)
+	for _, v := range varying {
+		body = v.ReplaceAllString(body, "…")
+	}
+	return answer{resp.StatusCode, resp.Header.Get("Content-Type"), resp.Header.Get("Retry-After"), body}
+}
+
+func token(json string) string { return base64.RawURLEncoding.EncodeToString([]byte(json)) }
+
+// Every odd way to ask for a list or a watch is answered as kube-apiserver answers it.
+func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
+	ours, theirs := harness.Up(t, ""), harness.Oracle(t)
+	for _, s := range []*harness.Server{ours, theirs} {
+		s.Kubectl("create", "namespace", "odd")
+		for _, name := range []string{"a-b", "a.b", "a1", "cm1", "cm2"} {
+			s.Kubectl("create", "configmap", name, "-n", "odd", "--from-literal=k=v")
+		}
+	}
+	var current []string
+	for _, s := range []*harness.Server{ours, theirs} {
+		current = append(current, s.Kubectl("get", "cm", "cm2", "-n", "odd", "-o", "jsonpath={.metadata.resourceVersion}"))
+	}
+	var wg sync.WaitGroup
+	const cms = "/api/v1/namespaces/odd/configmaps"
+	const future = "999999999"
+	data := "fieldSelector=metadata.name%3Dcm1"
+	for _, c := range []struct{ method, path, accept string }{
+		{"GET", cms + "?labelSelector=a%3D%3D%3Db", ""},
+		{"GET", cms + "?watch=1&labelSelector=a%3D%3D%3Db", ""},
+		{"GET", cms + "?fieldSelector=a", ""},
+		{"GET", cms + "?fieldSelector=data.x%3Dy", ""},
+		{"GET", cms + "?watch=1&fieldSelector=data.x%3Dy", ""},
+		{"GET", cms + "?resourceVersion=abc", ""},
+		{"GET", cms + "?resourceVersion=-1", ""},
+		{"GET", cms + "?watch=1&resourceVersion=abc", ""},
+		{"GET", cms + "?watch=1&resourceVersion=-1", ""},
+		{"GET", cms + "?resourceVersion=" + future, ""},
+		{"GET", cms + "?limit=2&resourceVersion=" + future, ""},
+		{"GET", cms + "?resourceVersionMatch=Exact&resourceVersion=" + future, ""},
+		{"GET", cms + "/cm1?resourceVersion=" + future, ""},
+		{"GET", cms + "?resourceVersionMatch=Exact", ""},
+		{"GET", cms + "?resourceVersionMatch=Exact&resourceVersion=0", ""},
+		{"GET", cms + "?resourceVersionMatch=Sideways&resourceVersion=5", ""},
+		{"GET", cms + "?watch=1&resourceVersionMatch=NotOlderThan&resourceVersion=5", ""},
+		{"GET", cms + "?sendInitialEvents=true", ""},
+		{"GET", cms + "?watch=1&sendInitialEvents=true", ""},
+		{"GET", cms + "?watch=1&sendInitialEvents=true&resourceVersionMatch=Exact", ""},
+		{"GET", cms + "?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true&timeoutSeconds=1", ""},
+		{"GET", cms + "?watch=1&timeoutSeconds=1", ""},
+		{"GET", cms + "?watch=1&timeoutSeconds=1&" + data, ""},
+		{"GET", cms + "?limit=-1", ""},
+		{"GET", cms + "?limit=abc", ""},
+		{"GET", cms + "?limit=1&" + data, ""},
+		{"GET", cms + "?limit=2&resourceVersion=0", ""},
+		{"GET", cms + "?limit=2&continue=rubbish", ""},
+		{"GET", cms + "?limit=2&continue=" + token("rubbish"), ""},
+		{"GET", cms + "?limit=2&continue=" + token(`{"v":"v0","rv":5,"start":"cm1"}`), ""},
+		{"GET", cms + "?limit=2&continue=" + token(`{"v":"meta.k8s.io/v1","rv":5,"start":"../x"}`), ""},
+		{"GET", cms + "?limit=2&continue=" + token(`{"v":"meta.k8s.io/v1","rv":5,"start":"a//b"}`), ""},
+		{"GET", cms + "?limit=2&continue=" + token(`{"v":"meta.k8s.io/v1","rv":5,"start":""}`), ""},
+		{"GET", cms + "?limit=2&resourceVersion=CURRENT&continue=" + token(`{"v":"meta.k8s.io/v1","rv":CURRENT,"start":"cm1"}`), ""},
+		{"GET", cms + "?limit=9&continue=" + token(`{"v":"meta.k8s.io/v1","rv":CURRENT,"start":"a-b\u0000"}`), ""},
+		{"GET", cms + "?limit=9&continue=" + token(`{"v":"meta.k8s.io/v1","rv":CURRENT,"start":"/a-b\u0000"}`), ""},
+		{"GET", cms, "application/*"},
+		{"GET", cms, "application/xml"},
+		{"GET", cms + "?watch=1", "application/yaml"},
+		{"GET", cms + "?watch=1&includeObject=bad", "application/json;as=Table;v=v1;g=meta.k8s.io"},
+		{"GET", cms + "?includeObject=bad", "application/json;as=Table;v=v1;g=meta.k8s.io"},
+		{"GET", cms, "application/json;as=Table;v=v1;g=meta.k8s.io"},
+		{"GET", "/api/v1/watch/namespaces/odd/configmaps/cm1?timeoutSeconds=1", ""},
+		{"POST", "/api/v1/watch/namespaces/odd/configmaps", ""},
+		{"DELETE", "/api/v1/watch/namespaces/odd/configmaps", ""},
+		{"HEAD", cms, ""},
+		{"HEAD", "/version", ""},
+		{"GET", "/api/v1/pods?watch=1&timeoutSeconds=1&fieldSelector=status.podIPs%3D1.2.3.4", ""},
+		{"GET", "/api/v1/bindings", ""},
+		{"GET", "/api/v1/namespaces/odd/bindings/x", ""},
+		{"GET", "/api/v1/watch/bindings", ""},
+		{"GET", "/api/v1/componentstatuses?watch=1", ""},
+	} {
+		wg.Go(func() {
+			var got [2]answer
+			for i, s := range []*harness.Server{ours, theirs} {
+				path := c.path
+				if head, tok, ok := strings.Cut(path, "continue="); ok && strings.Contains(decode(tok), "CURRENT") {
+					path = head + "continue=" + token(strings.ReplaceAll(decode(tok), "CURRENT", current[i]))
+				}
+				got[i] = ask(t, s, c.method, strings.ReplaceAll(path, "CURRENT", current[i]), c.accept)
+			}
+			if got[0] != got[1] {
+				t.Errorf("%s %s (%s)\nkube-apiserver: %+v\nwatershed:      %+v", c.method, c.path, c.accept, got[1], got[0])
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func decode(token string) string {
+	b, _ := base64.RawURLEncoding.DecodeString(token)
+	return string(b)
+}
