@@ -14,7 +14,7 @@ PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 # The race detector needs a C compiler; everything else here does without.
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 
-.PHONY: build up split test unit e2e lint generate peers conformance bench clean help
+.PHONY: build up split test unit e2e lint generate peers conformance robustness robustness-broken bench clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -61,6 +61,12 @@ $(PEERS)/e2e.test: test/go.mod
 
 conformance: build peers $(PEERS)/e2e.test ## the upstream suite's specs that need no real containers, against kube-apiserver and Watershed
 	cd test && go run ./conformance -bin ../$(PEERS) -watershed ../$(BIN)/watershed -out ../.build/conformance $(ARGS)
+
+robustness: build ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
+	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(ARGS)
+
+robustness-broken: build ## the same against a Watershed that is broken on purpose, in each way: the judge has to find it
+	cd test && go run ./robustness -watershed ../$(BIN)/watershed -faults 25 -break all $(ARGS)
 
 bench: build peers ## Watershed beside kube-apiserver; rewrites docs/performance.md's table
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(ARGS)

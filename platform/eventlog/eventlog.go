@@ -305,9 +305,9 @@ func (r *reader) take(m jetstream.Msg) error {
 		id, _ := ParseID(m.Headers().Get(jetstream.MsgIDHeader))
 		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
 	}
-	if e.Type != logv1.Type_TYPE_RESET && (r.lost || r.id != "" && m.Headers().Get(jetstream.ExpectedLastMsgIDHeader) != r.id) {
+	if (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "") && (r.lost || r.id != "" && m.Headers().Get(jetstream.ExpectedLastMsgIDHeader) != r.id) {
 		gap := &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision}
-		if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Index == 0 {
+		if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET && e.Index == 0 {
 			gap.Revision--
 		}
 		slog.Warn("The event log has a gap", "before", e.Revision)

@@ -84,7 +84,7 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 		return p, nil
 	}
 	total := int64(0)
-	snapshot.Scan(prefix, from, func(i *cache.Item) bool {
+	snapshot.ScanField(q.topic(), prefix, from, func(i *cache.Item) bool {
 		if limit > 0 && int64(len(p.items)) >= limit {
 			more = true
 			if !q.unselected() {
@@ -126,7 +126,7 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 		if err := s.reach(ctx, revision); err != nil {
 			return nil, "", errElsewhere
 		}
-		if _, err := res.Snapshot(ctx, s.source, s.wait); err != nil { // loads it
+		if _, err := res.Snapshot(ctx, "", s.source, s.wait); err != nil { // loads it
 			return nil, "", errElsewhere
 		}
 		if unchanged, ok := res.SnapshotAt(revision); ok {
@@ -153,7 +153,7 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 			return nil, "", err
 		}
 	}
-	snapshot, err := res.Snapshot(ctx, s.source, s.wait)
+	snapshot, err := res.Snapshot(ctx, q.topic().Index(), s.source, s.wait)
 	return snapshot, "", err
 }
 

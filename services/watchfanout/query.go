@@ -9,6 +9,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/selection"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -100,6 +101,22 @@ func (q *query) exactName() (string, bool) {
 		return "", false
 	}
 	return q.fields.RequiresExactMatch("metadata.name")
+}
+
+// topic is the smallest part of the resource's events, and of its objects, that holds all that the query selects.
+func (q *query) topic() cache.Topic {
+	if name, ok := q.exactName(); ok {
+		return cache.Topic{Field: cache.ByKey, Value: cache.Key(q.namespace, name)}
+	}
+	for _, r := range q.fields.Requirements() {
+		if (r.Operator == selection.Equals || r.Operator == selection.DoubleEquals) && r.Value != "" && !strings.HasPrefix(r.Field, "metadata.") {
+			return cache.Topic{Field: r.Field, Value: r.Value}
+		}
+	}
+	if q.namespace != "" {
+		return cache.Topic{Field: cache.ByNamespace, Value: q.namespace}
+	}
+	return cache.Topic{}
 }
 
 // listKind is the kind of a list's body.

@@ -36,6 +36,8 @@ func (s *Service) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreami
 	s.metrics.watchers.Inc()
 	defer s.metrics.watchers.Dec()
 	w := &watcher{Service: s, query: q, request: r, stream: stream, resource: s.cache.Resource(q.entry.StoredAs), headers: r.ColumnsSent}
+	w.events = w.resource.Follow(q.topic())
+	defer w.events.Close()
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 
@@ -46,6 +48,7 @@ type watcher struct {
 	request  *watchfanoutv1.WatchRequest
 	stream   grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
 	resource *cache.Resource
+	events   *cache.Follower
 	position watchfanoutv1.Position
 	headers  bool // a Table's columns have been sent
 }
@@ -61,7 +64,7 @@ func (w *watcher) run(ctx context.Context) error {
 	bookmarks := time.NewTicker(w.config.ProgressPeriod)
 	defer bookmarks.Stop()
 	for {
-		events, next, progress, changed, ok := w.resource.Next(cur, batchEvents)
+		events, next, progress, changed, ok := w.events.Next(cur, batchEvents)
 		if !ok {
 			return w.fail(expired(w.position.Revision, 0))
 		}
@@ -142,7 +145,7 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 // resume goes on after a position, once the replica has come as far.
 func (w *watcher) resume(ctx context.Context, revision int64, index int32) (cache.Cursor, error) {
 	w.position = watchfanoutv1.Position{Revision: revision, Index: index}
-	cur, low, ok := w.resource.After(revision, index)
+	cur, low, ok := w.events.After(revision, index)
 	if !ok {
 		return cur, expired(revision, low)
 	}
@@ -156,12 +159,13 @@ func expired(revision, low int64) error {
 
 // initial sends every object as ADDED, then a bookmark where initial events were asked for by name.
 func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
-	snapshot, err := w.resource.Snapshot(ctx, w.source, w.wait)
+	topic := w.topic()
+	snapshot, err := w.resource.Snapshot(ctx, topic.Index(), w.source, w.wait)
 	if err != nil {
 		return cache.Cursor{}, err
 	}
 	var items []*cache.Item
-	snapshot.Scan(w.prefix(), "", func(i *cache.Item) bool {
+	snapshot.ScanField(topic, w.prefix(), "", func(i *cache.Item) bool {
 		if w.matches(i) {
 			items = append(items, i)
 		}

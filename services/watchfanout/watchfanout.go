@@ -35,12 +35,15 @@ type Config struct {
 	Log            eventlog.Options
 	RingBytes      int
 	ProgressPeriod time.Duration
+	// IdleAfter is how long a resource that nobody reads is kept in memory.
+	IdleAfter time.Duration
 }
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
 	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20, "How many bytes of recent events are kept in memory for each resource.")
+	fs.DurationVar(&c.IdleAfter, "cache-idle-timeout", 10*time.Minute, "How long the objects of a resource that nobody lists or watches stay in memory; they are read again on demand. 0: for ever.")
 	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 2*time.Second, "How often a stream is told how far it has come: the bookmarks that gateways pass on when they are due.")
 }
 
@@ -70,7 +73,7 @@ type metrics struct {
 
 // New builds a replica. It begins to serve when it has read the log to its end.
 func New(c *Config, registry registryv1.RegistryClient, id rpc.TLS) (*Service, error) {
-	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes), draining: make(chan struct{})}
+	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{})}
 	var err error
 	if s.nats, s.js, err = c.Log.Connect("watchfanout", id); err != nil {
 		return nil, err
@@ -105,6 +108,7 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
 	var wg sync.WaitGroup
 	wg.Go(func() { s.catchUp(ctx) })
+	wg.Go(func() { s.sweep(ctx) })
 	err := eventlog.Read(ctx, s.js, func(e *logv1.Event) error {
 		s.cache.Apply(e)
 		return nil
@@ -127,6 +131,25 @@ func (s *Service) catchUp(ctx context.Context) {
 		if ctx.Err() == nil {
 			slog.Warn("Not caught up yet", "error", err)
 			time.Sleep(200 * time.Millisecond)
+		}
+	}
+}
+
+// sweep drops what nobody reads.
+func (s *Service) sweep(ctx context.Context) {
+	if s.config.IdleAfter <= 0 {
+		return
+	}
+	tick := time.NewTicker(max(s.config.IdleAfter/4, time.Second))
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			if dropped := s.cache.Sweep(); len(dropped) > 0 {
+				slog.Info("Dropped what nobody reads", "resources", dropped)
+			}
 		}
 	}
 }
@@ -190,7 +213,7 @@ func (s *Service) Drain() { s.drainOnce.Do(func() { close(s.draining) }) }
 
 // ServeHTTP is the replica's page: what it holds.
 func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	status := s.cache.Status()
+	status := s.cache.Resources()
 	if strings.Contains(r.Header.Get("Accept"), "json") {
 		w.Header().Set("Content-Type", "application/json")
 		_ = json.NewEncoder(w).Encode(map[string]any{"revision": s.cache.Progress(), "resources": status})

@@ -396,3 +396,11 @@ func makePKI(t testing.TB, dir string) {
 	fail(err)
 	write("sa.pub", "PUBLIC KEY", pub)
 }
+
+// Dialer dials anew: client-go shares connections between those whose configurations are the same.
+func (s *Server) Dialer() func(context.Context, string, string) (net.Conn, error) {
+	d := &net.Dialer{Timeout: 10 * time.Second, KeepAlive: 30 * time.Second}
+	return func(ctx context.Context, network, address string) (net.Conn, error) {
+		return d.DialContext(ctx, network, address)
+	}
+}

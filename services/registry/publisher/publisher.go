@@ -18,6 +18,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 
@@ -36,11 +37,11 @@ const idleProgress = 30 * time.Second
 var (
 	published = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_publisher_events_total", Help: "Events published to the log, by stored resource."}, []string{"resource"})
 	resets    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_resets_total", Help: "Times the log had to start anew because etcd had compacted what came next."})
-	skipped   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_undecodable_total", Help: "Events that could not be decoded and were left out."})
+	refused   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_refused_total", Help: "Events that could not be decoded, or are too large for a message: readers are told to read the resource anew."})
 )
 
 // Metrics are this package's collectors.
-func Metrics() []prometheus.Collector { return []prometheus.Collector{published, resets, skipped} }
+func Metrics() []prometheus.Collector { return []prometheus.Collector{published, resets, refused} }
 
 // Publisher publishes while it is told to.
 type Publisher struct {
@@ -165,15 +166,21 @@ func (p *Publisher) follow(ctx context.Context, c *chain, resp clientv3.WatchRes
 // transaction publishes the events of one revision: readers apply them together.
 func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv3.Event) error {
 	revision := events[0].Kv.ModRevision
-	var out []*logv1.Event
+	var out, unreadable []*logv1.Event
 	for i, e := range events {
 		event, err := p.event(ctx, e)
 		if errors.Is(err, errUnknownPast) {
 			return err
 		}
+		if size := proto.Size(event); err == nil && int64(size) > p.NATS.MaxPayload()-headroom {
+			err = fmt.Errorf("it takes %d bytes, more than NATS takes in one message", size)
+		}
 		if err != nil {
-			skipped.Inc()
-			slog.Error("An event cannot be decoded and is left out", "key", string(e.Kv.Key), "revision", revision, "error", err)
+			refused.Inc()
+			slog.Error("An event cannot be published; its resource is to be read anew", "key", string(e.Kv.Key), "revision", revision, "error", err)
+			if st, ok := p.Storage.ByKey(string(e.Kv.Key)); ok {
+				unreadable = append(unreadable, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: st.Name()})
+			}
 			continue
 		}
 		if event != nil {
@@ -182,7 +189,7 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 		}
 	}
 	if len(out) > 0 {
-		out[len(out)-1].More = false
+		out[len(out)-1].More = len(unreadable) > 0 // what is to be forgotten is forgotten with the rest's appearing
 	}
 	for _, event := range out {
 		if !c.last.Mark && revision == c.last.Revision && event.Index <= c.last.Index {
@@ -193,8 +200,16 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 		}
 		published.WithLabelValues(event.StoredAs).Inc()
 	}
+	for _, event := range unreadable {
+		if err := c.send(event); err != nil {
+			return err
+		}
+	}
 	return nil
 }
+
+// headroom is what a message's headers may take.
+const headroom = 4 << 10
 
 // errUnknownPast says that etcd has compacted what an object was before: who watched it with a selector cannot be told
 // whether it left. The log starts anew.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"sync"
 	"testing"
+	"time"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -19,7 +20,7 @@ func reset(revision int64) *logv1.Event {
 	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}
 }
 
-func source(revision int64, names ...string) func(context.Context, string) ([]*registryv1.Row, int64, error) {
+func source(revision int64, names ...string) Source {
 	return func(context.Context, string) ([]*registryv1.Row, int64, error) {
 		var rows []*registryv1.Row
 		for _, n := range names {
@@ -40,18 +41,20 @@ func at(c *Cache) func(context.Context, int64) error {
 	}
 }
 
+func follow(c *Cache, resource string) *Follower { return c.Resource(resource).Follow(Topic{}) }
+
 func names(s *Snapshot) (out []string) {
 	s.Scan("", "", func(i *Item) bool { out = append(out, i.Name); return true })
 	return out
 }
 
 func TestASnapshotIsWhatWasReadAndWhatCameAfter(t *testing.T) {
-	c := New(1 << 20)
+	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	c.Apply(event(logv1.Type_TYPE_ADDED, 11, "early"))
 	c.Apply(event(logv1.Type_TYPE_ADDED, 13, "late"))
 	c.Apply(event(logv1.Type_TYPE_DELETED, 14, "a"))
-	s, err := c.Resource("pods").Snapshot(t.Context(), source(12, "a", "early"), at(c))
+	s, err := c.Resource("pods").Snapshot(t.Context(), "", source(12, "a", "early"), at(c))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -67,11 +70,11 @@ func TestASnapshotIsWhatWasReadAndWhatCameAfter(t *testing.T) {
 // A snapshot that is newer than the log's reading is not shown before the log has come as far: a list's
 // resourceVersion would be too low for what it holds.
 func TestASnapshotWaitsForTheLog(t *testing.T) {
-	c := New(1 << 20)
+	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	done := make(chan *Snapshot)
 	go func() {
-		s, err := c.Resource("pods").Snapshot(t.Context(), source(20, "a"), at(c))
+		s, err := c.Resource("pods").Snapshot(t.Context(), "", source(20, "a"), at(c))
 		if err != nil {
 			t.Error(err)
 		}
@@ -89,7 +92,7 @@ func TestASnapshotWaitsForTheLog(t *testing.T) {
 }
 
 func TestATransactionIsAppliedAtOnce(t *testing.T) {
-	c := New(1 << 20)
+	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	first := event(logv1.Type_TYPE_ADDED, 11, "a")
 	first.More = true
@@ -100,13 +103,13 @@ func TestATransactionIsAppliedAtOnce(t *testing.T) {
 	second := event(logv1.Type_TYPE_ADDED, 11, "b")
 	second.Index = 1
 	c.Apply(second)
-	cur, _, ok := c.Resource("pods").After(10, 0)
-	events, _, progress, _, _ := c.Resource("pods").Next(cur, 10)
+	cur, _, ok := follow(c, "pods").After(10, 0)
+	events, _, progress, _, _ := follow(c, "pods").Next(cur, 10)
 	if !ok || len(events) != 2 || progress != 11 {
 		t.Errorf("%d events, progress %d", len(events), progress)
 	}
-	if cur, _, _ := c.Resource("pods").After(11, 0); true {
-		if events, _, _, _, _ := c.Resource("pods").Next(cur, 10); len(events) != 1 || events[0].Item.Name != "b" {
+	if cur, _, _ := follow(c, "pods").After(11, 0); true {
+		if events, _, _, _, _ := follow(c, "pods").Next(cur, 10); len(events) != 1 || events[0].Item.Name != "b" {
 			t.Errorf("resumed within the transaction: %v", events)
 		}
 	}
@@ -114,17 +117,17 @@ func TestATransactionIsAppliedAtOnce(t *testing.T) {
 
 // Whoever has seen everything before a reset has a gap all the same.
 func TestAResetEndsEveryCursor(t *testing.T) {
-	c := New(1 << 20)
+	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	c.Apply(event(logv1.Type_TYPE_ADDED, 11, "a"))
-	r := c.Resource("pods")
+	r := follow(c, "pods")
 	seen, _, _ := r.After(11, lastOf)
-	quiet, _, _ := c.Resource("nodes").After(11, lastOf)
+	quiet, _, _ := follow(c, "nodes").After(11, lastOf)
 	c.Apply(reset(50))
 	for name, x := range map[string]struct {
-		r   *Resource
+		r   *Follower
 		cur Cursor
-	}{"pods": {r, seen}, "nodes": {c.Resource("nodes"), quiet}} {
+	}{"pods": {r, seen}, "nodes": {follow(c, "nodes"), quiet}} {
 		if _, _, _, _, ok := x.r.Next(x.cur, 10); ok {
 			t.Errorf("a watch of %s goes on over a gap", name)
 		}
@@ -137,12 +140,12 @@ func TestAResetEndsEveryCursor(t *testing.T) {
 const lastOf = 1<<31 - 1
 
 func TestARingForgetsWholeRevisions(t *testing.T) {
-	c := New(600)
+	c := New(600, 0)
 	c.Apply(reset(10))
 	for i := range int64(20) {
 		c.Apply(event(logv1.Type_TYPE_ADDED, 11+i, fmt.Sprint("p", i)))
 	}
-	r := c.Resource("pods")
+	r := follow(c, "pods")
 	if _, _, ok := r.After(11, lastOf); ok {
 		t.Error("what was forgotten can be resumed from")
 	}
@@ -155,7 +158,7 @@ func TestARingForgetsWholeRevisions(t *testing.T) {
 
 // Slow readers iterate over what the ring forgets meanwhile.
 func TestReadersAndWritersDoNotDisturbEachOther(t *testing.T) {
-	c := New(2000)
+	c := New(2000, 0)
 	c.Apply(reset(0))
 	var wg sync.WaitGroup
 	ctx, cancel := context.WithCancel(t.Context())
@@ -163,12 +166,12 @@ func TestReadersAndWritersDoNotDisturbEachOther(t *testing.T) {
 		wg.Go(func() {
 			last := int64(0)
 			for ctx.Err() == nil {
-				cur, low, ok := c.Resource("pods").After(last, lastOf)
+				cur, low, ok := follow(c, "pods").After(last, lastOf)
 				if !ok {
 					last = low
 					continue
 				}
-				events, _, _, _, _ := c.Resource("pods").Next(cur, 100)
+				events, _, _, _, _ := follow(c, "pods").Next(cur, 100)
 				for _, e := range events {
 					if e.Item == nil || e.Revision <= last {
 						t.Errorf("after %d came %v", last, e)
@@ -201,5 +204,131 @@ func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
 	}
 	if n != 2 {
 		t.Errorf("made %d times", n)
+	}
+}
+
+// Who follows one topic is woken by its events alone, those by which an object leaves it among them.
+func TestATopicIsItsOwnEvents(t *testing.T) {
+	c := New(1<<20, 0)
+	c.Apply(reset(10))
+	on := func(revision int64, name, node, before string) *logv1.Event {
+		e := event(logv1.Type_TYPE_MODIFIED, revision, name)
+		e.Object.Fields = map[string]string{"spec.nodeName": node}
+		if before != node {
+			e.Previous = &logv1.Object{Fields: map[string]string{"spec.nodeName": before}}
+		}
+		return e
+	}
+	c.Apply(on(11, "early", "n1", "n1"))
+	f := c.Resource("pods").Follow(Topic{"spec.nodeName", "n1"})
+	name := c.Resource("pods").Follow(Topic{ByKey, "ns/b"})
+	cur, _, ok := f.After(10, lastOf)
+	if !ok {
+		t.Fatal("not there")
+	}
+	_, _, _, changed, _ := f.Next(cur, 10)
+	c.Apply(on(12, "b", "n2", "n2"))
+	select {
+	case <-changed:
+		t.Error("woken by another node's pod")
+	default:
+	}
+	c.Apply(on(13, "c", "n1", ""))
+	c.Apply(on(14, "c", "n2", "n1"))
+	<-changed
+	events, _, progress, _, _ := f.Next(cur, 10)
+	if got := fmt.Sprint(revisions(events)); got != "[11 13 14]" || progress != 14 {
+		t.Errorf("%s, progress %d", got, progress)
+	}
+	events, _, _, _, _ = name.Next(Cursor{}, 10)
+	if got := fmt.Sprint(revisions(events)); got != "[12]" {
+		t.Errorf("by name: %s", got)
+	}
+	f.Close()
+	name.Close()
+	if s := c.Resources()[0]; s.Topics != 0 || s.Watches != 0 {
+		t.Errorf("left behind: %+v", s)
+	}
+}
+
+func revisions(events []*Event) (out []int64) {
+	for _, e := range events {
+		out = append(out, e.Revision)
+	}
+	return out
+}
+
+func TestAnIndexFollowsTheObjects(t *testing.T) {
+	c := New(1<<20, 0)
+	c.Apply(reset(10))
+	rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
+		var rows []*registryv1.Row
+		for i := range 10 {
+			rows = append(rows, &registryv1.Row{Namespace: fmt.Sprint("ns", i%2), Name: fmt.Sprint("p", i), Revision: 10, Fields: map[string]string{"spec.nodeName": fmt.Sprint("n", i%3)}})
+		}
+		return rows, 10, nil
+	}
+	list := func(prefix string) string {
+		s, err := c.Resource("pods").Snapshot(t.Context(), "spec.nodeName", rows, at(c))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var keys []string
+		s.ScanField(Topic{"spec.nodeName", "n1"}, prefix, "", func(i *Item) bool { keys = append(keys, i.Key); return true })
+		return fmt.Sprint(keys)
+	}
+	if got := list(""); got != "[ns0/p4 ns1/p1 ns1/p7]" {
+		t.Error(got)
+	}
+	move := event(logv1.Type_TYPE_MODIFIED, 11, "p1")
+	move.Namespace, move.Object.Fields = "ns1", map[string]string{"spec.nodeName": "n2"}
+	gone := event(logv1.Type_TYPE_DELETED, 12, "p7")
+	gone.Namespace, gone.Object.Fields = "ns1", map[string]string{"spec.nodeName": "n1"}
+	come := event(logv1.Type_TYPE_ADDED, 13, "p99")
+	come.Namespace, come.Object.Fields = "ns1", map[string]string{"spec.nodeName": "n1"}
+	for _, e := range []*logv1.Event{move, gone, come} {
+		c.Apply(e)
+	}
+	if got := list("ns1/"); got != "[ns1/p99]" {
+		t.Error(got)
+	}
+}
+
+func TestWhatNobodyReadsIsDroppedAndComesBack(t *testing.T) {
+	c := New(1<<20, time.Nanosecond)
+	c.Apply(reset(10))
+	read := func() *Snapshot {
+		s, err := c.Resource("pods").Snapshot(t.Context(), "", source(10, "a"), at(c))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	read()
+	time.Sleep(time.Millisecond) // the clock has to move
+	if got := fmt.Sprint(c.Sweep()); got != "[pods]" {
+		t.Errorf("dropped %s", got)
+	}
+	if read().Len() != 1 {
+		t.Error("it did not come back")
+	}
+}
+
+// One resource may have to be read again without the others.
+func TestAResetOfOneResourceLeavesTheOthers(t *testing.T) {
+	c := New(1<<20, 0)
+	c.Apply(reset(10))
+	pods, nodes := follow(c, "pods"), follow(c, "nodes")
+	p, _, _ := pods.After(10, lastOf)
+	n, _, _ := nodes.After(10, lastOf)
+	c.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, StoredAs: "pods", Revision: 12})
+	if _, _, _, _, ok := pods.Next(p, 1); ok {
+		t.Error("pods go on")
+	}
+	if _, _, _, _, ok := nodes.Next(n, 1); !ok {
+		t.Error("nodes do not go on")
+	}
+	if p := c.Progress(); p != 12 {
+		t.Errorf("progress %d", p)
 	}
 }

@@ -31,7 +31,8 @@ const (
 	Type_TYPE_ADDED       Type = 1
 	Type_TYPE_MODIFIED    Type = 2
 	Type_TYPE_DELETED     Type = 3
-	// The log starts anew after revision: whatever a reader holds from before may have a gap.
+	// The log starts anew after revision: whatever a reader holds from before may have a gap. With stored_as it is so for that
+	// resource alone, and everything else of the revision has come before.
 	Type_TYPE_RESET Type = 4
 )
 

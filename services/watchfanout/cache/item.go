@@ -1,0 +1,100 @@
+package cache
+
+import (
+	"slices"
+	"sync"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Item is one object. It does not change.
+type Item struct {
+	// Key is "namespace/name", or "name" for a cluster's own objects: etcd's order.
+	Key             string
+	Namespace, Name string
+	Revision        int64
+	Labels, Fields  map[string]string
+	// JSON has no apiVersion and kind; Protobuf has no envelope.
+	JSON, Protobuf []byte
+}
+
+// Size is the memory that the item's bytes take.
+func (i *Item) Size() int { return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 }
+
+// Event is one change. Item is the object after it (for a deletion the last state, at the deletion's revision);
+// Previous is the object before it at this revision, where a selector could tell the two apart.
+type Event struct {
+	Type           logv1.Type
+	Revision       int64
+	Index          int32
+	Item, Previous *Item
+	ObservedNano   int64
+
+	frames derived
+}
+
+// derived keeps what was made of an event, so that it is made once for all who want it.
+type derived struct {
+	mu   sync.Mutex
+	made []*made
+}
+
+type made struct {
+	key   any
+	done  chan struct{}
+	bytes []byte
+	err   error
+}
+
+// get makes what is not there. Who wants the same waits for it; who wants something else does not.
+func (d *derived) get(key any, build func() ([]byte, error)) ([]byte, error) {
+	d.mu.Lock()
+	for _, m := range d.made {
+		if m.key == key {
+			d.mu.Unlock()
+			<-m.done
+			return m.bytes, m.err
+		}
+	}
+	m := &made{key: key, done: make(chan struct{})}
+	d.made = append(d.made, m)
+	d.mu.Unlock()
+	defer close(m.done)
+	if m.bytes, m.err = build(); m.err != nil { // the next one tries again
+		d.mu.Lock()
+		d.made = slices.DeleteFunc(d.made, func(o *made) bool { return o == m })
+		d.mu.Unlock()
+	}
+	return m.bytes, m.err
+}
+
+// Frame is a frame of the event, made at most once for each key.
+func (e *Event) Frame(key any, make func() ([]byte, error)) ([]byte, error) {
+	return e.frames.get(key, make)
+}
+
+func eventOf(p *logv1.Event) *Event {
+	e := &Event{Type: p.Type, Revision: p.Revision, Index: p.Index, ObservedNano: p.ObservedUnixNano}
+	e.Item = itemOf(p.Namespace, p.Name, p.Revision, p.Object)
+	if p.Previous != nil {
+		e.Previous = itemOf(p.Namespace, p.Name, p.Revision, p.Previous)
+	}
+	return e
+}
+
+func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
+	return &Item{Key: Key(namespace, name), Namespace: namespace, Name: name, Revision: revision, Labels: o.Labels, Fields: o.Fields, JSON: o.Json, Protobuf: o.Protobuf}
+}
+
+// Key is an object's place in the order of etcd's keys.
+func Key(namespace, name string) string {
+	if namespace == "" {
+		return name
+	}
+	return namespace + "/" + name
+}
+
+func itemOfRow(row *registryv1.Row) *Item {
+	return &Item{Key: Key(row.Namespace, row.Name), Namespace: row.Namespace, Name: row.Name, Revision: row.Revision, Labels: row.Labels, Fields: row.Fields, JSON: row.Json, Protobuf: row.Protobuf}
+}

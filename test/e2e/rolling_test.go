@@ -1,0 +1,228 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+
+	"watershed.dev/test/harness"
+)
+
+// counted counts the requests for config maps, of many connections together.
+type counted struct{ lists, watches atomic.Int64 }
+
+type counting struct {
+	http.RoundTripper
+	*counted
+}
+
+func (c *counting) RoundTrip(req *http.Request) (*http.Response, error) {
+	if strings.HasSuffix(req.URL.Path, "/configmaps") && req.Method == http.MethodGet {
+		if req.URL.Query().Get("watch") != "" {
+			c.watches.Add(1)
+		} else {
+			c.lists.Add(1)
+		}
+	}
+	return c.RoundTripper.RoundTrip(req)
+}
+
+// connections opens connections of their own, as so many processes would.
+func connections(t *testing.T, s *harness.Server, n int, count *counted) []*http.Client {
+	t.Helper()
+	var all []*http.Client
+	for range n {
+		config := s.Config()
+		config.Dial = s.Dialer()
+		tr, err := rest.TransportFor(config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, &http.Client{Transport: &counting{tr, count}})
+	}
+	return all
+}
+
+// With a thousand informers connected, every watchfanout replica is restarted in an orderly way, and then each is killed: no
+// client relists, none loses its connection, and each sees every event once.
+func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
+	const number, replicas = 1000, 4
+	s := harness.Split(t, "", fmt.Sprintf("--replicas=watchfanout=%d", replicas))
+	writer := s.Client().CoreV1().ConfigMaps("default")
+	count := &counted{}
+	var events [number]atomic.Int64
+	var last [number]atomic.Int64
+	var repeated atomic.Int64
+	stop := make(chan struct{})
+	defer close(stop)
+	var synced sync.WaitGroup
+	clients := connections(t, s, 20, count)
+	for n := range number {
+		client, err := kubernetes.NewForConfigAndClient(s.Config(), clients[n%len(clients)])
+		if err != nil {
+			t.Fatal(err)
+		}
+		f := informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithNamespace("default"))
+		informer := f.Core().V1().ConfigMaps().Informer()
+		saw := func(o any) {
+			m := o.(*corev1.ConfigMap)
+			if m.Data["n"] == "" {
+				return
+			}
+			revision, _ := strconv.ParseInt(m.ResourceVersion, 10, 64)
+			if last[n].Swap(revision) >= revision {
+				repeated.Add(1)
+			}
+			events[n].Add(1)
+		}
+		if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: saw, UpdateFunc: func(_, o any) { saw(o) }}); err != nil {
+			t.Fatal(err)
+		}
+		f.Start(stop)
+		synced.Go(func() { cache.WaitForCacheSync(stop, informer.HasSynced) })
+	}
+	synced.Wait()
+	lists, watches := count.lists.Load(), count.watches.Load()
+
+	ctx, cancel := context.WithCancel(t.Context())
+	var written atomic.Int64
+	var writing sync.WaitGroup
+	writing.Go(func() {
+		for n := 0; ctx.Err() == nil; n++ {
+			m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("r%d", n)}, Data: map[string]string{"n": fmt.Sprint(n)}}
+			if _, err := writer.Create(context.Background(), m, metav1.CreateOptions{}); err != nil {
+				t.Errorf("create: %v", err)
+				continue
+			}
+			written.Add(1)
+			time.Sleep(50 * time.Millisecond)
+		}
+	})
+	for _, signal := range []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL} {
+		for n := range replicas {
+			replace(t, s, fmt.Sprintf("watchfanout-%d", n), signal)
+		}
+	}
+	cancel()
+	writing.Wait()
+	want := written.Load()
+	harness.Eventually(t, 20*time.Second, func() error {
+		for n := range number {
+			if got := events[n].Load(); got < want {
+				return fmt.Errorf("informer %d has seen %d of %d events", n, got, want)
+			}
+		}
+		return nil
+	})
+	lost := int64(0)
+	for n := range number {
+		lost += max(0, want-events[n].Load())
+		repeated.Add(max(0, events[n].Load()-want))
+	}
+	relists, reconnects := count.lists.Load()-lists, count.watches.Load()-watches
+	t.Logf("%d informers, %d replicas each restarted and each killed: %d events to each; %d relists, %d disconnects, %d lost, %d repeated",
+		number, replicas, want, relists, reconnects, lost, repeated.Load())
+	if relists+reconnects+lost+repeated.Load() > 0 {
+		t.Error("clients noticed")
+	}
+	if n := etcdWatchers(t, s); n != 1 {
+		t.Errorf("etcd serves %d watches", n)
+	}
+}
+
+// replace ends a process and waits until the next one in its place is ready.
+func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal) {
+	t.Helper()
+	pidFile := filepath.Join(s.Dir, name+".pid")
+	before, err := os.ReadFile(pidFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid, _ := strconv.Atoi(strings.TrimSpace(string(before)))
+	if err := syscall.Kill(pid, signal); err != nil {
+		t.Fatal(err)
+	}
+	conf, err := os.ReadFile(filepath.Join(s.Dir, "config", name+".yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	debug := regexp.MustCompile(`debug-address: (\S+)`).FindSubmatch(conf)[1]
+	harness.Eventually(t, 30*time.Second, func() error {
+		if after, _ := os.ReadFile(pidFile); string(after) == string(before) {
+			return fmt.Errorf("%s still has process %d", name, pid)
+		}
+		resp, err := http.Get("http://" + string(debug) + "/healthz")
+		if err != nil {
+			return err
+		}
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %s", name, resp.Status)
+		}
+		return nil
+	})
+}
+
+// However many replicas and clients there are, etcd serves one watch.
+func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
+	for _, replicas := range []int{1, 2, 4} {
+		t.Run(fmt.Sprint(replicas), func(t *testing.T) {
+			s := harness.Split(t, "", fmt.Sprintf("--replicas=watchfanout=%d", replicas))
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			clients := connections(t, s, 20, &counted{})
+			const watches = 5000
+			var open atomic.Int64
+			var wg sync.WaitGroup
+			for n := range watches {
+				wg.Go(func() {
+					req, err := http.NewRequestWithContext(ctx, "GET", fmt.Sprintf("https://127.0.0.1:%d/api/v1/%s?watch=true", s.Port, []string{"pods", "nodes", "services", "configmaps", "secrets"}[n%5]), nil)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					resp, err := clients[n%len(clients)].Do(req)
+					if err != nil {
+						return
+					}
+					defer resp.Body.Close()
+					if resp.StatusCode != http.StatusOK {
+						t.Errorf("%s", resp.Status)
+					}
+					open.Add(1)
+					<-ctx.Done()
+				})
+			}
+			harness.Eventually(t, time.Minute, func() error {
+				if n := open.Load(); n < watches {
+					return fmt.Errorf("%d of %d watches are open", n, watches)
+				}
+				return nil
+			})
+			n := etcdWatchers(t, s)
+			t.Logf("%d replicas, %d clients' watches: etcd serves %d", replicas, open.Load(), n)
+			if n != 1 {
+				t.Errorf("etcd serves %d watches", n)
+			}
+			cancel()
+			wg.Wait()
+		})
+	}
+}

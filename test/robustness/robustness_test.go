@@ -1,0 +1,22 @@
+package main
+
+import (
+	"math/rand/v2"
+	"testing"
+
+	"watershed.dev/test/harness"
+)
+
+// The short form: a few faults, chosen anew each time. `make robustness` is the long one.
+func TestClientsAreToldTheTruthWhateverFails(t *testing.T) {
+	seed := rand.Uint64N(1 << 32)
+	t.Logf("seed %d", seed)
+	r, err := run(t.Context(), options{watershed: harness.Watershed(), faults: 30, seed: seed, replicas: "watchfanout=3", writers: 6, watchers: 24})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Log(r)
+	if len(r.found) > 0 {
+		t.Error("clients were told what was not so")
+	}
+}
