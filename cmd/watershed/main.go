@@ -16,6 +16,7 @@ const usage = `watershed is the Kubernetes API server as services that scale apa
   watershed SERVICE   one service: gateway, authn, authz, admission, registry or watchfanout
   watershed etcd      an etcd member, as split runs it
   watershed nats      a NATS server, as split runs it
+  watershed status    the watch tier of a running Watershed
   watershed version
 
 Every command says what it can be told with --help.
@@ -37,6 +38,8 @@ func main() {
 		err = etcdCommand(args)
 	case "nats":
 		err = natsCommand(args)
+	case "status":
+		err = statusCommand(args)
 	case "version":
 		fmt.Println(versionLine())
 	case "help", "-h", "--help":

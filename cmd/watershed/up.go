@@ -55,6 +55,9 @@ func up(args []string) error {
 		return err
 	}
 	defer flush()
+	if t.DebugAddress == "" {
+		t.DebugAddress = filepath.Join(socketDir(l.dir), debugSocket)
+	}
 	u := &upRun{layout: l, flags: fs, all: all, transport: rpc.NewInProcess()}
 	parts, err := u.parts(&t)
 	if err != nil {

@@ -10,7 +10,9 @@ import (
 	"net"
 	"net/http"
 	"net/http/pprof"
+	"os"
 	"strconv"
+	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -41,7 +43,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.LogFormat, "logging-format", "text", `"text" or "json".`)
 	fs.StringVar(&o.TracingEndpoint, "tracing-endpoint", o.TracingEndpoint, "host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
 	fs.Float64Var(&o.SamplingRatio, "tracing-sampling-ratio", 1, "The share of requests to trace, 0 to 1, where the client did not decide.")
-	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress, "host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or an inner network only. Empty: none.")
+	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress, "host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or an inner network only; or the path of a socket. Empty: none.")
 }
 
 // Start sets up logging to w and tracing for the named service. stop flushes.
@@ -98,7 +100,12 @@ func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, 
 	for path, h := range extra {
 		mux.Handle(path, h)
 	}
-	l, err := net.Listen("tcp", o.DebugAddress)
+	network := "tcp"
+	if strings.HasPrefix(o.DebugAddress, "/") {
+		network = "unix"
+		_ = os.Remove(o.DebugAddress) // what a killed process left
+	}
+	l, err := net.Listen(network, o.DebugAddress)
 	if err != nil {
 		return fmt.Errorf("--debug-address %q: %w", o.DebugAddress, err)
 	}

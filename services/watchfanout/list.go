@@ -56,6 +56,31 @@ func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreaming
 	return sendJSON(stream, head, parts, q.itemHead())
 }
 
+// Get answers one object's body.
+func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
+	q, err := newQuery(r.Query)
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	if !q.native || q.table || q.partial {
+		return nil, errElsewhere
+	}
+	snapshot, _, err := s.at(ctx, q, &watchfanoutv1.ListRequest{ResourceVersion: r.ResourceVersion})
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	item, ok := snapshot.Get(cache.Key(q.namespace, r.Name))
+	if !ok {
+		return nil, errElsewhere
+	}
+	kind, apiVersion := kindOf(q.entry.Kind)
+	if q.protobuf {
+		return &watchfanoutv1.GetResponse{Body: frame.Envelope(kind, apiVersion, item.Protobuf)}, nil
+	}
+	body := make([]byte, 0, len(item.JSON)+len(kind)+len(apiVersion)+32)
+	return &watchfanoutv1.GetResponse{Body: append(frame.Object(body, kind, apiVersion, item.JSON), '\n')}, nil
+}
+
 type page struct {
 	items     []*cache.Item
 	revision  int64

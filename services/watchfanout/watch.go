@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -33,11 +34,10 @@ func (s *Service) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreami
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	s.metrics.watchers.Inc()
-	defer s.metrics.watchers.Dec()
 	w := &watcher{Service: s, query: q, request: r, stream: stream, resource: s.cache.Resource(q.entry.StoredAs), headers: r.ColumnsSent}
 	w.events = w.resource.Follow(q.topic())
 	defer w.events.Close()
+	defer s.open(w)()
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 
@@ -51,6 +51,8 @@ type watcher struct {
 	events   *cache.Follower
 	position watchfanoutv1.Position
 	headers  bool // a Table's columns have been sent
+	// at is the cursor's place and sent the last event's revision, for whoever asks how slow the watch is.
+	at, sent atomic.Int64
 }
 
 func (w *watcher) run(ctx context.Context) error {
@@ -69,6 +71,7 @@ func (w *watcher) run(ctx context.Context) error {
 			return w.fail(expired(w.position.Revision, 0))
 		}
 		cur = next
+		w.at.Store(int64(cur))
 		if err := w.deliver(ctx, events); err != nil {
 			return err
 		}
@@ -114,13 +117,13 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 	if !initial {
 		if r.ResourceVersion == "" || r.ResourceVersion == "0" { // from now on
 			if err := w.current(ctx); err != nil {
-				return cache.Cursor{}, err
+				return 0, err
 			}
 			return w.resume(ctx, w.cache.Progress(), lastIndex)
 		}
 		revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
 		if err != nil {
-			return cache.Cursor{}, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
+			return 0, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
 		}
 		return w.resume(ctx, revision, lastIndex)
 	}
@@ -128,15 +131,15 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 	case "0":
 	case "":
 		if err := w.current(ctx); err != nil {
-			return cache.Cursor{}, err
+			return 0, err
 		}
 	default:
 		revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
 		if err != nil {
-			return cache.Cursor{}, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
+			return 0, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
 		}
 		if err := w.reach(ctx, revision); err != nil {
-			return cache.Cursor{}, err
+			return 0, err
 		}
 	}
 	return w.initial(ctx)
@@ -162,7 +165,7 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	topic := w.topic()
 	snapshot, err := w.resource.Snapshot(ctx, topic.Index(), w.source, w.wait)
 	if err != nil {
-		return cache.Cursor{}, err
+		return 0, err
 	}
 	var items []*cache.Item
 	snapshot.ScanField(topic, w.prefix(), "", func(i *cache.Item) bool {
@@ -186,21 +189,21 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 		}
 	}
 	if err != nil {
-		return cache.Cursor{}, err
+		return 0, err
 	}
 	w.position = watchfanoutv1.Position{Revision: snapshot.Revision, Index: lastIndex}
 	out.initialDone = true
 	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
 		data, err := w.bookmarkFrame(snapshot.Revision, true)
 		if err != nil {
-			return cache.Cursor{}, err
+			return 0, err
 		}
 		if err := out.add(data); err != nil {
-			return cache.Cursor{}, err
+			return 0, err
 		}
 	}
 	if err := out.flush(); err != nil {
-		return cache.Cursor{}, err
+		return 0, err
 	}
 	return w.resume(ctx, snapshot.Revision, lastIndex)
 }
@@ -243,7 +246,9 @@ func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
 		if err := out.event(data, false); err != nil {
 			return err
 		}
+		w.sent.Store(e.Revision)
 		w.metrics.delivered.WithLabelValues(w.entry.StoredAs).Inc()
+		w.rate.count.Add(1)
 	}
 	return out.flush()
 }

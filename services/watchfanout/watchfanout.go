@@ -5,20 +5,16 @@ package watchfanout
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
-	"net/http"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
-	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 
@@ -63,37 +59,25 @@ type Service struct {
 	asking      atomic.Int64
 	draining    chan struct{}
 	drainOnce   sync.Once
-}
 
-type metrics struct {
-	watchers         prometheus.Gauge
-	delivered, lists *prometheus.CounterVec
-	progress         prometheus.GaugeFunc
+	watchersMu sync.Mutex
+	watchers   map[*watcher]struct{}
+	rate       rate
 }
 
 // New builds a replica. It begins to serve when it has read the log to its end.
 func New(c *Config, registry registryv1.RegistryClient, id rpc.TLS) (*Service, error) {
-	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{})}
+	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{}), watchers: map[*watcher]struct{}{}}
 	var err error
 	if s.nats, s.js, err = c.Log.Connect("watchfanout", id); err != nil {
 		return nil, err
 	}
-	s.metrics = &metrics{
-		watchers:  prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_watchfanout_watchers", Help: "Open watch streams."}),
-		delivered: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_watchfanout_events_delivered_total", Help: "Watch events written to streams, by stored resource."}, []string{"resource"}),
-		lists:     prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_watchfanout_lists_total", Help: "Lists answered, by stored resource."}, []string{"resource"}),
-		progress:  prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "watershed_watchfanout_revision", Help: "The revision that the replica has reached."}, func() float64 { return float64(s.cache.Progress()) }),
-	}
+	s.metrics = newMetrics(s)
 	return s, nil
 }
 
 // Register offers the service on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) { watchfanoutv1.RegisterWatchServer(g, s) }
-
-// Collectors are the service's metrics.
-func (s *Service) Collectors() []prometheus.Collector {
-	return []prometheus.Collector{s.metrics.watchers, s.metrics.delivered, s.metrics.lists, s.metrics.progress}
-}
 
 // Ready says why the replica cannot serve yet, or nil.
 func (s *Service) Ready(context.Context) error {
@@ -210,21 +194,3 @@ func (s *Service) source(ctx context.Context, storedAs string) ([]*registryv1.Ro
 
 // Drain ends every watch stream, so that the gateways resume them on other replicas.
 func (s *Service) Drain() { s.drainOnce.Do(func() { close(s.draining) }) }
-
-// ServeHTTP is the replica's page: what it holds.
-func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	status := s.cache.Resources()
-	if strings.Contains(r.Header.Get("Accept"), "json") {
-		w.Header().Set("Content-Type", "application/json")
-		_ = json.NewEncoder(w).Encode(map[string]any{"revision": s.cache.Progress(), "resources": status})
-		return
-	}
-	fmt.Fprintf(w, "revision %d\n\n%-50s %8s %12s %8s %12s %s\n", s.cache.Progress(), "RESOURCE", "OBJECTS", "BYTES", "EVENTS", "EVENT BYTES", "RESUMABLE FROM")
-	for _, st := range status {
-		objects := "-"
-		if st.Loaded {
-			objects = fmt.Sprint(st.Objects)
-		}
-		fmt.Fprintf(w, "%-50s %8s %12d %8d %12d %d\n", st.Name, objects, st.Bytes, st.Events, st.EventBytes, st.OldestResumable)
-	}
-}

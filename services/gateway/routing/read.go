@@ -92,6 +92,25 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 	return opts, q, nil
 }
 
+// getFromTier reads one object, as it is stored, from the watch tier's bytes. Anything else is registry's to answer.
+func (c *call) getFromTier() ([]byte, bool) {
+	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || c.out.As != nil || c.out.Pretty || !c.has("watch") ||
+		c.out.MediaType != runtime.ContentTypeJSON && c.out.MediaType != runtime.ContentTypeProtobuf {
+		return nil, false
+	}
+	version := ""
+	switch c.req.URL.RawQuery {
+	case "":
+	case "resourceVersion=0":
+		version = "0"
+	default:
+		return nil, false
+	}
+	resp, err := c.Watches.Client.Get(watch.Routed(c.req.Context(), c.entry.StoredAs), &watchfanoutv1.GetRequest{
+		Query: &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out}, Name: c.info.Name, ResourceVersion: version}, grpc.WaitForReady(false))
+	return resp.GetBody(), err == nil
+}
+
 func (c *call) list() {
 	opts, q, err := c.options()
 	if err != nil || c.out.Pretty || c.out.MediaType != runtime.ContentTypeJSON && c.out.MediaType != runtime.ContentTypeProtobuf ||

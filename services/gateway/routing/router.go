@@ -321,6 +321,10 @@ func (c *call) namespace() string {
 }
 
 func (c *call) get() {
+	if body, ok := c.getFromTier(); ok {
+		c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: body})
+		return
+	}
 	resp, err := c.Registry.Get(c.req.Context(), c.read())
 	if err != nil {
 		c.fail(rpc.FromStatus(err))

@@ -240,7 +240,7 @@ func TestATopicIsItsOwnEvents(t *testing.T) {
 	if got := fmt.Sprint(revisions(events)); got != "[11 13 14]" || progress != 14 {
 		t.Errorf("%s, progress %d", got, progress)
 	}
-	events, _, _, _, _ = name.Next(Cursor{}, 10)
+	events, _, _, _, _ = name.Next(0, 10)
 	if got := fmt.Sprint(revisions(events)); got != "[12]" {
 		t.Errorf("by name: %s", got)
 	}

@@ -147,9 +147,7 @@ func (r *Resource) publishTo(t Topic, e *Event) {
 }
 
 // Cursor is a place between two events of what is followed.
-type Cursor struct {
-	sequence int64
-}
+type Cursor int64
 
 // After is the place after an event's position. ok is false where what comes next is no longer there; low is the
 // oldest revision that can be resumed from.
@@ -158,13 +156,13 @@ func (f *Follower) After(revision int64, index int32) (cur Cursor, low int64, ok
 	r.cache.mu.Lock()
 	defer r.cache.mu.Unlock()
 	if revision < r.low {
-		return Cursor{}, r.low, false
+		return 0, r.low, false
 	}
 	i := sort.Search(len(f.ring.events), func(i int) bool {
 		e := f.ring.events[i]
 		return e.Revision > revision || e.Revision == revision && e.Index > index
 	})
-	return Cursor{f.ring.base + int64(i)}, r.low, true
+	return Cursor(f.ring.base + int64(i)), r.low, true
 }
 
 // Next is what came after the cursor, at most n events, and where to go on. Where nothing came, changed is closed when
@@ -174,14 +172,22 @@ func (f *Follower) Next(cur Cursor, n int) (events []*Event, next Cursor, progre
 	c := f.resource.cache
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if cur.sequence < f.ring.base {
+	if int64(cur) < f.ring.base {
 		return nil, cur, 0, nil, false
 	}
-	start := int(cur.sequence - f.ring.base)
+	start := int(int64(cur) - f.ring.base)
 	end := min(len(f.ring.events), start+n)
 	progress = c.progress
 	if end < len(f.ring.events) {
 		progress = 0 // more is to come
 	}
-	return slices.Clone(f.ring.events[start:end]), Cursor{cur.sequence + int64(end-start)}, progress, f.ring.changed, true
+	return slices.Clone(f.ring.events[start:end]), cur + Cursor(end-start), progress, f.ring.changed, true
+}
+
+// Behind is how many events wait after a cursor.
+func (f *Follower) Behind(cur Cursor) int64 {
+	c := f.resource.cache
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return max(0, f.ring.base+int64(len(f.ring.events))-int64(cur))
 }

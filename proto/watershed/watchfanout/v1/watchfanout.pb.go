@@ -112,6 +112,111 @@ func (x *Query) GetIncludeObject() string {
 	return ""
 }
 
+type GetRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Query *Query                 `protobuf:"bytes,1,opt,name=query,proto3" json:"query,omitempty"`
+	Name  string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Empty: as fresh as etcd. "0": as it is here. Else: not older than this.
+	ResourceVersion string `protobuf:"bytes,3,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *GetRequest) Reset() {
+	*x = GetRequest{}
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetRequest) ProtoMessage() {}
+
+func (x *GetRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetRequest.ProtoReflect.Descriptor instead.
+func (*GetRequest) Descriptor() ([]byte, []int) {
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *GetRequest) GetQuery() *Query {
+	if x != nil {
+		return x.Query
+	}
+	return nil
+}
+
+func (x *GetRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *GetRequest) GetResourceVersion() string {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return ""
+}
+
+type GetResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Body          []byte                 `protobuf:"bytes,1,opt,name=body,proto3" json:"body,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetResponse) Reset() {
+	*x = GetResponse{}
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetResponse) ProtoMessage() {}
+
+func (x *GetResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetResponse.ProtoReflect.Descriptor instead.
+func (*GetResponse) Descriptor() ([]byte, []int) {
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *GetResponse) GetBody() []byte {
+	if x != nil {
+		return x.Body
+	}
+	return nil
+}
+
 type ListRequest struct {
 	state                protoimpl.MessageState `protogen:"open.v1"`
 	Query                *Query                 `protobuf:"bytes,1,opt,name=query,proto3" json:"query,omitempty"`
@@ -125,7 +230,7 @@ type ListRequest struct {
 
 func (x *ListRequest) Reset() {
 	*x = ListRequest{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -137,7 +242,7 @@ func (x *ListRequest) String() string {
 func (*ListRequest) ProtoMessage() {}
 
 func (x *ListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[1]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -150,7 +255,7 @@ func (x *ListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListRequest.ProtoReflect.Descriptor instead.
 func (*ListRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{1}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ListRequest) GetQuery() *Query {
@@ -200,7 +305,7 @@ type ListChunk struct {
 
 func (x *ListChunk) Reset() {
 	*x = ListChunk{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -212,7 +317,7 @@ func (x *ListChunk) String() string {
 func (*ListChunk) ProtoMessage() {}
 
 func (x *ListChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[2]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -225,7 +330,7 @@ func (x *ListChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChunk.ProtoReflect.Descriptor instead.
 func (*ListChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{2}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ListChunk) GetData() []byte {
@@ -262,7 +367,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -274,7 +379,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -287,7 +392,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{3}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *WatchRequest) GetQuery() *Query {
@@ -357,7 +462,7 @@ type Position struct {
 
 func (x *Position) Reset() {
 	*x = Position{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -369,7 +474,7 @@ func (x *Position) String() string {
 func (*Position) ProtoMessage() {}
 
 func (x *Position) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[4]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -382,7 +487,7 @@ func (x *Position) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Position.ProtoReflect.Descriptor instead.
 func (*Position) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{4}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Position) GetRevision() int64 {
@@ -417,7 +522,7 @@ type WatchFrame struct {
 
 func (x *WatchFrame) Reset() {
 	*x = WatchFrame{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -429,7 +534,7 @@ func (x *WatchFrame) String() string {
 func (*WatchFrame) ProtoMessage() {}
 
 func (x *WatchFrame) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -442,7 +547,7 @@ func (x *WatchFrame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchFrame.ProtoReflect.Descriptor instead.
 func (*WatchFrame) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{5}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WatchFrame) GetData() []byte {
@@ -493,7 +598,7 @@ type Mark struct {
 
 func (x *Mark) Reset() {
 	*x = Mark{}
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -505,7 +610,7 @@ func (x *Mark) String() string {
 func (*Mark) ProtoMessage() {}
 
 func (x *Mark) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[6]
+	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -518,7 +623,7 @@ func (x *Mark) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Mark.ProtoReflect.Descriptor instead.
 func (*Mark) Descriptor() ([]byte, []int) {
-	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{6}
+	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Mark) GetEnd() int32 {
@@ -553,7 +658,14 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x0elabel_selector\x18\x03 \x01(\tR\rlabelSelector\x12%\n" +
 	"\x0efield_selector\x18\x04 \x01(\tR\rfieldSelector\x125\n" +
 	"\x06output\x18\x05 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12%\n" +
-	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\"\xd7\x01\n" +
+	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\"\x82\x01\n" +
+	"\n" +
+	"GetRequest\x125\n" +
+	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12)\n" +
+	"\x10resource_version\x18\x03 \x01(\tR\x0fresourceVersion\"!\n" +
+	"\vGetResponse\x12\x12\n" +
+	"\x04body\x18\x01 \x01(\fR\x04body\"\xd7\x01\n" +
 	"\vListRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x124\n" +
@@ -586,8 +698,9 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x04Mark\x12\x10\n" +
 	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
-	"\bbookmark\x18\x03 \x01(\bR\bbookmark2\xb6\x01\n" +
-	"\x05Watch\x12T\n" +
+	"\bbookmark\x18\x03 \x01(\bR\bbookmark2\x8a\x02\n" +
+	"\x05Watch\x12R\n" +
+	"\x03Get\x12$.watershed.watchfanout.v1.GetRequest\x1a%.watershed.watchfanout.v1.GetResponse\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
 	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x01B<Z:watershed.dev/proto/watershed/watchfanout/v1;watchfanoutv1b\x06proto3"
 
@@ -603,36 +716,41 @@ func file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP() []byte {
 	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescData
 }
 
-var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_watershed_watchfanout_v1_watchfanout_proto_goTypes = []any{
 	(*Query)(nil),            // 0: watershed.watchfanout.v1.Query
-	(*ListRequest)(nil),      // 1: watershed.watchfanout.v1.ListRequest
-	(*ListChunk)(nil),        // 2: watershed.watchfanout.v1.ListChunk
-	(*WatchRequest)(nil),     // 3: watershed.watchfanout.v1.WatchRequest
-	(*Position)(nil),         // 4: watershed.watchfanout.v1.Position
-	(*WatchFrame)(nil),       // 5: watershed.watchfanout.v1.WatchFrame
-	(*Mark)(nil),             // 6: watershed.watchfanout.v1.Mark
-	(*v1.ResourceEntry)(nil), // 7: watershed.registry.v1.ResourceEntry
-	(*v1.Output)(nil),        // 8: watershed.registry.v1.Output
+	(*GetRequest)(nil),       // 1: watershed.watchfanout.v1.GetRequest
+	(*GetResponse)(nil),      // 2: watershed.watchfanout.v1.GetResponse
+	(*ListRequest)(nil),      // 3: watershed.watchfanout.v1.ListRequest
+	(*ListChunk)(nil),        // 4: watershed.watchfanout.v1.ListChunk
+	(*WatchRequest)(nil),     // 5: watershed.watchfanout.v1.WatchRequest
+	(*Position)(nil),         // 6: watershed.watchfanout.v1.Position
+	(*WatchFrame)(nil),       // 7: watershed.watchfanout.v1.WatchFrame
+	(*Mark)(nil),             // 8: watershed.watchfanout.v1.Mark
+	(*v1.ResourceEntry)(nil), // 9: watershed.registry.v1.ResourceEntry
+	(*v1.Output)(nil),        // 10: watershed.registry.v1.Output
 }
 var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
-	7,  // 0: watershed.watchfanout.v1.Query.entry:type_name -> watershed.registry.v1.ResourceEntry
-	8,  // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
-	0,  // 2: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
-	0,  // 3: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
-	4,  // 4: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
-	4,  // 5: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
-	6,  // 6: watershed.watchfanout.v1.WatchFrame.marks:type_name -> watershed.watchfanout.v1.Mark
-	4,  // 7: watershed.watchfanout.v1.Mark.position:type_name -> watershed.watchfanout.v1.Position
-	1,  // 8: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
-	3,  // 9: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	2,  // 10: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	5,  // 11: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	10, // [10:12] is the sub-list for method output_type
-	8,  // [8:10] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	9,  // 0: watershed.watchfanout.v1.Query.entry:type_name -> watershed.registry.v1.ResourceEntry
+	10, // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
+	0,  // 2: watershed.watchfanout.v1.GetRequest.query:type_name -> watershed.watchfanout.v1.Query
+	0,  // 3: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query
+	0,  // 4: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
+	6,  // 5: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
+	6,  // 6: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
+	8,  // 7: watershed.watchfanout.v1.WatchFrame.marks:type_name -> watershed.watchfanout.v1.Mark
+	6,  // 8: watershed.watchfanout.v1.Mark.position:type_name -> watershed.watchfanout.v1.Position
+	1,  // 9: watershed.watchfanout.v1.Watch.Get:input_type -> watershed.watchfanout.v1.GetRequest
+	3,  // 10: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	5,  // 11: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	2,  // 12: watershed.watchfanout.v1.Watch.Get:output_type -> watershed.watchfanout.v1.GetResponse
+	4,  // 13: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	7,  // 14: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	12, // [12:15] is the sub-list for method output_type
+	9,  // [9:12] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_watershed_watchfanout_v1_watchfanout_proto_init() }
@@ -640,14 +758,14 @@ func file_watershed_watchfanout_v1_watchfanout_proto_init() {
 	if File_watershed_watchfanout_v1_watchfanout_proto != nil {
 		return
 	}
-	file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[3].OneofWrappers = []any{}
+	file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc), len(file_watershed_watchfanout_v1_watchfanout_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   9,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -21,6 +21,7 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
+	Watch_Get_FullMethodName   = "/watershed.watchfanout.v1.Watch/Get"
 	Watch_List_FullMethodName  = "/watershed.watchfanout.v1.Watch/List"
 	Watch_Watch_FullMethodName = "/watershed.watchfanout.v1.Watch/Watch"
 )
@@ -29,6 +30,8 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type WatchClient interface {
+	// Get answers one object as it is stored; FAILED_PRECONDITION means that registry has to be asked, also for what is not there.
+	Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*GetResponse, error)
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
 	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error)
 }
@@ -39,6 +42,16 @@ type watchClient struct {
 
 func NewWatchClient(cc grpc.ClientConnInterface) WatchClient {
 	return &watchClient{cc}
+}
+
+func (c *watchClient) Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*GetResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GetResponse)
+	err := c.cc.Invoke(ctx, Watch_Get_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
 }
 
 func (c *watchClient) List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error) {
@@ -83,6 +96,8 @@ type Watch_WatchClient = grpc.ServerStreamingClient[WatchFrame]
 // All implementations must embed UnimplementedWatchServer
 // for forward compatibility.
 type WatchServer interface {
+	// Get answers one object as it is stored; FAILED_PRECONDITION means that registry has to be asked, also for what is not there.
+	Get(context.Context, *GetRequest) (*GetResponse, error)
 	List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error
 	Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error
 	mustEmbedUnimplementedWatchServer()
@@ -95,6 +110,9 @@ type WatchServer interface {
 // pointer dereference when methods are called.
 type UnimplementedWatchServer struct{}
 
+func (UnimplementedWatchServer) Get(context.Context, *GetRequest) (*GetResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Get not implemented")
+}
 func (UnimplementedWatchServer) List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error {
 	return status.Error(codes.Unimplemented, "method List not implemented")
 }
@@ -120,6 +138,24 @@ func RegisterWatchServer(s grpc.ServiceRegistrar, srv WatchServer) {
 		t.testEmbeddedByValue()
 	}
 	s.RegisterService(&Watch_ServiceDesc, srv)
+}
+
+func _Watch_Get_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(WatchServer).Get(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Watch_Get_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(WatchServer).Get(ctx, req.(*GetRequest))
+	}
+	return interceptor(ctx, in, info, handler)
 }
 
 func _Watch_List_Handler(srv interface{}, stream grpc.ServerStream) error {
@@ -150,7 +186,12 @@ type Watch_WatchServer = grpc.ServerStreamingServer[WatchFrame]
 var Watch_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "watershed.watchfanout.v1.Watch",
 	HandlerType: (*WatchServer)(nil),
-	Methods:     []grpc.MethodDesc{},
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Get",
+			Handler:    _Watch_Get_Handler,
+		},
+	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "List",
