@@ -29,7 +29,7 @@ var errElsewhere = status.Error(codes.FailedPrecondition, "not held here; ask re
 const (
 	// freshnessTimeout is how long a read waits for a revision that has not been reached, as kube-apiserver's.
 	freshnessTimeout = 3 * time.Second
-	chunkBytes       = 512 << 10
+	chunkBytes       = 256 << 10
 )
 
 // List answers a list's body.
@@ -359,20 +359,19 @@ func sendProtobuf(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], he
 	first := head.HeadProtobuf(items)
 	w := &chunks{stream: stream, size: int64(len(first) + items + len(frame.TailProtobuf))}
 	w.write(first)
-	var tag []byte
 	for _, p := range parts {
-		tag = frame.ItemHead(tag[:0], len(p))
-		w.write(tag)
+		w.write(frame.ItemHead(nil, len(p)))
 		w.write(p)
 	}
 	w.write(frame.TailProtobuf)
 	return w.end()
 }
 
-// chunks gathers small parts into messages of some size.
+// chunks sends parts in messages of some size, without copying them.
 type chunks struct {
 	stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]
-	buf    []byte
+	parts  [][]byte
+	bytes  int
 	size   int64
 	sent   bool
 	err    error
@@ -382,29 +381,23 @@ func (c *chunks) write(b []byte) {
 	if c.err != nil {
 		return
 	}
-	if c.buf == nil {
-		c.buf = make([]byte, 0, min(int(c.size), chunkBytes))
-	}
-	if len(c.buf)+len(b) > cap(c.buf) && len(c.buf) > 0 {
+	c.parts = append(c.parts, b)
+	if c.bytes += len(b); c.bytes >= chunkBytes {
 		c.flush()
-		if len(b) < chunkBytes {
-			c.buf = make([]byte, 0, chunkBytes)
-		}
 	}
-	c.buf = append(c.buf, b...)
 }
 
 func (c *chunks) flush() {
-	m := &watchfanoutv1.ListChunk{Data: c.buf}
+	m := &watchfanoutv1.ListChunk{Data: c.parts}
 	if !c.sent {
 		m.Size, c.sent = c.size, true
 	}
 	c.err = c.stream.Send(m)
-	c.buf = nil
+	c.parts, c.bytes = make([][]byte, 0, len(c.parts)), 0
 }
 
 func (c *chunks) end() error {
-	if c.err == nil && len(c.buf) > 0 {
+	if c.err == nil && len(c.parts) > 0 {
 		c.flush()
 	}
 	return c.err

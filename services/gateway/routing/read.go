@@ -134,19 +134,43 @@ func (c *call) list() {
 		}
 		return
 	}
-	b := newBody(c.w, c.req, c.contentType(), http.StatusOK, first.Size)
-	defer b.Close()
+	write, end := c.body(first.Size)
 	for chunk := first; ; {
-		if _, err := b.Write(chunk.Data); err != nil {
+		if err := write(chunk.Data); err != nil {
 			return
 		}
 		if chunk, err = stream.Recv(); err != nil {
 			if !errors.Is(err, io.EOF) {
 				panic(http.ErrAbortHandler) // the client must not take half a list for a whole one
 			}
+			end()
 			return
 		}
 	}
+}
+
+// directAbove is the size from which a body is written past the HTTP/2 server, which copies and frames it piece by piece.
+const directAbove = 64 << 10
+
+// body begins an answer of some size and answers how to write it and how to end it.
+func (c *call) body(size int64) (write func([][]byte) error, end func()) {
+	ctx := c.req.Context()
+	if stream := wire.Of(c.req); stream != nil && size > directAbove && !(size > gzipAbove && acceptsGzip(c.req)) {
+		c.w.Header().Set("Content-Type", c.contentType())
+		c.w.WriteHeader(http.StatusOK)
+		if http.NewResponseController(c.w).Flush() == nil && stream.Take(ctx, 0) {
+			return func(parts [][]byte) error { return stream.Write(ctx, parts...) }, func() { _ = stream.Finish(ctx) }
+		}
+	}
+	b := newBody(c.w, c.req, c.contentType(), http.StatusOK, size)
+	return func(parts [][]byte) error {
+		for _, p := range parts {
+			if _, err := b.Write(p); err != nil {
+				return err
+			}
+		}
+		return nil
+	}, func() { _ = b.Close() }
 }
 
 func (c *call) listFromRegistry() {

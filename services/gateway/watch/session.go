@@ -225,11 +225,7 @@ func (s *session) write(ctx context.Context, frames ...[]byte) error {
 	if s.stream == nil {
 		err = s.out.Write(timed, frames...)
 	} else {
-		for _, p := range frames {
-			if err = s.stream.Write(timed, p); err != nil {
-				break
-			}
-		}
+		err = s.stream.Write(timed, frames...)
 	}
 	if err == nil {
 		return nil

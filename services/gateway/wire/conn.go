@@ -49,9 +49,24 @@ const (
 	leastBudget = 256 << 10
 	// maxQueue is how many bytes may wait for one connection's socket. Past it writers wait.
 	maxQueue = 1 << 20
+	// smallBuffer is what a connection keeps for itself; for more it borrows a large one.
+	smallBuffer = 64 << 10
+	largeBuffer = maxQueue + maxQueue/256 + smallBuffer // with frames' heads
 	// wholeFrame is up to which length a frame is read as a whole; longer ones are passed on as they come.
 	wholeFrame = 64 << 10
 )
+
+var large = sync.Pool{New: func() any { return new([largeBuffer]byte) }}
+
+// grow makes room for n more bytes in the queue.
+func (c *Conn) grow(n int) {
+	if need := len(c.queue) + n; need <= cap(c.queue) || need <= smallBuffer {
+		return
+	}
+	if cap(c.queue) < largeBuffer && len(c.queue)+n <= largeBuffer {
+		c.queue = append(large.Get().(*[largeBuffer]byte)[:0], c.queue...)
+	}
+}
 
 // Conn is one HTTP/2 connection, between TLS and the server. Give it to http2.Server.ServeConn.
 type Conn struct {
@@ -364,8 +379,11 @@ func (c *Conn) drain() {
 		c.mu.Unlock()
 		_, err := c.Conn.Write(out)
 		c.mu.Lock()
-		if c.spare = out; cap(out) > maxQueue/4 {
-			c.spare = nil
+		c.spare = nil
+		if cap(out) == largeBuffer {
+			large.Put((*[largeBuffer]byte)(out[:largeBuffer]))
+		} else {
+			c.spare = out
 		}
 		c.wrote(err)
 		c.wake()

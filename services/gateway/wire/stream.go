@@ -121,16 +121,7 @@ func (s *Stream) Offer(parts ...[]byte) bool {
 	if s.dead() != nil || int64(n) > min(s.window, c.budget) || len(c.queue)+n > maxQueue && len(c.queue) > 0 {
 		return false
 	}
-	if n <= c.maxFrame { // one frame for all
-		s.frame(n)
-		for _, p := range parts {
-			c.queue = append(c.queue, p...)
-		}
-		return true
-	}
-	for _, p := range parts {
-		s.queue(p)
-	}
+	s.queue(&parcel{parts: parts}, n)
 	return true
 }
 
@@ -140,41 +131,64 @@ func (s *Stream) Flush() { s.conn.Flush() }
 // Conn is the stream's connection, for flushing once after many offers.
 func (s *Stream) Conn() *Conn { return s.conn }
 
-func (s *Stream) frame(n int) {
+// parcel is what is left of some parts.
+type parcel struct {
+	parts [][]byte
+	left  []byte
+}
+
+// take appends the next n bytes to dst.
+func (p *parcel) take(dst []byte, n int) []byte {
+	for n > 0 {
+		for len(p.left) == 0 {
+			p.left, p.parts = p.parts[0], p.parts[1:]
+		}
+		k := min(n, len(p.left))
+		dst = append(dst, p.left[:k]...)
+		p.left = p.left[k:]
+		n -= k
+	}
+	return dst
+}
+
+// queue queues the parcel's next n bytes, in frames as long as may be.
+func (s *Stream) queue(p *parcel, n int) {
 	c := s.conn
 	s.window -= int64(n)
 	c.budget -= int64(n)
 	c.spent += int64(n)
-	c.queue = append(c.queue, byte(n>>16), byte(n>>8), byte(n), frameData, 0, byte(s.id>>24), byte(s.id>>16), byte(s.id>>8), byte(s.id))
-}
-
-func (s *Stream) queue(p []byte) {
-	for len(p) > 0 {
-		n := min(len(p), s.conn.maxFrame)
-		s.frame(n)
-		s.conn.queue = append(s.conn.queue, p[:n]...)
-		p = p[n:]
+	c.grow(n + (n/c.maxFrame+1)*headBytes)
+	for n > 0 {
+		k := min(n, c.maxFrame)
+		c.queue = append(c.queue, byte(k>>16), byte(k>>8), byte(k), frameData, 0, byte(s.id>>24), byte(s.id>>16), byte(s.id>>8), byte(s.id))
+		c.queue = p.take(c.queue, k)
+		n -= k
 	}
 }
 
-// Write queues p and writes it, as fast as the client takes it.
-func (s *Stream) Write(ctx context.Context, p []byte) error {
+// Write queues parts and writes them, as fast as the client takes them.
+func (s *Stream) Write(ctx context.Context, parts ...[]byte) error {
+	left := 0
+	for _, p := range parts {
+		left += len(p)
+	}
+	rest := &parcel{parts: parts}
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for len(p) > 0 {
+	for left > 0 {
 		if err := s.dead(); err != nil {
 			return err
 		}
-		n := int(min(int64(len(p)), s.window, c.budget, int64(maxQueue-len(c.queue))))
+		n := int(min(int64(left), s.window, c.budget, int64(maxQueue-len(c.queue))))
 		if n <= 0 {
 			if err := c.await(ctx); err != nil {
 				return err
 			}
 			continue
 		}
-		s.queue(p[:n])
-		p = p[n:]
+		s.queue(rest, n)
+		left -= n
 		if !c.draining && !c.writing {
 			c.draining = true
 			go c.drain()

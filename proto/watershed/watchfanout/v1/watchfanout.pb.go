@@ -293,10 +293,10 @@ func (x *ListRequest) GetContinue() string {
 	return ""
 }
 
-// ListChunk is the next bytes of the answer's body.
+// ListChunk is the next bytes of the answer's body, in pieces that follow each other.
 type ListChunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Data  []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	Data  [][]byte               `protobuf:"bytes,1,rep,name=data,proto3" json:"data,omitempty"`
 	// The whole body's size in bytes, in the first chunk.
 	Size          int64 `protobuf:"varint,2,opt,name=size,proto3" json:"size,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -333,7 +333,7 @@ func (*ListChunk) Descriptor() ([]byte, []int) {
 	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{4}
 }
 
-func (x *ListChunk) GetData() []byte {
+func (x *ListChunk) GetData() [][]byte {
 	if x != nil {
 		return x.Data
 	}
@@ -673,7 +673,7 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x05limit\x18\x04 \x01(\x03R\x05limit\x12\x1a\n" +
 	"\bcontinue\x18\x05 \x01(\tR\bcontinue\"3\n" +
 	"\tListChunk\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04data\x12\x12\n" +
+	"\x04data\x18\x01 \x03(\fR\x04data\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x03R\x04size\"\xb6\x03\n" +
 	"\fWatchRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
