@@ -53,8 +53,8 @@ type definition struct {
 // wiring is what a service is built with.
 type wiring struct {
 	id rpc.TLS
-	// client connects to another service; idempotent calls may be sent again.
-	client func(service string, idempotent bool) (grpc.ClientConnInterface, error)
+	// client connects to another service.
+	client func(service string, p rpc.Policy) (grpc.ClientConnInterface, error)
 	// log overrides the connection to NATS, for the embedded one.
 	log func(*eventlog.Options)
 }
@@ -71,7 +71,7 @@ var services = map[string]*definition{
 		c := &watchfanout.Config{}
 		return c.AddFlags, func(_ context.Context, w *wiring) (service, error) {
 			w.log(&c.Log)
-			conn, err := w.client("registry", true)
+			conn, err := w.client("registry", rpc.Policy{Idempotent: true})
 			if err != nil {
 				return nil, err
 			}
@@ -115,15 +115,16 @@ type gatewayService struct{ *gateway.Service }
 func (gatewayService) Register(grpc.ServiceRegistrar) {}
 
 func gatewayClients(w *wiring) (s gateway.Services, err error) {
-	connect := func(name string, idempotent bool) grpc.ClientConnInterface {
-		conn, cerr := w.client(name, idempotent)
+	connect := func(name string, p rpc.Policy) grpc.ClientConnInterface {
+		conn, cerr := w.client(name, p)
 		err = errors.Join(err, cerr)
 		return conn
 	}
+	again := rpc.Policy{Idempotent: true}
 	s = gateway.Services{
-		Authn: authnv1.NewAuthnClient(connect("authn", true)), Authz: authzv1.NewAuthzClient(connect("authz", true)),
-		Admission: admissionv1.NewAdmissionClient(connect("admission", true)), Registry: registryv1.NewRegistryClient(connect("registry", true)),
-		Writes: registryv1.NewRegistryClient(connect("registry", false)), Watch: watchfanoutv1.NewWatchClient(connect("watchfanout", true)),
+		Authn: authnv1.NewAuthnClient(connect("authn", again)), Authz: authzv1.NewAuthzClient(connect("authz", again)),
+		Admission: admissionv1.NewAdmissionClient(connect("admission", again)), Registry: registryv1.NewRegistryClient(connect("registry", again)),
+		Writes: registryv1.NewRegistryClient(connect("registry", rpc.Policy{})), Watch: watchfanoutv1.NewWatchClient(connect("watchfanout", rpc.Policy{Idempotent: true, Sharded: true})),
 	}
 	return s, err
 }
@@ -174,11 +175,11 @@ func serviceCommand(name string, args []string) error {
 			c.Close()
 		}
 	}()
-	s, err := build(ctx, &wiring{id: p.id, log: func(*eventlog.Options) {}, client: func(peer string, idempotent bool) (grpc.ClientConnInterface, error) {
+	s, err := build(ctx, &wiring{id: p.id, log: func(*eventlog.Options) {}, client: func(peer string, policy rpc.Policy) (grpc.ClientConnInterface, error) {
 		if len(*p.peers[peer]) == 0 {
 			return nil, fmt.Errorf("--%s-addresses is required", peer)
 		}
-		c, err := rpc.Dial(p.id, *p.peers[peer], peer, idempotent)
+		c, err := rpc.Dial(p.id, *p.peers[peer], peer, policy)
 		if err == nil {
 			conns = append(conns, c)
 		}

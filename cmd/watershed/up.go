@@ -204,7 +204,7 @@ func (u *upRun) servicePart(name string) lifecycle.Part {
 	ready := make(chan struct{})
 	return lifecycle.Part{Name: name, Run: func(ctx context.Context) error {
 		s, err := b.build(ctx, &wiring{
-			client: func(string, bool) (grpc.ClientConnInterface, error) { return u.transport, nil },
+			client: func(string, rpc.Policy) (grpc.ClientConnInterface, error) { return u.transport, nil },
 			log: func(o *eventlog.Options) {
 				if u.nats != nil {
 					o.Conn = u.nats

@@ -200,7 +200,7 @@ func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) er
 	return nil
 }
 
-const serviceConfig = `{"loadBalancingConfig":[{"round_robin":{}}],"healthCheckConfig":{"serviceName":""}%s}`
+const serviceConfig = `{"loadBalancingConfig":[{%q:{}}],"healthCheckConfig":{"serviceName":""}%s}`
 
 // retry sends a call again, on another replica where there is one, when a replica was lost before it answered.
 const retry = `,"methodConfig":[{"name":[{}],"waitForReady":true,"retryPolicy":{"maxAttempts":5,"initialBackoff":"0.02s","maxBackoff":"0.5s","backoffMultiplier":3,"retryableStatusCodes":["UNAVAILABLE"]}}]`
@@ -208,9 +208,16 @@ const retry = `,"methodConfig":[{"name":[{}],"waitForReady":true,"retryPolicy":{
 // wait only waits for a connection; a call that may have had an effect is never sent twice.
 const wait = `,"methodConfig":[{"name":[{}],"waitForReady":true}]`
 
-// Dial connects to every address of one service. With idempotent, a call whose replica dies is retried on another.
-// Close the connection to end it.
-func Dial(id TLS, addresses []string, serverName string, idempotent bool) (*grpc.ClientConn, error) {
+// Policy is how a service's replicas share its calls.
+type Policy struct {
+	// Idempotent: a call whose replica dies is sent again, to another.
+	Idempotent bool
+	// Sharded: a Routed call goes to the replicas of its key. Without it they take turns.
+	Sharded bool
+}
+
+// Dial connects to every address of one service. Close the connection to end it.
+func Dial(id TLS, addresses []string, serverName string, p Policy) (*grpc.ClientConn, error) {
 	if len(addresses) == 0 {
 		return nil, errors.New("no address for service " + serverName)
 	}
@@ -225,14 +232,17 @@ func Dial(id TLS, addresses []string, serverName string, idempotent bool) (*grpc
 		endpoints = append(endpoints, resolver.Address{Addr: a})
 	}
 	r.InitialState(resolver.State{Addresses: endpoints})
-	policy := wait
-	if idempotent {
-		policy = retry
+	calls, balancer := wait, "round_robin"
+	if p.Idempotent {
+		calls = retry
+	}
+	if p.Sharded {
+		balancer = rendezvousName
 	}
 	return grpc.NewClient(r.Scheme()+":///"+serverName,
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
-		grpc.WithDefaultServiceConfig(fmt.Sprintf(serviceConfig, policy)),
+		grpc.WithDefaultServiceConfig(fmt.Sprintf(serviceConfig, balancer, calls)),
 		grpc.WithStatsHandler(otelgrpc.NewClientHandler()),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
 		grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(4<<20),

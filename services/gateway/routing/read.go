@@ -106,7 +106,7 @@ func (c *call) getFromTier() ([]byte, bool) {
 	default:
 		return nil, false
 	}
-	resp, err := c.Watches.Client.Get(watch.Routed(c.req.Context(), c.entry.StoredAs), &watchfanoutv1.GetRequest{
+	resp, err := c.Watches.Client.Get(rpc.Routed(c.req.Context(), c.entry.StoredAs), &watchfanoutv1.GetRequest{
 		Query: &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out}, Name: c.info.Name, ResourceVersion: version}, grpc.WaitForReady(false))
 	return resp.GetBody(), err == nil
 }
@@ -119,7 +119,7 @@ func (c *call) list() {
 		return
 	}
 	ctx := c.req.Context()
-	stream, err := c.Watches.Client.List(watch.Routed(ctx, c.entry.StoredAs), &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
+	stream, err := c.Watches.Client.List(rpc.Routed(ctx, c.entry.StoredAs), &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
 		ResourceVersionMatch: string(opts.ResourceVersionMatch), Limit: opts.Limit, Continue: opts.Continue}, grpc.WaitForReady(false))
 	var first *watchfanoutv1.ListChunk
 	if err == nil {

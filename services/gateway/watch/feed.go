@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/rpc"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/wire"
 )
@@ -313,7 +314,7 @@ func (f *feed) run(ctx context.Context) {
 func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stream, err := f.hub.Client.Watch(routed(ctx, f.query), proto.Clone(r).(*watchfanoutv1.WatchRequest), grpc.WaitForReady(false))
+	stream, err := f.hub.Client.Watch(rpc.Routed(ctx, f.query.GetEntry().GetStoredAs()), proto.Clone(r).(*watchfanoutv1.WatchRequest), grpc.WaitForReady(false))
 	for err == nil {
 		var m *watchfanoutv1.WatchFrame
 		if m, err = stream.Recv(); err != nil {

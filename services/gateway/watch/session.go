@@ -261,7 +261,7 @@ func (s *session) alone(ctx context.Context) error {
 	})
 	r := proto.Clone(s.WatchRequest).(*watchfanoutv1.WatchRequest)
 	r.ColumnsSent = s.columns
-	stream, err := s.hub.Client.Watch(routed(ctx, s.Query), r, grpc.WaitForReady(false))
+	stream, err := s.hub.Client.Watch(rpc.Routed(ctx, s.Query.GetEntry().GetStoredAs()), r, grpc.WaitForReady(false))
 	if err != nil {
 		return err
 	}
