@@ -154,6 +154,7 @@ func (r *rate) now() float64 {
 
 type metrics struct {
 	delivered, lists *prometheus.CounterVec
+	replays          prometheus.Counter
 	all              []prometheus.Collector
 }
 
@@ -162,10 +163,11 @@ func newMetrics(s *Service) *metrics {
 		delivered: prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_watchfanout_events_delivered_total", Help: "Watch events written to streams, by stored resource."}, []string{"resource"}),
 		lists:     prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_watchfanout_lists_total", Help: "Lists answered, by stored resource."}, []string{"resource"}),
 	}
+	m.replays = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_watchfanout_replays_total", Help: "Watches resumed from further back than memory goes, out of the log."})
 	gauge := func(name, help string, f func() float64) prometheus.Collector {
 		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "watershed_watchfanout_" + name, Help: help}, f)
 	}
-	m.all = []prometheus.Collector{m.delivered, m.lists, &perResource{s},
+	m.all = []prometheus.Collector{m.delivered, m.lists, m.replays, &perResource{s},
 		gauge("revision", "The revision that the replica has reached.", func() float64 { return float64(s.cache.Progress()) }),
 		gauge("event_lag_seconds", "How long the newest event took from the publisher to this replica.", func() float64 { return s.cache.Lag().Seconds() }),
 		gauge("resets", "Times that something had to be forgotten because the log had a gap or held what could not be read.", func() float64 { return float64(s.cache.Resets()) }),

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"log/slog"
 	"strconv"
 	"sync/atomic"
 	"time"
@@ -14,6 +15,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -149,9 +151,55 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 func (w *watcher) resume(ctx context.Context, revision int64, index int32) (cache.Cursor, error) {
 	w.position = watchfanoutv1.Position{Revision: revision, Index: index}
 	cur, low, ok := w.events.After(revision, index)
-	if !ok {
-		return cur, expired(revision, low)
+	if ok {
+		return cur, nil
 	}
+	if err := (&frames{watcher: w, position: true}).flush(); err != nil {
+		return cur, err
+	}
+	if index == lastIndex {
+		return w.replay(ctx, revision, low)
+	}
+	return w.replay(ctx, revision-1, low) // its transaction holds more; what was sent of it is left out
+}
+
+// replay sends the events after a revision that memory no longer holds, from the log itself, up to where memory goes on.
+func (w *watcher) replay(ctx context.Context, after, low int64) (cache.Cursor, error) {
+	var cur cache.Cursor
+	began := time.Now()
+	var batch []*cache.Event
+	var failed error // of the stream, not of the log
+	send := func() error {
+		failed = w.deliver(ctx, batch)
+		batch = batch[:0]
+		return failed
+	}
+	err := eventlog.Replay(ctx, w.js, w.entry.StoredAs, after, func(e *logv1.Event) (bool, error) {
+		if batch = append(batch, cache.EventOf(e)); len(batch) < batchEvents && e.Revision < low {
+			return true, nil
+		}
+		if err := send(); err != nil {
+			return false, err
+		}
+		if e.Revision < low {
+			return true, nil
+		}
+		var ok bool
+		if cur, low, ok = w.events.After(e.Revision, e.Index); ok {
+			return false, nil
+		}
+		return true, nil // memory has moved on meanwhile
+	})
+	slog.Debug("Replayed from the log", "resource", w.entry.StoredAs, "after", after, "took", time.Since(began), "error", err)
+	switch {
+	case failed != nil:
+		return cur, failed
+	case err != nil && ctx.Err() != nil:
+		return cur, status.FromContextError(ctx.Err()).Err()
+	case err != nil: // forgotten, or there is nobody to ask: a list is the way to go on
+		return cur, expired(w.position.Revision, low)
+	}
+	w.metrics.replays.Inc()
 	return cur, nil
 }
 

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
@@ -157,4 +159,44 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 func decode(token string) string {
 	b, _ := base64.RawURLEncoding.DecodeString(token)
 	return string(b)
+}
+
+// A watch goes on from further back than any replica's memory goes, as long as the log does.
+func TestAnOldWatchIsReplayedFromTheLog(t *testing.T) {
+	s := harness.Up(t, "", "--watch-ring-bytes=20000", "--watch-feed-bytes=2000")
+	maps := s.Client().CoreV1().ConfigMaps("default")
+	const number = 300
+	var first string
+	for n := range number {
+		m, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("m", n)}, Data: map[string]string{"pad": strings.Repeat("x", 500)}}, metav1.CreateOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n == 0 {
+			first = m.ResourceVersion
+		}
+	}
+	w, err := maps.Watch(t.Context(), metav1.ListOptions{ResourceVersion: first})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Stop()
+	read := func(want string) {
+		t.Helper()
+		select {
+		case e, ok := <-w.ResultChan():
+			if m, is := e.Object.(*corev1.ConfigMap); !ok || !is || m.Name != want {
+				t.Fatalf("%v %v, not %s", e.Type, e.Object, want)
+			}
+		case <-time.After(20 * time.Second):
+			t.Fatalf("%s does not come", want)
+		}
+	}
+	for n := 1; n < number; n++ {
+		read(fmt.Sprint("m", n))
+	}
+	if _, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "live"}}, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	read("live")
 }

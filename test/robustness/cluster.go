@@ -116,6 +116,7 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		switch command, _, _ := strings.Cut(name, "-"); command {
 		case "watchfanout":
 			conf["watch-progress-period"] = "1s"
+			conf["watch-ring-bytes"] = "65536" // resumes from further back are replayed from the log
 		case "gateway":
 			conf["watch-bookmark-period"] = "2s"
 		case "registry":

@@ -92,6 +92,10 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 	return opts, q, nil
 }
 
+// answersWithin is how long the watch tier may be silent before registry is asked in its place: a replica may be there, and
+// yet not move.
+const answersWithin = 5 * time.Second
+
 // getFromTier reads one object, as it is stored, from the watch tier's bytes. Anything else is registry's to answer.
 func (c *call) getFromTier() ([]byte, bool) {
 	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || c.out.As != nil || c.out.Pretty || !c.has("watch") ||
@@ -106,7 +110,9 @@ func (c *call) getFromTier() ([]byte, bool) {
 	default:
 		return nil, false
 	}
-	resp, err := c.Watches.Client.Get(rpc.Routed(c.req.Context(), c.entry.StoredAs), &watchfanoutv1.GetRequest{
+	ctx, cancel := context.WithTimeout(c.req.Context(), answersWithin)
+	defer cancel()
+	resp, err := c.Watches.Client.Get(rpc.Routed(ctx, c.entry.StoredAs), &watchfanoutv1.GetRequest{
 		Query: &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out}, Name: c.info.Name, ResourceVersion: version}, grpc.WaitForReady(false))
 	return resp.GetBody(), err == nil
 }
@@ -119,15 +125,19 @@ func (c *call) list() {
 		return
 	}
 	ctx := c.req.Context()
-	stream, err := c.Watches.Client.List(rpc.Routed(ctx, c.entry.StoredAs), &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
+	listing, cancel := context.WithCancel(ctx)
+	defer cancel()
+	silent := time.AfterFunc(answersWithin, cancel)
+	stream, err := c.Watches.Client.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
 		ResourceVersionMatch: string(opts.ResourceVersionMatch), Limit: opts.Limit, Continue: opts.Continue}, grpc.WaitForReady(false))
 	var first *watchfanoutv1.ListChunk
 	if err == nil {
 		first, err = stream.Recv()
 	}
+	silent.Stop()
 	if err != nil {
-		switch status.Code(err) {
-		case codes.FailedPrecondition, codes.Unavailable: // not held there, or nobody there
+		switch code := status.Code(err); {
+		case code == codes.FailedPrecondition, code == codes.Unavailable, code == codes.Canceled && ctx.Err() == nil: // not held there, or nobody there
 			c.listFromRegistry()
 		default:
 			c.fail(rpc.FromStatus(err))

@@ -93,7 +93,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 
 func (c *Cache) applyPending() {
 	for _, p := range c.pending {
-		c.resource(p.StoredAs).apply(eventOf(p))
+		c.resource(p.StoredAs).apply(EventOf(p))
 		c.observed = p.ObservedUnixNano
 	}
 	c.pending, c.applied = nil, time.Now().UnixNano()

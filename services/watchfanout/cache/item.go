@@ -74,7 +74,8 @@ func (e *Event) Frame(key any, make func() ([]byte, error)) ([]byte, error) {
 	return e.frames.get(key, make)
 }
 
-func eventOf(p *logv1.Event) *Event {
+// EventOf is the log's event as the cache has it.
+func EventOf(p *logv1.Event) *Event {
 	e := &Event{Type: p.Type, Revision: p.Revision, Index: p.Index, ObservedNano: p.ObservedUnixNano}
 	e.Item = itemOf(p.Namespace, p.Name, p.Revision, p.Object)
 	if p.Previous != nil {

@@ -1,0 +1,266 @@
+// Package eventlog tests the event log against a real NATS server.
+package eventlog
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	natsserver "github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/rpc"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	"watershed.dev/test/harness"
+)
+
+// cluster is a NATS server that can be restarted.
+type cluster struct {
+	t      *testing.T
+	dir    string
+	mu     sync.Mutex
+	server *natsserver.Server
+	log    eventlog.Options
+	js     jetstream.JetStream
+	last   string
+}
+
+// InProcessConn implements nats.InProcessConnProvider over whichever server runs.
+func (c *cluster) InProcessConn() (net.Conn, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.server == nil {
+		return nil, errors.New("no server")
+	}
+	return c.server.InProcessConn()
+}
+
+func start(t *testing.T) *cluster {
+	c := &cluster{t: t, dir: harness.TempDir(t)}
+	c.run()
+	t.Cleanup(c.stop)
+	c.log = eventlog.Options{Storage: "file", Replicas: 1, Retention: time.Hour, MaxBytes: 64 << 20, Conn: c}
+	nc, js, err := c.log.Connect("test", rpc.TLS{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(nc.Close)
+	c.js = js
+	c.begin()
+	return c
+}
+
+func (c *cluster) run() {
+	s, err := natsserver.NewServer(&natsserver.Options{JetStream: true, StoreDir: c.dir, DontListen: true, NoLog: true, NoSigs: true, MaxPayload: 8 << 20})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	s.Start()
+	if !s.ReadyForConnections(10 * time.Second) {
+		c.t.Fatal("NATS does not start")
+	}
+	c.mu.Lock()
+	c.server = s
+	c.mu.Unlock()
+}
+
+func (c *cluster) stop() {
+	c.mu.Lock()
+	s := c.server
+	c.server = nil
+	c.mu.Unlock()
+	if s != nil {
+		s.Shutdown()
+		s.WaitForShutdown()
+	}
+}
+
+// begin makes the stream.
+func (c *cluster) begin() {
+	c.t.Helper()
+	if _, err := c.log.Stream(c.t.Context(), c.js); err != nil {
+		c.t.Fatal(err)
+	}
+	c.last = ""
+}
+
+// write publishes events as the publisher does: each expects the one before.
+func (c *cluster) write(events ...*logv1.Event) {
+	c.t.Helper()
+	for _, e := range events {
+		m, err := eventlog.Message(e)
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		id := eventlog.IDOf(e, "t").String()
+		opts := []jetstream.PublishOpt{jetstream.WithMsgID(id)}
+		if c.last != "" {
+			opts = append(opts, jetstream.WithExpectLastMsgID(c.last))
+		}
+		harness.Eventually(c.t, 10*time.Second, func() error {
+			_, err := c.js.PublishMsg(c.t.Context(), m, opts...)
+			return err
+		})
+		c.last = id
+	}
+}
+
+func added(revision int64, of string) *logv1.Event {
+	return &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: revision, StoredAs: of, Name: fmt.Sprint("o", revision), Object: &logv1.Object{Json: []byte("{}")}}
+}
+
+func reset(revision int64) *logv1.Event {
+	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}
+}
+
+// reading is what a reader was given.
+type reading struct {
+	mu   sync.Mutex
+	seen string
+}
+
+func (c *cluster) read() *reading {
+	r := &reading{}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		_ = eventlog.Read(ctx, c.js, func(e *logv1.Event) error {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			mark := map[logv1.Type]string{logv1.Type_TYPE_RESET: "!", logv1.Type_TYPE_UNSPECIFIED: "-"}[e.Type]
+			r.seen += fmt.Sprintf("%s%d ", mark, e.Revision)
+			return nil
+		})
+	}()
+	c.t.Cleanup(func() { cancel(); <-done })
+	return r
+}
+
+func (r *reading) is(t *testing.T, want string) {
+	t.Helper()
+	harness.Eventually(t, 20*time.Second, func() error {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.seen != want {
+			return fmt.Errorf("read %q, not %q", r.seen, want)
+		}
+		return nil
+	})
+}
+
+func TestAReaderSurvivesNATS(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	r := c.read()
+	r.is(t, "!10 11 ")
+	c.stop()
+	c.run()
+	c.write(added(12, "pods"))
+	r.is(t, "!10 11 12 ")
+}
+
+func TestAGapIsToldAsAReset(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	r := c.read()
+	r.is(t, "!10 11 ")
+	c.stop()
+	c.run() // while the reader is away, more is written than the log keeps
+	c.write(added(12, "pods"), added(13, "pods"))
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.is(t, "!10 11 12 13 ")
+	late := c.read()
+	late.is(t, "!10 11 12 13 ")
+	if err := stream.Purge(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	c.last = "" // as a publisher that found the log empty
+	c.write(reset(20), added(21, "pods"))
+	r.is(t, "!10 11 12 13 !20 21 ")
+}
+
+func TestALogMadeAnewIsAReset(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"), added(12, "pods"))
+	r := c.read()
+	r.is(t, "!10 11 12 ")
+	if err := c.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
+		t.Fatal(err)
+	}
+	c.begin()
+	c.write(added(30, "pods")) // a publisher that forgot to say so
+	r.is(t, "!10 11 12 !29 30 ")
+}
+
+func TestACorruptMessageIsAReset(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	r := c.read()
+	r.is(t, "!10 11 ")
+	m, err := eventlog.Message(added(12, "pods"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.Data = []byte{0xff, 0xff, 0xff}
+	if _, err := c.js.PublishMsg(t.Context(), m, jetstream.WithMsgID("12.0.t"), jetstream.WithExpectLastMsgID(c.last)); err != nil {
+		t.Fatal(err)
+	}
+	c.last = "12.0.t"
+	c.write(added(13, "pods"))
+	r.is(t, "!10 11 !12 13 ")
+}
+
+func TestReplayIsWhatCameAfter(t *testing.T) {
+	c := start(t)
+	c.write(reset(10))
+	for r := int64(11); r < 60; r++ {
+		c.write(added(r, []string{"pods", "nodes"}[r%2]))
+	}
+	replay := func(after, until int64) (string, error) {
+		got := ""
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		err := eventlog.Replay(ctx, c.js, "pods", after, func(e *logv1.Event) (bool, error) {
+			got += fmt.Sprintf("%d ", e.Revision)
+			return e.Revision < until, nil
+		})
+		return got, err
+	}
+	for _, x := range []struct {
+		after, until int64
+		want         string
+	}{{10, 14, "12 14 "}, {11, 12, "12 "}, {12, 16, "14 16 "}, {50, 58, "52 54 56 58 "}} {
+		if got, err := replay(x.after, x.until); err != nil || got != x.want {
+			t.Errorf("after %d: %q, %v", x.after, got, err)
+		}
+	}
+	if got, err := replay(9, 14); !errors.Is(err, eventlog.ErrForgotten) || got != "" {
+		t.Errorf("from before the log: %q, %v", got, err)
+	}
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := stream.Purge(t.Context(), jetstream.WithPurgeSequence(20)); err != nil { // up to revision 28
+		t.Fatal(err)
+	}
+	if got, err := replay(27, 32); !errors.Is(err, eventlog.ErrForgotten) || got != "" {
+		t.Errorf("from what was forgotten: %q, %v", got, err)
+	}
+	if got, err := replay(28, 32); err != nil || got != "30 32 " {
+		t.Errorf("from the oldest that is kept: %q, %v", got, err)
+	}
+	c.write(reset(70), added(72, "pods"))
+	if got, err := replay(50, 72); !errors.Is(err, eventlog.ErrForgotten) {
+		t.Errorf("over a reset: %q, %v", got, err)
+	}
+}
