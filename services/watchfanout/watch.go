@@ -291,7 +291,7 @@ func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
 			return err
 		}
 		w.position = watchfanoutv1.Position{Revision: e.Revision, Index: e.Index}
-		if err := out.event(data, false); err != nil {
+		if err := out.event(data, false, e.Trace); err != nil {
 			return err
 		}
 		w.sent.Store(e.Revision)
@@ -407,7 +407,7 @@ func (w *watcher) bookmark(revision int64, initialEnd bool) error {
 		return err
 	}
 	out := &frames{watcher: w}
-	if err := out.event(data, true); err != nil {
+	if err := out.event(data, true, ""); err != nil {
 		return err
 	}
 	return out.flush()
@@ -477,10 +477,10 @@ func (f *frames) add(data []byte) error {
 }
 
 // event adds one event, at the watcher's position.
-func (f *frames) event(data []byte, bookmark bool) error {
+func (f *frames) event(data []byte, bookmark bool, trace string) error {
 	f.append(data)
 	at := &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index}
-	f.marks = append(f.marks, &watchfanoutv1.Mark{End: int32(len(f.buf)), Position: at, Bookmark: bookmark})
+	f.marks = append(f.marks, &watchfanoutv1.Mark{End: int32(len(f.buf)), Position: at, Bookmark: bookmark, Trace: trace})
 	return f.flushFull()
 }
 

@@ -20,6 +20,7 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -94,7 +95,9 @@ func (s *Service) Run(ctx context.Context) error {
 	wg.Go(func() { s.catchUp(ctx) })
 	wg.Go(func() { s.sweep(ctx) })
 	err := eventlog.Read(ctx, s.js, func(e *logv1.Event) error {
+		began := time.Now()
 		s.cache.Apply(e)
+		telemetry.FollowEvent(e.Trace, "apply", began).End()
 		return nil
 	})
 	wg.Wait()

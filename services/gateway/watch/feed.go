@@ -9,12 +9,14 @@ import (
 	"sync"
 	"time"
 
+	"go.opentelemetry.io/otel/attribute"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/wire"
 )
@@ -179,6 +181,7 @@ func (f *feed) remind(s *subscriber) {
 
 // publish takes what came from the watch tier and writes it to everyone who has seen all before it.
 func (f *feed) publish(m *watchfanoutv1.WatchFrame, bookmarkPeriod time.Duration) {
+	began := time.Now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	known := len(f.entries)
@@ -206,6 +209,11 @@ func (f *feed) publish(m *watchfanoutv1.WatchFrame, bookmarkPeriod time.Duration
 		f.tell(time.Now(), bookmarkPeriod)
 	}
 	f.trim()
+	for _, mark := range m.Marks {
+		if mark.Trace != "" {
+			telemetry.FollowEvent(mark.Trace, "deliver", began, attribute.Int("watches", len(f.subs))).End()
+		}
+	}
 }
 
 // entryBytes is what an entry takes beside its data.

@@ -23,6 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/storage"
 )
@@ -192,12 +193,15 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 		out[len(out)-1].More = len(unreadable) > 0 // what is to be forgotten is forgotten with the rest's appearing
 	}
 	for _, event := range out {
+		span, traced := telemetry.BeginEvent(ctx, event.StoredAs, revision)
+		event.Trace = traced
 		if !c.last.Mark && revision == c.last.Revision && event.Index <= c.last.Index {
 			continue // published before
 		}
 		if err := c.send(event); err != nil {
 			return err
 		}
+		span.End()
 		published.WithLabelValues(event.StoredAs).Inc()
 	}
 	for _, event := range unreadable {

@@ -30,6 +30,8 @@ type Event struct {
 	Index          int32
 	Item, Previous *Item
 	ObservedNano   int64
+	// Trace is the event's span; empty where it is not traced.
+	Trace string
 
 	frames derived
 }
@@ -76,7 +78,7 @@ func (e *Event) Frame(key any, make func() ([]byte, error)) ([]byte, error) {
 
 // EventOf is the log's event as the cache has it.
 func EventOf(p *logv1.Event) *Event {
-	e := &Event{Type: p.Type, Revision: p.Revision, Index: p.Index, ObservedNano: p.ObservedUnixNano}
+	e := &Event{Type: p.Type, Revision: p.Revision, Index: p.Index, ObservedNano: p.ObservedUnixNano, Trace: p.Trace}
 	e.Item = itemOf(p.Namespace, p.Name, p.Revision, p.Object)
 	if p.Previous != nil {
 		e.Previous = itemOf(p.Namespace, p.Name, p.Revision, p.Previous)

@@ -99,7 +99,9 @@ type Event struct {
 	// When etcd's event reached the publisher, in nanoseconds since 1970.
 	ObservedUnixNano int64 `protobuf:"varint,9,opt,name=observed_unix_nano,json=observedUnixNano,proto3" json:"observed_unix_nano,omitempty"`
 	// More events of the same transaction follow: a reader applies them together.
-	More          bool `protobuf:"varint,10,opt,name=more,proto3" json:"more,omitempty"`
+	More bool `protobuf:"varint,10,opt,name=more,proto3" json:"more,omitempty"`
+	// The event's span, as W3C trace context writes it; empty where it is not traced.
+	Trace         string `protobuf:"bytes,11,opt,name=trace,proto3" json:"trace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -204,6 +206,13 @@ func (x *Event) GetMore() bool {
 	return false
 }
 
+func (x *Event) GetTrace() string {
+	if x != nil {
+		return x.Trace
+	}
+	return ""
+}
+
 type Object struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Labels        map[string]string      `protobuf:"bytes,1,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -276,7 +285,7 @@ var File_watershed_log_v1_log_proto protoreflect.FileDescriptor
 
 const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\xde\x02\n" +
+	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\xf4\x02\n" +
 	"\x05Event\x12*\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x16.watershed.log.v1.TypeR\x04type\x12\x1a\n" +
 	"\brevision\x18\x02 \x01(\x03R\brevision\x12\x14\n" +
@@ -288,7 +297,8 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\bprevious\x18\b \x01(\v2\x18.watershed.log.v1.ObjectR\bprevious\x12,\n" +
 	"\x12observed_unix_nano\x18\t \x01(\x03R\x10observedUnixNano\x12\x12\n" +
 	"\x04more\x18\n" +
-	" \x01(\bR\x04more\"\xaa\x02\n" +
+	" \x01(\bR\x04more\x12\x14\n" +
+	"\x05trace\x18\v \x01(\tR\x05trace\"\xaa\x02\n" +
 	"\x06Object\x12<\n" +
 	"\x06labels\x18\x01 \x03(\v2$.watershed.log.v1.Object.LabelsEntryR\x06labels\x12<\n" +
 	"\x06fields\x18\x02 \x03(\v2$.watershed.log.v1.Object.FieldsEntryR\x06fields\x12\x12\n" +

@@ -589,9 +589,11 @@ func (x *WatchFrame) GetMarks() []*Mark {
 type Mark struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The length of data up to the event's end.
-	End           int32     `protobuf:"varint,1,opt,name=end,proto3" json:"end,omitempty"`
-	Position      *Position `protobuf:"bytes,2,opt,name=position,proto3" json:"position,omitempty"`
-	Bookmark      bool      `protobuf:"varint,3,opt,name=bookmark,proto3" json:"bookmark,omitempty"`
+	End      int32     `protobuf:"varint,1,opt,name=end,proto3" json:"end,omitempty"`
+	Position *Position `protobuf:"bytes,2,opt,name=position,proto3" json:"position,omitempty"`
+	Bookmark bool      `protobuf:"varint,3,opt,name=bookmark,proto3" json:"bookmark,omitempty"`
+	// The event's span, as W3C trace context writes it; empty where it is not traced.
+	Trace         string `protobuf:"bytes,4,opt,name=trace,proto3" json:"trace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -647,6 +649,13 @@ func (x *Mark) GetBookmark() bool {
 	return false
 }
 
+func (x *Mark) GetTrace() string {
+	if x != nil {
+		return x.Trace
+	}
+	return ""
+}
+
 var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
@@ -694,11 +703,12 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12.\n" +
 	"\x13initial_events_done\x18\x03 \x01(\bR\x11initialEventsDone\x12\x10\n" +
 	"\x03end\x18\x04 \x01(\bR\x03end\x124\n" +
-	"\x05marks\x18\x05 \x03(\v2\x1e.watershed.watchfanout.v1.MarkR\x05marks\"t\n" +
+	"\x05marks\x18\x05 \x03(\v2\x1e.watershed.watchfanout.v1.MarkR\x05marks\"\x8a\x01\n" +
 	"\x04Mark\x12\x10\n" +
 	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
-	"\bbookmark\x18\x03 \x01(\bR\bbookmark2\x8a\x02\n" +
+	"\bbookmark\x18\x03 \x01(\bR\bbookmark\x12\x14\n" +
+	"\x05trace\x18\x04 \x01(\tR\x05trace2\x8a\x02\n" +
 	"\x05Watch\x12R\n" +
 	"\x03Get\x12$.watershed.watchfanout.v1.GetRequest\x1a%.watershed.watchfanout.v1.GetResponse\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
