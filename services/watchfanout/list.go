@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"path"
 	"strconv"
 	"strings"
@@ -29,7 +30,11 @@ var errElsewhere = status.Error(codes.FailedPrecondition, "not held here; ask re
 const (
 	// freshnessTimeout is how long a read waits for a revision that has not been reached, as kube-apiserver's.
 	freshnessTimeout = 3 * time.Second
-	chunkBytes       = 256 << 10
+	// stalledTimeout is how long, where the log has not moved lately.
+	stalledTimeout = 100 * time.Millisecond
+	// coldTimeout is how long a list waits for a resource that has to be loaded first.
+	coldTimeout = 5 * time.Second
+	chunkBytes  = 256 << 10
 )
 
 // List answers a list's body.
@@ -163,10 +168,7 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 	case r.ResourceVersionMatch == string(metav1.ResourceVersionMatchExact), rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
 		return nil, "", errElsewhere
 	case rv == "":
-		fresh, cancel := context.WithTimeout(ctx, freshnessTimeout)
-		err := s.current(fresh)
-		cancel()
-		if err != nil { // the log does not move: registry can still say
+		if err := s.fresh(ctx); err != nil { // the log does not move: registry can still say
 			return nil, "", errElsewhere
 		}
 	case rv != "0":
@@ -178,8 +180,29 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 			return nil, "", err
 		}
 	}
-	snapshot, err := res.Snapshot(ctx, q.topic().Index(), s.source, s.wait)
+	patient, cancel := context.WithTimeout(ctx, coldTimeout)
+	defer cancel()
+	snapshot, err := res.Snapshot(patient, q.topic().Index(), s.source, s.wait)
+	if err != nil && patient.Err() != nil && ctx.Err() == nil { // it goes on being loaded
+		err = errElsewhere
+	}
 	return snapshot, "", err
+}
+
+// fresh brings the replica to etcd's revision. Once that has failed it is given little time until it succeeds: nobody is to
+// wait long for a log that does not move.
+func (s *Service) fresh(ctx context.Context) error {
+	patience := freshnessTimeout
+	if s.stalled.Load() {
+		patience = stalledTimeout
+	}
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	err := s.current(ctx)
+	if err == nil || errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		s.stalled.Store(err != nil)
+	}
+	return err
 }
 
 // reach waits a little for a revision that a client has seen elsewhere.

@@ -58,8 +58,10 @@ type Service struct {
 	snapshotsMu sync.Mutex
 	snapshots   []keptSnapshot
 	asking      atomic.Int64
-	draining    chan struct{}
-	drainOnce   sync.Once
+	// stalled: the last read that waited for etcd's revision waited in vain.
+	stalled   atomic.Bool
+	draining  chan struct{}
+	drainOnce sync.Once
 
 	watchersMu sync.Mutex
 	watchers   map[*watcher]struct{}

@@ -36,7 +36,9 @@ func render(results map[string]map[string][]float64, servers []*server) string {
 const begin, end = "<!-- measured -->", "<!-- end -->"
 
 // write puts the table between the page's marks.
-func write(table string) error {
+func write(table string) error { return writeBetween(begin, end, table) }
+
+func writeBetween(begin, end, text string) error {
 	page, err := os.ReadFile(*out)
 	if err != nil {
 		return err
@@ -46,5 +48,5 @@ func write(table string) error {
 	if !ok || !ok2 {
 		return fmt.Errorf("%s has no %s … %s", *out, begin, end)
 	}
-	return os.WriteFile(*out, []byte(head+begin+"\n"+table+end+tail), 0o644)
+	return os.WriteFile(*out, []byte(head+begin+"\n"+text+end+tail), 0o644)
 }
