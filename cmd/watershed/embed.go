@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -29,12 +30,14 @@ type etcdSettings struct {
 	dir, listen string
 	metrics     string
 	id          rpc.TLS
+	// name, peer and initialCluster make it a member among several.
+	name, peer, initialCluster string
 }
 
 // startEtcd runs one member. Stop it with Close.
 func startEtcd(s etcdSettings) (*embed.Etcd, error) {
 	c := embed.NewConfig()
-	c.Name, c.Dir = "watershed", s.dir
+	c.Name, c.Dir = cmp.Or(s.name, "watershed"), s.dir
 	listen, err := url.Parse(s.listen)
 	if err != nil {
 		return nil, fmt.Errorf("--listen-client-urls %q: %w", s.listen, err)
@@ -43,11 +46,9 @@ func startEtcd(s etcdSettings) (*embed.Etcd, error) {
 	if listen.Scheme == "unix" {
 		c.AdvertiseClientUrls = []url.URL{{Scheme: "http", Host: "localhost:1"}} // no socket may be advertised, and nobody asks
 	}
-	peer, _ := url.Parse("unix://" + filepath.Join(socketDir(s.dir), "peer.sock"))
-	c.ListenPeerUrls = []url.URL{*peer}
-	advertised, _ := url.Parse("http://localhost:1") // a single member has no peer to be found by
-	c.AdvertisePeerUrls = []url.URL{*advertised}
-	c.InitialCluster = c.Name + "=" + advertised.String()
+	if err := s.peers(c); err != nil {
+		return nil, err
+	}
 	c.QuotaBackendBytes = 8 << 30
 	c.MaxRequestBytes = 3 << 20
 	if s.metrics != "" {
@@ -65,6 +66,25 @@ func startEtcd(s etcdSettings) (*embed.Etcd, error) {
 	c.LogLevel = "warn"
 	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(zapcore.NewCore(zapcore.NewConsoleEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(os.Stderr), zapcore.ErrorLevel)))
 	return embed.StartEtcd(c)
+}
+
+// peers makes it a member of a cluster, or the only one.
+func (s *etcdSettings) peers(c *embed.Config) error {
+	if s.peer == "" {
+		listen, _ := url.Parse("unix://" + filepath.Join(socketDir(s.dir), "peer.sock"))
+		advertised, _ := url.Parse("http://localhost:1") // a single member has no peer to be found by
+		c.ListenPeerUrls, c.AdvertisePeerUrls = []url.URL{*listen}, []url.URL{*advertised}
+		c.InitialCluster = c.Name + "=" + advertised.String()
+		return nil
+	}
+	peer, err := url.Parse(s.peer)
+	if err != nil {
+		return fmt.Errorf("--listen-peer-urls %q: %w", s.peer, err)
+	}
+	c.ListenPeerUrls, c.AdvertisePeerUrls = []url.URL{*peer}, []url.URL{*peer}
+	c.InitialCluster = s.initialCluster
+	c.PeerTLSInfo = transport.TLSInfo{CertFile: s.id.CertFile, KeyFile: s.id.KeyFile, TrustedCAFile: s.id.CAFile, ClientCertAuth: true, AllowedCNs: []string{"etcd"}}
+	return nil
 }
 
 // socketDir is where sockets for dir go: in it, or in a short place where its path is too long for a socket.
@@ -92,6 +112,9 @@ func etcdCommand(args []string) error {
 	fs.StringVar(&s.dir, "data-dir", "", "Where etcd keeps its data.")
 	fs.StringVar(&s.listen, "listen-client-urls", "https://127.0.0.1:2379", "The URL to serve clients on.")
 	fs.StringVar(&s.metrics, "listen-metrics-urls", "", "A URL to serve /metrics on without TLS. Loopback only.")
+	fs.StringVar(&s.name, "name", "watershed", "This member's name among those of --initial-cluster.")
+	fs.StringVar(&s.peer, "listen-peer-urls", "", "The https URL to serve and be found by other members on. Empty: it is the only one.")
+	fs.StringVar(&s.initialCluster, "initial-cluster", "", "Every member's name and peer URL: a=https://host:2380,b=….")
 	s.id.AddFlags(fs)
 	if err := config.Load(fs, args); err != nil {
 		return help(err)
@@ -119,11 +142,14 @@ type natsSettings struct {
 	dir     string
 	address string
 	id      rpc.TLS
+	// name, cluster and routes make it one of several servers.
+	name, cluster string
+	routes        []string
 }
 
 // startNATS runs a server with JetStream. Stop it with Shutdown.
 func startNATS(s natsSettings) (*natsserver.Server, error) {
-	o := &natsserver.Options{ServerName: "watershed", JetStream: true, StoreDir: s.dir, MaxPayload: 32 << 20, NoSigs: true, NoLog: true,
+	o := &natsserver.Options{ServerName: cmp.Or(s.name, "watershed"), JetStream: true, StoreDir: s.dir, MaxPayload: 32 << 20, NoSigs: true, NoLog: true,
 		MaxPending: 256 << 20, JetStreamMaxMemory: 1 << 30, JetStreamMaxStore: 16 << 30, DontListen: s.address == "", WriteDeadline: 10 * time.Second}
 	if s.address != "" {
 		host, port, ok := strings.Cut(s.address, ":")
@@ -144,6 +170,11 @@ func startNATS(s natsSettings) (*natsserver.Server, error) {
 			{Username: "CN=watchfanout", Permissions: &natsserver.Permissions{Publish: &natsserver.SubjectPermission{Deny: []string{"watershed.event.>", "watershed.progress", "$JS.API.STREAM.CREATE.>", "$JS.API.STREAM.UPDATE.>", "$JS.API.STREAM.DELETE.>", "$JS.API.STREAM.PURGE.>", "$JS.API.STREAM.MSG.DELETE.>"}}}},
 		}
 	}
+	if s.cluster != "" {
+		if err := s.join(o); err != nil {
+			return nil, err
+		}
+	}
 	srv, err := natsserver.NewServer(o)
 	if err != nil {
 		return nil, err
@@ -156,12 +187,45 @@ func startNATS(s natsSettings) (*natsserver.Server, error) {
 	return srv, nil
 }
 
+// join makes it one server of a cluster.
+func (s *natsSettings) join(o *natsserver.Options) error {
+	host, port, ok := strings.Cut(s.cluster, ":")
+	n, err := strconv.Atoi(port)
+	if !ok || err != nil {
+		return fmt.Errorf("--cluster-listen-address %q: want host:port", s.cluster)
+	}
+	conf, err := s.id.Config()
+	if err != nil {
+		return err
+	}
+	conf.ClientAuth, conf.ServerName = tls.RequireAndVerifyClientCert, "nats"
+	// A server is whoever has the identity of one: no other service may pass for it.
+	conf.VerifyConnection = func(c tls.ConnectionState) error {
+		if name := c.PeerCertificates[0].Subject.CommonName; name != "nats" {
+			return fmt.Errorf("%q is not a NATS server", name)
+		}
+		return nil
+	}
+	o.Cluster = natsserver.ClusterOpts{Name: "watershed", Host: host, Port: n, TLSConfig: conf, TLSTimeout: 5, ConnectRetries: 1 << 30}
+	for _, r := range s.routes {
+		u, err := url.Parse("nats-route://" + r)
+		if err != nil {
+			return fmt.Errorf("--cluster-routes %q: %w", r, err)
+		}
+		o.Routes = append(o.Routes, u)
+	}
+	return nil
+}
+
 // natsCommand runs NATS in a process of its own.
 func natsCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed nats", pflag.ContinueOnError)
 	var s natsSettings
 	fs.StringVar(&s.dir, "data-dir", "", "Where JetStream keeps its data.")
 	fs.StringVar(&s.address, "listen-address", "127.0.0.1:4222", "host:port to serve clients on.")
+	fs.StringVar(&s.name, "name", "watershed", "This server's name in its cluster.")
+	fs.StringVar(&s.cluster, "cluster-listen-address", "", "host:port to serve the other servers of a cluster on. Empty: it is the only one.")
+	fs.StringSliceVar(&s.routes, "cluster-routes", nil, "host:port of the cluster's servers, comma separated.")
 	s.id.AddFlags(fs)
 	if err := config.Load(fs, args); err != nil {
 		return help(err)

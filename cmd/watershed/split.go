@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
-	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -27,7 +26,7 @@ import (
 )
 
 // defaultReplicas is how many processes of each service split runs.
-var defaultReplicas = map[string]int{"gateway": 2, "registry": 2, "watchfanout": 2, "authn": 1, "authz": 1, "admission": 1}
+var defaultReplicas = map[string]int{"etcd": 1, "nats": 1, "gateway": 2, "registry": 2, "watchfanout": 2, "authn": 1, "authz": 1, "admission": 1}
 
 // restartPause is how long a process that ended stays down.
 const restartPause = 200 * time.Millisecond
@@ -41,7 +40,7 @@ func split(args []string) error {
 	port := fs.Int("secure-port", 6443, "The port that the gateways share.")
 	bind := fs.String("bind-address", "0.0.0.0", "The address that the gateways listen on.")
 	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
-	replicas := fs.StringToInt("replicas", nil, "How many processes of a service: watchfanout=4,gateway=3.")
+	replicas := fs.StringToInt("replicas", nil, "How many processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
 	verbosity := fs.IntP("v", "v", 0, "Log verbosity of every process.")
 	tracing := fs.String("tracing-endpoint", "", "host:port of an OTLP gRPC collector, for every process.")
 	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
@@ -54,7 +53,7 @@ func split(args []string) error {
 	}
 	for name, n := range *replicas {
 		if _, ok := defaultReplicas[name]; !ok || n < 1 {
-			return fmt.Errorf("--replicas %s=%d: want a service (%s) and a number above 0", name, n, strings.Join(order, ", "))
+			return fmt.Errorf("--replicas %s=%d: want a service (etcd, nats, %s) and a number above 0", name, n, strings.Join(order, ", "))
 		}
 		counts[name] = n
 	}
@@ -110,7 +109,7 @@ type splitRun struct {
 
 // plan chooses ports and writes each process's configuration.
 func (s *splitRun) plan() ([]*child, error) {
-	ports, err := freePorts(4 + 2*total(s.counts))
+	ports, err := freePorts(3 * total(s.counts))
 	if err != nil {
 		return nil, err
 	}
@@ -119,11 +118,10 @@ func (s *splitRun) plan() ([]*child, error) {
 		ports = ports[1:]
 		return fmt.Sprintf("127.0.0.1:%d", p)
 	}
-	etcd, etcdMetrics, nats := take(), take(), take()
 	addresses := map[string][]string{}
 	for name, n := range s.counts {
 		for range n {
-			if len(services[name].callers) > 0 {
+			if d := services[name]; d == nil || len(d.callers) > 0 {
 				addresses[name] = append(addresses[name], take())
 			}
 		}
@@ -138,10 +136,7 @@ func (s *splitRun) plan() ([]*child, error) {
 		}
 		return writeYAML(p.config, settings)
 	}
-	if err := errors.Join(
-		add("etcd", 0, "http://"+etcdMetrics+"/metrics", with(s.identitySettings("etcd"), map[string]any{"data-dir": filepath.Join(s.dir, "etcd"), "listen-client-urls": "https://" + etcd, "listen-metrics-urls": "http://" + etcdMetrics})),
-		add("nats", 0, "", with(s.identitySettings("nats"), map[string]any{"data-dir": filepath.Join(s.dir, "nats"), "listen-address": nats})),
-	); err != nil {
+	if err := s.planStores(addresses, take, add); err != nil {
 		return nil, err
 	}
 	for _, name := range order {
@@ -159,10 +154,11 @@ func (s *splitRun) plan() ([]*child, error) {
 				settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
 			case "registry":
 				id := s.identity("registry")
-				settings["etcd-servers"], settings["nats-url"] = "https://"+etcd, "tls://"+nats
+				settings["etcd-servers"], settings["nats-url"] = urls("https", addresses["etcd"]), urls("tls", addresses["nats"])
+				settings["log-replicas"] = s.counts["nats"]
 				settings["etcd-certfile"], settings["etcd-keyfile"], settings["etcd-cafile"] = id.CertFile, id.KeyFile, id.CAFile
 			case "watchfanout":
-				settings["nats-url"] = "tls://" + nats
+				settings["nats-url"] = urls("tls", addresses["nats"])
 			}
 			if err := add(name, n, "http://"+debug, settings); err != nil {
 				return nil, err
@@ -170,6 +166,53 @@ func (s *splitRun) plan() ([]*child, error) {
 		}
 	}
 	return all, nil
+}
+
+// planStores configures the members of etcd and the servers of NATS: each the only one, or a cluster.
+func (s *splitRun) planStores(addresses map[string][]string, take func() string, add func(string, int, string, map[string]any) error) error {
+	peers := func(name string) (own []string) {
+		for range s.counts[name] {
+			own = append(own, take())
+		}
+		return own
+	}
+	members, routes := peers("etcd"), peers("nats")
+	var initial []string
+	for n, m := range members {
+		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, m))
+	}
+	for n, address := range addresses["etcd"] {
+		metrics, dir := "http://"+take(), "etcd"
+		settings := map[string]any{"listen-client-urls": "https://" + address, "listen-metrics-urls": metrics}
+		if len(members) > 1 {
+			dir = fmt.Sprintf("etcd-%d", n)
+			settings = with(settings, map[string]any{"name": dir, "listen-peer-urls": "https://" + members[n], "initial-cluster": strings.Join(initial, ",")})
+		}
+		settings["data-dir"] = filepath.Join(s.dir, dir)
+		if err := add("etcd", n, metrics+"/metrics", with(s.identitySettings("etcd"), settings)); err != nil {
+			return err
+		}
+	}
+	for n, address := range addresses["nats"] {
+		dir, settings := "nats", map[string]any{"listen-address": address}
+		if len(routes) > 1 {
+			dir = fmt.Sprintf("nats-%d", n)
+			settings = with(settings, map[string]any{"name": dir, "cluster-listen-address": routes[n], "cluster-routes": strings.Join(routes, ",")})
+		}
+		settings["data-dir"] = filepath.Join(s.dir, dir)
+		if err := add("nats", n, "", with(s.identitySettings("nats"), settings)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func urls(scheme string, addresses []string) string {
+	var all []string
+	for _, a := range addresses {
+		all = append(all, scheme+"://"+a)
+	}
+	return strings.Join(all, ",")
 }
 
 func total(counts map[string]int) (n int) {

@@ -316,35 +316,62 @@ func (s *Service) parts(ctx context.Context, q *query, items []*cache.Item) (par
 // encodeBatch is how many objects one Encode call carries.
 const encodeBatch = 250
 
-// encoded asks registry for other versions and Table rows.
+// encoded is what registry makes of items: other versions, and Table rows. What it has made lately is not asked for again.
 func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
-	for first := true; first || len(items) > 0; first = false {
-		n := min(len(items), encodeBatch)
-		r := &registryv1.EncodeRequest{StoredAs: q.entry.StoredAs, Resource: q.entry.Resource, Output: q.output, IncludeObject: q.includeObject}
-		for _, i := range items[:n] {
-			if len(i.Protobuf) > 0 {
-				r.Json, r.Protobuf = append(r.Json, nil), append(r.Protobuf, i.Protobuf)
-			} else {
-				r.Json, r.Protobuf = append(r.Json, i.JSON), append(r.Protobuf, nil)
-			}
+	kept := &s.versions
+	if q.table {
+		kept = &s.rows
+	}
+	parts = make([][]byte, len(items))
+	var missing []*cache.Item
+	var at []int
+	for i, item := range items {
+		var ok bool
+		if parts[i], ok = kept.get(encodingKey{item, q.key}); !ok {
+			missing, at = append(missing, item), append(at, i)
 		}
-		resp, err := s.registry.Encode(ctx, r)
-		if err != nil {
+	}
+	columns, ok := kept.get(encodingKey{nil, q.key})
+	for first := !ok; first || len(missing) > 0; first = false {
+		n := min(len(missing), encodeBatch)
+		var made [][]byte
+		if made, columns, err = s.encode(ctx, q, missing[:n]); err != nil {
 			return nil, nil, err
 		}
-		if len(resp.Objects) != n {
-			return nil, nil, status.Errorf(codes.Internal, "encode: asked for %d objects, got %d", n, len(resp.Objects))
+		for i, data := range made {
+			parts[at[i]] = data
+			kept.put(encodingKey{missing[i], q.key}, data)
 		}
-		if q.table && q.includeObject != string(metav1.IncludeObject) && q.includeObject != string(metav1.IncludeNone) {
-			for i := range resp.Objects {
-				if resp.Objects[i], err = q.withMetadata(resp.Objects[i], items[i].JSON); err != nil {
-					return nil, nil, err
-				}
-			}
-		}
-		parts, columns, items = append(parts, resp.Objects...), resp.Columns, items[n:]
+		missing, at = missing[n:], at[n:]
+		kept.put(encodingKey{nil, q.key}, columns)
 	}
 	return parts, columns, nil
+}
+
+func (s *Service) encode(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
+	r := &registryv1.EncodeRequest{StoredAs: q.entry.StoredAs, Resource: q.entry.Resource, Output: q.output, IncludeObject: q.includeObject}
+	for _, i := range items {
+		if len(i.Protobuf) > 0 {
+			r.Json, r.Protobuf = append(r.Json, nil), append(r.Protobuf, i.Protobuf)
+		} else {
+			r.Json, r.Protobuf = append(r.Json, i.JSON), append(r.Protobuf, nil)
+		}
+	}
+	resp, err := s.registry.Encode(ctx, r)
+	if err != nil {
+		return nil, nil, err
+	}
+	if len(resp.Objects) != len(items) {
+		return nil, nil, status.Errorf(codes.Internal, "encode: asked for %d objects, got %d", len(items), len(resp.Objects))
+	}
+	if q.table && q.includeObject != string(metav1.IncludeObject) && q.includeObject != string(metav1.IncludeNone) {
+		for i := range resp.Objects {
+			if resp.Objects[i], err = q.withMetadata(resp.Objects[i], items[i].JSON); err != nil {
+				return nil, nil, err
+			}
+		}
+	}
+	return resp.Objects, resp.Columns, nil
 }
 
 func sendJSON(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], head *frame.List, parts [][]byte, itemHead []byte) error {

@@ -63,6 +63,8 @@ type Service struct {
 	draining  chan struct{}
 	drainOnce sync.Once
 
+	rows, versions encodings
+
 	watchersMu sync.Mutex
 	watchers   map[*watcher]struct{}
 	rate       rate
@@ -70,7 +72,8 @@ type Service struct {
 
 // New builds a replica. It begins to serve when it has read the log to its end.
 func New(c *Config, registry registryv1.RegistryClient, id rpc.TLS) (*Service, error) {
-	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{}), watchers: map[*watcher]struct{}{}}
+	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{}), watchers: map[*watcher]struct{}{},
+		rows: encodings{life: rowsLife, limit: encodingsSize}, versions: encodings{life: versionsLife, limit: encodingsSize}}
 	var err error
 	if s.nats, s.js, err = c.Log.Connect("watchfanout", id); err != nil {
 		return nil, err

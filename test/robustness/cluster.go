@@ -47,7 +47,7 @@ type cluster struct {
 	port           int
 	processes      []*process
 	links          []*link
-	etcd           string
+	etcd           []string
 }
 
 // startCluster writes the configuration of the split form, puts a proxy into every way between two processes, and starts all.
@@ -83,8 +83,8 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 		for _, key := range []string{"rpc-address", "listen-address", "listen-client-urls"} {
 			if a, ok := conf[key].(string); ok {
 				owner[strings.TrimPrefix(a, "https://")] = name
-				if name == "etcd-0" {
-					c.etcd = a
+				if strings.HasPrefix(name, "etcd-") {
+					c.etcd = append(c.etcd, a)
 				}
 			}
 		}

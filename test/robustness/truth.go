@@ -44,7 +44,7 @@ func follow(ctx context.Context, c *cluster, h *history.History) (*truth, error)
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(pem)
-	client, err := clientv3.New(clientv3.Config{Endpoints: []string{c.etcd}, TLS: &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool}, Logger: zap.NewNop(),
+	client, err := clientv3.New(clientv3.Config{Endpoints: c.etcd, TLS: &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool}, Logger: zap.NewNop(),
 		DialKeepAliveTime: 5 * time.Second, DialKeepAliveTimeout: 5 * time.Second})
 	if err != nil {
 		return nil, err
