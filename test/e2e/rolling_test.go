@@ -226,3 +226,34 @@ func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 		})
 	}
 }
+
+// When the registry that publishes is killed, the other one takes over: a watch sees the next event within seconds.
+func TestAnotherPublisherTakesOver(t *testing.T) {
+	s := harness.Split(t, "")
+	maps := s.Client().CoreV1().ConfigMaps("default")
+	w, err := maps.Watch(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Stop()
+	for n := range 2 { // one of the two publishes
+		name := fmt.Sprintf("registry-%d", n)
+		at := time.Now()
+		replace(t, s, name, syscall.SIGKILL)
+		harness.Eventually(t, 20*time.Second, func() error {
+			_, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "after-" + name}}, metav1.CreateOptions{})
+			return err
+		})
+		deadline := time.After(20 * time.Second)
+		for seen := false; !seen; {
+			select {
+			case e := <-w.ResultChan():
+				m, ok := e.Object.(*corev1.ConfigMap)
+				seen = ok && m.Name == "after-"+name
+			case <-deadline:
+				t.Fatal("the event does not come")
+			}
+		}
+		t.Logf("%s killed: an event after it came %.1f s after the kill", name, time.Since(at).Seconds())
+	}
+}
