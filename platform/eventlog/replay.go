@@ -15,8 +15,8 @@ import (
 // ErrForgotten says that the log does not hold everything after a revision any more.
 var ErrForgotten = errors.New("the event log does not go back so far")
 
-// Replay calls each with the events of a stored resource after a revision, in order, until each answers false or an error,
-// or ctx is done. It is for those who need more than a reader keeps. ErrForgotten comes before the first event, or where the
+// Replay calls each with the events of a stored resource after a revision, and with progress, in order, until each answers
+// false or an error, or ctx is done. It is for those who need more than a reader keeps. ErrForgotten comes before the first event, or where the
 // log has a reset.
 func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after int64, each func(*logv1.Event) (bool, error)) error {
 	stream, err := js.Stream(ctx, StreamName)
@@ -38,6 +38,7 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 	}
 	defer context.AfterFunc(ctx, messages.Stop)()
 	defer messages.Stop()
+	given := false
 	for {
 		m, err := messages.Next()
 		if ctx.Err() != nil {
@@ -51,11 +52,12 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 			return ErrForgotten // what it said cannot be known
 		}
 		switch {
-		case e.Type == logv1.Type_TYPE_UNSPECIFIED, e.Revision <= after:
-			continue
-		case e.Type == logv1.Type_TYPE_RESET:
+		case e.Type == logv1.Type_TYPE_RESET && (given || e.Revision > after):
 			return ErrForgotten
+		case e.Revision <= after:
+			continue
 		}
+		given = true
 		if more, err := each(e); err != nil || !more {
 			return err
 		}

@@ -13,6 +13,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
@@ -155,12 +157,16 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 	if d, reason, _ := s.privileged.Authorize(ctx, attrs); d == authorizer.DecisionAllow {
 		return &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Reason: reason, Generation: generation, Replica: s.replica}, nil
 	}
+	synced := s.synced.Load()
 	d, reason, err := s.authorizer.Authorize(ctx, attrs)
+	if !synced && d != authorizer.DecisionAllow { // nobody knows yet: it is refused, but not for good
+		return nil, status.Error(codes.Unavailable, "policies are not read yet")
+	}
 	out := &authzv1.AuthorizeResponse{Decision: identity.DecisionProto(d), Reason: reason, Replica: s.replica}
 	if err != nil {
 		out.EvaluationError = err.Error()
 	}
-	if s.synced.Load() && !isNode(attrs.User) {
+	if synced && !isNode(attrs.User) {
 		out.Generation = generation
 	}
 	return out, nil

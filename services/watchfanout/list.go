@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -32,6 +33,8 @@ const (
 	freshnessTimeout = 3 * time.Second
 	// stalledTimeout is how long, where the log has not moved lately.
 	stalledTimeout = 100 * time.Millisecond
+	// stalledFor is for how long, until one reader is patient again.
+	stalledFor = 10 * time.Second
 	// coldTimeout is how long a list waits for a resource that has to be loaded first.
 	coldTimeout = 5 * time.Second
 	chunkBytes  = 256 << 10
@@ -193,14 +196,17 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 // wait long for a log that does not move.
 func (s *Service) fresh(ctx context.Context) error {
 	patience := freshnessTimeout
-	if s.stalled.Load() {
+	if at := s.stalled.Load(); at > 0 && time.Now().UnixNano()-at < int64(stalledFor) {
 		patience = stalledTimeout
 	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	err := s.current(ctx)
-	if err == nil || errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		s.stalled.Store(err != nil)
+	switch {
+	case err == nil:
+		s.stalled.Store(0)
+	case patience == freshnessTimeout && errors.Is(ctx.Err(), context.DeadlineExceeded):
+		s.stalled.Store(time.Now().UnixNano())
 	}
 	return err
 }
@@ -234,16 +240,20 @@ func (s *Service) keep(storedAs string, snapshot *cache.Snapshot) {
 	s.snapshotsMu.Lock()
 	defer s.snapshotsMu.Unlock()
 	now := time.Now()
-	kept := s.snapshots[:0]
-	for _, k := range s.snapshots {
-		if now.Sub(k.at) < keptFor && !(k.storedAs == storedAs && k.snapshot.Revision == snapshot.Revision) {
-			kept = append(kept, k)
-		}
+	s.snapshots = slices.DeleteFunc(s.snapshots, func(k keptSnapshot) bool {
+		return now.Sub(k.at) >= keptFor || k.storedAs == storedAs && k.snapshot.Revision == snapshot.Revision
+	})
+	if len(s.snapshots) >= keptSnapshots {
+		s.snapshots = slices.Delete(s.snapshots, 0, 1)
 	}
-	if len(kept) >= keptSnapshots {
-		kept = kept[1:]
-	}
-	s.snapshots = append(kept, keptSnapshot{storedAs, snapshot, now})
+	s.snapshots = append(s.snapshots, keptSnapshot{storedAs, snapshot, now})
+}
+
+// release forgets the snapshots that nobody has paged through for long.
+func (s *Service) release() {
+	s.snapshotsMu.Lock()
+	defer s.snapshotsMu.Unlock()
+	s.snapshots = slices.DeleteFunc(s.snapshots, func(k keptSnapshot) bool { return time.Since(k.at) >= keptFor })
 }
 
 func (s *Service) kept(storedAs string, revision int64) (*cache.Snapshot, bool) {

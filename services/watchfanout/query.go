@@ -38,7 +38,7 @@ type query struct {
 }
 
 type formKey struct {
-	version, mediaType, as, asVersion, include, event string
+	resource, version, mediaType, as, asVersion, include, event string
 }
 
 func newQuery(p *watchfanoutv1.Query) (*query, error) {
@@ -75,7 +75,7 @@ func newQuery(p *watchfanoutv1.Query) (*query, error) {
 	k := q.entry.GetKind()
 	q.native = proto.Equal(k, q.entry.GetStoredKind()) || q.partial // metadata is the same in every version
 	q.typed = len(q.entry.MediaTypes) > 2
-	q.key = formKey{version: frame.APIVersion(k), mediaType: q.output.MediaType, as: q.as.GetKind(), asVersion: frame.APIVersion(q.as), include: q.includeObject}
+	q.key = formKey{resource: q.entry.StoredAs + " " + q.entry.Resource.GetGroup() + " " + q.entry.Resource.GetResource(), version: frame.APIVersion(k), mediaType: q.output.MediaType, as: q.as.GetKind(), asVersion: frame.APIVersion(q.as), include: q.includeObject}
 	return q, nil
 }
 

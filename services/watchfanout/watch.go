@@ -62,8 +62,10 @@ func (w *watcher) run(ctx context.Context) error {
 	if err != nil {
 		return w.fail(err)
 	}
-	if err := (&frames{watcher: w, position: true}).flush(); err != nil { // the stream is open, and can be resumed from here
-		return err
+	if w.position.Revision <= w.cache.Progress() { // the stream is open, and can be resumed from here; not from what has not come yet
+		if err := (&frames{watcher: w, position: true}).flush(); err != nil {
+			return err
+		}
 	}
 	bookmarks := time.NewTicker(w.config.ProgressPeriod)
 	defer bookmarks.Stop()
@@ -175,6 +177,23 @@ func (w *watcher) replay(ctx context.Context, after, low int64) (cache.Cursor, e
 		return failed
 	}
 	err := eventlog.Replay(ctx, w.js, w.entry.StoredAs, after, func(e *logv1.Event) (bool, error) {
+		select {
+		case <-w.draining:
+			failed = status.Error(codes.Unavailable, "the replica is draining")
+			return false, failed
+		default:
+		}
+		if e.Type == logv1.Type_TYPE_UNSPECIFIED { // everything up to here has come
+			if e.Revision < low {
+				return true, nil
+			}
+			if err := send(); err != nil {
+				return false, err
+			}
+			var ok bool
+			cur, low, ok = w.events.After(e.Revision, lastIndex)
+			return !ok, nil
+		}
 		if batch = append(batch, cache.EventOf(e)); len(batch) < batchEvents && e.Revision < low {
 			return true, nil
 		}
@@ -503,7 +522,7 @@ func (f *frames) flush() error {
 	if len(f.buf) == 0 && !f.initialDone && !f.position {
 		return nil
 	}
-	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone, Marks: f.marks,
+	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone, Marks: f.marks, ColumnsSent: f.headers,
 		Position: &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index}}
 	f.buf, f.marks = nil, nil
 	return f.stream.Send(m)

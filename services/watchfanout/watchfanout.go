@@ -58,8 +58,8 @@ type Service struct {
 	snapshotsMu sync.Mutex
 	snapshots   []keptSnapshot
 	asking      atomic.Int64
-	// stalled: the last read that waited for etcd's revision waited in vain.
-	stalled   atomic.Bool
+	// stalled is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one did not.
+	stalled   atomic.Int64
 	draining  chan struct{}
 	drainOnce sync.Once
 
@@ -127,18 +127,20 @@ func (s *Service) catchUp(ctx context.Context) {
 	}
 }
 
-// sweep drops what nobody reads.
+// sweep drops what nobody reads, and the snapshots of lists that nobody goes on with.
 func (s *Service) sweep(ctx context.Context) {
-	if s.config.IdleAfter <= 0 {
-		return
+	period := time.Minute
+	if s.config.IdleAfter > 0 {
+		period = min(period, max(s.config.IdleAfter/4, time.Second))
 	}
-	tick := time.NewTicker(max(s.config.IdleAfter/4, time.Second))
+	tick := time.NewTicker(period)
 	defer tick.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
+			s.release()
 			if dropped := s.cache.Sweep(); len(dropped) > 0 {
 				slog.Info("Dropped what nobody reads", "resources", dropped)
 			}

@@ -230,7 +230,7 @@ func TestReplayIsWhatCameAfter(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
 		err := eventlog.Replay(ctx, c.js, "pods", after, func(e *logv1.Event) (bool, error) {
-			got += fmt.Sprintf("%d ", e.Revision)
+			got += fmt.Sprintf("%s%d ", map[bool]string{true: "-"}[e.Type == logv1.Type_TYPE_UNSPECIFIED], e.Revision)
 			return e.Revision < until, nil
 		})
 		return got, err
@@ -242,6 +242,10 @@ func TestReplayIsWhatCameAfter(t *testing.T) {
 		if got, err := replay(x.after, x.until); err != nil || got != x.want {
 			t.Errorf("after %d: %q, %v", x.after, got, err)
 		}
+	}
+	c.write(&logv1.Event{Revision: 60})
+	if got, err := replay(58, 60); err != nil || got != "-60 " {
+		t.Errorf("progress: %q, %v", got, err)
 	}
 	if got, err := replay(9, 14); !errors.Is(err, eventlog.ErrForgotten) || got != "" {
 		t.Errorf("from before the log: %q, %v", got, err)

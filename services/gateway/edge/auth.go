@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"net/http"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -125,7 +126,9 @@ type Authorizer struct {
 	generation *authzv1.Generation
 	decisions  map[string]decision
 	changed    chan struct{}
-	asking     singleflight.Group
+	// moves counts the changes of generation.
+	moves  int64
+	asking singleflight.Group
 }
 
 type decision struct {
@@ -159,6 +162,7 @@ func (a *Authorizer) moved(g *authzv1.Generation) {
 	defer a.mu.Unlock()
 	a.generation = g
 	a.decisions = map[string]decision{}
+	a.moves++
 	if a.changed != nil {
 		close(a.changed)
 		a.changed = nil
@@ -178,11 +182,55 @@ func (a *Authorizer) Moved() <-chan struct{} {
 // Still says whether what was once allowed still is. It is true where nobody can be asked. Many who ask the same at once,
 // as watches do when the generation has moved, cost authz one question.
 func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) bool {
-	allowed, _, _ := a.asking.Do(keyOf(attrs), func() (any, error) {
-		d, _, err := a.Authorize(context.WithoutCancel(ctx), attrs)
-		return err != nil || d == authorizer.DecisionAllow, nil
-	})
-	return allowed.(bool)
+	for try := 0; ; try++ {
+		a.mu.RLock()
+		moves, generation := a.moves, a.generation
+		a.mu.RUnlock()
+		key := keyOf(attrs)
+		if key == "" {
+			return a.still(ctx, attrs, generation) != denied
+		}
+		// Who asks after a move does not join those who asked before it.
+		answer, _, _ := a.asking.Do(strconv.FormatInt(moves, 10)+key, func() (any, error) {
+			return a.still(context.WithoutCancel(ctx), attrs, generation), nil
+		})
+		if answer != unsettled || try == stillTries {
+			return answer != denied
+		}
+		select {
+		case <-ctx.Done():
+			return true
+		case <-time.After(stillPause):
+		}
+	}
+}
+
+const (
+	// stillTries and stillPause bound how often a permission is asked for again until an answer is of the generation that is known.
+	stillTries = 20
+	stillPause = 100 * time.Millisecond
+)
+
+type verdict int
+
+const (
+	denied verdict = iota
+	allowed
+	// unsettled: allowed, by a replica that may not have seen yet what has changed.
+	unsettled
+)
+
+func (a *Authorizer) still(ctx context.Context, attrs authorizer.Attributes, known *authzv1.Generation) verdict {
+	resp, err := a.Ask(ctx, identity.AttributesProto(attrs))
+	switch {
+	case err != nil:
+		return allowed // what is open stays open
+	case identity.Decision(resp.Decision) != authorizer.DecisionAllow:
+		return denied
+	case resp.Generation != 0 && known != nil && (resp.Replica != known.Replica || resp.Generation < known.Generation):
+		return unsettled
+	}
+	return allowed
 }
 
 // Authorize implements authorizer.Authorizer.

@@ -219,6 +219,10 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	return nil
 }
 
+// connectionPatience is how long a connection's peer may take nothing before the connection is closed: it is gone, or as good
+// as gone. A stream that is not read is another matter, and ends by itself.
+const connectionPatience = 30 * time.Second
+
 // shareConnections serves HTTP/2 over connections that watches may write to together. net/http has no way to serve it over a
 // connection that is not its own, so golang.org/x/net/http2 does.
 func shareConnections(srv *http.Server) error {
@@ -229,9 +233,9 @@ func shareConnections(srv *http.Server) error {
 		return err
 	}
 	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
-		c := wire.NewConn(conn)
+		shared := wire.NewConn(conn, connectionPatience)
 		//lint:ignore SA1019 see above
-		h2.ServeConn(c, &http2.ServeConnOpts{Context: c.Context(context.Background()), BaseConfig: srv, Handler: srv.Handler})
+		h2.ServeConn(shared, &http2.ServeConnOpts{Context: shared.Context(context.Background()), BaseConfig: srv, Handler: srv.Handler})
 	}
 	return nil
 }

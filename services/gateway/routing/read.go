@@ -147,7 +147,7 @@ func (c *call) list() {
 	write, end := c.body(first.Size)
 	for chunk := first; ; {
 		if err := write(chunk.Data); err != nil {
-			return
+			panic(http.ErrAbortHandler) // as below
 		}
 		if chunk, err = stream.Recv(); err != nil {
 			if !errors.Is(err, io.EOF) {
@@ -169,7 +169,7 @@ func (c *call) body(size int64) (write func([][]byte) error, end func()) {
 		c.w.Header().Set("Content-Type", c.contentType())
 		c.w.WriteHeader(http.StatusOK)
 		if http.NewResponseController(c.w).Flush() == nil && stream.Take(ctx, 0) {
-			return func(parts [][]byte) error { return stream.Write(ctx, parts...) }, func() { _ = stream.Finish(ctx) }
+			return func(parts [][]byte) error { return stream.Write(ctx, c.Watches.Config.WriteTimeout, parts...) }, func() { _ = stream.Finish(ctx) }
 		}
 	}
 	b := newBody(c.w, c.req, c.contentType(), http.StatusOK, size)

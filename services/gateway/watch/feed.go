@@ -135,15 +135,16 @@ func (f *feed) close() {
 func (f *feed) next(s *subscriber, bookmarkPeriod time.Duration) ([][]byte, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	s.direct = false // until it has seen everything; what this answers is written by the client's own goroutine
 	if s.cursor < f.base {
 		return nil, errBehind
 	}
 	var parts [][]byte
 	for _, e := range f.entries[s.cursor-f.base:] {
-		if s.skip.before(e.at) {
+		if s.skip.before(e.at) { // else it was sent before the client came, which may be further than the feed had come
 			parts = append(parts, e.data)
+			s.at = e.at
 		}
-		s.at = e.at
 	}
 	s.cursor = f.base + int64(len(f.entries))
 	delivered.Add(float64(len(parts)))

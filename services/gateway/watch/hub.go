@@ -52,6 +52,8 @@ const (
 	acceptAfter = 50 * time.Millisecond
 	// aloneFor is how long a client whose feed has ended stays away from the next one: what ended it may end that as well.
 	aloneFor = 10 * time.Second
+	// writeAtOnce is about how many bytes are written before a client's patience counts anew.
+	writeAtOnce = 64 << 10
 	// retryAfter is the pause before the next replica is tried.
 	retryAfter = 20 * time.Millisecond
 )
@@ -108,12 +110,16 @@ func keyOf(q *watchfanoutv1.Query) (key, error) {
 	return sha256.Sum256(data), nil
 }
 
-// join adds a client at a position to the feed of its query, which is begun there if there is none. It answers nil where
-// the feed does not hold what comes after the position.
-func (h *Hub) join(k key, q *watchfanoutv1.Query, at position) (*feed, *subscriber) {
+// join adds a client at a position to the feed of its query, which is begun there if there is none and the tier has reached
+// the position: a client may name any revision, and the others are not to wait for it. It answers nil where there is no feed
+// that holds what comes after the position.
+func (h *Hub) join(k key, q *watchfanoutv1.Query, at position, reached bool) (*feed, *subscriber) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	f := h.feeds[k]
+	if f == nil && !reached {
+		return nil, nil
+	}
 	if f == nil {
 		ctx, cancel := context.WithCancel(context.Background())
 		f = &feed{hub: h, key: k, query: q, low: at, high: at, cancel: cancel}

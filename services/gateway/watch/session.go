@@ -71,6 +71,8 @@ type session struct {
 	opened bool
 	// placed: everything up to ResumeAfter was sent, so the watch may share.
 	placed bool
+	// reached: the watch tier has come to that place, so a feed may begin there.
+	reached bool
 	// table: the first row brings the columns, so it must come on a stream of the client's own.
 	table, columns bool
 	// due is when the next bookmark is.
@@ -158,7 +160,7 @@ func (s *session) share(ctx context.Context) error {
 	if !s.mayShare() {
 		return errBehind
 	}
-	f, sub := s.hub.join(s.key, s.Query, s.at())
+	f, sub := s.hub.join(s.key, s.Query, s.at(), s.reached)
 	if sub == nil {
 		return errBehind
 	}
@@ -219,21 +221,37 @@ func (s *session) allowed(ctx context.Context) bool {
 
 // write sends frames; a client that takes nothing for too long is cut off, alone.
 func (s *session) write(ctx context.Context, frames ...[]byte) error {
-	timed, cancel := context.WithTimeout(ctx, s.hub.Config.WriteTimeout)
-	defer cancel()
-	var err error
-	if s.stream == nil {
-		err = s.out.Write(timed, frames...)
-	} else {
-		err = s.stream.Write(timed, frames...)
+	patience := s.hub.Config.WriteTimeout
+	if s.stream != nil {
+		return s.written(s.stream.Write(ctx, patience, frames...))
 	}
-	if err == nil {
-		return nil
+	for len(frames) > 0 {
+		n, bytes := 1, len(frames[0])
+		for ; n < len(frames) && bytes < writeAtOnce; n++ {
+			bytes += len(frames[n])
+		}
+		timed, cancel := context.WithTimeout(ctx, patience)
+		failed := s.out.Write(timed, frames[:n]...)
+		if timed.Err() != nil && ctx.Err() == nil {
+			failed = wire.ErrSlow
+		}
+		cancel()
+		if failed != nil {
+			return s.written(failed)
+		}
+		frames = frames[n:]
 	}
-	if timed.Err() != nil && ctx.Err() == nil {
+	return nil
+}
+
+func (s *session) written(err error) error {
+	if errors.Is(err, wire.ErrSlow) {
 		cutOff.Inc()
 	}
-	return errDone
+	if err != nil {
+		return errDone
+	}
+	return nil
 }
 
 // alone follows a stream of the client's own until it has caught up.
@@ -299,8 +317,8 @@ func (s *session) alone(ctx context.Context) error {
 func (s *session) took(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
 	s.lost = time.Time{}
 	s.open()
+	s.columns = s.columns || m.ColumnsSent
 	if data := s.wanted(m); len(data) > 0 {
-		s.columns = true
 		if err := s.write(ctx, data); err != nil {
 			return err
 		}
@@ -309,7 +327,7 @@ func (s *session) took(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
 		return io.EOF
 	}
 	if m.Position.GetRevision() > 0 {
-		s.ResumeAfter = m.Position
+		s.ResumeAfter, s.reached = m.Position, true
 		if m.InitialEventsDone || s.InitialEventsDone || !s.initial() {
 			s.place(positionOf(m.Position))
 		}

@@ -24,6 +24,7 @@ type tier struct {
 	mu      sync.Mutex
 	log     []int64
 	low     int64
+	ahead   int64 // how far the tier has come; 0: as far as anybody asks
 	changed chan struct{}
 	asked   []*watchfanoutv1.WatchRequest
 	broken  chan struct{}
@@ -61,6 +62,7 @@ type stream struct {
 	first   []*watchfanoutv1.WatchFrame
 	broken  chan struct{}
 	expired bool
+	columns bool
 }
 
 func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
@@ -76,7 +78,7 @@ func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest, _ ...gr
 		s.at = t.log[len(t.log)-1]
 		s.first = append(s.first, &watchfanoutv1.WatchFrame{Data: []byte("initial\n"), InitialEventsDone: true, Position: &watchfanoutv1.Position{Revision: s.at, Index: lastIndex}})
 	}
-	if !s.expired {
+	if !s.expired && (t.ahead == 0 || s.at <= t.ahead) {
 		s.first = append(s.first, &watchfanoutv1.WatchFrame{Position: &watchfanoutv1.Position{Revision: s.at, Index: lastIndex}})
 	}
 	return s, nil
@@ -105,7 +107,8 @@ func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
 					copy(data, "b")
 					mark.Bookmark = true
 				}
-				return &watchfanoutv1.WatchFrame{Data: data, Position: p, Marks: []*watchfanoutv1.Mark{mark}}, nil
+				s.columns = s.columns || !mark.Bookmark
+				return &watchfanoutv1.WatchFrame{Data: data, Position: p, Marks: []*watchfanoutv1.Mark{mark}, ColumnsSent: s.columns}, nil
 			}
 		}
 		changed := s.tier.changed
@@ -206,12 +209,12 @@ func TestThoseWhoAskTheSameShareOneStream(t *testing.T) {
 	a.shows(t, "e6 e7 e8 e9 e11 ")
 	b.shows(t, "e7 e8 e9 e11 ")
 	c.shows(t, "e11 ")
-	if n := len(up.streams()); n != 1 {
+	if n := len(up.streams()); n != 2 { // the first client's own, and the feed
 		t.Errorf("%d streams", n)
 	}
 	other := h.watch(t, func(r *Request) { r.Query.LabelSelector = "a=b" })
 	other.shows(t, "e6 e7 e8 e9 e11 ")
-	if n := len(up.streams()); n != 2 {
+	if n := len(up.streams()); n != 4 {
 		t.Errorf("%d streams for two queries", n)
 	}
 }
@@ -231,7 +234,7 @@ func TestInitialEventsComeAloneAndTheRestIsShared(t *testing.T) {
 	late.shows(t, "initial e8 e9 ")
 	late.cancel()
 	<-late.done
-	if n := len(up.streams()); n != 2 {
+	if n := len(up.streams()); n != 3 {
 		t.Errorf("%d streams", n)
 	}
 }
@@ -374,8 +377,61 @@ func TestATableSharesAfterItsFirstRow(t *testing.T) {
 	a.shows(t, "e6 e7 e8 ")
 	b.shows(t, "e6 e7 e8 ")
 	for i, r := range up.streams() {
-		if r.ColumnsSent != (i >= 2) {
+		if r.ColumnsSent != (i >= 2) { // two of their own, then the feed
 			t.Errorf("stream %d: columns sent: %v", i, r.ColumnsSent)
 		}
+	}
+}
+
+// A client that has seen more than the feed has come to is not set back by what it is spared.
+func TestJoiningAFeedThatIsBehindRepeatsNothing(t *testing.T) {
+	f := &feed{hub: hub(newTier()), low: position{80, 0}, high: position{90, 0}}
+	s := f.join(position{100, lastIndex})
+	f.publish(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
+		Marks: []*watchfanoutv1.Mark{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}}, time.Minute)
+	if parts, err := f.next(s, time.Minute); len(parts) > 0 || err != nil {
+		t.Errorf("%q %v", parts, err)
+	}
+	if at := f.leave(s); at != (position{100, lastIndex}) {
+		t.Errorf("set back to %v", at)
+	}
+}
+
+// A client may name a revision that is yet to come. Nobody else waits for it.
+func TestAFutureRevisionBeginsNoFeed(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	up.ahead = 6
+	future := h.watch(t, func(r *Request) { r.ResourceVersion = "900" })
+	present := h.watch(t, nil)
+	present.shows(t, "e6 ")
+	h.mu.Lock()
+	for _, f := range h.feeds {
+		if f.low.revision > 6 {
+			t.Errorf("a feed begins at %v", f.low)
+		}
+	}
+	h.mu.Unlock()
+	up.write(7)
+	present.shows(t, "e6 e7 ")
+	future.shows(t, "")
+}
+
+// A bookmark brings no columns: the next row has to.
+func TestABookmarkIsNotATablesFirstRow(t *testing.T) {
+	up := newTier()
+	h := hub(up)
+	h.Config.BookmarkPeriod = time.Nanosecond
+	c := h.watch(t, func(r *Request) {
+		r.Query.Output = &registryv1.Output{As: &commonv1.Kind{Kind: "Table"}}
+		r.AllowBookmarks = true
+	})
+	up.write(10)
+	c.shows(t, "b10 ")
+	up.write(11)
+	c.shows(t, "b10 e11 ")
+	if asked := up.streams(); asked[0].ColumnsSent {
+		t.Error("the first row comes from a shared stream")
 	}
 }

@@ -21,6 +21,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 )
 
 // Frame types and flags (RFC 9113, section 6).
@@ -29,7 +30,9 @@ const (
 	frameHeaders      = 0x1
 	frameReset        = 0x3
 	frameSettings     = 0x4
+	framePush         = 0x5
 	frameWindowUpdate = 0x8
+	frameContinuation = 0x9
 
 	flagEndStream  = 0x1
 	flagAck        = 0x1
@@ -40,6 +43,7 @@ const (
 	settingMaxFrame      = 0x5
 
 	headBytes    = 9
+	firstWindow  = 65535
 	prefaceBytes = len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 )
 
@@ -50,8 +54,10 @@ const (
 	// maxQueue is how many bytes may wait for one connection's socket. Past it writers wait.
 	maxQueue = 1 << 20
 	// smallBuffer is what a connection keeps for itself; for more it borrows a large one.
-	smallBuffer = 64 << 10
+	smallBuffer = 128 << 10
 	largeBuffer = maxQueue + maxQueue/256 + smallBuffer // with frames' heads
+	// piece is how much is written to the socket at once: each has the connection's patience anew.
+	piece = 64 << 10
 	// wholeFrame is up to which length a frame is read as a whole; longer ones are passed on as they come.
 	wholeFrame = 64 << 10
 )
@@ -71,6 +77,8 @@ func (c *Conn) grow(n int) {
 // Conn is one HTTP/2 connection, between TLS and the server. Give it to http2.Server.ServeConn.
 type Conn struct {
 	*tls.Conn
+	// patience is how long the socket may take nothing before the connection is given up.
+	patience time.Duration
 	// token is the request header that tells a handler which stream it answers: the server does not say. It is as random as
 	// need be for no client to know it.
 	token string
@@ -83,28 +91,33 @@ type Conn struct {
 
 	mu       sync.Mutex
 	streams  map[uint32]*Stream
-	window   int64 // a new stream's
+	highest  uint32 // the newest stream
+	window   int64  // a new stream's
 	maxFrame int
 	budget   int64 // what may be spent on taken streams
 	spent    int64 // what was, and has not been given back
 	server   int64 // what the server spent, and has not been given back
+	theirs   int64 // what the server believes to have left of the connection's window
 	head     [headBytes]byte
-	have     int // of head
-	payload  int // of the server's frame that is being written
+	have     int  // of head
+	payload  int  // of the server's frame that is being written
+	block    bool // a header block goes on in the next frame: nothing may come between
 	queue    []byte
 	spare    []byte
 	writing  bool
 	draining bool
 	err      error
 	turn     sync.Cond     // the server waits for its turn to write
+	queueing int           // how many of its writes do
 	room     chan struct{} // closed when a waiting writer may go on
 	waiting  int
 }
 
-// NewConn returns a Conn on c, whose handshake is done and has chosen h2.
-func NewConn(c *tls.Conn) *Conn {
-	w := &Conn{Conn: c, token: "x-stream-" + strings.ToLower(rand.Text()), in: bufio.NewReaderSize(c, 8<<10), raw: prefaceBytes,
-		streams: map[uint32]*Stream{}, window: 65535, maxFrame: 16384, room: make(chan struct{})}
+// NewConn returns a Conn on c, whose handshake is done and has chosen h2. When the client's side takes no byte for as long as
+// patience, the connection is closed.
+func NewConn(c *tls.Conn, patience time.Duration) *Conn {
+	w := &Conn{Conn: c, patience: patience, theirs: firstWindow, token: "x-stream-" + strings.ToLower(rand.Text()), in: bufio.NewReaderSize(c, 8<<10), raw: prefaceBytes,
+		streams: map[uint32]*Stream{}, window: firstWindow, maxFrame: 16384, room: make(chan struct{})}
 	w.turn.L = &w.mu
 	return w
 }
@@ -161,9 +174,10 @@ func (c *Conn) arrived(frame []byte, kind, flags byte, id uint32) []byte {
 	body := frame[headBytes:]
 	switch kind {
 	case frameHeaders:
-		if c.streams[id] != nil { // trailers
+		if id <= c.highest { // trailers, or nothing that the server will take
 			return frame
 		}
+		c.highest = id
 		s := &Stream{conn: c, id: id, window: c.window}
 		c.streams[id] = s
 		if flags&flagEndHeaders == 0 || flags&flagPadded != 0 {
@@ -234,6 +248,11 @@ func (c *Conn) settings(body []byte) {
 // credit shares what the client adds to the connection's window: first what was spent here returns, then what the server
 // spent; of what is new each gets half.
 func (c *Conn) credit(frame []byte, n int64) []byte {
+	if c.theirs < firstWindow && c.budget > leastBudget { // streams that the client leaves unread must not starve the server
+		c.spent -= min(n, c.spent)
+		c.theirs += n
+		return frame
+	}
 	back := min(n, c.spent)
 	c.spent -= back
 	c.budget += back
@@ -243,6 +262,7 @@ func (c *Conn) credit(frame []byte, n int64) []byte {
 	fresh := n - theirs
 	c.budget += fresh / 2
 	theirs += fresh - fresh/2
+	c.theirs += theirs
 	c.wake()
 	if theirs == 0 {
 		return nil
@@ -251,36 +271,84 @@ func (c *Conn) credit(frame []byte, n int64) []byte {
 	return frame
 }
 
-// Write takes the server's frames, in whatever pieces they come.
+// Write takes the server's frames, in whatever pieces they come. What is queued goes before them: the server may be about
+// to end a stream.
 func (c *Conn) Write(p []byte) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.queueing++
 	for c.writing {
 		c.turn.Wait()
+	}
+	c.queueing--
+	written := 0
+	for written < len(p) && c.err == nil {
+		n := len(p) - written
+		if len(c.queue) > 0 {
+			if c.between() {
+				c.send()
+				continue
+			}
+			n = min(n, c.rest())
+		}
+		c.observe(p[written : written+n])
+		c.out(p[written : written+n])
+		written += n
+	}
+	c.turn.Signal()
+	if len(c.queue) > 0 && !c.draining && c.err == nil {
+		c.draining = true
+		go c.drain()
 	}
 	if c.err != nil {
 		return 0, c.err
 	}
-	c.observe(p)
-	c.writing = true
-	c.mu.Unlock()
-	n, err := c.Conn.Write(p)
-	c.mu.Lock()
-	c.wrote(err)
-	if len(c.queue) > 0 && !c.draining {
-		c.draining = true
-		go c.drain()
-	}
-	return n, err
+	return written, nil
 }
 
-func (c *Conn) wrote(err error) {
+// between says whether a frame may be put in: the server is amid none, and no header block is open.
+func (c *Conn) between() bool { return c.have == 0 && c.payload == 0 && !c.block }
+
+// rest is how many bytes at least belong to the frame that the server is amid.
+func (c *Conn) rest() int {
+	if c.payload > 0 {
+		return c.payload
+	}
+	return headBytes - c.have
+}
+
+// out writes p, with the lock released; others queue meanwhile.
+func (c *Conn) out(p []byte) {
+	c.writing = true
+	c.mu.Unlock()
+	var err error
+	for len(p) > 0 && err == nil {
+		n := min(len(p), piece)
+		_ = c.SetWriteDeadline(time.Now().Add(c.patience))
+		_, err = c.Conn.Write(p[:n])
+		p = p[n:]
+	}
+	c.mu.Lock()
 	c.writing = false
 	if err != nil && c.err == nil {
 		c.err = err
+		_ = c.NetConn().Close() // whoever reads is to know it as well
 		c.wake()
 	}
-	c.turn.Signal()
+}
+
+// send writes what is queued now.
+func (c *Conn) send() {
+	out := c.queue
+	c.queue, c.spare = c.spare[:0], nil
+	c.out(out)
+	switch {
+	case cap(out) == largeBuffer:
+		large.Put((*[largeBuffer]byte)(out[:largeBuffer]))
+	case cap(out) <= smallBuffer:
+		c.spare = out
+	}
+	c.wake()
 }
 
 // observe follows the server's frames.
@@ -309,13 +377,18 @@ func (c *Conn) left(kind, flags byte, id uint32, length int64) {
 	switch kind {
 	case frameData:
 		c.server += length
+		c.theirs -= length
 		if s := c.streams[id]; s != nil {
 			s.window -= length
 			s.sent += length
 		}
-	case frameHeaders:
+	case frameHeaders, framePush, frameContinuation:
+		c.block = flags&flagEndHeaders == 0
 		if s := c.streams[id]; s != nil {
-			s.headers = true
+			s.headers = !c.block
+		}
+		if kind != frameHeaders { // their flag of this value is no end of a stream
+			return
 		}
 	case frameReset:
 		c.forget(id)
@@ -369,24 +442,13 @@ func (c *Conn) Flush() {
 	}
 }
 
-// drain writes the queue as long as there is one and the server is not amid a frame; its Write goes on then.
+// drain writes the queue as long as there is one. The server's own frames go first: its Write takes the queue along.
 func (c *Conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for len(c.queue) > 0 && c.have == 0 && c.payload == 0 && !c.writing && c.err == nil {
-		out := c.queue
-		c.queue, c.writing = c.spare[:0], true
-		c.mu.Unlock()
-		_, err := c.Conn.Write(out)
-		c.mu.Lock()
-		c.spare = nil
-		if cap(out) == largeBuffer {
-			large.Put((*[largeBuffer]byte)(out[:largeBuffer]))
-		} else {
-			c.spare = out
-		}
-		c.wrote(err)
-		c.wake()
+	for len(c.queue) > 0 && c.between() && !c.writing && c.queueing == 0 && c.err == nil {
+		c.send()
+		c.turn.Signal()
 	}
 	c.draining = false
 }

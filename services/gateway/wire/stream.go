@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/http"
 	"strconv"
+	"time"
 )
 
 // Stream is one request's. It is the server's until it is taken.
@@ -24,6 +25,8 @@ var (
 	errClosed = errors.New("the connection is closed")
 	// ErrOver is what a write finds when the client has ended the stream.
 	ErrOver = errors.New("the stream is over")
+	// ErrSlow is what a write ends with when the client takes nothing.
+	ErrSlow = errors.New("the client takes nothing")
 )
 
 type connKey struct{}
@@ -76,7 +79,7 @@ func (s *Stream) Take(ctx context.Context, written int64) bool {
 			return false
 		}
 	}
-	if s.over || c.err != nil || s.sent != written || c.budget+c.spent < leastBudget {
+	if ctx.Err() != nil || s.over || c.err != nil || s.sent != written || c.budget+c.spent < leastBudget {
 		return false
 	}
 	s.taken = true
@@ -166,8 +169,9 @@ func (s *Stream) queue(p *parcel, n int) {
 	}
 }
 
-// Write queues parts and writes them, as fast as the client takes them.
-func (s *Stream) Write(ctx context.Context, parts ...[]byte) error {
+// Write queues parts and writes them, as fast as the client takes them. It is ErrSlow when the client takes no byte for as
+// long as patience.
+func (s *Stream) Write(ctx context.Context, patience time.Duration, parts ...[]byte) error {
 	left := 0
 	for _, p := range parts {
 		left += len(p)
@@ -176,17 +180,28 @@ func (s *Stream) Write(ctx context.Context, parts ...[]byte) error {
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	var last time.Time // since when nothing was taken
 	for left > 0 {
 		if err := s.dead(); err != nil {
 			return err
 		}
 		n := int(min(int64(left), s.window, c.budget, int64(maxQueue-len(c.queue))))
 		if n <= 0 {
-			if err := c.await(ctx); err != nil {
+			if last.IsZero() {
+				last = time.Now()
+			}
+			waiting, cancel := context.WithDeadline(ctx, last.Add(patience))
+			err := c.await(waiting)
+			cancel()
+			if err != nil && ctx.Err() == nil {
+				return ErrSlow
+			}
+			if err != nil {
 				return err
 			}
 			continue
 		}
+		last = time.Time{}
 		s.queue(rest, n)
 		left -= n
 		if !c.draining && !c.writing {

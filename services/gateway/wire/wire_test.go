@@ -31,7 +31,7 @@ func serve(t *testing.T, h http.Handler) *httptest.Server {
 		t.Fatal(err)
 	}
 	s.Config.TLSNextProto["h2"] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
-		c := NewConn(conn)
+		c := NewConn(conn, time.Second)
 		//lint:ignore SA1019 as above
 		h2.ServeConn(c, &http2.ServeConnOpts{Context: c.Context(context.Background()), BaseConfig: srv, Handler: Handler(h)})
 	}
@@ -145,7 +145,7 @@ func TestTakenStreamsAndOthersShareAConnection(t *testing.T) {
 		line := []byte(fmt.Sprintf("%d%s\n", n, pad))
 		for _, s := range all {
 			if !s.Offer(line) {
-				if err := s.Write(t.Context(), line); err != nil {
+				if err := s.Write(t.Context(), 10*time.Second, line); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -177,11 +177,9 @@ func TestASlowStreamIsSlowAlone(t *testing.T) {
 	full := false
 	for range 2000 { // 20 MB; a Go client takes 4 MB of a stream
 		if !full && !slow.Offer(chunk) {
-			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-			full = errors.Is(slow.Write(ctx, chunk), context.DeadlineExceeded)
-			cancel()
+			full = errors.Is(slow.Write(t.Context(), 50*time.Millisecond, chunk), ErrSlow)
 		}
-		if err := s.Write(t.Context(), chunk); err != nil {
+		if err := s.Write(t.Context(), 10*time.Second, chunk); err != nil {
 			t.Fatal(err)
 		}
 		s.Flush()
@@ -199,13 +197,44 @@ func TestAClientThatLeavesEndsItsStream(t *testing.T) {
 	s := <-taken
 	resp.Body.Close()
 	for {
-		if err := s.Write(t.Context(), []byte("x")); err != nil {
+		if err := s.Write(t.Context(), 10*time.Second, []byte("x")); err != nil {
 			if !errors.Is(err, ErrOver) {
 				t.Error(err)
 			}
 			return
 		}
 		time.Sleep(time.Millisecond)
+	}
+}
+
+// A peer that reads nothing at all does not hold its handlers for longer than the connection's patience.
+func TestADeadPeerIsGivenUp(t *testing.T) {
+	ended := make(chan struct{}, 1)
+	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		defer func() { ended <- struct{}{} }()
+		w.(http.Flusher).Flush()
+		s := Of(req)
+		if s == nil || !s.Take(req.Context(), 0) {
+			t.Error("not taken")
+			return
+		}
+		chunk := bytes.Repeat([]byte("z"), 100000)
+		for s.Write(req.Context(), time.Minute, chunk) == nil {
+		}
+	}))
+	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	f := raw(t, conn, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1 << 30})
+	if err := f.WriteWindowUpdate(0, 1<<30); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-ended:
+	case <-time.After(20 * time.Second):
+		t.Fatal("its handler still waits")
 	}
 }
 
@@ -235,7 +264,7 @@ func TestASmallWindowIsNotShared(t *testing.T) {
 	}
 }
 
-func raw(t *testing.T, conn net.Conn) *http2.Framer {
+func raw(t *testing.T, conn net.Conn, settings ...http2.Setting) *http2.Framer {
 	if _, err := io.WriteString(conn, http2.ClientPreface); err != nil {
 		t.Fatal(err)
 	}
@@ -247,7 +276,7 @@ func raw(t *testing.T, conn net.Conn) *http2.Framer {
 			t.Fatal(err)
 		}
 	}
-	if err := errors.Join(f.WriteSettings(), f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: block.Bytes(), EndStream: true, EndHeaders: true})); err != nil {
+	if err := errors.Join(f.WriteSettings(settings...), f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: block.Bytes(), EndStream: true, EndHeaders: true})); err != nil {
 		t.Fatal(err)
 	}
 	return f

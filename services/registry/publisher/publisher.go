@@ -141,7 +141,6 @@ func (p *Publisher) publish(ctx context.Context) error {
 			} else if err != nil {
 				return err
 			}
-			p.published.Store(c.last.Revision)
 		}
 	}
 }
@@ -304,7 +303,7 @@ func (p *Publisher) open(ctx context.Context) (*chain, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &chain{js: p.JS, last: last, failed: make(chan error, 1), nonce: rand.Text()[:8] + "-"}
+	c := &chain{js: p.JS, stored: &p.published, last: last, failed: make(chan error, 1), nonce: rand.Text()[:8] + "-"}
 	current, err := p.Storage.Client.Client.Get(openCtx, ElectionKey)
 	if err != nil {
 		return nil, err
@@ -359,6 +358,8 @@ type chain struct {
 	// forced: the next progress is published though nothing is new.
 	forced bool
 	failed chan error
+	// stored is the revision of the newest message that the log has acknowledged.
+	stored *atomic.Int64
 }
 
 func (c *chain) send(e *logv1.Event) error {
@@ -381,7 +382,9 @@ func (c *chain) send(e *logv1.Event) error {
 	c.last = id
 	go func() {
 		select {
-		case <-ack.Ok():
+		case <-ack.Ok(): // and so are all before it: each is refused without the one before
+			for was := c.stored.Load(); was < id.Revision && !c.stored.CompareAndSwap(was, id.Revision); was = c.stored.Load() {
+			}
 		case err := <-ack.Err():
 			select {
 			case c.failed <- fmt.Errorf("publish %s: %w", id, err):

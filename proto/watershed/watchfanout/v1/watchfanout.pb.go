@@ -515,7 +515,9 @@ type WatchFrame struct {
 	// Set in the last frame: the stream is at its end (an ERROR event was sent), do not resume.
 	End bool `protobuf:"varint,4,opt,name=end,proto3" json:"end,omitempty"`
 	// Where each event of data ends, so that whoever shares the stream can begin after any of them. Absent for initial events.
-	Marks         []*Mark `protobuf:"bytes,5,rep,name=marks,proto3" json:"marks,omitempty"`
+	Marks []*Mark `protobuf:"bytes,5,rep,name=marks,proto3" json:"marks,omitempty"`
+	// A Table's columns are in this frame or before it.
+	ColumnsSent   bool `protobuf:"varint,6,opt,name=columns_sent,json=columnsSent,proto3" json:"columns_sent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -583,6 +585,13 @@ func (x *WatchFrame) GetMarks() []*Mark {
 		return x.Marks
 	}
 	return nil
+}
+
+func (x *WatchFrame) GetColumnsSent() bool {
+	if x != nil {
+		return x.ColumnsSent
+	}
+	return false
 }
 
 // Mark is one event's place in a WatchFrame.
@@ -696,14 +705,15 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x14_send_initial_events\"<\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
-	"\x05index\x18\x02 \x01(\x05R\x05index\"\xd8\x01\n" +
+	"\x05index\x18\x02 \x01(\x05R\x05index\"\xfb\x01\n" +
 	"\n" +
 	"WatchFrame\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12.\n" +
 	"\x13initial_events_done\x18\x03 \x01(\bR\x11initialEventsDone\x12\x10\n" +
 	"\x03end\x18\x04 \x01(\bR\x03end\x124\n" +
-	"\x05marks\x18\x05 \x03(\v2\x1e.watershed.watchfanout.v1.MarkR\x05marks\"\x8a\x01\n" +
+	"\x05marks\x18\x05 \x03(\v2\x1e.watershed.watchfanout.v1.MarkR\x05marks\x12!\n" +
+	"\fcolumns_sent\x18\x06 \x01(\bR\vcolumnsSent\"\x8a\x01\n" +
 	"\x04Mark\x12\x10\n" +
 	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
