@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
@@ -77,7 +78,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{informers: apiclient.Informers(client), moved: make(chan struct{}), generation: 1, replica: rand.Text(),
+	s := &Service{informers: apiclient.Informers(client, references), moved: make(chan struct{}), generation: 1, replica: rand.Text(),
 		privileged: authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)}
 	ac, err := c.Options.ToAuthorizationConfig(s.informers)
 	if err != nil {
@@ -120,6 +121,39 @@ func (s *Service) current() uint64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.generation
+}
+
+// references leaves of a pod what the node authorizer reads: where it runs and what it refers to. Of its containers that is
+// where their environment comes from (k8s.io/kubernetes/pkg/api/v1/pod, VisitPodSecretNames and VisitPodConfigmapNames).
+func references(obj any) {
+	pod, ok := obj.(*corev1.Pod)
+	if !ok {
+		return
+	}
+	of := func(env []corev1.EnvVar) (from []corev1.EnvVar) {
+		for _, e := range env {
+			if e.ValueFrom != nil {
+				from = append(from, e)
+			}
+		}
+		return from
+	}
+	strip := func(all []corev1.Container) {
+		for i, c := range all {
+			all[i] = corev1.Container{Name: c.Name, Env: of(c.Env), EnvFrom: c.EnvFrom}
+		}
+	}
+	strip(pod.Spec.InitContainers)
+	strip(pod.Spec.Containers)
+	for i, c := range pod.Spec.EphemeralContainers {
+		pod.Spec.EphemeralContainers[i] = corev1.EphemeralContainer{EphemeralContainerCommon: corev1.EphemeralContainerCommon{Name: c.Name, Env: of(c.Env), EnvFrom: c.EnvFrom}}
+	}
+	pod.Spec.Affinity, pod.Spec.Tolerations = nil, nil
+	pod.Status = corev1.PodStatus{ResourceClaimStatuses: pod.Status.ResourceClaimStatuses, ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus}
+	mirror, ok := pod.Annotations[corev1.MirrorPodAnnotationKey]
+	if pod.Annotations = nil; ok {
+		pod.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: mirror}
+	}
 }
 
 // Register offers the service on g.

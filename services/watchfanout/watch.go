@@ -245,15 +245,7 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	if w.table || !w.native {
 		err = w.initialEncoded(ctx, items, out)
 	} else {
-		for _, i := range items {
-			var data []byte
-			if data, err = w.frame("ADDED", i, i.JSON, i.Protobuf); err != nil {
-				break
-			}
-			if err = out.add(data); err != nil {
-				break
-			}
-		}
+		err = w.initialNative(items, out)
 	}
 	if err != nil {
 		return 0, err
@@ -273,6 +265,30 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 		return 0, err
 	}
 	return w.resume(ctx, snapshot.Revision, lastIndex)
+}
+
+// initialNative sends objects as they are stored: their own bytes, with what belongs around them.
+func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
+	kind, apiVersion := kindOf(w.entry.Kind)
+	head := frame.WatchJSONHead("ADDED", kind, apiVersion)
+	for _, i := range items {
+		var err error
+		switch {
+		case w.partial || len(i.JSON) <= 2:
+			var data []byte
+			if data, err = w.frame("ADDED", i, i.JSON, i.Protobuf); err == nil {
+				err = out.pieces(data)
+			}
+		case w.protobuf:
+			err = out.pieces(frame.WatchProtobufHead("ADDED", kind, apiVersion, len(i.Protobuf)), i.Protobuf, frame.TailProtobuf)
+		default:
+			err = out.pieces(head, i.JSON[1:], frame.WatchJSONTail)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *frames) error {
@@ -484,6 +500,8 @@ type frames struct {
 	*watcher
 	buf         []byte
 	marks       []*watchfanoutv1.Mark
+	initial     [][]byte
+	initialSize int
 	initialDone bool
 	// position: tell the position though there are no frames.
 	position bool
@@ -493,6 +511,18 @@ type frames struct {
 func (f *frames) add(data []byte) error {
 	f.append(data)
 	return f.flushFull()
+}
+
+// pieces adds an initial event in pieces, which are not copied.
+func (f *frames) pieces(all ...[]byte) error {
+	f.initial = append(f.initial, all...)
+	for _, p := range all {
+		f.initialSize += len(p)
+	}
+	if f.initialSize > frameBytes {
+		return f.flush()
+	}
+	return nil
 }
 
 // event adds one event, at the watcher's position.
@@ -519,11 +549,11 @@ func (f *frames) flushFull() error {
 }
 
 func (f *frames) flush() error {
-	if len(f.buf) == 0 && !f.initialDone && !f.position {
+	if len(f.buf) == 0 && len(f.initial) == 0 && !f.initialDone && !f.position {
 		return nil
 	}
-	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone, Marks: f.marks, ColumnsSent: f.headers,
+	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone, Marks: f.marks, ColumnsSent: f.headers, Initial: f.initial,
 		Position: &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index}}
-	f.buf, f.marks = nil, nil
+	f.buf, f.marks, f.initial, f.initialSize = nil, nil, make([][]byte, 0, len(f.initial)), 0
 	return f.stream.Send(m)
 }

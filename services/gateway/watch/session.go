@@ -155,6 +155,14 @@ func (s *session) mayShare() bool {
 	return s.placed && (!s.table || s.columns) && time.Now().After(s.until)
 }
 
+// take makes the client's stream one that a feed may write to, if that can be.
+func (s *session) take(ctx context.Context) {
+	if !s.tried {
+		s.tried = true
+		s.stream = s.out.Take(ctx)
+	}
+}
+
 // share follows the feed of all who ask the same.
 func (s *session) share(ctx context.Context) error {
 	if !s.mayShare() {
@@ -169,10 +177,7 @@ func (s *session) share(ctx context.Context) error {
 		s.due = sub.due
 	}()
 	s.open()
-	if !s.tried {
-		s.tried = true
-		s.stream = s.out.Take(ctx)
-	}
+	s.take(ctx)
 	f.mu.Lock()
 	sub.stream, sub.bookmarks, sub.due = s.stream, s.AllowBookmarks, s.due
 	f.mu.Unlock()
@@ -222,6 +227,7 @@ func (s *session) allowed(ctx context.Context) bool {
 // write sends frames; a client that takes nothing for too long is cut off, alone.
 func (s *session) write(ctx context.Context, frames ...[]byte) error {
 	patience := s.hub.Config.WriteTimeout
+	s.take(ctx)
 	if s.stream != nil {
 		return s.written(s.stream.Write(ctx, patience, frames...))
 	}
@@ -318,6 +324,11 @@ func (s *session) took(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
 	s.lost = time.Time{}
 	s.open()
 	s.columns = s.columns || m.ColumnsSent
+	if len(m.Initial) > 0 {
+		if err := s.write(ctx, m.Initial...); err != nil {
+			return err
+		}
+	}
 	if data := s.wanted(m); len(data) > 0 {
 		if err := s.write(ctx, data); err != nil {
 			return err

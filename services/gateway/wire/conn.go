@@ -56,6 +56,8 @@ const (
 	// smallBuffer is what a connection keeps for itself; for more it borrows a large one.
 	smallBuffer = 128 << 10
 	largeBuffer = maxQueue + maxQueue/256 + smallBuffer // with frames' heads
+	// leastWrite is how much of a stream's window must be open before more of a long write is sent.
+	leastWrite = 64 << 10
 	// piece is how much is written to the socket at once: each has the connection's patience anew.
 	piece = 64 << 10
 	// wholeFrame is up to which length a frame is read as a whole; longer ones are passed on as they come.

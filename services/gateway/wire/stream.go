@@ -186,7 +186,7 @@ func (s *Stream) Write(ctx context.Context, patience time.Duration, parts ...[]b
 			return err
 		}
 		n := int(min(int64(left), s.window, c.budget, int64(maxQueue-len(c.queue))))
-		if n <= 0 {
+		if n <= 0 || s.window < min(int64(left), leastWrite, c.window/2) { // a reader that opens its window by crumbs is not fed by crumbs
 			if last.IsZero() {
 				last = time.Now()
 			}

@@ -192,6 +192,29 @@ func WatchProtobuf(event string, envelope []byte) []byte {
 	return append(tag(b, 1, len(envelope)), envelope...)
 }
 
+// WatchJSONHead is what comes before an object's JSON, without its opening brace, in a watch frame; WatchJSONTail comes after it.
+func WatchJSONHead(event, kind, apiVersion string) []byte {
+	return fmt.Appendf(nil, `{"type":%q,"object":{"kind":%q,"apiVersion":%q,`, event, kind, apiVersion)
+}
+
+// WatchJSONTail ends a watch frame in JSON.
+var WatchJSONTail = []byte("}\n")
+
+// WatchProtobufHead is what comes before an object's message of n bytes in a watch frame; TailProtobuf comes after it.
+func WatchProtobufHead(event, kind, apiVersion string, n int) []byte {
+	meta := FieldLen(len(apiVersion)) + FieldLen(len(kind))
+	envelope := len(envelopeMagic) + FieldLen(meta) + FieldLen(n) + len(TailProtobuf)
+	raw := FieldLen(envelope)
+	b := make([]byte, 4, 64+len(event)+meta)
+	binary.BigEndian.PutUint32(b, uint32(FieldLen(len(event))+FieldLen(raw)))
+	b = append(tag(b, 1, len(event)), event...)
+	b = tag(tag(b, 2, raw), 1, envelope)
+	b = tag(append(b, envelopeMagic...), 1, meta)
+	b = append(tag(b, 1, len(apiVersion)), apiVersion...)
+	b = append(tag(b, 2, len(kind)), kind...)
+	return tag(b, 2, n)
+}
+
 // BookmarkMeta is a bookmark's metadata in JSON, key and value.
 func BookmarkMeta(revision int64, initialEnd bool) []byte {
 	b := strconv.AppendInt([]byte(`"metadata":{"resourceVersion":"`), revision, 10)

@@ -101,3 +101,20 @@ func TestWatchFramesDecode(t *testing.T) {
 		t.Errorf("%v %v", p, err)
 	}
 }
+
+func TestAFrameInPiecesIsTheSameFrame(t *testing.T) {
+	for _, n := range []int{0, 5, 200, 20000} {
+		message := bytes.Repeat([]byte("m"), n)
+		whole := WatchProtobuf("ADDED", Envelope("Pod", "v1", message))
+		pieces := append(append(WatchProtobufHead("ADDED", "Pod", "v1", n), message...), TailProtobuf...)
+		if !bytes.Equal(whole, pieces) {
+			t.Errorf("%d bytes: %.80q, not %.80q", n, pieces, whole)
+		}
+	}
+	body := []byte(`{"metadata":{"name":"a"}}`)
+	whole := WatchJSON("ADDED", Object(nil, "Pod", "v1", body))
+	pieces := append(append(WatchJSONHead("ADDED", "Pod", "v1"), body[1:]...), WatchJSONTail...)
+	if !bytes.Equal(whole, pieces) {
+		t.Errorf("%q, not %q", pieces, whole)
+	}
+}

@@ -517,7 +517,9 @@ type WatchFrame struct {
 	// Where each event of data ends, so that whoever shares the stream can begin after any of them. Absent for initial events.
 	Marks []*Mark `protobuf:"bytes,5,rep,name=marks,proto3" json:"marks,omitempty"`
 	// A Table's columns are in this frame or before it.
-	ColumnsSent   bool `protobuf:"varint,6,opt,name=columns_sent,json=columnsSent,proto3" json:"columns_sent,omitempty"`
+	ColumnsSent bool `protobuf:"varint,6,opt,name=columns_sent,json=columnsSent,proto3" json:"columns_sent,omitempty"`
+	// Initial events, in pieces that follow each other; they come before data.
+	Initial       [][]byte `protobuf:"bytes,7,rep,name=initial,proto3" json:"initial,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -592,6 +594,13 @@ func (x *WatchFrame) GetColumnsSent() bool {
 		return x.ColumnsSent
 	}
 	return false
+}
+
+func (x *WatchFrame) GetInitial() [][]byte {
+	if x != nil {
+		return x.Initial
+	}
+	return nil
 }
 
 // Mark is one event's place in a WatchFrame.
@@ -705,7 +714,7 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x14_send_initial_events\"<\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
-	"\x05index\x18\x02 \x01(\x05R\x05index\"\xfb\x01\n" +
+	"\x05index\x18\x02 \x01(\x05R\x05index\"\x95\x02\n" +
 	"\n" +
 	"WatchFrame\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12>\n" +
@@ -713,7 +722,8 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x13initial_events_done\x18\x03 \x01(\bR\x11initialEventsDone\x12\x10\n" +
 	"\x03end\x18\x04 \x01(\bR\x03end\x124\n" +
 	"\x05marks\x18\x05 \x03(\v2\x1e.watershed.watchfanout.v1.MarkR\x05marks\x12!\n" +
-	"\fcolumns_sent\x18\x06 \x01(\bR\vcolumnsSent\"\x8a\x01\n" +
+	"\fcolumns_sent\x18\x06 \x01(\bR\vcolumnsSent\x12\x18\n" +
+	"\ainitial\x18\a \x03(\fR\ainitial\"\x8a\x01\n" +
 	"\x04Mark\x12\x10\n" +
 	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
