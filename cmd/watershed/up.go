@@ -150,6 +150,9 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 		if name == "registry" && len(external) == 0 {
 			settings["etcd-servers"] = socket
 		}
+		if name == "gateway" {
+			settings["gets-from-watch-tier"] = true // in one process the tier is the cheaper one to ask
+		}
 		if err := u.all[name].configure(u.flags, settings); err != nil {
 			return nil, err
 		}

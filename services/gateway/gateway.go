@@ -38,12 +38,14 @@ type Config struct {
 	AdvertiseAddress  string
 	MinRequestTimeout int
 	Watch             watch.Config
+	TierGets          bool
 }
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Edge.AddFlags(fs)
 	c.Watch.AddFlags(fs)
+	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false, "Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of registry. It is cheaper where both are in one process.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "", "The IP address on which to advertise the API to members of the cluster.")
 	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800, "The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
 }
@@ -80,7 +82,7 @@ func New(c *Config, s Services) (*Service, error) {
 		disco.Set(v)
 		docs.Set(v)
 	}}
-	router := &routing.Router{Catalog: g.catalog, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, Admission: s.Admission,
+	router := &routing.Router{Catalog: g.catalog, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Admission: s.Admission,
 		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Stopping}
 	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight)
 	return g, nil

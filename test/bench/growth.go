@@ -24,11 +24,15 @@ func growth(dir string) {
 			continue
 		}
 		start := map[string]func(string) *server{"kube-apiserver": startReference, "up": startUp}[name]
-		d := filepath.Join(dir, name)
-		check(os.MkdirAll(d, 0o700))
-		s := start(d)
-		*pods = 0
-		prepare(s)
+		fresh := func(of string) *server {
+			d := filepath.Join(dir, name+of)
+			check(os.MkdirAll(d, 0o700))
+			s := start(d)
+			*pods = 0
+			prepare(s)
+			return s
+		}
+		s := fresh("-watchers")
 		for _, w := range []struct{ watchers, rate, updates int }{{100, 40, 200}, {1000, 40, 200}, {10000, 4, 20}} {
 			ctx, cancel := context.WithCancel(context.Background())
 			ready, open := openWatches(ctx, s, w.watchers)
@@ -42,6 +46,8 @@ func growth(dir string) {
 			cancel()
 			open.done.Wait()
 		}
+		s.stop()
+		s = fresh("-objects") // what watching left behind does not count
 		have := 0
 		for _, objects := range []int{1000, 10000, 100000} {
 			s.each("", objects-have, func(i int) {

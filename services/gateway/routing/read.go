@@ -51,7 +51,7 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 	if errs := metainternalversionvalidation.ValidateListOptions(opts, true); len(errs) > 0 {
 		return nil, nil, errRegistry
 	}
-	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" {
+	if !c.TierGets || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" {
 		return nil, nil, errRegistry
 	}
 	q := &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out}

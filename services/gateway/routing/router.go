@@ -39,9 +39,11 @@ type Router struct {
 	Catalog   *Catalog
 	Interests *Interests
 	// Registry retries a call that did not reach a replica; Writes never sends one twice.
-	Registry  registryv1.RegistryClient
-	Writes    registryv1.RegistryClient
-	Watches   *watch.Hub
+	Registry registryv1.RegistryClient
+	Writes   registryv1.RegistryClient
+	Watches  *watch.Hub
+	// TierGets: the watch tier answers a GET of an object as it is stored.
+	TierGets  bool
 	Admission admissionv1.AdmissionClient
 	Authn     authnv1.AuthnClient
 	Authz     authzv1.AuthzClient
