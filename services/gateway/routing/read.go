@@ -51,7 +51,7 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 	if errs := metainternalversionvalidation.ValidateListOptions(opts, true); len(errs) > 0 {
 		return nil, nil, errRegistry
 	}
-	if !c.TierGets || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" {
+	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" {
 		return nil, nil, errRegistry
 	}
 	q := &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out}
@@ -98,7 +98,7 @@ const answersWithin = 5 * time.Second
 
 // getFromTier reads one object, as it is stored, from the watch tier's bytes. Anything else is registry's to answer.
 func (c *call) getFromTier() ([]byte, bool) {
-	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || c.out.As != nil || c.out.Pretty || !c.has("watch") ||
+	if !c.TierGets || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || c.out.As != nil || c.out.Pretty || !c.has("watch") ||
 		c.out.MediaType != runtime.ContentTypeJSON && c.out.MediaType != runtime.ContentTypeProtobuf {
 		return nil, false
 	}
