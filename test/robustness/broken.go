@@ -21,7 +21,7 @@ type breakage struct {
 var mistakes = []breakage{
 	{"drop", "services/watchfanout/cache/cache.go", "	c.pending = append(c.pending, e)\n", "	if e.StoredAs == \"configmaps\" && e.Revision%97 == 0 {\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n"},
 	{"repeat", "services/watchfanout/watch.go", "		if err := out.event(data, false, e.Trace); err != nil {\n", "		if e.Revision%97 == 0 {\n			_ = out.event(data, false, \"\")\n		}\n		if err := out.event(data, false, e.Trace); err != nil {\n"},
-	{"reorder", "services/watchfanout/cache/resource.go", "	r.all.add(e)\n", "	r.all.add(e)\n	if n := len(r.all.events); r.Name == \"configmaps\" && n > 1 && e.Revision%97 == 0 {\n		r.all.events[n-1], r.all.events[n-2] = r.all.events[n-2], r.all.events[n-1]\n	}\n"},
+	{"reorder", "services/watchfanout/cache/ring.go", "		own.add(e)\n		own.notify()\n", "		own.add(e)\n		if n := len(own.events); r.Name == \"configmaps\" && n > 1 && e.Revision%97 == 0 {\n			own.events[n-1], own.events[n-2] = own.events[n-2], own.events[n-1]\n		}\n		own.notify()\n"},
 	{"stale", "services/watchfanout/watchfanout.go", "	return s.wait(ctx, r.Revision)\n}\n\n// source", "	return s.wait(ctx, r.Revision-20)\n}\n\n// source"},
 }
 
