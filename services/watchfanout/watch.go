@@ -71,8 +71,11 @@ func (w *watcher) run(ctx context.Context) error {
 	defer bookmarks.Stop()
 	for {
 		events, next, progress, changed, ok := w.events.Next(cur, batchEvents)
-		if !ok {
-			return w.fail(expired(w.position.Revision, 0))
+		if !ok { // more came at once than memory keeps; the log has it, unless it was reset
+			if cur, err = w.resume(ctx, w.position.Revision, w.position.Index); err != nil {
+				return w.fail(err)
+			}
+			continue
 		}
 		cur = next
 		w.at.Store(int64(cur))

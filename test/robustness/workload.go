@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"math/rand/v2"
 	"net/http"
 	"net/url"
@@ -411,7 +412,8 @@ func (w *workload) connection(client *http.Client, s *history.Segment, position 
 			Type   string
 			Object struct {
 				object
-				Code int
+				Code    int
+				Message string
 			}
 		}
 		if err := json.Unmarshal(bytes.TrimSpace(line), &e); err != nil {
@@ -420,6 +422,7 @@ func (w *workload) connection(client *http.Client, s *history.Segment, position 
 		}
 		if e.Type == "ERROR" {
 			if e.Object.Code == http.StatusGone {
+				log.Printf("a watch from %d that had come to %d: %s", s.Start, *position, e.Object.Message)
 				return errExpired
 			}
 			return fmt.Errorf("error event: %s", line)
