@@ -9,6 +9,7 @@ import (
 )
 
 func TestEncodingsAreKeptForTheirLifeAndWithinBounds(t *testing.T) {
+	// The sleeps are synctest's: its clock moves, nobody waits.
 	synctest.Test(t, func(t *testing.T) {
 		e := &encodings{life: time.Second, limit: 1000}
 		item := &cache.Item{Key: "a"}

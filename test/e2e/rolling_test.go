@@ -112,7 +112,7 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 				continue
 			}
 			written.Add(1)
-			time.Sleep(50 * time.Millisecond)
+			time.Sleep(50 * time.Millisecond) // the writer's pace; nothing is waited for
 		}
 	})
 	for _, signal := range []syscall.Signal{syscall.SIGTERM, syscall.SIGKILL} {

@@ -63,11 +63,9 @@ func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) 
 	if w.truth, err = follow(ctx, c, w.history); err != nil {
 		return nil, err
 	}
-	client := w.client()
-	for _, body := range []string{`{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"` + namespace + `"}}`} {
-		if code, answer, err := w.do(ctx, client, "POST", "/api/v1/namespaces", "", body); err != nil || code != 201 {
-			return nil, fmt.Errorf("create the namespace: %d %s %v", code, answer, err)
-		}
+	body := `{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"` + namespace + `"}}`
+	if code, answer, err := w.do(ctx, w.client(), "POST", "/api/v1/namespaces", "", body); err != nil || code != 201 {
+		return nil, fmt.Errorf("create the namespace: %d %s %v", code, answer, err)
 	}
 	return w, nil
 }

@@ -182,11 +182,14 @@ func (a *Authorizer) Moved() <-chan struct{} {
 // Still says whether what was once allowed still is. It is true where nobody can be asked. Many who ask the same at once,
 // as watches do when the generation has moved, cost authz one question.
 func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) bool {
+	key := keyOf(attrs)
 	for try := 0; ; try++ {
+		if d, ok := a.kept(key); ok { // as when the watch is only now being opened
+			return d.decision == authorizer.DecisionAllow
+		}
 		a.mu.RLock()
 		moves, generation := a.moves, a.generation
 		a.mu.RUnlock()
-		key := keyOf(attrs)
 		if key == "" {
 			return a.still(ctx, attrs, generation) != denied
 		}
@@ -236,13 +239,8 @@ func (a *Authorizer) still(ctx context.Context, attrs authorizer.Attributes, kno
 // Authorize implements authorizer.Authorizer.
 func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes) (authorizer.Decision, string, error) {
 	key := keyOf(attrs)
-	if key != "" {
-		a.mu.RLock()
-		d, ok := a.decisions[key]
-		a.mu.RUnlock()
-		if ok {
-			return d.decision, d.reason, nil
-		}
+	if d, ok := a.kept(key); ok {
+		return d.decision, d.reason, nil
 	}
 	resp, err := a.Ask(ctx, identity.AttributesProto(attrs))
 	if err != nil {
@@ -263,6 +261,14 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 		a.mu.Unlock()
 	}
 	return d.decision, d.reason, nil
+}
+
+// kept is the decision of the current generation, if one was made; key is not empty for any that is kept.
+func (a *Authorizer) kept(key string) (decision, bool) {
+	a.mu.RLock()
+	defer a.mu.RUnlock()
+	d, ok := a.decisions[key]
+	return d, ok
 }
 
 // Ask is Authorize in the contract's words. It is not remembered.

@@ -67,3 +67,21 @@ func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
 		seen[k] = r
 	}
 }
+
+// A watch that is opened under a decision that is kept costs no second question; once the policy has moved it does.
+func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
+	p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a"}}
+	a := &Authorizer{Client: p}
+	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"})
+	if _, _, err := a.Authorize(t.Context(), asking("bob", "watch")); err != nil {
+		t.Fatal(err)
+	}
+	if !a.Still(t.Context(), asking("bob", "watch")) || p.asked != 1 {
+		t.Errorf("asked %d times", p.asked)
+	}
+	p.answer = &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, Generation: 6, Replica: "a"}
+	a.moved(&authzv1.Generation{Generation: 6, Replica: "a"})
+	if a.Still(t.Context(), asking("bob", "watch")) {
+		t.Error("a revoked permission is still allowed")
+	}
+}

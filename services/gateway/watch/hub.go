@@ -99,7 +99,7 @@ func Metrics() []prometheus.Collector {
 // keyOf is everything that makes two watches' events the same.
 func keyOf(q *watchfanoutv1.Query) (key, error) {
 	e := q.GetEntry()
-	short := proto.Clone(&watchfanoutv1.Query{Namespace: q.Namespace, LabelSelector: q.LabelSelector, FieldSelector: q.FieldSelector, Output: q.Output, IncludeObject: q.IncludeObject}).(*watchfanoutv1.Query)
+	short := &watchfanoutv1.Query{Namespace: q.Namespace, LabelSelector: q.LabelSelector, FieldSelector: q.FieldSelector, Output: q.Output, IncludeObject: q.IncludeObject}
 	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(short)
 	if err != nil {
 		return key{}, err

@@ -131,9 +131,6 @@ func (s *Stream) Offer(parts ...[]byte) bool {
 // Flush writes what is queued for any stream of this one's connection.
 func (s *Stream) Flush() { s.conn.Flush() }
 
-// Conn is the stream's connection, for flushing once after many offers.
-func (s *Stream) Conn() *Conn { return s.conn }
-
 // parcel is what is left of some parts.
 type parcel struct {
 	parts [][]byte

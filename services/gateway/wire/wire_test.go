@@ -203,7 +203,7 @@ func TestAClientThatLeavesEndsItsStream(t *testing.T) {
 			}
 			return
 		}
-		time.Sleep(time.Millisecond)
+		time.Sleep(time.Millisecond) // between tries, until the client's leaving has come here
 	}
 }
 
