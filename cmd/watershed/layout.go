@@ -152,7 +152,8 @@ func (l *layout) settings(name string) map[string]any {
 	case "registry":
 		return merge(map[string]any{"service-account-signing-key-file": p("sa.key"), "service-account-issuer": issuer, "secure-port": l.port,
 			"requestheader-allowed-names": "front-proxy-client",
-			"kubelet-client-certificate":  p("apiserver-kubelet-client.crt"), "kubelet-client-key": p("apiserver-kubelet-client.key")})
+			"proxy-client-cert-file":      p("front-proxy-client.crt"), "proxy-client-key-file": p("front-proxy-client.key"),
+			"kubelet-client-certificate": p("apiserver-kubelet-client.crt"), "kubelet-client-key": p("apiserver-kubelet-client.key")})
 	case "authn":
 		return merge(map[string]any{"service-account-key-file": p("sa.pub"), "service-account-issuer": issuer, "requestheader-allowed-names": "front-proxy-client",
 			"requestheader-username-headers": "X-Remote-User", "requestheader-group-headers": "X-Remote-Group", "requestheader-extra-headers-prefix": "X-Remote-Extra-",
@@ -160,7 +161,9 @@ func (l *layout) settings(name string) map[string]any {
 	case "authz", "admission":
 		return map[string]any{"kubeconfig": l.kubeconfigOf(name)}
 	case "gateway":
-		return merge(map[string]any{"tls-cert-file": p("apiserver.crt"), "tls-private-key-file": p("apiserver.key"), "secure-port": l.port, "api-audiences": issuer})
+		return merge(map[string]any{"tls-cert-file": p("apiserver.crt"), "tls-private-key-file": p("apiserver.key"), "secure-port": l.port, "api-audiences": issuer,
+			"proxy-client-cert-file": p("front-proxy-client.crt"), "proxy-client-key-file": p("front-proxy-client.key"),
+			"kubelet-client-certificate": p("apiserver-kubelet-client.crt"), "kubelet-client-key": p("apiserver-kubelet-client.key")})
 	}
 	return map[string]any{}
 }

@@ -24,6 +24,7 @@ import (
 	genericapiserver "k8s.io/apiserver/pkg/server"
 	"k8s.io/apiserver/pkg/util/compatibility"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	"k8s.io/apiserver/pkg/util/proxy"
 	webhookutil "k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/informers"
@@ -42,8 +43,9 @@ import (
 
 // Config is what admission is told: kube-apiserver's admission flags, and how to reach the gateway.
 type Config struct {
-	Options    *kubeoptions.AdmissionOptions
-	Kubeconfig string
+	Options           *kubeoptions.AdmissionOptions
+	Kubeconfig        string
+	AggregatorRouting bool
 }
 
 // NewConfig returns the defaults.
@@ -52,6 +54,7 @@ func NewConfig() *Config { return &Config{Options: kubeoptions.NewAdmissionOptio
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Options.AddFlags(fs)
+	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false, "Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for what plugins must know of the cluster.")
 }
 
@@ -60,6 +63,8 @@ type Service struct {
 	admissionv1.UnimplementedAdmissionServer
 	chain     admission.Interface
 	informers informers.SharedInformerFactory
+	resolver  webhookutil.ServiceResolver
+	customs   *customs
 	synced    atomic.Bool
 	interests *interests
 }
@@ -83,6 +88,9 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	s := &Service{informers: apiclient.Informers(client)}
+	if s.resolver, err = s.serviceResolver(c.AggregatorRouting); err != nil {
+		return nil, err
+	}
 	initializers, err := s.initializers(rc)
 	if err != nil {
 		return nil, err
@@ -96,14 +104,26 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	s.chain = gc.AdmissionControl
+	if s.customs, err = newCustoms(plain, s.resolver); err != nil {
+		return nil, err
+	}
 	s.interests = newInterests(s.informers, len(c.Options.GenericAdmission.EnablePlugins) > 0 || len(c.Options.PluginNames) > 0)
 	return s, nil
 }
 
+// serviceResolver finds the addresses of webhooks.
+func (s *Service) serviceResolver(endpoints bool) (webhookutil.ServiceResolver, error) {
+	services := s.informers.Core().V1().Services().Lister()
+	if !endpoints {
+		return aggregatorapiserver.NewClusterIPServiceResolver(services), nil
+	}
+	slices, err := proxy.NewEndpointSliceIndexerGetter(s.informers.Discovery().V1().EndpointSlices())
+	return aggregatorapiserver.NewEndpointServiceResolver(services, slices), err
+}
+
 func (s *Service) initializers(rc *rest.Config) ([]admission.PluginInitializer, error) {
-	resolver := aggregatorapiserver.NewClusterIPServiceResolver(s.informers.Core().V1().Services().Lister())
 	config := controlplaneadmission.Config{LoopbackClientConfig: rc, ExternalInformers: s.informers, APIResourceConfig: controlplane.DefaultAPIResourceConfigSource()}
-	initializers, err := config.New(&http.Transport{}, nil, webhookutil.ServiceResolver(resolver), noop.NewTracerProvider())
+	initializers, err := config.New(&http.Transport{}, nil, s.resolver, noop.NewTracerProvider())
 	if err != nil {
 		return nil, err
 	}
@@ -160,12 +180,15 @@ func (s *Service) Synced(context.Context) error {
 // Run keeps the plugins' view of the cluster fresh until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
 	s.informers.Start(ctx.Done())
+	s.customs.informers.Start(ctx.Done())
 	var wg sync.WaitGroup
 	wg.Go(func() { s.interests.run(ctx) })
 	s.informers.WaitForCacheSync(ctx.Done())
+	s.customs.informers.WaitForCacheSync(ctx.Done())
 	s.synced.Store(ctx.Err() == nil)
 	<-ctx.Done()
 	s.informers.Shutdown()
+	s.customs.informers.Shutdown()
 	wg.Wait()
 	return nil
 }

@@ -48,7 +48,7 @@ func (s *Service) Validate(ctx context.Context, r *admissionv1.Review) (*admissi
 type phase func(context.Context, admission.Attributes, admission.ObjectInterfaces) error
 
 func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase, mayChange bool) (*admissionv1.Verdict, error) {
-	c, err := codecFor(r)
+	c, err := s.codecFor(ctx, r)
 	if err != nil {
 		return nil, err
 	}
@@ -118,24 +118,25 @@ var schemes = []struct {
 	codecs runtime.NegotiatedSerializer
 }{{legacyscheme.Scheme, legacyscheme.Codecs}, {apiextensionsapiserver.Scheme, apiextensionsapiserver.Codecs}, {aggregatorscheme.Scheme, aggregatorscheme.Codecs}}
 
-func codecFor(r *admissionv1.Review) (*codec, error) {
+func (s *Service) codecFor(ctx context.Context, r *admissionv1.Review) (*codec, error) {
 	c := &codec{kind: schema.GroupVersionKind{Group: r.Kind.Group, Version: r.Kind.Version, Kind: r.Kind.Kind}}
-	for _, s := range schemes {
-		if !s.scheme.Recognizes(c.kind) {
+	for _, of := range schemes {
+		if !of.scheme.Recognizes(c.kind) {
 			continue
 		}
-		info, ok := runtime.SerializerInfoForMediaType(s.codecs.SupportedMediaTypes(), r.MediaType)
+		info, ok := runtime.SerializerInfoForMediaType(of.codecs.SupportedMediaTypes(), r.MediaType)
 		if !ok {
 			return nil, apierrors.NewInternalError(errors.New("no serializer for " + r.MediaType))
 		}
 		hub := schema.GroupVersion{Group: c.kind.Group, Version: runtime.APIVersionInternal}
-		c.decoder, c.encoder = s.codecs.DecoderToVersion(info.Serializer, hub), s.codecs.EncoderForVersion(info.Serializer, c.kind.GroupVersion())
-		c.interfaces = admission.NewObjectInterfacesFromScheme(s.scheme)
+		c.decoder, c.encoder = of.codecs.DecoderToVersion(info.Serializer, hub), of.codecs.EncoderForVersion(info.Serializer, c.kind.GroupVersion())
+		c.interfaces = admission.NewObjectInterfacesFromScheme(of.scheme)
 		return c, nil
 	}
 	c.decoder, c.encoder = unstructured.UnstructuredJSONScheme, unstructured.UnstructuredJSONScheme
-	c.interfaces = admission.NewObjectInterfacesFromScheme(runtime.NewScheme())
-	return c, nil
+	var err error
+	c.interfaces, err = s.customs.interfaces(ctx, r.Resource.Resource+"."+r.Resource.Group, c.kind.Version)
+	return c, err
 }
 
 func (c *codec) decode(data []byte) (runtime.Object, error) {

@@ -25,10 +25,12 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/aggregation"
 	"watershed.dev/services/gateway/discovery"
 	"watershed.dev/services/gateway/edge"
 	"watershed.dev/services/gateway/openapi"
 	"watershed.dev/services/gateway/routing"
+	"watershed.dev/services/gateway/streaming"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -39,12 +41,16 @@ type Config struct {
 	MinRequestTimeout int
 	Watch             watch.Config
 	TierGets          bool
+	Aggregation       aggregation.Config
+	Streaming         streaming.Config
 }
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Edge.AddFlags(fs)
 	c.Watch.AddFlags(fs)
+	c.Aggregation.AddFlags(fs)
+	c.Streaming.AddFlags(fs)
 	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false, "Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of registry. It is cheaper where both are in one process.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "", "The IP address on which to advertise the API to members of the cluster.")
 	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800, "The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
@@ -68,6 +74,8 @@ type Service struct {
 	authz     *edge.Authorizer
 	catalog   *routing.Catalog
 	interests *routing.Interests
+	remotes   *aggregation.Proxy
+	learner   *aggregation.Learner
 	handler   http.Handler
 }
 
@@ -77,12 +85,36 @@ func New(c *Config, s Services) (*Service, error) {
 	g := &Service{config: c, services: s, server: edge.NewServer(&c.Edge), authz: &edge.Authorizer{Client: s.Authz}, interests: &routing.Interests{Client: s.Admission}}
 	authn := &edge.Authenticator{Client: s.Authn, Headers: c.Edge.FrontProxyHeaders()}
 	address := fmt.Sprintf("%s:%d", c.AdvertiseAddress, c.Edge.SecurePort)
-	disco, docs := &discovery.Handler{Address: address}, &openapi.Handler{Registry: s.Registry}
-	g.catalog = &routing.Catalog{Registry: s.Registry, Changed: func(v *routing.View) {
+	carrier, err := streaming.New(&c.Streaming)
+	if err != nil {
+		return nil, err
+	}
+	if g.remotes, err = aggregation.New(&c.Aggregation); err != nil {
+		return nil, err
+	}
+	var tell sync.Mutex // discovery and OpenAPI are told of a view and of what others serve one after the other
+	var disco *discovery.Handler
+	var docs *openapi.Handler
+	told := func(v *routing.View) {
 		disco.Set(v)
 		docs.Set(v)
+	}
+	g.learner = aggregation.NewLearner(g.remotes, func() {
+		tell.Lock()
+		defer tell.Unlock()
+		if v := g.catalog.View(); v != nil {
+			told(v)
+		}
+	})
+	disco, docs = &discovery.Handler{Address: address, Remotes: g.learner}, &openapi.Handler{Registry: s.Registry, Remotes: g.learner}
+	g.catalog = &routing.Catalog{Registry: s.Registry, Changed: func(v *routing.View) {
+		tell.Lock()
+		defer tell.Unlock()
+		g.remotes.Set(v)
+		g.learner.Wake()
+		told(v)
 	}}
-	router := &routing.Router{Catalog: g.catalog, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Admission: s.Admission,
+	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Admission: s.Admission,
 		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Stopping}
 	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight)
 	return g, nil
@@ -112,7 +144,9 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		info, ok := request.RequestInfoFrom(req.Context())
-		switch {
+		switch group, version := groupVersion(req.URL.Path); {
+		case group != "" && g.remotes.Handles(group, version):
+			g.remotes.Serve(w, req, group, version)
 		case ok && info.IsResourceRequest:
 			router.ServeHTTP(w, req)
 		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
@@ -121,6 +155,19 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 			own.ServeHTTP(w, req)
 		}
 	})
+}
+
+// groupVersion is what follows /apis/ in a path that names a version.
+func groupVersion(path string) (group, version string) {
+	rest, ok := strings.CutPrefix(path, "/apis/")
+	if !ok {
+		return "", ""
+	}
+	group, rest, ok = strings.Cut(rest, "/")
+	if version, _, _ = strings.Cut(rest, "/"); !ok || version == "" {
+		return "", ""
+	}
+	return group, version
 }
 
 func under(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
@@ -194,6 +241,7 @@ func (g *Service) Run(ctx context.Context) error {
 	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	wg.Go(func() { g.catalog.Run(following) })
 	wg.Go(func() { g.interests.Run(following) })
+	wg.Go(func() { g.learner.Run(following) })
 	wg.Go(func() { g.authz.Follow(following) })
 	err := g.server.Run(ctx, g.handler)
 	cancel()

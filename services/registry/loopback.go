@@ -64,7 +64,7 @@ func (l *loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 		return l.discovery(req, info)
 	}
 	r := &commonv1.Resource{Group: info.APIGroup, Version: info.APIVersion, Resource: info.Resource, Subresource: info.Subresource}
-	e, err := l.service.endpoint(r)
+	e, err := l.service.endpoint(req.Context(), r)
 	if err != nil {
 		return failure(req, err), nil
 	}
@@ -139,13 +139,13 @@ func (l *loopback) discovery(req *http.Request, info *request.RequestInfo) (*htt
 		return failure(req, apierrors.NewNotFound(schema.GroupResource{}, info.Path)), nil
 	}
 	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv.String()}
-	for _, e := range l.service.set.Endpoints() {
-		if e.Resource.GroupVersion() == gv {
-			name := e.Resource.Resource
-			if e.Subresource != "" {
-				name += "/" + e.Subresource
+	for _, e := range append(l.service.set.Entries(), l.service.customs.Entries()...) {
+		if r := e.Resource; r.Group == gv.Group && r.Version == gv.Version {
+			name := r.Resource
+			if r.Subresource != "" {
+				name += "/" + r.Subresource
 			}
-			list.APIResources = append(list.APIResources, metav1.APIResource{Name: name, SingularName: e.Entry.Singular, Namespaced: e.Namespaced, Kind: e.Kind.Kind, Verbs: e.Entry.Verbs})
+			list.APIResources = append(list.APIResources, metav1.APIResource{Name: name, SingularName: e.Singular, Namespaced: e.Namespaced, Kind: e.Kind.Kind, Verbs: e.Verbs})
 		}
 	}
 	data, err := json.Marshal(list)

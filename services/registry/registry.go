@@ -16,16 +16,26 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
+	"go.opentelemetry.io/otel/trace/noop"
 	"google.golang.org/grpc"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
+	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
+	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
+	"k8s.io/apiserver/pkg/util/proxy"
+	"k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
+	restclient "k8s.io/client-go/rest"
 	"k8s.io/client-go/util/keyutil"
+	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/serviceaccount"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/apis"
+	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/loops"
 	"watershed.dev/services/registry/publisher"
 	"watershed.dev/services/registry/storage"
@@ -76,10 +86,12 @@ type Service struct {
 	revisions coalescer
 	tail      *tail
 
-	catalogMu sync.Mutex
-	catalog   *registryv1.CatalogResponse
-	changed   chan struct{}
-	ready     atomic.Bool
+	// customs is what definitions define; extensions keeps it up to date.
+	customs    *customresources.Table
+	extensions extensions.SharedInformerFactory
+	remotes    *remotes
+	catalogue  *catalogue
+	ready      atomic.Bool
 }
 
 // New connects and builds everything that is served. id is the registry's identity on the inner network.
@@ -88,7 +100,8 @@ func New(ctx context.Context, c *Config, id rpc.TLS) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{config: c, changed: make(chan struct{}), tail: newTail()}
+	s := &Service{config: c, tail: newTail()}
+	s.catalogue = newCatalogue(s.makeCatalog)
 	host, _ := os.Hostname()
 	s.identity = fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano())
 	if s.store, err = storage.Open(c.Storage, resources); err != nil {
@@ -118,8 +131,43 @@ func New(ctx context.Context, c *Config, id rpc.TLS) (*Service, error) {
 	if s.set, err = apis.BuiltIn(&c.APIs, s.store, resources, deps); err != nil {
 		return nil, err
 	}
-	s.catalog = s.set.Catalog()
-	return s, nil
+	if err := s.follow(config); err != nil {
+		return nil, err
+	}
+	return s, s.followRegistrations(config)
+}
+
+// follow makes ready to serve custom resources.
+func (s *Service) follow(loopback *restclient.Config) error {
+	client, err := extensionsclient.NewForConfig(loopback)
+	if err != nil {
+		return err
+	}
+	s.extensions = extensions.NewSharedInformerFactory(client, 5*time.Minute)
+	s.customs = &customresources.Table{Storage: s.store, Changed: s.catalogue.touch}
+	if s.customs.Models, err = s.set.Models(apiextensionsv1.GroupName); err != nil {
+		return err
+	}
+	services, err := s.resolver()
+	if err != nil {
+		return err
+	}
+	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, loopback, noop.NewTracerProvider())
+	if s.customs.Converters, err = conversion.NewCRConverterFactory(services, wrapper); err != nil {
+		return err
+	}
+	_, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().AddEventHandler(s.customs.Handler())
+	return err
+}
+
+// resolver finds the addresses of services that are called: conversion webhooks and aggregated servers.
+func (s *Service) resolver() (aggregator.ServiceResolver, error) {
+	services := s.informers.Core().V1().Services().Lister()
+	if !s.config.Loops.AggregatorRouting {
+		return aggregator.NewClusterIPServiceResolver(services), nil
+	}
+	slices, err := proxy.NewEndpointSliceIndexerGetter(s.informers.Discovery().V1().EndpointSlices())
+	return aggregator.NewEndpointServiceResolver(services, slices), err
 }
 
 func (c *Config) tokenIssuer() (serviceaccount.TokenGenerator, error) {
@@ -173,9 +221,15 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.store.Close()
 	defer s.nats.Close()
 	defer s.informers.Shutdown()
+	defer s.extensions.Shutdown()
+	defer s.remotes.informers.Shutdown()
+	services, err := s.resolver()
+	if err != nil {
+		return err
+	}
 	p := &publisher.Publisher{Storage: s.store, Log: &s.config.Log, NATS: s.nats, JS: s.js, Identity: s.identity, CompactionInterval: s.config.Storage.CompactionInterval}
 	l := &loops.Loops{Options: s.config.Loops, Client: s.client, Loopback: s.loopback.config(), Informers: s.informers, Hooks: s.set.Hooks, Groups: s.set.Groups,
-		Storage: s.store, APIs: &s.config.APIs, Identity: s.identity}
+		Storage: s.store, APIs: &s.config.APIs, Identity: s.identity, Extensions: s.extensions, Customs: s.customs, Services: services}
 	if err := l.Prepare(); err != nil {
 		return err
 	}
@@ -194,10 +248,15 @@ func (s *Service) Run(ctx context.Context) error {
 		return publisher.Elect(ctx, s.store.Client.Client, loops.ElectionKey, s.identity, l.Run)
 	})
 	s.informers.Start(ctx.Done())
+	s.extensions.Start(ctx.Done())
+	s.remotes.informers.Start(ctx.Done())
 	background("informers", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
+		s.extensions.WaitForCacheSync(ctx.Done())
+		s.remotes.informers.WaitForCacheSync(ctx.Done())
+		s.catalogue.renew()
 		s.ready.Store(true)
-		return nil
+		return s.catalogue.run(ctx)
 	})
 	<-ctx.Done()
 	wg.Wait()

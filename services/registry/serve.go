@@ -2,7 +2,6 @@ package registry
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -25,9 +24,12 @@ import (
 // chunkBytes is how much of a body one message of a stream carries.
 const chunkBytes = 256 << 10
 
-func (s *Service) endpoint(r *commonv1.Resource) (*verbs.Endpoint, error) {
+func (s *Service) endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoint, error) {
 	if e, ok := s.set.Endpoint(r); ok {
 		return e, nil
+	}
+	if e, err := s.customs.Endpoint(ctx, r); e != nil || err != nil {
+		return e, err
 	}
 	return nil, apierrors.NewGenericServerResponse(404, "", schemaResource(r), "", "404 page not found", 0, true)
 }
@@ -48,7 +50,7 @@ func prefixOf(r *commonv1.Resource) string {
 
 // Get answers one object.
 func (s *Service) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
-	e, err := s.endpoint(r.Resource)
+	e, err := s.endpoint(ctx, r.Resource)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
@@ -58,7 +60,7 @@ func (s *Service) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv
 
 // List answers a list from etcd.
 func (s *Service) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServer[registryv1.ListChunk]) error {
-	e, err := s.endpoint(r.Resource)
+	e, err := s.endpoint(stream.Context(), r.Resource)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -90,7 +92,7 @@ func (s *Service) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 	if r == nil {
 		return rpc.ToStatus(apierrors.NewBadRequest("a write begins with its request"))
 	}
-	e, err := s.endpoint(r.Resource)
+	e, err := s.endpoint(stream.Context(), r.Resource)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -99,6 +101,27 @@ func (s *Service) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 		return rpc.ToStatus(err)
 	}
 	return stream.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: resp}})
+}
+
+// Connect decides where a request that carries bytes goes, asking back in its own stream.
+func (s *Service) Connect(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	r := first.GetRequest()
+	if r == nil {
+		return rpc.ToStatus(apierrors.NewBadRequest("a connection begins with its request"))
+	}
+	e, err := s.endpoint(stream.Context(), r.Resource)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	c, err := e.Connect(within(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name), r, &streamGate{stream: stream})
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	return stream.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Connection{Connection: c}})
 }
 
 // streamGate asks the gateway at the other end of a write's stream. Questions are asked one at a time: deletecollection
@@ -172,23 +195,6 @@ func (g *streamGate) Rules(_ context.Context, r *authzv1.RulesRequest) (*authzv1
 	return a.GetRules(), nil
 }
 
-// Catalog sends what is served now and whenever it changes.
-func (s *Service) Catalog(_ *registryv1.CatalogRequest, stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
-	for {
-		s.catalogMu.Lock()
-		c, changed := s.catalog, s.changed
-		s.catalogMu.Unlock()
-		if err := stream.Send(c); err != nil {
-			return err
-		}
-		select {
-		case <-changed:
-		case <-stream.Context().Done():
-			return stream.Context().Err()
-		}
-	}
-}
-
 // Revision answers etcd's current revision.
 func (s *Service) Revision(ctx context.Context, _ *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
 	r, err := s.revisions.get(ctx)
@@ -196,22 +202,4 @@ func (s *Service) Revision(ctx context.Context, _ *registryv1.RevisionRequest) (
 		return nil, rpc.ToStatus(err)
 	}
 	return &registryv1.RevisionResponse{Revision: r}, nil
-}
-
-// OpenAPI sends one document in JSON.
-func (s *Service) OpenAPI(r *registryv1.OpenAPIRequest, stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
-	doc, ok, err := s.set.OpenAPI(r.Path)
-	if err != nil {
-		return rpc.ToStatus(apierrors.NewInternalError(err))
-	}
-	if !ok {
-		return rpc.ToStatus(apierrors.NewGenericServerResponse(404, "", schemaResource(nil), "", "404 page not found", 0, true))
-	}
-	data, err := json.Marshal(doc)
-	if err != nil {
-		return rpc.ToStatus(err)
-	}
-	return inChunks(data, func(b []byte) error {
-		return stream.Send(&registryv1.OpenAPIChunk{Data: b, Etag: s.catalog.OpenapiEtag})
-	})
 }

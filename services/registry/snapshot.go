@@ -22,11 +22,11 @@ const snapshotPage = 500
 
 // Snapshot sends every object of a stored resource, as it was at one revision.
 func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
-	st, ok := s.store.ByName(r.StoredAs)
-	if !ok {
-		return status.Errorf(codes.NotFound, "no stored resource %q", r.StoredAs)
-	}
 	ctx := stream.Context()
+	st, err := s.stored(ctx, r.StoredAs)
+	if err != nil {
+		return err
+	}
 	key, end, revision := st.Prefix, clientv3.GetPrefixRangeEnd(st.Prefix), int64(0)
 	for {
 		resp, err := s.store.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(snapshotPage), clientv3.WithRev(revision))
@@ -48,6 +48,21 @@ func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStre
 		}
 		key = string(resp.Kvs[len(resp.Kvs)-1].Key) + "\x00"
 	}
+}
+
+// stored finds how a resource's objects are read: for a custom resource, by its definition as it is now in etcd.
+func (s *Service) stored(ctx context.Context, name string) (*storage.Stored, error) {
+	if st, ok := s.store.ByName(name); ok {
+		return st, nil
+	}
+	st, err := s.customs.Stored(ctx, name)
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	if st == nil {
+		return nil, status.Errorf(codes.NotFound, "no stored resource %q", name)
+	}
+	return st, nil
 }
 
 // rowsOf encodes on every processor.
@@ -74,13 +89,17 @@ func rowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) ([]
 
 // Encode turns stored encodings into another version, or into Table rows.
 func (s *Service) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	e, err := s.endpoint(ctx, r.Resource)
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	if e.Entry.GetUntyped() {
+		resp, err := encoder.EncodeUntyped(ctx, e, r)
+		return resp, rpc.ToStatus(err)
+	}
 	st, ok := s.store.ByName(r.StoredAs)
 	if !ok {
 		return nil, status.Errorf(codes.NotFound, "no stored resource %q", r.StoredAs)
-	}
-	e, err := s.endpoint(r.Resource)
-	if err != nil {
-		return nil, rpc.ToStatus(err)
 	}
 	resp, err := encoder.Encode(ctx, e, st, r)
 	return resp, rpc.ToStatus(err)

@@ -34,6 +34,7 @@ func (t *tail) take(e *logv1.Event) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	switch {
+	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" && t.started: // in its place among the events, for those it is for
 	case e.Type == logv1.Type_TYPE_RESET:
 		t.base += int64(len(t.ring)) + 1
 		t.ring, t.bytes, t.low, t.started = nil, 0, e.Revision, true
@@ -43,7 +44,7 @@ func (t *tail) take(e *logv1.Event) error {
 			t.low--
 		}
 	}
-	if e.Type != logv1.Type_TYPE_RESET && e.Type != logv1.Type_TYPE_UNSPECIFIED {
+	if e.Type != logv1.Type_TYPE_UNSPECIFIED && (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "" && t.started) {
 		t.ring = append(t.ring, e)
 		t.bytes += proto.Size(e)
 		for len(t.ring) > 1 && (t.bytes > tailBytes || t.ring[0].Revision == t.low) {
@@ -86,6 +87,9 @@ func (t *tail) follow(ctx context.Context, after int64, storedAs string, each fu
 		for _, e := range events {
 			if e.StoredAs != storedAs || e.Revision <= after {
 				continue
+			}
+			if e.Type == logv1.Type_TYPE_RESET {
+				return errOverrun
 			}
 			if err := each(e); err != nil {
 				return err

@@ -48,6 +48,9 @@ func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreaming
 		return rpc.ToStatus(err)
 	}
 	s.metrics.lists.WithLabelValues(q.entry.StoredAs).Inc()
+	if q.converts() {
+		return errElsewhere
+	}
 	page, err := s.page(ctx, q, r)
 	if err != nil {
 		return rpc.ToStatus(err)
@@ -70,7 +73,7 @@ func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchf
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	if !q.native || q.table || q.partial {
+	if q.table || q.partial {
 		return nil, errElsewhere
 	}
 	snapshot, _, err := s.at(ctx, q, &watchfanoutv1.ListRequest{ResourceVersion: r.ResourceVersion})
@@ -78,7 +81,7 @@ func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchf
 		return nil, rpc.ToStatus(err)
 	}
 	item, ok := snapshot.Get(cache.Key(q.namespace, r.Name))
-	if !ok {
+	if !ok || !q.own(item) || q.protobuf && !q.typed {
 		return nil, errElsewhere
 	}
 	kind, apiVersion := kindOf(q.entry.Kind)
@@ -297,7 +300,7 @@ func decodeContinue(token string) (int64, string, error) {
 func (s *Service) parts(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
 	parts = make([][]byte, len(items))
 	switch {
-	case q.table, !q.native:
+	case q.table, slices.ContainsFunc(items, func(i *cache.Item) bool { return !q.own(i) }):
 		return s.encoded(ctx, q, items)
 	case q.partial && q.protobuf:
 		for i, item := range items {
@@ -361,7 +364,9 @@ func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (p
 func (s *Service) encode(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
 	r := &registryv1.EncodeRequest{StoredAs: q.entry.StoredAs, Resource: q.entry.Resource, Output: q.output, IncludeObject: q.includeObject}
 	for _, i := range items {
-		if len(i.Protobuf) > 0 {
+		if !q.typed {
+			r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)
+		} else if len(i.Protobuf) > 0 {
 			r.Json, r.Protobuf = append(r.Json, nil), append(r.Protobuf, i.Protobuf)
 		} else {
 			r.Json, r.Protobuf = append(r.Json, i.JSON), append(r.Protobuf, nil)
@@ -369,7 +374,7 @@ func (s *Service) encode(ctx context.Context, q *query, items []*cache.Item) (pa
 	}
 	resp, err := s.registry.Encode(ctx, r)
 	if err != nil {
-		return nil, nil, err
+		return nil, nil, rpc.FromStatus(err)
 	}
 	if len(resp.Objects) != len(items) {
 		return nil, nil, status.Errorf(codes.Internal, "encode: asked for %d objects, got %d", len(items), len(resp.Objects))

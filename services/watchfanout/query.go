@@ -3,6 +3,7 @@ package watchfanout
 import (
 	"bytes"
 	"fmt"
+	"slices"
 	"strings"
 
 	"google.golang.org/protobuf/proto"
@@ -74,7 +75,7 @@ func newQuery(p *watchfanoutv1.Query) (*query, error) {
 	}
 	k := q.entry.GetKind()
 	q.native = proto.Equal(k, q.entry.GetStoredKind()) || q.partial // metadata is the same in every version
-	q.typed = len(q.entry.MediaTypes) > 2
+	q.typed = !q.entry.Untyped
 	q.key = formKey{resource: q.entry.StoredAs + " " + q.entry.Resource.GetGroup() + " " + q.entry.Resource.GetResource(), version: frame.APIVersion(k), mediaType: q.output.MediaType, as: q.as.GetKind(), asVersion: frame.APIVersion(q.as), include: q.includeObject}
 	return q, nil
 }
@@ -84,6 +85,19 @@ func (q *query) prefix() string {
 		return ""
 	}
 	return q.namespace + "/"
+}
+
+// own says whether the item's bytes are what the query asks for, in the version that it asks for.
+func (q *query) own(i *cache.Item) bool {
+	if q.partial || q.typed {
+		return q.native
+	}
+	return i.Version == q.entry.Kind.Version
+}
+
+// converts says whether only converting an object can tell if it is selected.
+func (q *query) converts() bool {
+	return q.entry.ConvertedFields && slices.ContainsFunc(q.fields.Requirements(), func(r fields.Requirement) bool { return !strings.HasPrefix(r.Field, "metadata.") })
 }
 
 func (q *query) unselected() bool { return q.labels.Empty() && q.fields.Empty() }
@@ -109,6 +123,9 @@ func (q *query) topic() cache.Topic {
 		return cache.Topic{Field: cache.ByKey, Value: cache.Key(q.namespace, name)}
 	}
 	for _, r := range q.fields.Requirements() {
+		if q.converts() {
+			break
+		}
 		if (r.Operator == selection.Equals || r.Operator == selection.DoubleEquals) && r.Value != "" && !strings.HasPrefix(r.Field, "metadata.") {
 			return cache.Topic{Field: r.Field, Value: r.Value}
 		}

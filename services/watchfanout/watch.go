@@ -3,6 +3,7 @@ package watchfanout
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strconv"
@@ -14,10 +15,13 @@ import (
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
 	"watershed.dev/services/watchfanout/frame"
@@ -60,7 +64,7 @@ type watcher struct {
 func (w *watcher) run(ctx context.Context) error {
 	cur, err := w.begin(ctx)
 	if err != nil {
-		return w.fail(err)
+		return w.fail(w.ended(err, w.request.ResumeAfter != nil))
 	}
 	if w.position.Revision <= w.cache.Progress() { // the stream is open, and can be resumed from here; not from what has not come yet
 		if err := (&frames{watcher: w, position: true}).flush(); err != nil {
@@ -73,7 +77,7 @@ func (w *watcher) run(ctx context.Context) error {
 		events, next, progress, changed, ok := w.events.Next(cur, batchEvents)
 		if !ok { // more came at once than memory keeps; the log has it, unless it was reset
 			if cur, err = w.resume(ctx, w.position.Revision, w.position.Index); err != nil {
-				return w.fail(err)
+				return w.fail(w.ended(err, true))
 			}
 			continue
 		}
@@ -230,6 +234,18 @@ func expired(revision, low int64) error {
 	return apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d (%d)", revision, low))
 }
 
+// errRedefined ends a watch of a resource whose definition has changed: objects are read in another way, and clients begin anew.
+var errRedefined = errors.New("the resource was defined anew")
+
+// ended is why a watch cannot go on. One that was open when its resource was redefined ends without an error, as
+// kube-apiserver's do.
+func (w *watcher) ended(err error, open bool) error {
+	if open && apierrors.IsResourceExpired(err) && w.resource.Redefined() >= w.position.Revision {
+		return errRedefined
+	}
+	return err
+}
+
 // initial sends every object as ADDED, then a bookmark where initial events were asked for by name.
 func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	topic := w.topic()
@@ -238,14 +254,20 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 		return 0, err
 	}
 	var items []*cache.Item
+	own := true
 	snapshot.ScanField(topic, w.prefix(), "", func(i *cache.Item) bool {
-		if w.matches(i) {
+		var ok bool
+		if ok, err = w.selects(ctx, i); ok {
 			items = append(items, i)
+			own = own && w.own(i)
 		}
-		return true
+		return err == nil
 	})
+	if err != nil {
+		return 0, err
+	}
 	out := &frames{watcher: w}
-	if w.table || !w.native {
+	if w.table || !own {
 		err = w.initialEncoded(ctx, items, out)
 	} else {
 		err = w.initialNative(items, out)
@@ -320,7 +342,10 @@ func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
 		if !w.inScope(e.Item) || e.Revision < w.position.Revision || e.Revision == w.position.Revision && e.Index <= w.position.Index {
 			continue // of another namespace, or seen by the client before this replica had it
 		}
-		kind, item := w.seen(e)
+		kind, item, err := w.seen(ctx, e)
+		if err != nil {
+			return err
+		}
 		if kind == "" {
 			continue
 		}
@@ -341,31 +366,54 @@ func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
 
 // seen is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is DELETED
 // in the state that it was last seen in.
-func (w *watcher) seen(e *cache.Event) (string, *cache.Item) {
-	now := w.matches(e.Item)
+func (w *watcher) seen(ctx context.Context, e *cache.Event) (string, *cache.Item, error) {
+	now, err := w.selects(ctx, e.Item)
+	if err != nil {
+		return "", nil, err
+	}
 	before := now
 	if e.Previous != nil {
-		before = w.matches(e.Previous)
+		if before, err = w.selects(ctx, e.Previous); err != nil {
+			return "", nil, err
+		}
 	}
 	switch {
 	case e.Type == logv1.Type_TYPE_DELETED:
 		if now {
-			return "DELETED", e.Item
+			return "DELETED", e.Item, nil
 		}
-		return "", nil
+		return "", nil, nil
 	case e.Type == logv1.Type_TYPE_ADDED:
 		if now {
-			return "ADDED", e.Item
+			return "ADDED", e.Item, nil
 		}
-		return "", nil
+		return "", nil, nil
 	case now && before:
-		return "MODIFIED", e.Item
+		return "MODIFIED", e.Item, nil
 	case now:
-		return "ADDED", e.Item
+		return "ADDED", e.Item, nil
 	case before:
-		return "DELETED", e.Previous
+		return "DELETED", e.Previous, nil
 	}
-	return "", nil
+	return "", nil, nil
+}
+
+// selects says whether the query selects an object. Where only converting it can tell, registry is asked.
+func (w *watcher) selects(ctx context.Context, i *cache.Item) (bool, error) {
+	if !w.converts() || w.own(i) {
+		return w.matches(i), nil
+	}
+	if !w.labels.Empty() && !w.labels.Matches(labels.Set(i.Labels)) {
+		return false, nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, encodeTimeout)
+	defer cancel()
+	resp, err := w.registry.Encode(ctx, &registryv1.EncodeRequest{StoredAs: w.entry.StoredAs, Resource: w.entry.Resource, Output: &registryv1.Output{MediaType: frame.JSON},
+		Json: [][]byte{i.JSON}, Versions: []string{i.Version}})
+	if err != nil {
+		return false, rpc.FromStatus(err)
+	}
+	return len(resp.Fields) == 1 && w.fields.Matches(fields.Set(resp.Fields[0].Fields)), nil
 }
 
 // eventFrame is made once for all who watch in the same form.
@@ -389,7 +437,7 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 		return data, err
 	}
 	return e.Frame(key, func() ([]byte, error) {
-		if !w.native {
+		if !w.own(item) {
 			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), encodeTimeout)
 			defer cancel()
 			parts, _, err := w.encoded(ctx, w.query, []*cache.Item{item})
@@ -473,6 +521,9 @@ func (w *watcher) bookmarkFrame(revision int64, initialEnd bool) ([]byte, error)
 
 // fail ends the stream with an ERROR event where the error is the API's own, for the client to see.
 func (w *watcher) fail(err error) error {
+	if errors.Is(err, errRedefined) {
+		return w.stream.Send(&watchfanoutv1.WatchFrame{End: true})
+	}
 	api, ok := err.(apierrors.APIStatus)
 	if !ok {
 		return err

@@ -11,11 +11,13 @@ import (
 	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	genericapi "k8s.io/apiserver/pkg/endpoints"
 	"k8s.io/apiserver/pkg/endpoints/discovery/aggregated"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/aggregation"
 	"watershed.dev/services/gateway/edge"
 	"watershed.dev/services/gateway/routing"
 )
@@ -24,6 +26,8 @@ import (
 type Handler struct {
 	// Address is what /api tells clients to use: host:port.
 	Address string
+	// Remotes knows what other servers serve.
+	Remotes *aggregation.Learner
 	current atomic.Pointer[documents]
 }
 
@@ -39,8 +43,15 @@ type documents struct {
 func (h *Handler) Set(v *routing.View) {
 	d := &documents{view: v, versions: map[string][]metav1.APIResource{}}
 	for _, e := range v.Resources {
+		if e.Hidden {
+			continue
+		}
 		gv := groupVersion(e.Resource.Group, e.Resource.Version)
 		d.versions[gv] = append(d.versions[gv], apiResource(e))
+	}
+	remote := map[schema.GroupVersion]bool{}
+	for _, r := range v.Remotes {
+		remote[schema.GroupVersion{Group: r.Group, Version: r.Version}] = true
 	}
 	legacy, apis := aggregated.NewResourceManager("api"), aggregated.NewResourceManager("apis")
 	d.groups.TypeMeta = metav1.TypeMeta{Kind: "APIGroupList", APIVersion: "v1"}
@@ -54,6 +65,18 @@ func (h *Handler) Set(v *routing.View) {
 		}
 		for j, version := range g.Versions {
 			gv := metav1.GroupVersion{Group: g.Name, Version: version}
+			if remote[schema.GroupVersion(gv)] {
+				of := apidiscoveryv2.APIVersionDiscovery{Version: version, Freshness: apidiscoveryv2.DiscoveryFreshnessStale}
+				if learned := h.Remotes.Of(schema.GroupVersion(gv)); learned != nil {
+					of.Resources = learned.Resources
+					if !learned.Stale {
+						of.Freshness = apidiscoveryv2.DiscoveryFreshnessCurrent
+					}
+				}
+				manager.AddGroupVersion(g.Name, of)
+				manager.SetGroupVersionPriority(gv, 100000-i, 1000-j)
+				continue
+			}
 			converted, err := genericapi.ConvertGroupVersionIntoToDiscovery(d.versions[groupVersion(g.Name, version)])
 			if err != nil {
 				continue
@@ -107,7 +130,7 @@ func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv strin
 	resources, ok := d.versions[gv]
 	group, _, _ := strings.Cut(gv, "/")
 	switch {
-	case !ok && (d.view.HasGroup(group) || !strings.Contains(gv, "/")):
+	case !ok && (d.view.BuiltIn(group) || !strings.Contains(gv, "/")):
 		edge.WriteCode(w, req, http.StatusNotFound, "Page Not Found")
 		return
 	case !ok:

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net/http"
 	"strings"
 	"sync"
@@ -18,9 +19,13 @@ import (
 	"github.com/google/gnostic-models/openapiv3"
 	"github.com/munnerz/goautoneg"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/kube-openapi/pkg/aggregator"
+	"k8s.io/kube-openapi/pkg/validation/spec"
 
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/aggregation"
 	"watershed.dev/services/gateway/edge"
 	"watershed.dev/services/gateway/routing"
 )
@@ -28,6 +33,8 @@ import (
 // Handler serves the documents.
 type Handler struct {
 	Registry registryv1.RegistryClient
+	// Remotes knows what other servers say of themselves.
+	Remotes *aggregation.Learner
 
 	mu   sync.Mutex
 	view *routing.View
@@ -43,7 +50,17 @@ type document struct {
 func (h *Handler) Set(v *routing.View) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.view, h.made = v, map[string]*document{}
+	old := h.view
+	h.view = v
+	delete(h.made, "v2")       // a remote server may say something new
+	for path := range h.made { // what is the same stays
+		if old == nil || old.Openapi[path] != v.Openapi[path] {
+			delete(h.made, path)
+		}
+	}
+	if h.made == nil {
+		h.made = map[string]*document{}
+	}
 }
 
 // ServeHTTP implements http.Handler.
@@ -123,20 +140,22 @@ func (h *Handler) index(w http.ResponseWriter) {
 		URL string `json:"serverRelativeURL"`
 	}
 	paths := map[string]entry{}
-	for _, g := range v.Groups {
-		for _, version := range g.Versions {
-			p := "api/" + version
-			if g.Name != "" {
-				p = "apis/" + g.Name + "/" + version
-			}
-			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(v.OpenapiEtag, "v3/"+p)}
+	for path, hash := range v.Openapi {
+		if p, ok := strings.CutPrefix(path, "v3/"); ok {
+			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(hash, path)}
+		}
+	}
+	for _, gv := range h.Remotes.Groups() {
+		if learned := h.Remotes.Of(gv); learned != nil && learned.OpenAPI != nil {
+			p := "apis/" + gv.String()
+			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(string(learned.OpenAPI), "v3/"+p)}
 		}
 	}
 	w.Header().Set("Content-Type", "application/json")
 	_ = json.NewEncoder(w).Encode(map[string]any{"paths": paths})
 }
 
-// hashOf names one document of one catalogue: what registry makes depends on nothing else.
+// hashOf names one document: what registry makes depends on nothing but the hash that the catalogue has of it.
 func hashOf(etag, path string) string {
 	return fmt.Sprintf("%X", sha512.Sum512([]byte(etag+path)))
 }
@@ -147,11 +166,17 @@ func (h *Handler) document(ctx context.Context, path string) (*document, error) 
 	if h.view == nil {
 		return nil, errors.New("the API is starting")
 	}
+	if gv, err := schema.ParseGroupVersion(strings.TrimPrefix(path, "v3/apis/")); err == nil && path != "v2" {
+		if learned := h.Remotes.Of(gv); learned != nil && learned.OpenAPI != nil {
+			p, err := toProtobuf(path, learned.OpenAPI)
+			return &document{json: learned.OpenAPI, protobuf: p, etag: hashOf(string(learned.OpenAPI), path)}, err
+		}
+	}
 	if d, ok := h.made[path]; ok {
 		return d, nil
 	}
 	stream, err := h.Registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
-	d := &document{etag: hashOf(h.view.OpenapiEtag, path)}
+	d := &document{etag: hashOf(h.view.Openapi[path], path)}
 	for err == nil {
 		var chunk *registryv1.OpenAPIChunk
 		if chunk, err = stream.Recv(); err == nil {
@@ -161,11 +186,48 @@ func (h *Handler) document(ctx context.Context, path string) (*document, error) 
 	if !errors.Is(err, io.EOF) {
 		return nil, rpc.FromStatus(err)
 	}
+	if path == "v2" {
+		if d.json, err = h.merged(ctx, d.json); err != nil {
+			return nil, err
+		}
+		d.etag = hashOf(string(d.json), path)
+	}
 	if d.protobuf, err = toProtobuf(path, d.json); err != nil {
 		return nil, err
 	}
 	h.made[path] = d
 	return d, nil
+}
+
+// merged adds what other servers say of their group versions to the document of v2. One that does not answer is left out.
+func (h *Handler) merged(ctx context.Context, data []byte) ([]byte, error) {
+	var all *spec.Swagger
+	for _, gv := range h.Remotes.Groups() {
+		theirs, err := h.Remotes.OpenAPIV2(ctx, gv)
+		if err != nil {
+			slog.Debug("An aggregated server has no OpenAPI", "group", gv, "error", err)
+			continue
+		}
+		other := &spec.Swagger{}
+		if err := json.Unmarshal(theirs, other); err != nil {
+			slog.Warn("An aggregated server's OpenAPI cannot be read", "group", gv, "error", err)
+			continue
+		}
+		if all == nil {
+			all = &spec.Swagger{}
+			if err := json.Unmarshal(data, all); err != nil {
+				return nil, err
+			}
+		}
+		other = aggregator.FilterSpecByPathsWithoutSideEffects(other, []string{"/apis/" + gv.String() + "/"})
+		if err := aggregator.MergeSpecsIgnorePathConflictRenamingDefinitionsAndParameters(all, other); err != nil {
+			slog.Warn("An aggregated server's OpenAPI does not fit", "group", gv, "error", err)
+		}
+	}
+	if all == nil {
+		return data, nil
+	}
+	return json.Marshal(all)
 }
 
 func toProtobuf(path string, data []byte) ([]byte, error) {

@@ -8,6 +8,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -15,6 +17,7 @@ import (
 type View struct {
 	*registryv1.CatalogResponse
 	entries map[entryKey]*registryv1.ResourceEntry
+	builtIn map[string]bool
 }
 
 type entryKey struct{ group, version, resource, subresource string }
@@ -25,15 +28,8 @@ func (v *View) Entry(group, version, resource, subresource string) (*registryv1.
 	return e, ok
 }
 
-// HasGroup says whether a group is served in any version.
-func (v *View) HasGroup(group string) bool {
-	for _, g := range v.Groups {
-		if g.Name == group {
-			return true
-		}
-	}
-	return false
-}
+// BuiltIn says whether a group is served in any version by Go's own types.
+func (v *View) BuiltIn(group string) bool { return v.builtIn[group] }
 
 // Catalog follows registry's catalogue.
 type Catalog struct {
@@ -68,11 +64,14 @@ func (c *Catalog) Run(ctx context.Context) {
 }
 
 func (c *Catalog) set(m *registryv1.CatalogResponse) {
-	if old := c.View(); old != nil && old.OpenapiEtag == m.OpenapiEtag && len(old.Resources) == len(m.Resources) {
+	if old := c.View(); old != nil && proto.Equal(old.CatalogResponse, m) {
 		return // the same, from another replica
 	}
-	v := &View{m, map[entryKey]*registryv1.ResourceEntry{}}
+	v := &View{m, map[entryKey]*registryv1.ResourceEntry{}, map[string]bool{}}
 	for _, e := range m.Resources {
+		if !e.Untyped {
+			v.builtIn[e.Resource.Group] = true
+		}
 		v.entries[entryKey{e.Resource.Group, e.Resource.Version, e.Resource.Resource, e.Resource.Subresource}] = e
 	}
 	if c.Changed != nil {

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -28,6 +29,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/edge"
+	"watershed.dev/services/gateway/streaming"
 	"watershed.dev/services/gateway/watch"
 )
 
@@ -48,6 +50,8 @@ type Router struct {
 	Authn     authnv1.AuthnClient
 	Authz     authzv1.AuthzClient
 	Authorize *edge.Authorizer
+	// Carrier carries bytes to kubelets, pods, services and nodes.
+	Carrier *streaming.Carrier
 	// MinRequestTimeout is the least time that a watch without timeoutSeconds stays open.
 	MinRequestTimeout time.Duration
 	// Stopping ends watches when it is closed.
@@ -74,8 +78,12 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		return
 	}
 	entry, ok := view.Entry(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
+	if main, custom := view.Entry(info.APIGroup, info.APIVersion, info.Resource, ""); custom && main.Untyped && scoped(main, info) && !ok {
+		edge.WriteError(w, req, schema.GroupVersion{Group: info.APIGroup, Version: info.APIVersion}, apierrors.NewNotFound(schema.GroupResource{Group: info.APIGroup, Resource: info.Resource}, info.Name))
+		return
+	}
 	if !ok || !placed(entry, info, req) {
-		if view.HasGroup(info.APIGroup) {
+		if view.BuiltIn(info.APIGroup) {
 			edge.WriteCode(w, req, http.StatusNotFound, "Page Not Found")
 		} else {
 			edge.NotFound(w, req)
@@ -106,6 +114,9 @@ func starting() error {
 // placed says whether the path is one that the resource has: a cluster's own objects have no namespace, a namespaced
 // object has one, and what can only be created has neither lists nor names.
 func placed(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Request) bool {
+	if e.Untyped {
+		return scoped(e, info)
+	}
 	has := func(verbs ...string) bool {
 		return slices.ContainsFunc(verbs, func(v string) bool { return slices.Contains(e.Verbs, v) })
 	}
@@ -128,6 +139,14 @@ func placed(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Re
 	return true
 }
 
+// scoped is placed for custom resources, of whose paths only the namespace is looked at.
+func scoped(e *registryv1.ResourceEntry, info *request.RequestInfo) bool {
+	if !e.Namespaced {
+		return info.Namespace == ""
+	}
+	return info.Namespace != "" || info.Verb == "list" || info.Verb == "watch"
+}
+
 // watchPath recognizes the old form of a watch, /api/v1/watch/….
 func watchPath(req *http.Request) bool {
 	parts := strings.SplitN(strings.TrimPrefix(req.URL.Path, "/"), "/", 5)
@@ -144,19 +163,27 @@ func (c *call) serve() {
 	if c.entry.Deprecation != "" {
 		warning.AddWarning(c.req.Context(), "", c.entry.Deprecation)
 	}
+	for _, text := range c.entry.Warnings {
+		warning.AddWarning(c.req.Context(), "", text)
+	}
 	if len(c.entry.ConnectMethods) > 0 {
-		c.fail(apierrors.NewGenericServerResponse(http.StatusNotImplemented, c.info.Verb, c.groupResource(), c.info.Name, "streaming to nodes and pods is not served yet", 0, true))
+		if !slices.Contains(c.entry.ConnectMethods, c.req.Method) {
+			edge.WriteCode(c.w, c.req, http.StatusMethodNotAllowed, "Method Not Allowed")
+			return
+		}
+		c.connect()
 		return
 	}
-	if c.info.Verb == "watch" && c.req.Method == http.MethodGet && c.has("list") && !c.has("watch") {
-		c.fail(apierrors.NewMethodNotSupported(c.groupResource(), "watch"))
+	if c.info.Verb == "watch" && c.req.Method == http.MethodGet && c.has("list") && !c.has("watch") || c.entry.Untyped && !c.custom() {
+		c.fail(apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb))
 		return
 	}
-	if c.req.Method == http.MethodHead || !c.allowed() {
+	if c.entry.Untyped { // kube-apiserver's web framework does not see these
+	} else if c.req.Method == http.MethodHead || !c.allowed() {
 		edge.WriteCode(c.w, c.req, http.StatusMethodNotAllowed, "Method Not Allowed")
 		return
 	}
-	if c.info.Verb == "patch" && !slices.Contains(c.patchTypes(), mediaType(c.req)) {
+	if c.info.Verb == "patch" && !c.entry.Untyped && !slices.Contains(c.patchTypes(), mediaType(c.req)) {
 		edge.WriteCode(c.w, c.req, http.StatusUnsupportedMediaType, "Unsupported Media Type")
 		return
 	}
@@ -167,6 +194,10 @@ func (c *call) serve() {
 	}
 	switch c.info.Verb {
 	case "get":
+		if c.entry.GetWithOptions {
+			c.connect()
+			return
+		}
 		c.get()
 	case "list":
 		c.list()
@@ -175,6 +206,14 @@ func (c *call) serve() {
 	default:
 		c.write()
 	}
+}
+
+// custom says whether a custom resource knows the verb at all; what is being deleted refuses in its own words.
+func (c *call) custom() bool {
+	if c.entry.Resource.Subresource != "" {
+		return c.has(c.info.Verb)
+	}
+	return slices.Contains([]string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}, c.info.Verb)
 }
 
 func (c *call) groupResource() schema.GroupResource {
@@ -214,7 +253,7 @@ func (c *call) has(verb string) bool {
 // patchTypes are the media types that a patch may have; only types of Go's own can be merged strategically.
 func (c *call) patchTypes() []string {
 	all := []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
-	if len(c.entry.MediaTypes) > 2 {
+	if !c.entry.Untyped {
 		all = append(all, string(types.StrategicMergePatchType))
 	}
 	return all
@@ -227,7 +266,7 @@ func mediaType(req *http.Request) string {
 
 // negotiate chooses the answer's encoding.
 func (c *call) negotiate() (*registryv1.Output, error) {
-	if !produced(c.req.Header.Get("Accept"), c.entry.MediaTypes) {
+	if !c.entry.Untyped && !produced(c.req.Header.Get("Accept"), c.entry.MediaTypes) {
 		types := c.entry.MediaTypes
 		if c.info.Verb == "list" || c.info.Verb == "watch" {
 			types = append(slices.Clone(types), runtime.ContentTypeJSON+";stream=watch")
@@ -282,7 +321,7 @@ type restrictions struct{ entry *registryv1.ResourceEntry }
 
 func (r restrictions) AllowsMediaTypeTransform(mimeType, mimeSubType string, gvk *schema.GroupVersionKind) bool {
 	if gvk == nil {
-		return true
+		return !r.entry.Untyped || mimeSubType == "json" || mimeSubType == "yaml"
 	}
 	if gvk.Group != metav1.GroupName || gvk.Version != "v1" && gvk.Version != "v1beta1" {
 		return false
@@ -350,18 +389,62 @@ func (c *call) contentType() string {
 
 // write carries one write to registry and answers what registry asks on the way.
 func (c *call) write() {
-	ctx := c.req.Context()
 	body, err := readBody(c.req)
 	if err != nil {
 		c.fail(err)
 		return
 	}
+	r := c.writeRequest()
+	r.ContentType, r.Body, r.Output = c.req.Header.Get("Content-Type"), body, c.out
+	m, err := c.converse(r, c.Writes.Write)
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	c.respond(m.GetResult())
+}
+
+func (c *call) writeRequest() *registryv1.WriteRequest {
 	r := &registryv1.WriteRequest{Verb: c.info.Verb, Resource: c.entry.Resource, Namespace: c.namespace(), Name: c.info.Name, User: c.user,
-		Query: c.req.URL.RawQuery, ContentType: c.req.Header.Get("Content-Type"), Body: body, Output: c.out, UserAgent: c.req.UserAgent(), Path: c.req.URL.Path}
+		Query: c.req.URL.RawQuery, UserAgent: c.req.UserAgent(), Path: c.req.URL.Path}
 	r.Admit, r.Validate = c.Interests.For(c.entry.Resource)
-	ctx, cancel := context.WithCancel(ctx)
+	return r
+}
+
+// connect asks registry where the request goes, and carries it there.
+func (c *call) connect() {
+	r := c.writeRequest()
+	if c.entry.ConnectSubpath {
+		r.Subpath = c.subpath()
+	}
+	m, err := c.converse(r, c.Registry.Connect)
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
+		c.Carrier.Serve(c.w, c.req, c.info.Name, m.GetConnection(), c.fail)
+	})
+}
+
+// subpath is what follows the subresource in the path, as kube-apiserver reads it.
+func (c *call) subpath() string {
+	const before = 3 // resource, name, subresource
+	p := ""
+	if len(c.info.Parts) > before {
+		p = "/" + strings.TrimPrefix(strings.Join(c.info.Parts[before:], "/"), "/")
+	}
+	if strings.HasSuffix(c.info.Path, "/") && !strings.HasSuffix(p, "/") {
+		p += "/"
+	}
+	return p
+}
+
+// converse sends one request and answers what registry asks until it has an answer.
+func (c *call) converse(r *registryv1.WriteRequest, open func(context.Context, ...grpc.CallOption) (grpc.BidiStreamingClient[registryv1.WriteCall, registryv1.WriteReply], error)) (*registryv1.WriteReply, error) {
+	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
-	stream, err := c.Writes.Write(ctx)
+	stream, err := open(ctx)
 	if err == nil {
 		err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})
 	}
@@ -370,13 +453,12 @@ func (c *call) write() {
 		if m, err = stream.Recv(); err != nil {
 			break
 		}
-		if result := m.GetResult(); result != nil {
-			c.respond(result)
-			return
+		if m.GetResult() != nil || m.GetConnection() != nil {
+			return m, nil
 		}
 		err = stream.Send(c.answer(ctx, m))
 	}
-	c.fail(rpc.FromStatus(err))
+	return nil, rpc.FromStatus(err)
 }
 
 // answer asks the service that registry's question is for. A question that cannot be answered refuses the write.

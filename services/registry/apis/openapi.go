@@ -98,11 +98,15 @@ func operationID(r common.Route) (string, []string, error) {
 	return "", nil, fmt.Errorf("operation names begin with a verb: %q", r.OperationName())
 }
 
-func (d *documents) resourceModels() (map[string]*spec.Schema, error) {
+// resourceModels are the schemas that server-side apply merges by, of a group's resources, or of every group's.
+func (d *documents) resourceModels(group string) (map[string]*spec.Schema, error) {
 	var names []string
 	for i := range d.groups {
 		info := &d.groups[i]
 		for _, gv := range info.PrioritizedVersions {
+			if group != "*" && group != gv.Group {
+				continue
+			}
 			for _, st := range info.VersionedResourcesStorageMap[gv.Version] {
 				kind, err := genericapi.GetResourceKind(gv, st, info.Scheme)
 				if err != nil {

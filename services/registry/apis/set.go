@@ -61,7 +61,7 @@ func (s *Set) complete(store *storage.Storage) error {
 	if s.openapi, err = newDocuments(s.groups); err != nil {
 		return err
 	}
-	models, err := s.openapi.models()
+	models, err := s.openapi.resourceModels("*")
 	if err != nil {
 		return err
 	}
@@ -271,22 +271,27 @@ func verbsOf(st rest.Storage) []string {
 	return set
 }
 
-// Catalog is what the registry tells the others.
-func (s *Set) Catalog() *registryv1.CatalogResponse {
-	c := &registryv1.CatalogResponse{Groups: s.Groups, OpenapiEtag: s.openapi.etag}
+// Entries is what the catalogue says of all endpoints.
+func (s *Set) Entries() []*registryv1.ResourceEntry {
+	var all []*registryv1.ResourceEntry
 	for _, e := range s.ordered {
-		c.Resources = append(c.Resources, e.Entry)
+		all = append(all, e.Entry)
 	}
-	return c
+	return all
+}
+
+// OpenAPIHash names what the documents of the built-in groups depend on.
+func (s *Set) OpenAPIHash() string { return s.openapi.etag }
+
+// Models are the schemas of one group's objects and of all that they hold.
+func (s *Set) Models(group string) (map[string]*spec.Schema, error) {
+	return s.openapi.resourceModels(group)
 }
 
 // OpenAPI answers a document: "v2", or "v3/" and a group version's path. ok is false where there is none.
 func (s *Set) OpenAPI(path string) (doc any, ok bool, err error) {
 	return s.openapi.get(path, s.ordered)
 }
-
-// models are the schemas that server-side apply merges by.
-func (d *documents) models() (map[string]*spec.Schema, error) { return d.resourceModels() }
 
 // Resource is the endpoint's resource as an API client names it.
 func Resource(e *verbs.Endpoint) metav1.GroupVersionResource {

@@ -34,7 +34,7 @@ func Encode(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, r *regis
 		objects[i] = obj
 	}
 	if r.GetOutput().GetAs().GetKind() == "Table" {
-		return rows(ctx, e, st, objects, r)
+		return rows(ctx, e, objects, r)
 	}
 	return convert(e, st, objects, r)
 }
@@ -65,9 +65,9 @@ func convert(e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object, r 
 	return resp, nil
 }
 
-func rows(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
-	convertor, ok := e.Storage.(rest.TableConvertor)
-	if !ok {
+func rows(ctx context.Context, e *verbs.Endpoint, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	convertor := e.TableConvertor()
+	if convertor == nil {
 		return nil, fmt.Errorf("%s has no table", e)
 	}
 	resp := &registryv1.EncodeResponse{}
@@ -84,7 +84,7 @@ func rows(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, objects []
 		return nil, err
 	}
 	for _, obj := range objects {
-		internal, err := e.Convertor.ConvertToVersion(obj, schema.GroupVersion{Group: st.Kind.Group, Version: runtime.APIVersionInternal})
+		internal, err := e.Convertor.ConvertToVersion(obj, e.Hub())
 		if err != nil {
 			return nil, err
 		}

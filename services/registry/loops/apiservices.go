@@ -2,6 +2,8 @@ package loops
 
 import (
 	"context"
+	"log/slog"
+	"os"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -12,6 +14,9 @@ import (
 	"k8s.io/kube-aggregator/pkg/controllers/autoregister"
 	availability "k8s.io/kube-aggregator/pkg/controllers/status/local"
 	"k8s.io/kube-aggregator/pkg/controllers/status/metrics"
+	"k8s.io/kube-aggregator/pkg/controllers/status/remote"
+
+	"k8s.io/kubernetes/pkg/controlplane/controller/crdregistration"
 
 	"watershed.dev/services/registry/apis"
 )
@@ -25,7 +30,13 @@ func (l *Loops) registerLocal(ctx context.Context) error {
 	informers := externalversions.NewSharedInformerFactory(client, 5*time.Minute)
 	services := informers.Apiregistration().V1().APIServices()
 	registration := autoregister.NewAutoRegisterController(services, client.ApiregistrationV1())
-	available, err := availability.New(services, client.ApiregistrationV1(), metrics.New())
+	counted := metrics.New()
+	available, err := availability.New(services, client.ApiregistrationV1(), counted)
+	if err != nil {
+		return err
+	}
+	answering, err := remote.New(services, l.Informers.Core().V1().Services(), l.Informers.Discovery().V1().EndpointSlices(), client.ApiregistrationV1(), nil,
+		l.proxyCertificate, l.Services, counted)
 	if err != nil {
 		return err
 	}
@@ -43,8 +54,30 @@ func (l *Loops) registerLocal(ctx context.Context) error {
 				Spec: apiregistrationv1.APIServiceSpec{Group: g.Name, Version: v, GroupPriorityMinimum: p.Group, VersionPriority: p.Version}})
 		}
 	}
+	definitions := crdregistration.NewCRDRegistrationController(l.Extensions.Apiextensions().V1().CustomResourceDefinitions(), registration)
 	informers.Start(ctx.Done())
-	go registration.Run(5, ctx.Done())
+	go definitions.Run(5, ctx.Done())
+	go func() {
+		definitions.WaitForInitialSync() // what defines nothing any more is not to be taken for something to remove too early
+		registration.Run(5, ctx.Done())
+	}()
 	go available.Run(5, ctx.Done())
+	go answering.Run(5, ctx.Done())
 	return nil
+}
+
+// proxyCertificate is what the system proves itself with to aggregated servers.
+func (l *Loops) proxyCertificate() (cert, key []byte) {
+	if l.ProxyClientCertFile == "" {
+		return nil, nil
+	}
+	cert, err := os.ReadFile(l.ProxyClientCertFile)
+	if err == nil {
+		key, err = os.ReadFile(l.ProxyClientKeyFile)
+	}
+	if err != nil {
+		slog.Error("The proxy's certificate cannot be read", "error", err)
+		return nil, nil
+	}
+	return cert, key
 }

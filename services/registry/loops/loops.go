@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"github.com/spf13/pflag"
+	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
+	"k8s.io/apiextensions-apiserver/pkg/controller/finalizer"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
@@ -31,6 +33,8 @@ import (
 	"k8s.io/kubernetes/pkg/controlplane/controller/systemnamespaces"
 	"k8s.io/kubernetes/pkg/controlplane/reconcilers"
 	"k8s.io/utils/clock"
+
+	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -57,6 +61,9 @@ type Options struct {
 	RequestHeaderUIDHeaders  []string
 	RequestHeaderGroups      []string
 	RequestHeaderExtras      []string
+	AggregatorRouting        bool
+	ProxyClientCertFile      string
+	ProxyClientKeyFile       string
 }
 
 // AddFlags adds them to fs.
@@ -65,6 +72,9 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&o.SecurePort, "secure-port", 6443, "The port of the gateway that the kubernetes Service points to.")
 	fs.StringVar(&o.ClientCAFile, "client-ca-file", "", "The clients' certificate authority, published in extension-apiserver-authentication.")
 	fs.StringVar(&o.RequestHeaderCAFile, "requestheader-client-ca-file", "", "The front proxies' certificate authority, published likewise.")
+	fs.BoolVar(&o.AggregatorRouting, "enable-aggregator-routing", false, "Turns on routing of requests for aggregated API servers and webhooks to endpoints' addresses rather than to cluster IPs.")
+	fs.StringVar(&o.ProxyClientCertFile, "proxy-client-cert-file", "", "Client certificate with which aggregated API servers are asked whether they are there.")
+	fs.StringVar(&o.ProxyClientKeyFile, "proxy-client-key-file", "", "Private key for the client certificate of --proxy-client-cert-file.")
 	fs.StringSliceVar(&o.RequestHeaderNames, "requestheader-allowed-names", nil, "Client certificate common names of allowed front proxies.")
 	fs.StringSliceVar(&o.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"}, "Request headers to inspect for usernames.")
 	fs.StringSliceVar(&o.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil, "Request headers to inspect for UIDs.")
@@ -83,6 +93,11 @@ type Loops struct {
 	Storage   *storage.Storage
 	APIs      *apis.Options
 	Identity  string
+	// Extensions and Customs are the definitions and what they define.
+	Extensions extensions.SharedInformerFactory
+	Customs    finalizer.CRClientGetter
+	// Services finds the addresses of aggregated servers.
+	Services aggregator.ServiceResolver
 
 	address net.IP
 }
@@ -91,6 +106,7 @@ type Loops struct {
 func (l *Loops) Prepare() error {
 	l.Informers.Core().V1().Namespaces().Informer()
 	l.Informers.Core().V1().Services().Informer()
+	l.Informers.Discovery().V1().EndpointSlices().Informer()
 	l.address = net.ParseIP(l.AdvertiseAddress)
 	if l.AdvertiseAddress != "" && l.address == nil {
 		return fmt.Errorf("--advertise-address %q: not an IP address", l.AdvertiseAddress)
@@ -129,6 +145,9 @@ func (l *Loops) Run(ctx context.Context) error {
 		return err
 	}
 	if err := l.registerLocal(ctx); err != nil {
+		return err
+	}
+	if err := l.definitions(ctx); err != nil {
 		return err
 	}
 	go legacytokentracking.NewController(l.Client).RunWithContext(ctx)

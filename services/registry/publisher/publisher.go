@@ -17,6 +17,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
 	"go.etcd.io/etcd/api/v3/mvccpb"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -25,6 +26,7 @@ import (
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
+	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/storage"
 )
 
@@ -36,13 +38,13 @@ const ElectionKey = "/watershed/publisher"
 const idleProgress = 30 * time.Second
 
 var (
-	published = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_publisher_events_total", Help: "Events published to the log, by stored resource."}, []string{"resource"})
-	resets    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_resets_total", Help: "Times the log had to start anew because etcd had compacted what came next."})
-	refused   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_refused_total", Help: "Events that could not be decoded, or are too large for a message: readers are told to read the resource anew."})
+	published  = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_publisher_events_total", Help: "Events published to the log, by stored resource."}, []string{"resource"})
+	resetCount = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_resets_total", Help: "Times the log had to start anew because etcd had compacted what came next."})
+	refused    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_refused_total", Help: "Events that could not be decoded, or are too large for a message: readers are told to read the resource anew."})
 )
 
 // Metrics are this package's collectors.
-func Metrics() []prometheus.Collector { return []prometheus.Collector{published, resets, refused} }
+func Metrics() []prometheus.Collector { return []prometheus.Collector{published, resetCount, refused} }
 
 // Publisher publishes while it is told to.
 type Publisher struct {
@@ -54,6 +56,8 @@ type Publisher struct {
 	// CompactionInterval is how long etcd keeps old revisions; 0: somebody else compacts.
 	CompactionInterval time.Duration
 
+	// customs knows how custom resources are read at the revision that is being published.
+	customs *customresources.Follower
 	// published is the revision that the log has come to.
 	published atomic.Int64
 }
@@ -106,6 +110,11 @@ func (p *Publisher) publish(ctx context.Context) error {
 	from := c.last.Revision + 1
 	if !c.last.Mark {
 		from = c.last.Revision // its transaction may hold more
+	}
+	if p.customs, err = customresources.Follow(ctx, p.Storage, from-1); errors.Is(err, rpctypes.ErrCompacted) {
+		return p.reset(ctx, c)
+	} else if err != nil {
+		return err
 	}
 	watchCtx := clientv3.WithRequireLeader(ctx)
 	watch := p.Storage.Client.Watch(watchCtx, p.Storage.Prefix(), clientv3.WithPrefix(), clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
@@ -166,9 +175,9 @@ func (p *Publisher) follow(ctx context.Context, c *chain, resp clientv3.WatchRes
 // transaction publishes the events of one revision: readers apply them together.
 func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv3.Event) error {
 	revision := events[0].Kv.ModRevision
-	var out, unreadable []*logv1.Event
+	var out, resets []*logv1.Event
 	for i, e := range events {
-		event, err := p.event(ctx, e)
+		event, redefined, err := p.event(ctx, e)
 		if errors.Is(err, errUnknownPast) {
 			return err
 		}
@@ -178,10 +187,13 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 		if err != nil {
 			refused.Inc()
 			slog.Error("An event cannot be published; its resource is to be read anew", "key", string(e.Kv.Key), "revision", revision, "error", err)
-			if st, ok := p.Storage.ByKey(string(e.Kv.Key)); ok {
-				unreadable = append(unreadable, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: st.Name()})
+			if st, ok := p.storedAt(string(e.Kv.Key)); ok {
+				resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: st.Name()})
 			}
 			continue
+		}
+		if redefined != "" {
+			resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: redefined, Redefined: true})
 		}
 		if event != nil {
 			event.Index, event.More = int32(i), true
@@ -189,7 +201,7 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 		}
 	}
 	if len(out) > 0 {
-		out[len(out)-1].More = len(unreadable) > 0 // what is to be forgotten is forgotten with the rest's appearing
+		out[len(out)-1].More = len(resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
 	}
 	for _, event := range out {
 		span, traced := telemetry.BeginEvent(ctx, event.StoredAs, revision)
@@ -203,7 +215,7 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 		span.End()
 		published.WithLabelValues(event.StoredAs).Inc()
 	}
-	for _, event := range unreadable {
+	for _, event := range resets {
 		if err := c.send(event); err != nil {
 			return err
 		}
@@ -218,13 +230,31 @@ const headroom = 4 << 10
 // whether it left. The log starts anew.
 var errUnknownPast = errors.New("etcd compacted the object's last state")
 
-// event decodes one etcd event; nil for a key of nothing served.
-func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (*logv1.Event, error) {
-	key := string(e.Kv.Key)
-	st, ok := p.Storage.ByKey(key)
-	if !ok {
-		return nil, nil
+// storedAt finds whose etcd key it is.
+func (p *Publisher) storedAt(key string) (*storage.Stored, bool) {
+	if st, ok := p.Storage.ByKey(key); ok {
+		return st, true
 	}
+	return p.customs.ByKey(key, p.Storage.Prefix())
+}
+
+// event decodes one etcd event; nil for a key of nothing served. redefined is the stored resource whose objects are read in
+// another way after it, since it is its definition's.
+func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Event, redefined string, err error) {
+	key := string(e.Kv.Key)
+	st, ok := p.storedAt(key)
+	if !ok {
+		return nil, "", nil
+	}
+	out, obj, err := p.read(ctx, e, st)
+	if err == nil && customresources.Defines(st) {
+		redefined = p.customs.Changed(obj, e.Type == mvccpb.DELETE)
+	}
+	return out, redefined, err
+}
+
+func (p *Publisher) read(ctx context.Context, e *clientv3.Event, st *storage.Stored) (*logv1.Event, runtime.Object, error) {
+	key := string(e.Kv.Key)
 	out := &logv1.Event{Revision: e.Kv.ModRevision, StoredAs: st.Name(), ObservedUnixNano: time.Now().UnixNano()}
 	var obj runtime.Object
 	var err error
@@ -232,7 +262,7 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (*logv1.Event,
 	case e.Type == mvccpb.DELETE:
 		out.Type = logv1.Type_TYPE_DELETED
 		if e.PrevKv == nil {
-			return nil, errUnknownPast
+			return nil, nil, errUnknownPast
 		}
 		obj, err = st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision) // its last state, at the revision of the deletion
 	case e.IsCreate():
@@ -243,33 +273,33 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (*logv1.Event,
 		obj, err = st.Decode(ctx, key, e.Kv.Value, e.Kv.ModRevision)
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	m, err := meta.Accessor(obj)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	out.Namespace, out.Name = m.GetNamespace(), m.GetName()
 	if out.Object, err = st.Encode(obj); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	if out.Type == logv1.Type_TYPE_MODIFIED && e.PrevKv == nil {
-		return nil, errUnknownPast
+		return nil, nil, errUnknownPast
 	}
 	if out.Type == logv1.Type_TYPE_MODIFIED {
 		old, err := st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision)
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		changed, err := st.Changed(old, out.Object)
 		if err == nil && changed {
 			out.Previous, err = st.Encode(old)
 		}
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 	}
-	return out, nil
+	return out, obj, nil
 }
 
 // reset starts the log anew at etcd's current revision, and says so in the log.
@@ -278,7 +308,7 @@ func (p *Publisher) reset(ctx context.Context, c *chain) error {
 	if err != nil {
 		return err
 	}
-	resets.Inc()
+	resetCount.Inc()
 	slog.Warn("The event log starts anew", "revision", resp.Header.Revision, "last", c.last.String())
 	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: resp.Header.Revision}); err != nil {
 		return err
@@ -315,7 +345,7 @@ func (p *Publisher) open(ctx context.Context) (*chain, error) {
 		slog.Warn("etcd is behind the event log", "etcd", current.Header.Revision, "log", last.Revision)
 	}
 	c.expectSequence, c.begin = sequence, true
-	resets.Inc()
+	resetCount.Inc()
 	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: current.Header.Revision}); err != nil {
 		return nil, err
 	}

@@ -22,6 +22,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	genericregistry "k8s.io/apiserver/pkg/registry/generic"
@@ -139,6 +141,17 @@ type optionsGetter struct {
 	s           *Storage
 	config      func(schema.GroupResource, runtime.Object) (*storagebackend.ConfigForResource, error)
 	groupPrefix bool
+	// unlisted: the decorator does not remember the resource.
+	unlisted bool
+}
+
+// CustomRESTOptions is the options getter of one version of a custom resource. What Custom makes stands for all versions.
+func (s *Storage) CustomRESTOptions(codec runtime.Codec) genericregistry.RESTOptionsGetter {
+	return &optionsGetter{s: s, config: func(gr schema.GroupResource, _ runtime.Object) (*storagebackend.ConfigForResource, error) {
+		c := s.Options.StorageConfig
+		c.Codec = codec
+		return c.ForResource(gr), nil
+	}, groupPrefix: true, unlisted: true}
 }
 
 // GetRESTOptions implements generic.RESTOptionsGetter.
@@ -151,25 +164,42 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource, example runtime.
 	if g.groupPrefix {
 		prefix = gr.Group + "/" + gr.Resource
 	}
-	return genericregistry.RESTOptions{StorageConfig: config, Decorator: g.s.decorate, EnableGarbageCollection: true,
+	decorate := g.s.decorate
+	if g.unlisted {
+		decorate = g.s.open
+	}
+	return genericregistry.RESTOptions{StorageConfig: config, Decorator: decorate, EnableGarbageCollection: true,
 		DeleteCollectionWorkers: 1, ResourcePrefix: prefix}, nil
 }
 
-// decorate opens the storage of one resource over the shared client and remembers how to read its values.
-func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePrefix string, keyFunc func(runtime.Object) (string, error),
-	newFunc, newListFunc func() runtime.Object, attrs apistorage.AttrFunc, _ apistorage.IndexerFuncs, _ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
-	transformer := config.Transformer
-	if transformer == nil {
-		transformer = identity.NewEncryptCheckTransformer()
-	}
+// open opens the storage of one resource over the shared client.
+func (s *Storage) open(config *storagebackend.ConfigForResource, resourcePrefix string, _ func(runtime.Object) (string, error),
+	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs, _ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
 	versioner := apistorage.APIObjectVersioner{}
 	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix, config.GroupResource,
-		transformer, config.LeaseManagerConfig, etcd3.NewDefaultDecoder(config.Codec, versioner), versioner)
+		transformerOf(config), config.LeaseManagerConfig, etcd3.NewDefaultDecoder(config.Codec, versioner), versioner)
+	if err != nil {
+		return nil, nil, err
+	}
+	return store, func() { store.Close() }, nil
+}
+
+func transformerOf(config *storagebackend.ConfigForResource) value.Transformer {
+	if config.Transformer != nil {
+		return config.Transformer
+	}
+	return identity.NewEncryptCheckTransformer()
+}
+
+// decorate is open, and remembers how to read the resource's values.
+func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePrefix string, keyFunc func(runtime.Object) (string, error),
+	newFunc, newListFunc func() runtime.Object, attrs apistorage.AttrFunc, triggers apistorage.IndexerFuncs, indexers *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
+	store, destroy, err := s.open(config, resourcePrefix, keyFunc, newFunc, newListFunc, attrs, triggers, indexers)
 	if err != nil {
 		return nil, nil, err
 	}
 	st := &Stored{GroupResource: config.GroupResource, Prefix: s.prefix + strings.Trim(resourcePrefix, "/") + "/",
-		codec: config.Codec, newFunc: newFunc, attrs: attrs, transformer: transformer, versioner: versioner}
+		codec: config.Codec, newFunc: newFunc, attrs: attrs, transformer: transformerOf(config), versioner: apistorage.APIObjectVersioner{}}
 	if err := st.complete(config, newFunc()); err != nil {
 		return nil, nil, err
 	}
@@ -179,7 +209,7 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 		s.byPrefix[st.Prefix], s.byName[st.Name()] = st, st
 		s.deepest = max(s.deepest, strings.Count(st.Prefix, "/"))
 	}
-	return store, func() { store.Close() }, nil
+	return store, destroy, nil
 }
 
 // All is every stored resource.
@@ -220,16 +250,6 @@ func (s *Storage) ByKey(key string) (*Stored, bool) {
 	return nil, false
 }
 
-// Remove forgets a stored resource: its definition is gone.
-func (s *Storage) Remove(name string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if st, ok := s.byName[name]; ok {
-		delete(s.byName, name)
-		delete(s.byPrefix, st.Prefix)
-	}
-}
-
 // Stored is one resource as etcd has it.
 type Stored struct {
 	GroupResource schema.GroupResource
@@ -238,22 +258,41 @@ type Stored struct {
 	// Kind is the kind and version that the log carries, which is the one stored.
 	Kind schema.GroupVersionKind
 
-	codec       runtime.Codec
+	codec       runtime.Decoder
 	newFunc     func() runtime.Object
 	attrs       apistorage.AttrFunc
 	transformer value.Transformer
 	versioner   apistorage.Versioner
 	convertor   runtime.ObjectConvertor
+	// always: what selectors ask of an object is not all that attrs tells.
+	always bool
 }
 
 // Name is the resource's name across the system.
 func (s *Stored) Name() string { return s.GroupResource.String() }
 
-func (s *Stored) complete(config *storagebackend.ConfigForResource, example runtime.Object) error {
-	if _, ok := example.(runtime.Unstructured); ok {
-		s.Kind = example.GetObjectKind().GroupVersionKind()
-		return nil
+// Custom is the stored resource of a definition: whoever follows definitions keeps it. kind is in the version that is stored
+// now; decode reads an object in the version that it is stored in, and attrs tells what selectors ask of it in that version.
+// converted: they may ask more, of other versions.
+func (s *Storage) Custom(gr schema.GroupResource, kind schema.GroupVersionKind, decode func([]byte) (*unstructured.Unstructured, error), attrs apistorage.AttrFunc, converted bool) *Stored {
+	return &Stored{always: converted, GroupResource: gr, Prefix: s.prefix + gr.Group + "/" + gr.Resource + "/", Kind: kind, codec: decoder(decode), attrs: attrs,
+		newFunc:     func() runtime.Object { return &unstructured.Unstructured{} },
+		transformer: identity.NewEncryptCheckTransformer(), versioner: apistorage.APIObjectVersioner{}}
+}
+
+type decoder func([]byte) (*unstructured.Unstructured, error)
+
+// Decode implements runtime.Decoder.
+func (d decoder) Decode(data []byte, _ *schema.GroupVersionKind, _ runtime.Object) (runtime.Object, *schema.GroupVersionKind, error) {
+	u, err := d(data)
+	if err != nil {
+		return nil, nil, err
 	}
+	gvk := u.GroupVersionKind()
+	return u, &gvk, nil
+}
+
+func (s *Stored) complete(config *storagebackend.ConfigForResource, example runtime.Object) error {
 	scheme := SchemeFor(example)
 	kinds, _, err := scheme.ObjectKinds(example)
 	if err != nil {
@@ -321,11 +360,8 @@ func (s *Stored) Encode(obj runtime.Object) (*logv1.Object, error) {
 		}
 		versioned.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{}) // lists hold items without it, frames put it back
 	}
-	if u, ok := versioned.(runtime.Unstructured); ok {
-		if out.Json, err = json.Marshal(u.UnstructuredContent()); err != nil {
-			return nil, err
-		}
-		return out, nil
+	if u, ok := versioned.(*unstructured.Unstructured); ok {
+		return out, untyped(u, out)
 	}
 	if out.Json, err = json.Marshal(versioned); err != nil {
 		return nil, err
@@ -336,6 +372,43 @@ func (s *Stored) Encode(obj runtime.Object) (*logv1.Object, error) {
 		}
 	}
 	return out, nil
+}
+
+// untyped writes an object without a Go type as the log carries it: metadata first, where what cuts it out looks for it, and
+// in protobuf once more, for those who watch nothing else.
+func untyped(u *unstructured.Unstructured, out *logv1.Object) error {
+	out.Version = u.GroupVersionKind().Version
+	var err error
+	if out.Json, err = Untyped(u); err != nil {
+		return err
+	}
+	var partial metav1.PartialObjectMetadata
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(map[string]any{"metadata": u.Object["metadata"]}, &partial); err != nil {
+		return err
+	}
+	out.Protobuf, err = partial.Marshal()
+	return err
+}
+
+// Untyped is an object's JSON without apiVersion and kind, metadata first.
+func Untyped(u *unstructured.Unstructured) ([]byte, error) {
+	m, err := json.Marshal(u.Object["metadata"])
+	if err != nil {
+		return nil, err
+	}
+	rest := maps.Clone(u.Object)
+	delete(rest, "metadata")
+	delete(rest, "apiVersion")
+	delete(rest, "kind")
+	body, err := json.Marshal(rest)
+	if err != nil {
+		return nil, err
+	}
+	data := append(append(make([]byte, 0, len(m)+len(body)+16), `{"metadata":`...), m...)
+	if len(rest) > 0 {
+		data = append(data, ',')
+	}
+	return append(data, body[1:]...), nil
 }
 
 // Row decodes an etcd value and encodes it for the watch tier.
@@ -352,7 +425,7 @@ func (s *Stored) Row(ctx context.Context, key string, data []byte, revision int6
 	if err != nil {
 		return nil, err
 	}
-	return &registryv1.Row{Namespace: m.GetNamespace(), Name: m.GetName(), Revision: revision, Labels: o.Labels, Fields: o.Fields, Json: o.Json, Protobuf: o.Protobuf}, nil
+	return &registryv1.Row{Namespace: m.GetNamespace(), Name: m.GetName(), Revision: revision, Labels: o.Labels, Fields: o.Fields, Json: o.Json, Protobuf: o.Protobuf, Version: o.Version}, nil
 }
 
 // SelectableFields are the stored fields that the resource's objects have.
@@ -383,6 +456,14 @@ func (s *Stored) DecodeVersioned(o *logv1.Object, into func(schema.GroupVersionK
 
 // Changed says whether a selector could tell old from the newer object.
 func (s *Stored) Changed(old runtime.Object, newer *logv1.Object) (bool, error) {
+	if s.always {
+		return true, nil
+	}
 	l, f, err := s.attrs(old)
 	return err == nil && (!maps.Equal(l, newer.Labels) || !maps.Equal(f, newer.Fields)), err
+}
+
+// Revision is an object's resource version as a number.
+func Revision(obj metav1.Object) (uint64, error) {
+	return apistorage.APIObjectVersioner{}.ParseResourceVersion(obj.GetResourceVersion())
 }

@@ -13,10 +13,12 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metainternalversionscheme "k8s.io/apimachinery/pkg/apis/meta/internalversion/scheme"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/managedfields"
 	"k8s.io/apiserver/pkg/registry/rest"
+	"k8s.io/apiserver/pkg/storage"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
@@ -41,6 +43,16 @@ type Endpoint struct {
 	UnsafeConvertor runtime.ObjectConvertor
 	FieldManager    *managedfields.FieldManager
 	Equivalents     runtime.EquivalentResourceMapper
+	// InMemory is the version that objects have in memory; empty for the internal one.
+	InMemory schema.GroupVersion
+	// Tables makes Table rows; the storage itself does where it is nil.
+	Tables rest.TableConvertor
+	// Attributes tells what selectors ask of an object; only where the endpoint's version has fields of its own.
+	Attributes storage.AttrFunc
+	// FromStorage brings custom resources as they are stored to the endpoint's version.
+	FromStorage func(*unstructured.UnstructuredList) (*unstructured.UnstructuredList, error)
+	// Terminating says whether nothing more may be created, since the definition is being deleted. It may be nil.
+	Terminating func() bool
 
 	// Entry is what the catalogue says of it.
 	Entry *registryv1.ResourceEntry
@@ -48,7 +60,19 @@ type Endpoint struct {
 
 // Hub is the version that objects have in memory.
 func (e *Endpoint) Hub() schema.GroupVersion {
+	if !e.InMemory.Empty() {
+		return e.InMemory
+	}
 	return schema.GroupVersion{Group: e.Kind.Group, Version: runtime.APIVersionInternal}
+}
+
+// TableConvertor makes the rows of the endpoint's objects, or is nil.
+func (e *Endpoint) TableConvertor() rest.TableConvertor {
+	if e.Tables != nil {
+		return e.Tables
+	}
+	t, _ := e.Storage.(rest.TableConvertor)
+	return t
 }
 
 // The five methods of admission.ObjectInterfaces.
@@ -75,6 +99,12 @@ func (e *Endpoint) acceptsGroupVersion(gv schema.GroupVersion) bool {
 		return a.AcceptsGroupVersion(gv)
 	}
 	return gv == e.Kind.GroupVersion()
+}
+
+// Fields is what a selector may ask of obj in the endpoint's version.
+func (e *Endpoint) Fields(obj runtime.Object) (map[string]string, error) {
+	_, f, err := e.Attributes(obj)
+	return f, err
 }
 
 var accessor = meta.NewAccessor()

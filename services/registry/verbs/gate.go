@@ -174,6 +174,40 @@ func (g *gateAdmission) Validate(ctx context.Context, a admission.Attributes, _ 
 	return err
 }
 
+// noCreates is an admission chain that lets nothing new in.
+type noCreates struct{ admission.Interface }
+
+func (noCreates) refuse(a admission.Attributes) error {
+	return apierrors.NewForbidden(a.GetResource().GroupResource(), a.GetName(), errors.New("create not allowed while custom resource definition is terminating"))
+}
+
+// Handles implements admission.Interface.
+func (n noCreates) Handles(op admission.Operation) bool {
+	return op == admission.Create || n.Interface.Handles(op)
+}
+
+// Admit implements admission.MutationInterface.
+func (n noCreates) Admit(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
+	if a.GetOperation() == admission.Create {
+		return n.refuse(a)
+	}
+	if m, ok := n.Interface.(admission.MutationInterface); ok {
+		return m.Admit(ctx, a, o)
+	}
+	return nil
+}
+
+// Validate implements admission.ValidationInterface.
+func (n noCreates) Validate(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
+	if a.GetOperation() == admission.Create {
+		return n.refuse(a)
+	}
+	if v, ok := n.Interface.(admission.ValidationInterface); ok {
+		return v.Validate(ctx, a, o)
+	}
+	return nil
+}
+
 func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase, a admission.Attributes) (*admissionv1.Verdict, error) {
 	r := &admissionv1.Review{
 		Operation: operations[a.GetOperation()],

@@ -16,7 +16,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
-	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/apiserver/pkg/util/apihelpers"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -152,8 +151,8 @@ func partialList(obj runtime.Object, gv schema.GroupVersion) (runtime.Object, er
 
 // table renders obj, an object or a list, as the storage's columns.
 func (e *Endpoint) table(ctx context.Context, obj runtime.Object, opts *metav1.TableOptions, gv schema.GroupVersion) (runtime.Object, error) {
-	convertor, ok := e.Storage.(rest.TableConvertor)
-	if !ok {
+	convertor := e.TableConvertor()
+	if convertor == nil {
 		return nil, notAcceptable("no Table exists for " + e.Resource.Resource)
 	}
 	t, err := convertor.ConvertToTable(ctx, obj, opts)

@@ -49,6 +49,9 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest, gate G
 	ctx = warning.WithWarningRecorder(WithGate(ctx, gate), warnings)
 	gated := &gateAdmission{gate: gate, endpoint: e, admit: sets.New[admissionv1.Operation](r.Admit...), validate: sets.New[admissionv1.Operation](r.Validate...)}
 	c := &call{Endpoint: e, req: r, user: identity.User(r.User), gated: gated, admit: fieldmanager.NewManagedFieldsValidatingAdmissionController(gated)}
+	if e.Terminating != nil && e.Terminating() && (r.Verb == "create" || r.Verb == "patch") {
+		c.admit = noCreates{c.admit}
+	}
 	if r.Verb != "deletecollection" {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, timeout)

@@ -58,8 +58,13 @@ func (c *Cache) Apply(e *logv1.Event) {
 	switch {
 	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" && c.started: // of one resource, in its place among the events
 		c.applyPending()
-		c.resource(e.StoredAs).reset(e.Revision)
-		c.resets++
+		r := c.resource(e.StoredAs)
+		r.reset(e.Revision)
+		if e.Redefined {
+			r.redefined = e.Revision
+		} else {
+			c.resets++
+		}
 		c.advance(e.Revision)
 		return
 	case e.Type == logv1.Type_TYPE_RESET:

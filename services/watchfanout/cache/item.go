@@ -17,6 +17,8 @@ type Item struct {
 	Labels, Fields  map[string]string
 	// JSON has no apiVersion and kind; Protobuf has no envelope.
 	JSON, Protobuf []byte
+	// Version is the one that JSON is in, of a custom resource's object: each is as it is stored.
+	Version string
 }
 
 // Size is the memory that the item's bytes take.
@@ -87,7 +89,7 @@ func EventOf(p *logv1.Event) *Event {
 }
 
 func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
-	return &Item{Key: Key(namespace, name), Namespace: namespace, Name: name, Revision: revision, Labels: o.Labels, Fields: o.Fields, JSON: o.Json, Protobuf: o.Protobuf}
+	return &Item{Key: Key(namespace, name), Namespace: namespace, Name: name, Revision: revision, Labels: o.Labels, Fields: o.Fields, JSON: o.Json, Protobuf: o.Protobuf, Version: o.Version}
 }
 
 // Key is an object's place in the order of etcd's keys.
@@ -99,5 +101,5 @@ func Key(namespace, name string) string {
 }
 
 func itemOfRow(row *registryv1.Row) *Item {
-	return &Item{Key: Key(row.Namespace, row.Name), Namespace: row.Namespace, Name: row.Name, Revision: row.Revision, Labels: row.Labels, Fields: row.Fields, JSON: row.Json, Protobuf: row.Protobuf}
+	return &Item{Key: Key(row.Namespace, row.Name), Namespace: row.Namespace, Name: row.Name, Revision: row.Revision, Labels: row.Labels, Fields: row.Fields, JSON: row.Json, Protobuf: row.Protobuf, Version: row.Version}
 }

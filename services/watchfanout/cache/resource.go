@@ -24,6 +24,7 @@ type Resource struct {
 	all         ring
 	ringBytes   int
 	low         int64 // events after this revision are all in the ring
+	redefined   int64 // where the definition last changed
 	topics      map[Topic]*topic
 	topicFields map[string]int
 
@@ -116,6 +117,13 @@ func (r *Resource) change(e *Event) {
 
 // drop forgets the objects; the next reader brings them back.
 func (r *Resource) drop() { r.tree, r.indexes, r.snapshot, r.bytes = nil, nil, nil, 0 }
+
+// Redefined is the revision at which the resource's definition last changed, as far as this replica has seen.
+func (r *Resource) Redefined() int64 {
+	r.cache.mu.Lock()
+	defer r.cache.mu.Unlock()
+	return r.redefined
+}
 
 // reset forgets everything: there may be a gap before revision.
 func (r *Resource) reset(revision int64) {

@@ -101,7 +101,9 @@ type Event struct {
 	// More events of the same transaction follow: a reader applies them together.
 	More bool `protobuf:"varint,10,opt,name=more,proto3" json:"more,omitempty"`
 	// The event's span, as W3C trace context writes it; empty where it is not traced.
-	Trace         string `protobuf:"bytes,11,opt,name=trace,proto3" json:"trace,omitempty"`
+	Trace string `protobuf:"bytes,11,opt,name=trace,proto3" json:"trace,omitempty"`
+	// Of a RESET with stored_as: objects are read in another way from here on, since their definition changed. Open watches end.
+	Redefined     bool `protobuf:"varint,12,opt,name=redefined,proto3" json:"redefined,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -213,12 +215,22 @@ func (x *Event) GetTrace() string {
 	return ""
 }
 
+func (x *Event) GetRedefined() bool {
+	if x != nil {
+		return x.Redefined
+	}
+	return false
+}
+
 type Object struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Labels        map[string]string      `protobuf:"bytes,1,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Fields        map[string]string      `protobuf:"bytes,2,rep,name=fields,proto3" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Json          []byte                 `protobuf:"bytes,3,opt,name=json,proto3" json:"json,omitempty"`
-	Protobuf      []byte                 `protobuf:"bytes,4,opt,name=protobuf,proto3" json:"protobuf,omitempty"`
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Labels map[string]string      `protobuf:"bytes,1,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Fields map[string]string      `protobuf:"bytes,2,rep,name=fields,proto3" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Json   []byte                 `protobuf:"bytes,3,opt,name=json,proto3" json:"json,omitempty"`
+	// Of an object without a Go type: its metadata alone.
+	Protobuf []byte `protobuf:"bytes,4,opt,name=protobuf,proto3" json:"protobuf,omitempty"`
+	// The version that json is in, where the resource's objects may be in several: those of custom resources are as they are stored.
+	Version       string `protobuf:"bytes,5,opt,name=version,proto3" json:"version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -281,11 +293,18 @@ func (x *Object) GetProtobuf() []byte {
 	return nil
 }
 
+func (x *Object) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
 var File_watershed_log_v1_log_proto protoreflect.FileDescriptor
 
 const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\xf4\x02\n" +
+	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\x92\x03\n" +
 	"\x05Event\x12*\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x16.watershed.log.v1.TypeR\x04type\x12\x1a\n" +
 	"\brevision\x18\x02 \x01(\x03R\brevision\x12\x14\n" +
@@ -298,12 +317,14 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\x12observed_unix_nano\x18\t \x01(\x03R\x10observedUnixNano\x12\x12\n" +
 	"\x04more\x18\n" +
 	" \x01(\bR\x04more\x12\x14\n" +
-	"\x05trace\x18\v \x01(\tR\x05trace\"\xaa\x02\n" +
+	"\x05trace\x18\v \x01(\tR\x05trace\x12\x1c\n" +
+	"\tredefined\x18\f \x01(\bR\tredefined\"\xc4\x02\n" +
 	"\x06Object\x12<\n" +
 	"\x06labels\x18\x01 \x03(\v2$.watershed.log.v1.Object.LabelsEntryR\x06labels\x12<\n" +
 	"\x06fields\x18\x02 \x03(\v2$.watershed.log.v1.Object.FieldsEntryR\x06fields\x12\x12\n" +
 	"\x04json\x18\x03 \x01(\fR\x04json\x12\x1a\n" +
-	"\bprotobuf\x18\x04 \x01(\fR\bprotobuf\x1a9\n" +
+	"\bprotobuf\x18\x04 \x01(\fR\bprotobuf\x12\x18\n" +
+	"\aversion\x18\x05 \x01(\tR\aversion\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +

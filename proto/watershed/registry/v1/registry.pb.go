@@ -76,6 +76,61 @@ func (Phase) EnumDescriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{0}
 }
 
+type Transport int32
+
+const (
+	Transport_TRANSPORT_UNSPECIFIED Transport = 0
+	// With the client certificate for kubelets, to one that the kubelets' authority vouches for.
+	Transport_TRANSPORT_KUBELET Transport = 1
+	// With the client certificate for kubelets, to whoever answers.
+	Transport_TRANSPORT_KUBELET_INSECURE Transport = 2
+	// Pods, services and other ports of nodes: without a certificate, to whoever answers.
+	Transport_TRANSPORT_PROXY Transport = 3
+)
+
+// Enum value maps for Transport.
+var (
+	Transport_name = map[int32]string{
+		0: "TRANSPORT_UNSPECIFIED",
+		1: "TRANSPORT_KUBELET",
+		2: "TRANSPORT_KUBELET_INSECURE",
+		3: "TRANSPORT_PROXY",
+	}
+	Transport_value = map[string]int32{
+		"TRANSPORT_UNSPECIFIED":      0,
+		"TRANSPORT_KUBELET":          1,
+		"TRANSPORT_KUBELET_INSECURE": 2,
+		"TRANSPORT_PROXY":            3,
+	}
+)
+
+func (x Transport) Enum() *Transport {
+	p := new(Transport)
+	*p = x
+	return p
+}
+
+func (x Transport) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Transport) Descriptor() protoreflect.EnumDescriptor {
+	return file_watershed_registry_v1_registry_proto_enumTypes[1].Descriptor()
+}
+
+func (Transport) Type() protoreflect.EnumType {
+	return &file_watershed_registry_v1_registry_proto_enumTypes[1]
+}
+
+func (x Transport) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Transport.Descriptor instead.
+func (Transport) EnumDescriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{1}
+}
+
 // Output is the negotiated answer.
 type Output struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -378,8 +433,10 @@ type WriteRequest struct {
 	Path        string  `protobuf:"bytes,11,opt,name=path,proto3" json:"path,omitempty"`
 	// The operations, in each phase, that something in the admission chain looks at. For any other operation the
 	// registry does not ask.
-	Admit         []v11.Operation `protobuf:"varint,12,rep,packed,name=admit,proto3,enum=watershed.admission.v1.Operation" json:"admit,omitempty"`
-	Validate      []v11.Operation `protobuf:"varint,13,rep,packed,name=validate,proto3,enum=watershed.admission.v1.Operation" json:"validate,omitempty"`
+	Admit    []v11.Operation `protobuf:"varint,12,rep,packed,name=admit,proto3,enum=watershed.admission.v1.Operation" json:"admit,omitempty"`
+	Validate []v11.Operation `protobuf:"varint,13,rep,packed,name=validate,proto3,enum=watershed.admission.v1.Operation" json:"validate,omitempty"`
+	// What follows the name and subresource in the path, for proxy.
+	Subpath       string `protobuf:"bytes,14,opt,name=subpath,proto3" json:"subpath,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -503,6 +560,13 @@ func (x *WriteRequest) GetValidate() []v11.Operation {
 		return x.Validate
 	}
 	return nil
+}
+
+func (x *WriteRequest) GetSubpath() string {
+	if x != nil {
+		return x.Subpath
+	}
+	return ""
 }
 
 type WriteCall struct {
@@ -644,6 +708,7 @@ type WriteReply struct {
 	//	*WriteReply_Authorization
 	//	*WriteReply_Token
 	//	*WriteReply_Rules
+	//	*WriteReply_Connection
 	Reply         isWriteReply_Reply `protobuf_oneof:"reply"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -731,6 +796,15 @@ func (x *WriteReply) GetRules() *v13.RulesRequest {
 	return nil
 }
 
+func (x *WriteReply) GetConnection() *Connection {
+	if x != nil {
+		if x, ok := x.Reply.(*WriteReply_Connection); ok {
+			return x.Connection
+		}
+	}
+	return nil
+}
+
 type isWriteReply_Reply interface {
 	isWriteReply_Reply()
 }
@@ -755,6 +829,10 @@ type WriteReply_Rules struct {
 	Rules *v13.RulesRequest `protobuf:"bytes,5,opt,name=rules,proto3,oneof"`
 }
 
+type WriteReply_Connection struct {
+	Connection *Connection `protobuf:"bytes,6,opt,name=connection,proto3,oneof"`
+}
+
 func (*WriteReply_Result) isWriteReply_Reply() {}
 
 func (*WriteReply_Admission) isWriteReply_Reply() {}
@@ -764,6 +842,8 @@ func (*WriteReply_Authorization) isWriteReply_Reply() {}
 func (*WriteReply_Token) isWriteReply_Reply() {}
 
 func (*WriteReply_Rules) isWriteReply_Reply() {}
+
+func (*WriteReply_Connection) isWriteReply_Reply() {}
 
 type AdmissionNeeded struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -959,11 +1039,14 @@ func (*CatalogRequest) Descriptor() ([]byte, []int) {
 }
 
 type CatalogResponse struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	Groups    []*Group               `protobuf:"bytes,1,rep,name=groups,proto3" json:"groups,omitempty"`
-	Resources []*ResourceEntry       `protobuf:"bytes,2,rep,name=resources,proto3" json:"resources,omitempty"`
-	// Changes when any OpenAPI document does.
-	OpenapiEtag   string `protobuf:"bytes,3,opt,name=openapi_etag,json=openapiEtag,proto3" json:"openapi_etag,omitempty"`
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Groups []*Group               `protobuf:"bytes,1,rep,name=groups,proto3" json:"groups,omitempty"`
+	// Built-in resources and those of established definitions.
+	Resources []*ResourceEntry `protobuf:"bytes,2,rep,name=resources,proto3" json:"resources,omitempty"`
+	// The documents of OpenAPI that registry has, "v2" and "v3/apis/apps/v1", and a hash of what each one says.
+	Openapi map[string]string `protobuf:"bytes,3,rep,name=openapi,proto3" json:"openapi,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// Group versions that another server answers for.
+	Remotes       []*Remote `protobuf:"bytes,4,rep,name=remotes,proto3" json:"remotes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1012,11 +1095,129 @@ func (x *CatalogResponse) GetResources() []*ResourceEntry {
 	return nil
 }
 
-func (x *CatalogResponse) GetOpenapiEtag() string {
+func (x *CatalogResponse) GetOpenapi() map[string]string {
 	if x != nil {
-		return x.OpenapiEtag
+		return x.Openapi
+	}
+	return nil
+}
+
+func (x *CatalogResponse) GetRemotes() []*Remote {
+	if x != nil {
+		return x.Remotes
+	}
+	return nil
+}
+
+// Remote is an APIService with a service behind it.
+type Remote struct {
+	state                 protoimpl.MessageState `protogen:"open.v1"`
+	Group                 string                 `protobuf:"bytes,1,opt,name=group,proto3" json:"group,omitempty"`
+	Version               string                 `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
+	ServiceNamespace      string                 `protobuf:"bytes,3,opt,name=service_namespace,json=serviceNamespace,proto3" json:"service_namespace,omitempty"`
+	ServiceName           string                 `protobuf:"bytes,4,opt,name=service_name,json=serviceName,proto3" json:"service_name,omitempty"`
+	Port                  int32                  `protobuf:"varint,5,opt,name=port,proto3" json:"port,omitempty"`
+	InsecureSkipTlsVerify bool                   `protobuf:"varint,6,opt,name=insecure_skip_tls_verify,json=insecureSkipTlsVerify,proto3" json:"insecure_skip_tls_verify,omitempty"`
+	CaBundle              []byte                 `protobuf:"bytes,7,opt,name=ca_bundle,json=caBundle,proto3" json:"ca_bundle,omitempty"`
+	// Whether the service answered last time, and what it lacks if not.
+	Available bool `protobuf:"varint,8,opt,name=available,proto3" json:"available,omitempty"`
+	// host:port of whatever serves it now: the service's own address, those of its endpoints, or an external name.
+	Addresses     []string `protobuf:"bytes,9,rep,name=addresses,proto3" json:"addresses,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Remote) Reset() {
+	*x = Remote{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Remote) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Remote) ProtoMessage() {}
+
+func (x *Remote) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Remote.ProtoReflect.Descriptor instead.
+func (*Remote) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *Remote) GetGroup() string {
+	if x != nil {
+		return x.Group
 	}
 	return ""
+}
+
+func (x *Remote) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
+func (x *Remote) GetServiceNamespace() string {
+	if x != nil {
+		return x.ServiceNamespace
+	}
+	return ""
+}
+
+func (x *Remote) GetServiceName() string {
+	if x != nil {
+		return x.ServiceName
+	}
+	return ""
+}
+
+func (x *Remote) GetPort() int32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *Remote) GetInsecureSkipTlsVerify() bool {
+	if x != nil {
+		return x.InsecureSkipTlsVerify
+	}
+	return false
+}
+
+func (x *Remote) GetCaBundle() []byte {
+	if x != nil {
+		return x.CaBundle
+	}
+	return nil
+}
+
+func (x *Remote) GetAvailable() bool {
+	if x != nil {
+		return x.Available
+	}
+	return false
+}
+
+func (x *Remote) GetAddresses() []string {
+	if x != nil {
+		return x.Addresses
+	}
+	return nil
 }
 
 // Group is one API group in discovery's order.
@@ -1033,7 +1234,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1045,7 +1246,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1058,7 +1259,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{12}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Group) GetName() string {
@@ -1114,13 +1315,22 @@ type ResourceEntry struct {
 	GetWithOptions bool `protobuf:"varint,19,opt,name=get_with_options,json=getWithOptions,proto3" json:"get_with_options,omitempty"`
 	// The name segment that group discovery uses for the kind where it differs from kind.
 	DiscoveryKind string `protobuf:"bytes,20,opt,name=discovery_kind,json=discoveryKind,proto3" json:"discovery_kind,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// A custom resource: objects have no Go type. They are served in JSON and YAML, their metadata also in protobuf, and each
+	// may be stored in another version than stored_kind.
+	Untyped bool `protobuf:"varint,21,opt,name=untyped,proto3" json:"untyped,omitempty"`
+	// Served, but not told of yet: the definition's names are accepted and it is not established.
+	Hidden bool `protobuf:"varint,22,opt,name=hidden,proto3" json:"hidden,omitempty"`
+	// Every answer carries these Warning headers too.
+	Warnings []string `protobuf:"bytes,23,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	// What a selectable field is in this version only converting can say, by asking a webhook.
+	ConvertedFields bool `protobuf:"varint,24,opt,name=converted_fields,json=convertedFields,proto3" json:"converted_fields,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *ResourceEntry) Reset() {
 	*x = ResourceEntry{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1132,7 +1342,7 @@ func (x *ResourceEntry) String() string {
 func (*ResourceEntry) ProtoMessage() {}
 
 func (x *ResourceEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1145,7 +1355,7 @@ func (x *ResourceEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResourceEntry.ProtoReflect.Descriptor instead.
 func (*ResourceEntry) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{13}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ResourceEntry) GetResource() *v1.Resource {
@@ -1288,6 +1498,34 @@ func (x *ResourceEntry) GetDiscoveryKind() string {
 	return ""
 }
 
+func (x *ResourceEntry) GetUntyped() bool {
+	if x != nil {
+		return x.Untyped
+	}
+	return false
+}
+
+func (x *ResourceEntry) GetHidden() bool {
+	if x != nil {
+		return x.Hidden
+	}
+	return false
+}
+
+func (x *ResourceEntry) GetWarnings() []string {
+	if x != nil {
+		return x.Warnings
+	}
+	return nil
+}
+
+func (x *ResourceEntry) GetConvertedFields() bool {
+	if x != nil {
+		return x.ConvertedFields
+	}
+	return false
+}
+
 type SnapshotRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	StoredAs      string                 `protobuf:"bytes,1,opt,name=stored_as,json=storedAs,proto3" json:"stored_as,omitempty"`
@@ -1297,7 +1535,7 @@ type SnapshotRequest struct {
 
 func (x *SnapshotRequest) Reset() {
 	*x = SnapshotRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1309,7 +1547,7 @@ func (x *SnapshotRequest) String() string {
 func (*SnapshotRequest) ProtoMessage() {}
 
 func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1322,7 +1560,7 @@ func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRequest.ProtoReflect.Descriptor instead.
 func (*SnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SnapshotRequest) GetStoredAs() string {
@@ -1343,7 +1581,7 @@ type SnapshotChunk struct {
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1355,7 +1593,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1368,7 +1606,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SnapshotChunk) GetRevision() int64 {
@@ -1396,14 +1634,16 @@ type Row struct {
 	// The object in JSON without apiVersion and kind, in the stored kind's version.
 	Json []byte `protobuf:"bytes,6,opt,name=json,proto3" json:"json,omitempty"`
 	// The message of the object in Kubernetes protobuf, without the k8s\0 envelope; empty where the type has none.
-	Protobuf      []byte `protobuf:"bytes,7,opt,name=protobuf,proto3" json:"protobuf,omitempty"`
+	Protobuf []byte `protobuf:"bytes,7,opt,name=protobuf,proto3" json:"protobuf,omitempty"`
+	// As an Object's in the log.
+	Version       string `protobuf:"bytes,8,opt,name=version,proto3" json:"version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Row) Reset() {
 	*x = Row{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1415,7 +1655,7 @@ func (x *Row) String() string {
 func (*Row) ProtoMessage() {}
 
 func (x *Row) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1428,7 +1668,7 @@ func (x *Row) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Row.ProtoReflect.Descriptor instead.
 func (*Row) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Row) GetNamespace() string {
@@ -1480,6 +1720,13 @@ func (x *Row) GetProtobuf() []byte {
 	return nil
 }
 
+func (x *Row) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
 type EncodeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The stored kind's encodings: JSON without apiVersion and kind.
@@ -1491,13 +1738,15 @@ type EncodeRequest struct {
 	Output   *Output      `protobuf:"bytes,5,opt,name=output,proto3" json:"output,omitempty"`
 	// Table's includeObject: None, Metadata or Object.
 	IncludeObject string `protobuf:"bytes,6,opt,name=include_object,json=includeObject,proto3" json:"include_object,omitempty"`
+	// The version that each object is in, where that is not the stored kind's.
+	Versions      []string `protobuf:"bytes,7,rep,name=versions,proto3" json:"versions,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *EncodeRequest) Reset() {
 	*x = EncodeRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1509,7 +1758,7 @@ func (x *EncodeRequest) String() string {
 func (*EncodeRequest) ProtoMessage() {}
 
 func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1522,7 +1771,7 @@ func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeRequest.ProtoReflect.Descriptor instead.
 func (*EncodeRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *EncodeRequest) GetStoredAs() string {
@@ -1567,20 +1816,29 @@ func (x *EncodeRequest) GetIncludeObject() string {
 	return ""
 }
 
+func (x *EncodeRequest) GetVersions() []string {
+	if x != nil {
+		return x.Versions
+	}
+	return nil
+}
+
 type EncodeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// One for each object asked for, as a list holds it: JSON without apiVersion and kind, a protobuf message, or a Table row,
 	// whose object is null unless the whole object is to be included: metadata is for the caller to put in.
 	Objects [][]byte `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
 	// Table's columnDefinitions in JSON.
-	Columns       []byte `protobuf:"bytes,2,opt,name=columns,proto3" json:"columns,omitempty"`
+	Columns []byte `protobuf:"bytes,2,opt,name=columns,proto3" json:"columns,omitempty"`
+	// What a selector may ask of each object in the version asked for; only for entries with converted_fields.
+	Fields        []*Fields `protobuf:"bytes,3,rep,name=fields,proto3" json:"fields,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *EncodeResponse) Reset() {
 	*x = EncodeResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1592,7 +1850,7 @@ func (x *EncodeResponse) String() string {
 func (*EncodeResponse) ProtoMessage() {}
 
 func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1605,7 +1863,7 @@ func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeResponse.ProtoReflect.Descriptor instead.
 func (*EncodeResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *EncodeResponse) GetObjects() [][]byte {
@@ -1622,6 +1880,57 @@ func (x *EncodeResponse) GetColumns() []byte {
 	return nil
 }
 
+func (x *EncodeResponse) GetFields() []*Fields {
+	if x != nil {
+		return x.Fields
+	}
+	return nil
+}
+
+type Fields struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Fields        map[string]string      `protobuf:"bytes,1,rep,name=fields,proto3" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Fields) Reset() {
+	*x = Fields{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Fields) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Fields) ProtoMessage() {}
+
+func (x *Fields) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Fields.ProtoReflect.Descriptor instead.
+func (*Fields) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *Fields) GetFields() map[string]string {
+	if x != nil {
+		return x.Fields
+	}
+	return nil
+}
+
 type RevisionRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -1630,7 +1939,7 @@ type RevisionRequest struct {
 
 func (x *RevisionRequest) Reset() {
 	*x = RevisionRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1642,7 +1951,7 @@ func (x *RevisionRequest) String() string {
 func (*RevisionRequest) ProtoMessage() {}
 
 func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1655,7 +1964,7 @@ func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionRequest.ProtoReflect.Descriptor instead.
 func (*RevisionRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
 }
 
 type RevisionResponse struct {
@@ -1667,7 +1976,7 @@ type RevisionResponse struct {
 
 func (x *RevisionResponse) Reset() {
 	*x = RevisionResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1679,7 +1988,7 @@ func (x *RevisionResponse) String() string {
 func (*RevisionResponse) ProtoMessage() {}
 
 func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1692,7 +2001,7 @@ func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionResponse.ProtoReflect.Descriptor instead.
 func (*RevisionResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *RevisionResponse) GetRevision() int64 {
@@ -1714,7 +2023,7 @@ type OpenAPIRequest struct {
 
 func (x *OpenAPIRequest) Reset() {
 	*x = OpenAPIRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1726,7 +2035,7 @@ func (x *OpenAPIRequest) String() string {
 func (*OpenAPIRequest) ProtoMessage() {}
 
 func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1739,7 +2048,7 @@ func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIRequest.ProtoReflect.Descriptor instead.
 func (*OpenAPIRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *OpenAPIRequest) GetPath() string {
@@ -1766,7 +2075,7 @@ type OpenAPIChunk struct {
 
 func (x *OpenAPIChunk) Reset() {
 	*x = OpenAPIChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1778,7 +2087,7 @@ func (x *OpenAPIChunk) String() string {
 func (*OpenAPIChunk) ProtoMessage() {}
 
 func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1791,7 +2100,7 @@ func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIChunk.ProtoReflect.Descriptor instead.
 func (*OpenAPIChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *OpenAPIChunk) GetData() []byte {
@@ -1808,31 +2117,39 @@ func (x *OpenAPIChunk) GetEtag() string {
 	return ""
 }
 
-type ConnectResponse struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	Url   string                 `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
-	// "kubelet" or "pod": which transport the gateway dials with.
-	Transport       string `protobuf:"bytes,2,opt,name=transport,proto3" json:"transport,omitempty"`
-	UpgradeRequired bool   `protobuf:"varint,3,opt,name=upgrade_required,json=upgradeRequired,proto3" json:"upgrade_required,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+// Connection is where to dial and how to carry bytes.
+type Connection struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Url       string                 `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
+	Transport Transport              `protobuf:"varint,2,opt,name=transport,proto3,enum=watershed.registry.v1.Transport" json:"transport,omitempty"`
+	// exec, attach and port-forward begin with an upgrade.
+	UpgradeRequired bool `protobuf:"varint,3,opt,name=upgrade_required,json=upgradeRequired,proto3" json:"upgrade_required,omitempty"`
+	// Links in answers are rewritten to lead through here: proxy.
+	Rewrite bool `protobuf:"varint,4,opt,name=rewrite,proto3" json:"rewrite,omitempty"`
+	// A WebSocket client is understood here and spoken to the other side for in SPDY.
+	Translate *Streams `protobuf:"bytes,5,opt,name=translate,proto3" json:"translate,omitempty"`
+	// What the answer is, where it is a log; redirects and errors are then not the client's to see.
+	ContentType   string `protobuf:"bytes,6,opt,name=content_type,json=contentType,proto3" json:"content_type,omitempty"`
+	Flush         bool   `protobuf:"varint,7,opt,name=flush,proto3" json:"flush,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
-func (x *ConnectResponse) Reset() {
-	*x = ConnectResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+func (x *Connection) Reset() {
+	*x = Connection{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *ConnectResponse) String() string {
+func (x *Connection) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*ConnectResponse) ProtoMessage() {}
+func (*Connection) ProtoMessage() {}
 
-func (x *ConnectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+func (x *Connection) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1843,28 +2160,133 @@ func (x *ConnectResponse) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use ConnectResponse.ProtoReflect.Descriptor instead.
-func (*ConnectResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
+// Deprecated: Use Connection.ProtoReflect.Descriptor instead.
+func (*Connection) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
 }
 
-func (x *ConnectResponse) GetUrl() string {
+func (x *Connection) GetUrl() string {
 	if x != nil {
 		return x.Url
 	}
 	return ""
 }
 
-func (x *ConnectResponse) GetTransport() string {
+func (x *Connection) GetTransport() Transport {
 	if x != nil {
 		return x.Transport
+	}
+	return Transport_TRANSPORT_UNSPECIFIED
+}
+
+func (x *Connection) GetUpgradeRequired() bool {
+	if x != nil {
+		return x.UpgradeRequired
+	}
+	return false
+}
+
+func (x *Connection) GetRewrite() bool {
+	if x != nil {
+		return x.Rewrite
+	}
+	return false
+}
+
+func (x *Connection) GetTranslate() *Streams {
+	if x != nil {
+		return x.Translate
+	}
+	return nil
+}
+
+func (x *Connection) GetContentType() string {
+	if x != nil {
+		return x.ContentType
 	}
 	return ""
 }
 
-func (x *ConnectResponse) GetUpgradeRequired() bool {
+func (x *Connection) GetFlush() bool {
 	if x != nil {
-		return x.UpgradeRequired
+		return x.Flush
+	}
+	return false
+}
+
+// Streams are the channels of an exec or attach; or a port-forward's.
+type Streams struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Stdin         bool                   `protobuf:"varint,1,opt,name=stdin,proto3" json:"stdin,omitempty"`
+	Stdout        bool                   `protobuf:"varint,2,opt,name=stdout,proto3" json:"stdout,omitempty"`
+	Stderr        bool                   `protobuf:"varint,3,opt,name=stderr,proto3" json:"stderr,omitempty"`
+	Tty           bool                   `protobuf:"varint,4,opt,name=tty,proto3" json:"tty,omitempty"`
+	PortForward   bool                   `protobuf:"varint,5,opt,name=port_forward,json=portForward,proto3" json:"port_forward,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Streams) Reset() {
+	*x = Streams{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Streams) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Streams) ProtoMessage() {}
+
+func (x *Streams) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Streams.ProtoReflect.Descriptor instead.
+func (*Streams) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *Streams) GetStdin() bool {
+	if x != nil {
+		return x.Stdin
+	}
+	return false
+}
+
+func (x *Streams) GetStdout() bool {
+	if x != nil {
+		return x.Stdout
+	}
+	return false
+}
+
+func (x *Streams) GetStderr() bool {
+	if x != nil {
+		return x.Stderr
+	}
+	return false
+}
+
+func (x *Streams) GetTty() bool {
+	if x != nil {
+		return x.Tty
+	}
+	return false
+}
+
+func (x *Streams) GetPortForward() bool {
+	if x != nil {
+		return x.PortForward
 	}
 	return false
 }
@@ -1899,7 +2321,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\";\n" +
 	"\tListChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarnings\"\xed\x03\n" +
+	"\bwarnings\x18\x02 \x03(\tR\bwarnings\"\x87\x04\n" +
 	"\fWriteRequest\x12\x12\n" +
 	"\x04verb\x18\x01 \x01(\tR\x04verb\x129\n" +
 	"\bresource\x18\x02 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1c\n" +
@@ -1915,21 +2337,25 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	" \x01(\tR\tuserAgent\x12\x12\n" +
 	"\x04path\x18\v \x01(\tR\x04path\x127\n" +
 	"\x05admit\x18\f \x03(\x0e2!.watershed.admission.v1.OperationR\x05admit\x12=\n" +
-	"\bvalidate\x18\r \x03(\x0e2!.watershed.admission.v1.OperationR\bvalidate\"\xed\x02\n" +
+	"\bvalidate\x18\r \x03(\x0e2!.watershed.admission.v1.OperationR\bvalidate\x12\x18\n" +
+	"\asubpath\x18\x0e \x01(\tR\asubpath\"\xed\x02\n" +
 	"\tWriteCall\x12?\n" +
 	"\arequest\x18\x01 \x01(\v2#.watershed.registry.v1.WriteRequestH\x00R\arequest\x12F\n" +
 	"\tadmission\x18\x02 \x01(\v2&.watershed.registry.v1.AdmissionResultH\x00R\tadmission\x12R\n" +
 	"\rauthorization\x18\x03 \x01(\v2*.watershed.registry.v1.AuthorizationResultH\x00R\rauthorization\x12@\n" +
 	"\x05token\x18\x04 \x01(\v2(.watershed.authn.v1.AuthenticateResponseH\x00R\x05token\x129\n" +
 	"\x05rules\x18\x05 \x01(\v2!.watershed.authz.v1.RulesResponseH\x00R\x05rulesB\x06\n" +
-	"\x04call\"\xe1\x02\n" +
+	"\x04call\"\xa6\x03\n" +
 	"\n" +
 	"WriteReply\x12?\n" +
 	"\x06result\x18\x01 \x01(\v2%.watershed.registry.v1.ObjectResponseH\x00R\x06result\x12F\n" +
 	"\tadmission\x18\x02 \x01(\v2&.watershed.registry.v1.AdmissionNeededH\x00R\tadmission\x12G\n" +
 	"\rauthorization\x18\x03 \x01(\v2\x1f.watershed.common.v1.AttributesH\x00R\rauthorization\x12>\n" +
 	"\x05token\x18\x04 \x01(\v2&.watershed.authn.v1.ReviewTokenRequestH\x00R\x05token\x128\n" +
-	"\x05rules\x18\x05 \x01(\v2 .watershed.authz.v1.RulesRequestH\x00R\x05rulesB\a\n" +
+	"\x05rules\x18\x05 \x01(\v2 .watershed.authz.v1.RulesRequestH\x00R\x05rules\x12C\n" +
+	"\n" +
+	"connection\x18\x06 \x01(\v2!.watershed.registry.v1.ConnectionH\x00R\n" +
+	"connectionB\a\n" +
 	"\x05reply\"}\n" +
 	"\x0fAdmissionNeeded\x122\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x1c.watershed.registry.v1.PhaseR\x05phase\x126\n" +
@@ -1940,15 +2366,29 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x10\n" +
-	"\x0eCatalogRequest\"\xae\x01\n" +
+	"\x0eCatalogRequest\"\xcf\x02\n" +
 	"\x0fCatalogResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12B\n" +
-	"\tresources\x18\x02 \x03(\v2$.watershed.registry.v1.ResourceEntryR\tresources\x12!\n" +
-	"\fopenapi_etag\x18\x03 \x01(\tR\vopenapiEtag\"m\n" +
+	"\tresources\x18\x02 \x03(\v2$.watershed.registry.v1.ResourceEntryR\tresources\x12M\n" +
+	"\aopenapi\x18\x03 \x03(\v23.watershed.registry.v1.CatalogResponse.OpenapiEntryR\aopenapi\x127\n" +
+	"\aremotes\x18\x04 \x03(\v2\x1d.watershed.registry.v1.RemoteR\aremotes\x1a:\n" +
+	"\fOpenapiEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xae\x02\n" +
+	"\x06Remote\x12\x14\n" +
+	"\x05group\x18\x01 \x01(\tR\x05group\x12\x18\n" +
+	"\aversion\x18\x02 \x01(\tR\aversion\x12+\n" +
+	"\x11service_namespace\x18\x03 \x01(\tR\x10serviceNamespace\x12!\n" +
+	"\fservice_name\x18\x04 \x01(\tR\vserviceName\x12\x12\n" +
+	"\x04port\x18\x05 \x01(\x05R\x04port\x127\n" +
+	"\x18insecure_skip_tls_verify\x18\x06 \x01(\bR\x15insecureSkipTlsVerify\x12\x1b\n" +
+	"\tca_bundle\x18\a \x01(\fR\bcaBundle\x12\x1c\n" +
+	"\tavailable\x18\b \x01(\bR\tavailable\x12\x1c\n" +
+	"\taddresses\x18\t \x03(\tR\taddresses\"m\n" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\x83\a\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xfc\a\n" +
 	"\rResourceEntry\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
@@ -1977,7 +2417,11 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0fconnect_methods\x18\x11 \x03(\tR\x0econnectMethods\x12#\n" +
 	"\rnamed_creater\x18\x12 \x01(\bR\fnamedCreater\x12(\n" +
 	"\x10get_with_options\x18\x13 \x01(\bR\x0egetWithOptions\x12%\n" +
-	"\x0ediscovery_kind\x18\x14 \x01(\tR\rdiscoveryKind\x1aC\n" +
+	"\x0ediscovery_kind\x18\x14 \x01(\tR\rdiscoveryKind\x12\x18\n" +
+	"\auntyped\x18\x15 \x01(\bR\auntyped\x12\x16\n" +
+	"\x06hidden\x18\x16 \x01(\bR\x06hidden\x12\x1a\n" +
+	"\bwarnings\x18\x17 \x03(\tR\bwarnings\x12)\n" +
+	"\x10converted_fields\x18\x18 \x01(\bR\x0fconvertedFields\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\".\n" +
@@ -1985,7 +2429,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\"[\n" +
 	"\rSnapshotChunk\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12.\n" +
-	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\xf9\x02\n" +
+	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\x93\x03\n" +
 	"\x03Row\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1a\n" +
@@ -1993,23 +2437,31 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x06labels\x18\x04 \x03(\v2&.watershed.registry.v1.Row.LabelsEntryR\x06labels\x12>\n" +
 	"\x06fields\x18\x05 \x03(\v2&.watershed.registry.v1.Row.FieldsEntryR\x06fields\x12\x12\n" +
 	"\x04json\x18\x06 \x01(\fR\x04json\x12\x1a\n" +
-	"\bprotobuf\x18\a \x01(\fR\bprotobuf\x1a9\n" +
+	"\bprotobuf\x18\a \x01(\fR\bprotobuf\x12\x18\n" +
+	"\aversion\x18\b \x01(\tR\aversion\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xf5\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x91\x02\n" +
 	"\rEncodeRequest\x12\x1b\n" +
 	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\x12\x12\n" +
 	"\x04json\x18\x02 \x03(\fR\x04json\x12\x1a\n" +
 	"\bprotobuf\x18\x03 \x03(\fR\bprotobuf\x129\n" +
 	"\bresource\x18\x04 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x125\n" +
 	"\x06output\x18\x05 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12%\n" +
-	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\"D\n" +
+	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12\x1a\n" +
+	"\bversions\x18\a \x03(\tR\bversions\"{\n" +
 	"\x0eEncodeResponse\x12\x18\n" +
 	"\aobjects\x18\x01 \x03(\fR\aobjects\x12\x18\n" +
-	"\acolumns\x18\x02 \x01(\fR\acolumns\"\x11\n" +
+	"\acolumns\x18\x02 \x01(\fR\acolumns\x125\n" +
+	"\x06fields\x18\x03 \x03(\v2\x1d.watershed.registry.v1.FieldsR\x06fields\"\x86\x01\n" +
+	"\x06Fields\x12A\n" +
+	"\x06fields\x18\x01 \x03(\v2).watershed.registry.v1.Fields.FieldsEntryR\x06fields\x1a9\n" +
+	"\vFieldsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x11\n" +
 	"\x0fRevisionRequest\".\n" +
 	"\x10RevisionResponse\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\"@\n" +
@@ -2018,15 +2470,31 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\bprotobuf\x18\x02 \x01(\bR\bprotobuf\"6\n" +
 	"\fOpenAPIChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x12\n" +
-	"\x04etag\x18\x02 \x01(\tR\x04etag\"l\n" +
-	"\x0fConnectResponse\x12\x10\n" +
-	"\x03url\x18\x01 \x01(\tR\x03url\x12\x1c\n" +
-	"\ttransport\x18\x02 \x01(\tR\ttransport\x12)\n" +
-	"\x10upgrade_required\x18\x03 \x01(\bR\x0fupgradeRequired*C\n" +
+	"\x04etag\x18\x02 \x01(\tR\x04etag\"\x9a\x02\n" +
+	"\n" +
+	"Connection\x12\x10\n" +
+	"\x03url\x18\x01 \x01(\tR\x03url\x12>\n" +
+	"\ttransport\x18\x02 \x01(\x0e2 .watershed.registry.v1.TransportR\ttransport\x12)\n" +
+	"\x10upgrade_required\x18\x03 \x01(\bR\x0fupgradeRequired\x12\x18\n" +
+	"\arewrite\x18\x04 \x01(\bR\arewrite\x12<\n" +
+	"\ttranslate\x18\x05 \x01(\v2\x1e.watershed.registry.v1.StreamsR\ttranslate\x12!\n" +
+	"\fcontent_type\x18\x06 \x01(\tR\vcontentType\x12\x14\n" +
+	"\x05flush\x18\a \x01(\bR\x05flush\"\x84\x01\n" +
+	"\aStreams\x12\x14\n" +
+	"\x05stdin\x18\x01 \x01(\bR\x05stdin\x12\x16\n" +
+	"\x06stdout\x18\x02 \x01(\bR\x06stdout\x12\x16\n" +
+	"\x06stderr\x18\x03 \x01(\bR\x06stderr\x12\x10\n" +
+	"\x03tty\x18\x04 \x01(\bR\x03tty\x12!\n" +
+	"\fport_forward\x18\x05 \x01(\bR\vportForward*C\n" +
 	"\x05Phase\x12\x15\n" +
 	"\x11PHASE_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vPHASE_ADMIT\x10\x01\x12\x12\n" +
-	"\x0ePHASE_VALIDATE\x10\x022\x97\x06\n" +
+	"\x0ePHASE_VALIDATE\x10\x02*r\n" +
+	"\tTransport\x12\x19\n" +
+	"\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n" +
+	"\x11TRANSPORT_KUBELET\x10\x01\x12\x1e\n" +
+	"\x1aTRANSPORT_KUBELET_INSECURE\x10\x02\x12\x13\n" +
+	"\x0fTRANSPORT_PROXY\x10\x032\x95\x06\n" +
 	"\bRegistry\x12O\n" +
 	"\x03Get\x12!.watershed.registry.v1.GetRequest\x1a%.watershed.registry.v1.ObjectResponse\x12M\n" +
 	"\x04List\x12!.watershed.registry.v1.GetRequest\x1a .watershed.registry.v1.ListChunk0\x01\x12P\n" +
@@ -2035,8 +2503,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\bSnapshot\x12&.watershed.registry.v1.SnapshotRequest\x1a$.watershed.registry.v1.SnapshotChunk0\x01\x12U\n" +
 	"\x06Encode\x12$.watershed.registry.v1.EncodeRequest\x1a%.watershed.registry.v1.EncodeResponse\x12[\n" +
 	"\bRevision\x12&.watershed.registry.v1.RevisionRequest\x1a'.watershed.registry.v1.RevisionResponse\x12W\n" +
-	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x01\x12T\n" +
-	"\aConnect\x12!.watershed.registry.v1.GetRequest\x1a&.watershed.registry.v1.ConnectResponseB6Z4watershed.dev/proto/watershed/registry/v1;registryv1b\x06proto3"
+	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x01\x12R\n" +
+	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01B6Z4watershed.dev/proto/watershed/registry/v1;registryv1b\x06proto3"
 
 var (
 	file_watershed_registry_v1_registry_proto_rawDescOnce sync.Once
@@ -2050,112 +2518,125 @@ func file_watershed_registry_v1_registry_proto_rawDescGZIP() []byte {
 	return file_watershed_registry_v1_registry_proto_rawDescData
 }
 
-var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
+var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(Phase)(0),                       // 0: watershed.registry.v1.Phase
-	(*Output)(nil),                   // 1: watershed.registry.v1.Output
-	(*GetRequest)(nil),               // 2: watershed.registry.v1.GetRequest
-	(*ObjectResponse)(nil),           // 3: watershed.registry.v1.ObjectResponse
-	(*ListChunk)(nil),                // 4: watershed.registry.v1.ListChunk
-	(*WriteRequest)(nil),             // 5: watershed.registry.v1.WriteRequest
-	(*WriteCall)(nil),                // 6: watershed.registry.v1.WriteCall
-	(*WriteReply)(nil),               // 7: watershed.registry.v1.WriteReply
-	(*AdmissionNeeded)(nil),          // 8: watershed.registry.v1.AdmissionNeeded
-	(*AdmissionResult)(nil),          // 9: watershed.registry.v1.AdmissionResult
-	(*AuthorizationResult)(nil),      // 10: watershed.registry.v1.AuthorizationResult
-	(*CatalogRequest)(nil),           // 11: watershed.registry.v1.CatalogRequest
-	(*CatalogResponse)(nil),          // 12: watershed.registry.v1.CatalogResponse
-	(*Group)(nil),                    // 13: watershed.registry.v1.Group
-	(*ResourceEntry)(nil),            // 14: watershed.registry.v1.ResourceEntry
-	(*SnapshotRequest)(nil),          // 15: watershed.registry.v1.SnapshotRequest
-	(*SnapshotChunk)(nil),            // 16: watershed.registry.v1.SnapshotChunk
-	(*Row)(nil),                      // 17: watershed.registry.v1.Row
-	(*EncodeRequest)(nil),            // 18: watershed.registry.v1.EncodeRequest
-	(*EncodeResponse)(nil),           // 19: watershed.registry.v1.EncodeResponse
-	(*RevisionRequest)(nil),          // 20: watershed.registry.v1.RevisionRequest
-	(*RevisionResponse)(nil),         // 21: watershed.registry.v1.RevisionResponse
-	(*OpenAPIRequest)(nil),           // 22: watershed.registry.v1.OpenAPIRequest
-	(*OpenAPIChunk)(nil),             // 23: watershed.registry.v1.OpenAPIChunk
-	(*ConnectResponse)(nil),          // 24: watershed.registry.v1.ConnectResponse
-	nil,                              // 25: watershed.registry.v1.ObjectResponse.AuditAnnotationsEntry
-	nil,                              // 26: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	nil,                              // 27: watershed.registry.v1.Row.LabelsEntry
-	nil,                              // 28: watershed.registry.v1.Row.FieldsEntry
-	(*v1.Kind)(nil),                  // 29: watershed.common.v1.Kind
-	(*v1.Resource)(nil),              // 30: watershed.common.v1.Resource
-	(*v1.User)(nil),                  // 31: watershed.common.v1.User
-	(v11.Operation)(0),               // 32: watershed.admission.v1.Operation
-	(*v12.AuthenticateResponse)(nil), // 33: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 34: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 35: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 36: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 37: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 38: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 39: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 40: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 41: watershed.authz.v1.AuthorizeResponse
+	(Transport)(0),                   // 1: watershed.registry.v1.Transport
+	(*Output)(nil),                   // 2: watershed.registry.v1.Output
+	(*GetRequest)(nil),               // 3: watershed.registry.v1.GetRequest
+	(*ObjectResponse)(nil),           // 4: watershed.registry.v1.ObjectResponse
+	(*ListChunk)(nil),                // 5: watershed.registry.v1.ListChunk
+	(*WriteRequest)(nil),             // 6: watershed.registry.v1.WriteRequest
+	(*WriteCall)(nil),                // 7: watershed.registry.v1.WriteCall
+	(*WriteReply)(nil),               // 8: watershed.registry.v1.WriteReply
+	(*AdmissionNeeded)(nil),          // 9: watershed.registry.v1.AdmissionNeeded
+	(*AdmissionResult)(nil),          // 10: watershed.registry.v1.AdmissionResult
+	(*AuthorizationResult)(nil),      // 11: watershed.registry.v1.AuthorizationResult
+	(*CatalogRequest)(nil),           // 12: watershed.registry.v1.CatalogRequest
+	(*CatalogResponse)(nil),          // 13: watershed.registry.v1.CatalogResponse
+	(*Remote)(nil),                   // 14: watershed.registry.v1.Remote
+	(*Group)(nil),                    // 15: watershed.registry.v1.Group
+	(*ResourceEntry)(nil),            // 16: watershed.registry.v1.ResourceEntry
+	(*SnapshotRequest)(nil),          // 17: watershed.registry.v1.SnapshotRequest
+	(*SnapshotChunk)(nil),            // 18: watershed.registry.v1.SnapshotChunk
+	(*Row)(nil),                      // 19: watershed.registry.v1.Row
+	(*EncodeRequest)(nil),            // 20: watershed.registry.v1.EncodeRequest
+	(*EncodeResponse)(nil),           // 21: watershed.registry.v1.EncodeResponse
+	(*Fields)(nil),                   // 22: watershed.registry.v1.Fields
+	(*RevisionRequest)(nil),          // 23: watershed.registry.v1.RevisionRequest
+	(*RevisionResponse)(nil),         // 24: watershed.registry.v1.RevisionResponse
+	(*OpenAPIRequest)(nil),           // 25: watershed.registry.v1.OpenAPIRequest
+	(*OpenAPIChunk)(nil),             // 26: watershed.registry.v1.OpenAPIChunk
+	(*Connection)(nil),               // 27: watershed.registry.v1.Connection
+	(*Streams)(nil),                  // 28: watershed.registry.v1.Streams
+	nil,                              // 29: watershed.registry.v1.ObjectResponse.AuditAnnotationsEntry
+	nil,                              // 30: watershed.registry.v1.CatalogResponse.OpenapiEntry
+	nil,                              // 31: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	nil,                              // 32: watershed.registry.v1.Row.LabelsEntry
+	nil,                              // 33: watershed.registry.v1.Row.FieldsEntry
+	nil,                              // 34: watershed.registry.v1.Fields.FieldsEntry
+	(*v1.Kind)(nil),                  // 35: watershed.common.v1.Kind
+	(*v1.Resource)(nil),              // 36: watershed.common.v1.Resource
+	(*v1.User)(nil),                  // 37: watershed.common.v1.User
+	(v11.Operation)(0),               // 38: watershed.admission.v1.Operation
+	(*v12.AuthenticateResponse)(nil), // 39: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 40: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 41: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 42: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 43: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 44: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 45: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 46: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 47: watershed.authz.v1.AuthorizeResponse
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
-	29, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
-	30, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
-	31, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
-	1,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	25, // 4: watershed.registry.v1.ObjectResponse.audit_annotations:type_name -> watershed.registry.v1.ObjectResponse.AuditAnnotationsEntry
-	30, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	31, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
-	1,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	32, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	32, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	5,  // 10: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
-	9,  // 11: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
-	10, // 12: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	33, // 13: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	34, // 14: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
-	3,  // 15: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	8,  // 16: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
-	35, // 17: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	36, // 18: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	37, // 19: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	0,  // 20: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	38, // 21: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
-	39, // 22: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	40, // 23: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	41, // 24: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	13, // 25: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
-	14, // 26: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	30, // 27: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	29, // 28: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	29, // 29: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	26, // 30: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	17, // 31: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	27, // 32: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	28, // 33: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	30, // 34: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	1,  // 35: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	2,  // 36: watershed.registry.v1.Registry.Get:input_type -> watershed.registry.v1.GetRequest
-	2,  // 37: watershed.registry.v1.Registry.List:input_type -> watershed.registry.v1.GetRequest
-	6,  // 38: watershed.registry.v1.Registry.Write:input_type -> watershed.registry.v1.WriteCall
-	11, // 39: watershed.registry.v1.Registry.Catalog:input_type -> watershed.registry.v1.CatalogRequest
-	15, // 40: watershed.registry.v1.Registry.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	18, // 41: watershed.registry.v1.Registry.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	20, // 42: watershed.registry.v1.Registry.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	22, // 43: watershed.registry.v1.Registry.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	2,  // 44: watershed.registry.v1.Registry.Connect:input_type -> watershed.registry.v1.GetRequest
-	3,  // 45: watershed.registry.v1.Registry.Get:output_type -> watershed.registry.v1.ObjectResponse
-	4,  // 46: watershed.registry.v1.Registry.List:output_type -> watershed.registry.v1.ListChunk
-	7,  // 47: watershed.registry.v1.Registry.Write:output_type -> watershed.registry.v1.WriteReply
-	12, // 48: watershed.registry.v1.Registry.Catalog:output_type -> watershed.registry.v1.CatalogResponse
-	16, // 49: watershed.registry.v1.Registry.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	19, // 50: watershed.registry.v1.Registry.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	21, // 51: watershed.registry.v1.Registry.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	23, // 52: watershed.registry.v1.Registry.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	24, // 53: watershed.registry.v1.Registry.Connect:output_type -> watershed.registry.v1.ConnectResponse
-	45, // [45:54] is the sub-list for method output_type
-	36, // [36:45] is the sub-list for method input_type
-	36, // [36:36] is the sub-list for extension type_name
-	36, // [36:36] is the sub-list for extension extendee
-	0,  // [0:36] is the sub-list for field type_name
+	35, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
+	36, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
+	37, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
+	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
+	29, // 4: watershed.registry.v1.ObjectResponse.audit_annotations:type_name -> watershed.registry.v1.ObjectResponse.AuditAnnotationsEntry
+	36, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	37, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
+	38, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	38, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	6,  // 10: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
+	10, // 11: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
+	11, // 12: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
+	39, // 13: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	40, // 14: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	4,  // 15: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	9,  // 16: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
+	41, // 17: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	42, // 18: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	43, // 19: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	27, // 20: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	0,  // 21: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
+	44, // 22: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	45, // 23: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	46, // 24: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	47, // 25: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	15, // 26: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
+	16, // 27: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
+	30, // 28: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
+	14, // 29: watershed.registry.v1.CatalogResponse.remotes:type_name -> watershed.registry.v1.Remote
+	36, // 30: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	35, // 31: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	35, // 32: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	31, // 33: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	19, // 34: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	32, // 35: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	33, // 36: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	36, // 37: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 38: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	22, // 39: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	34, // 40: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 41: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	28, // 42: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 43: watershed.registry.v1.Registry.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 44: watershed.registry.v1.Registry.List:input_type -> watershed.registry.v1.GetRequest
+	7,  // 45: watershed.registry.v1.Registry.Write:input_type -> watershed.registry.v1.WriteCall
+	12, // 46: watershed.registry.v1.Registry.Catalog:input_type -> watershed.registry.v1.CatalogRequest
+	17, // 47: watershed.registry.v1.Registry.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	20, // 48: watershed.registry.v1.Registry.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	23, // 49: watershed.registry.v1.Registry.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	25, // 50: watershed.registry.v1.Registry.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	7,  // 51: watershed.registry.v1.Registry.Connect:input_type -> watershed.registry.v1.WriteCall
+	4,  // 52: watershed.registry.v1.Registry.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 53: watershed.registry.v1.Registry.List:output_type -> watershed.registry.v1.ListChunk
+	8,  // 54: watershed.registry.v1.Registry.Write:output_type -> watershed.registry.v1.WriteReply
+	13, // 55: watershed.registry.v1.Registry.Catalog:output_type -> watershed.registry.v1.CatalogResponse
+	18, // 56: watershed.registry.v1.Registry.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	21, // 57: watershed.registry.v1.Registry.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	24, // 58: watershed.registry.v1.Registry.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	26, // 59: watershed.registry.v1.Registry.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	8,  // 60: watershed.registry.v1.Registry.Connect:output_type -> watershed.registry.v1.WriteReply
+	52, // [52:61] is the sub-list for method output_type
+	43, // [43:52] is the sub-list for method input_type
+	43, // [43:43] is the sub-list for extension type_name
+	43, // [43:43] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }
@@ -2176,14 +2657,15 @@ func file_watershed_registry_v1_registry_proto_init() {
 		(*WriteReply_Authorization)(nil),
 		(*WriteReply_Token)(nil),
 		(*WriteReply_Rules)(nil),
+		(*WriteReply_Connection)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_registry_v1_registry_proto_rawDesc), len(file_watershed_registry_v1_registry_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   28,
+			NumEnums:      2,
+			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -51,8 +51,9 @@ type RegistryClient interface {
 	// Revision answers etcd's current revision; concurrent callers share one read.
 	Revision(ctx context.Context, in *RevisionRequest, opts ...grpc.CallOption) (*RevisionResponse, error)
 	OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error)
-	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy.
-	Connect(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*ConnectResponse, error)
+	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
+	// write it asks back in its stream, and it ends with one Connection or an error.
+	Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
 }
 
 type registryClient struct {
@@ -182,15 +183,18 @@ func (c *registryClient) OpenAPI(ctx context.Context, in *OpenAPIRequest, opts .
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Registry_OpenAPIClient = grpc.ServerStreamingClient[OpenAPIChunk]
 
-func (c *registryClient) Connect(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*ConnectResponse, error) {
+func (c *registryClient) Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(ConnectResponse)
-	err := c.cc.Invoke(ctx, Registry_Connect_FullMethodName, in, out, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Registry_ServiceDesc.Streams[5], Registry_Connect_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
-	return out, nil
+	x := &grpc.GenericClientStream[WriteCall, WriteReply]{ClientStream: stream}
+	return x, nil
 }
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Registry_ConnectClient = grpc.BidiStreamingClient[WriteCall, WriteReply]
 
 // RegistryServer is the server API for Registry service.
 // All implementations must embed UnimplementedRegistryServer
@@ -211,8 +215,9 @@ type RegistryServer interface {
 	// Revision answers etcd's current revision; concurrent callers share one read.
 	Revision(context.Context, *RevisionRequest) (*RevisionResponse, error)
 	OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error
-	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy.
-	Connect(context.Context, *GetRequest) (*ConnectResponse, error)
+	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
+	// write it asks back in its stream, and it ends with one Connection or an error.
+	Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
 	mustEmbedUnimplementedRegistryServer()
 }
 
@@ -247,8 +252,8 @@ func (UnimplementedRegistryServer) Revision(context.Context, *RevisionRequest) (
 func (UnimplementedRegistryServer) OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error {
 	return status.Error(codes.Unimplemented, "method OpenAPI not implemented")
 }
-func (UnimplementedRegistryServer) Connect(context.Context, *GetRequest) (*ConnectResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "method Connect not implemented")
+func (UnimplementedRegistryServer) Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
+	return status.Error(codes.Unimplemented, "method Connect not implemented")
 }
 func (UnimplementedRegistryServer) mustEmbedUnimplementedRegistryServer() {}
 func (UnimplementedRegistryServer) testEmbeddedByValue()                  {}
@@ -376,23 +381,12 @@ func _Registry_OpenAPI_Handler(srv interface{}, stream grpc.ServerStream) error 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Registry_OpenAPIServer = grpc.ServerStreamingServer[OpenAPIChunk]
 
-func _Registry_Connect_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(GetRequest)
-	if err := dec(in); err != nil {
-		return nil, err
-	}
-	if interceptor == nil {
-		return srv.(RegistryServer).Connect(ctx, in)
-	}
-	info := &grpc.UnaryServerInfo{
-		Server:     srv,
-		FullMethod: Registry_Connect_FullMethodName,
-	}
-	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RegistryServer).Connect(ctx, req.(*GetRequest))
-	}
-	return interceptor(ctx, in, info, handler)
+func _Registry_Connect_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(RegistryServer).Connect(&grpc.GenericServerStream[WriteCall, WriteReply]{ServerStream: stream})
 }
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Registry_ConnectServer = grpc.BidiStreamingServer[WriteCall, WriteReply]
 
 // Registry_ServiceDesc is the grpc.ServiceDesc for Registry service.
 // It's only intended for direct use with grpc.RegisterService,
@@ -412,10 +406,6 @@ var Registry_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Revision",
 			Handler:    _Registry_Revision_Handler,
-		},
-		{
-			MethodName: "Connect",
-			Handler:    _Registry_Connect_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
@@ -444,6 +434,12 @@ var Registry_ServiceDesc = grpc.ServiceDesc{
 			StreamName:    "OpenAPI",
 			Handler:       _Registry_OpenAPI_Handler,
 			ServerStreams: true,
+		},
+		{
+			StreamName:    "Connect",
+			Handler:       _Registry_Connect_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
 		},
 	},
 	Metadata: "watershed/registry/v1/registry.proto",

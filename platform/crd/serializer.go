@@ -1,0 +1,77 @@
+package crd
+
+import (
+	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
+	"k8s.io/apiextensions-apiserver/pkg/crdserverscheme"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer/json"
+	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
+	"k8s.io/apimachinery/pkg/runtime/serializer/versioning"
+)
+
+var scheme = apiextensionsapiserver.Scheme
+
+// Serializer reads and writes objects as requests in a version carry them. Protobuf is there for what is not the object
+// itself: options, statuses, metadata.
+func (d *Definition) Serializer(typer runtime.ObjectTyper, converter runtime.ObjectConvertor) runtime.NegotiatedSerializer {
+	creater := Creater{}
+	text := func(o json.SerializerOptions) *json.Serializer {
+		return json.NewSerializerWithOptions(json.DefaultMetaFactory, creater, typer, o)
+	}
+	return serializer{d, converter, []runtime.SerializerInfo{
+		{MediaType: runtime.ContentTypeJSON, MediaTypeType: "application", MediaTypeSubType: "json", EncodesAsText: true,
+			Serializer: text(json.SerializerOptions{StreamingCollectionsEncoding: true}), PrettySerializer: text(json.SerializerOptions{Pretty: true}),
+			StrictSerializer: text(json.SerializerOptions{Strict: true, StreamingCollectionsEncoding: true}),
+			StreamSerializer: &runtime.StreamSerializerInfo{EncodesAsText: true, Serializer: text(json.SerializerOptions{}), Framer: json.Framer}},
+		{MediaType: runtime.ContentTypeYAML, MediaTypeType: "application", MediaTypeSubType: "yaml", EncodesAsText: true,
+			Serializer: text(json.SerializerOptions{Yaml: true}), StrictSerializer: text(json.SerializerOptions{Yaml: true, Strict: true})},
+		{MediaType: runtime.ContentTypeProtobuf, MediaTypeType: "application", MediaTypeSubType: "vnd.kubernetes.protobuf",
+			Serializer:       protobuf.NewSerializerWithOptions(creater, typer, protobuf.SerializerOptions{StreamingCollectionsEncoding: true}),
+			StreamSerializer: &runtime.StreamSerializerInfo{Serializer: protobuf.NewRawSerializer(creater, typer), Framer: protobuf.LengthDelimitedFramer}},
+	}}
+}
+
+type serializer struct {
+	*Definition
+	converter runtime.ObjectConvertor
+	media     []runtime.SerializerInfo
+}
+
+// SupportedMediaTypes implements runtime.NegotiatedSerializer.
+func (s serializer) SupportedMediaTypes() []runtime.SerializerInfo { return s.media }
+
+// EncoderForVersion implements runtime.NegotiatedSerializer.
+func (s serializer) EncoderForVersion(e runtime.Encoder, gv runtime.GroupVersioner) runtime.Encoder {
+	return versioning.NewCodec(e, nil, s.converter, scheme, scheme, scheme, gv, nil, "custom resource")
+}
+
+// DecoderToVersion implements runtime.NegotiatedSerializer.
+func (s serializer) DecoderToVersion(d runtime.Decoder, gv runtime.GroupVersioner) runtime.Decoder {
+	strict, ok := d.(*json.Serializer)
+	shaped := shapingDecoder{d, shape{Definition: s.Definition, tell: ok && strict.IsStrict()}}
+	return versioning.NewCodec(nil, shaped, runtime.UnsafeObjectConvertor(scheme), scheme, scheme, s.Defaulter(scheme), nil, gv, "custom resource")
+}
+
+// StorageCodec reads what etcd has, in whichever version, into version, and writes the storage version.
+func (d *Definition) StorageCodec(version string, converter runtime.ObjectConvertor) runtime.Codec {
+	gv := func(v string) schema.GroupVersion { return schema.GroupVersion{Group: d.Spec.Group, Version: v} }
+	return versioning.NewCodec(unstructured.UnstructuredJSONScheme,
+		shapingDecoder{unstructured.UnstructuredJSONScheme, shape{Definition: d, stored: true}},
+		shapingConverter{converter, shape{Definition: d}},
+		Creater{}, crdserverscheme.NewUnstructuredObjectTyper(), d.Defaulter(scheme), gv(d.StorageVersion), gv(version), "custom resource storage")
+}
+
+// Decode reads what etcd has in the version that it has it in, shaped and with defaults.
+func (d *Definition) Decode(data []byte) (*unstructured.Unstructured, error) {
+	u := &unstructured.Unstructured{}
+	if _, _, err := unstructured.UnstructuredJSONScheme.Decode(data, nil, u); err != nil {
+		return nil, err
+	}
+	if _, err := (shape{Definition: d, stored: true}).apply(u); err != nil {
+		return nil, err
+	}
+	d.Defaulter(scheme).Default(u)
+	return u, nil
+}

@@ -1,0 +1,117 @@
+package admission
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"go.opentelemetry.io/otel/trace/noop"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
+	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
+	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
+	listers "k8s.io/apiextensions-apiserver/pkg/client/listers/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apiserver/pkg/admission"
+	webhookutil "k8s.io/apiserver/pkg/util/webhook"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+
+	"watershed.dev/platform/crd"
+)
+
+// customs knows how custom resources' objects are defaulted and converted: a webhook may be interested in another version than
+// the one that is written.
+type customs struct {
+	client     extensionsclient.Interface
+	informers  extensions.SharedInformerFactory
+	lister     listers.CustomResourceDefinitionLister
+	converters *conversion.CRConverterFactory
+
+	mu    sync.Mutex
+	known map[string]*custom
+}
+
+type custom struct {
+	*crd.Definition
+	safe        runtime.ObjectConvertor
+	equivalents runtime.EquivalentResourceMapper
+}
+
+func newCustoms(config *rest.Config, services webhookutil.ServiceResolver) (*customs, error) {
+	client, err := extensionsclient.NewForConfig(config)
+	if err != nil {
+		return nil, err
+	}
+	c := &customs{client: client, informers: extensions.NewSharedInformerFactory(client, 10*time.Minute), known: map[string]*custom{}}
+	crds := c.informers.Apiextensions().V1().CustomResourceDefinitions()
+	c.lister = crds.Lister()
+	_, err = crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{DeleteFunc: func(obj any) {
+		if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+			obj = gone.Obj
+		}
+		if d, ok := obj.(*apiextensionsv1.CustomResourceDefinition); ok {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			delete(c.known, d.Name)
+		}
+	}})
+	if err != nil {
+		return nil, err
+	}
+	c.converters, err = conversion.NewCRConverterFactory(services, webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, config, noop.NewTracerProvider()))
+	return c, err
+}
+
+// get finds a definition. One that the informer has not brought yet is asked for.
+func (c *customs) get(ctx context.Context, name string) (*custom, error) {
+	d, err := c.lister.Get(name)
+	if apierrors.IsNotFound(err) {
+		d, err = c.client.ApiextensionsV1().CustomResourceDefinitions().Get(ctx, name, metav1.GetOptions{})
+	}
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if k := c.known[name]; k != nil && crd.Same(k.CustomResourceDefinition, d) {
+		return k, nil
+	}
+	definition, err := crd.New(d)
+	if err != nil {
+		return nil, err
+	}
+	k := &custom{Definition: definition, equivalents: definition.Equivalents()}
+	if k.safe, _, err = definition.Converter(c.converters); err != nil {
+		return nil, err
+	}
+	c.known[name] = k
+	return k, nil
+}
+
+// interfaces is how the chain handles objects of the definition in a version.
+func (c *customs) interfaces(ctx context.Context, name, version string) (admission.ObjectInterfaces, error) {
+	k, err := c.get(ctx, name)
+	if err != nil {
+		return nil, apierrors.NewInternalError(err)
+	}
+	parameters := k.Parameters(version)
+	return &interfaces{custom: k, typer: crd.Typer(parameters), defaulter: k.Defaulter(parameters)}, nil
+}
+
+// interfaces implements admission.ObjectInterfaces.
+type interfaces struct {
+	*custom
+	typer     runtime.ObjectTyper
+	defaulter runtime.ObjectDefaulter
+}
+
+func (i *interfaces) GetObjectCreater() runtime.ObjectCreater     { return crd.Creater{} }
+func (i *interfaces) GetObjectTyper() runtime.ObjectTyper         { return i.typer }
+func (i *interfaces) GetObjectDefaulter() runtime.ObjectDefaulter { return i.defaulter }
+func (i *interfaces) GetObjectConvertor() runtime.ObjectConvertor { return i.safe }
+func (i *interfaces) GetEquivalentResourceMapper() runtime.EquivalentResourceMapper {
+	return i.equivalents
+}

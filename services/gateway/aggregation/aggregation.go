@@ -1,0 +1,157 @@
+// Package aggregation hands requests for group versions of other servers to them, with the identity of who asks, and learns
+// what these servers serve.
+//
+// The behaviour is that of k8s.io/kube-aggregator/pkg/apiserver at 0.36 (handler_proxy.go).
+package aggregation
+
+import (
+	"crypto/tls"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"net/url"
+	"os"
+	"sync/atomic"
+
+	"github.com/spf13/pflag"
+	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/proxy"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	proxyutil "k8s.io/apiserver/pkg/util/proxy"
+	"k8s.io/client-go/transport"
+	"k8s.io/streaming/pkg/httpstream"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/routing"
+)
+
+// Config is how the gateway proves to other servers that it may speak for users, under kube-apiserver's names.
+type Config struct {
+	CertFile, KeyFile string
+	RejectRedirects   bool
+}
+
+// AddFlags adds them to fs.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&c.CertFile, "proxy-client-cert-file", "", "Client certificate used to prove the identity of the gateway when it must call out during a request: to an aggregated API server, with the user in headers.")
+	fs.StringVar(&c.KeyFile, "proxy-client-key-file", "", "Private key for the client certificate of --proxy-client-cert-file.")
+	fs.BoolVar(&c.RejectRedirects, "aggregator-reject-forwarding-redirect", true, "Whether a redirect that an aggregated API server answers is refused rather than passed on.")
+}
+
+// Proxy hands requests to other servers.
+type Proxy struct {
+	config  *Config
+	current atomic.Pointer[map[schema.GroupVersion]*remote]
+}
+
+// remote is one group version's server.
+type remote struct {
+	*registryv1.Remote
+	transport http.RoundTripper
+	err       error
+}
+
+// New checks the certificate.
+func New(c *Config) (*Proxy, error) {
+	if c.CertFile != "" {
+		if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
+			return nil, fmt.Errorf("--proxy-client-cert-file %q with --proxy-client-key-file %q: %w", c.CertFile, c.KeyFile, err)
+		}
+	}
+	p := &Proxy{config: c}
+	p.current.Store(&map[schema.GroupVersion]*remote{})
+	return p, nil
+}
+
+// Set makes v the view whose servers are known. What is the same keeps its connections.
+func (p *Proxy) Set(v *routing.View) {
+	old, now := *p.current.Load(), map[schema.GroupVersion]*remote{}
+	for _, r := range v.Remotes {
+		gv := schema.GroupVersion{Group: r.Group, Version: r.Version}
+		if was := old[gv]; was != nil && sameTransport(was.Remote, r) && was.err == nil {
+			now[gv] = &remote{Remote: r, transport: was.transport}
+			continue
+		}
+		made := &remote{Remote: r}
+		made.transport, made.err = p.dial(r)
+		now[gv] = made
+	}
+	p.current.Store(&now)
+}
+
+func sameTransport(a, b *registryv1.Remote) bool {
+	return proto.Equal(transportOf(a), transportOf(b))
+}
+
+func transportOf(r *registryv1.Remote) *registryv1.Remote {
+	return &registryv1.Remote{ServiceName: r.ServiceName, ServiceNamespace: r.ServiceNamespace, InsecureSkipTlsVerify: r.InsecureSkipTlsVerify, CaBundle: r.CaBundle}
+}
+
+func (p *Proxy) dial(r *registryv1.Remote) (http.RoundTripper, error) {
+	c := &transport.Config{TLS: transport.TLSConfig{Insecure: r.InsecureSkipTlsVerify, ServerName: r.ServiceName + "." + r.ServiceNamespace + ".svc", CAData: r.CaBundle}}
+	if p.config.CertFile != "" {
+		var err error
+		if c.TLS.CertData, err = os.ReadFile(p.config.CertFile); err == nil {
+			c.TLS.KeyData, err = os.ReadFile(p.config.KeyFile)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	return transport.New(c)
+}
+
+// Remote finds who answers for a group version other than this system.
+func (p *Proxy) remote(gv schema.GroupVersion) *remote { return (*p.current.Load())[gv] }
+
+// Handles says whether another server answers for a group version.
+func (p *Proxy) Handles(group, version string) bool {
+	return p.remote(schema.GroupVersion{Group: group, Version: version}) != nil
+}
+
+// Serve hands a request to the server of a group version.
+func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version string) {
+	r := p.remote(schema.GroupVersion{Group: group, Version: version})
+	u, ok := request.UserFrom(req.Context())
+	switch {
+	case r == nil || !r.Available || len(r.Addresses) == 0:
+		http.Error(w, "service unavailable", http.StatusServiceUnavailable)
+		return
+	case r.err != nil:
+		http.Error(w, r.err.Error(), http.StatusInternalServerError)
+		return
+	case !ok:
+		http.Error(w, "missing user", http.StatusInternalServerError)
+		return
+	}
+	at := r.at(req.URL.Path)
+	at.RawQuery = req.URL.Query().Encode()
+	out, cancel := proxyutil.NewRequestForProxy(at, req)
+	defer cancel()
+	upgrade := httpstream.IsUpgradeRequest(req)
+	if upgrade { // it is dialled past the transport that names the user
+		transport.SetAuthProxyHeaders(out, u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra())
+	}
+	h := proxy.NewUpgradeAwareHandler(at, as(u, r.transport), true, upgrade, unavailable{})
+	h.RejectForwardingRedirects = p.config.RejectRedirects
+	h.ServeHTTP(w, out)
+}
+
+// at is a path of the server, at any of its addresses.
+func (r *remote) at(path string) *url.URL {
+	return &url.URL{Scheme: "https", Host: r.Addresses[rand.IntN(len(r.Addresses))], Path: path}
+}
+
+func as(u user.Info, rt http.RoundTripper) http.RoundTripper {
+	return transport.NewAuthProxyRoundTripper(u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra(), rt)
+}
+
+// unavailable answers that a server could not be reached.
+type unavailable struct{}
+
+// Error implements proxy.ErrorResponder.
+func (unavailable) Error(w http.ResponseWriter, _ *http.Request, err error) {
+	http.Error(w, err.Error(), http.StatusServiceUnavailable)
+}

@@ -1,0 +1,258 @@
+package customresources
+
+import (
+	"fmt"
+	"maps"
+	"strings"
+
+	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
+	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/validation"
+	openapibuilder "k8s.io/apiextensions-apiserver/pkg/controller/openapi/builder"
+	"k8s.io/apiextensions-apiserver/pkg/registry/customresource"
+	"k8s.io/apiextensions-apiserver/pkg/registry/customresource/tableconvertor"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/util/managedfields"
+	"k8s.io/apiserver/pkg/registry/rest"
+	"k8s.io/client-go/scale"
+	"k8s.io/client-go/scale/scheme/autoscalingv1"
+	"k8s.io/kube-openapi/pkg/spec3"
+	"k8s.io/kube-openapi/pkg/validation/spec"
+	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
+
+	"watershed.dev/platform/crd"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/verbs"
+)
+
+// builder builds what serves one definition, as k8s.io/apiextensions-apiserver/pkg/apiserver's getOrCreateServingInfoFor does.
+type builder struct {
+	*crd.Definition
+	table        *Table
+	safe, unsafe runtime.ObjectConvertor
+	types        managedfields.TypeConverter
+	replicas     managedfields.ResourcePathMappings
+	equivalents  runtime.EquivalentResourceMapper
+	terminating  func() bool
+}
+
+func (s *served) build(t *Table) {
+	b := &builder{Definition: s.Definition, table: t, equivalents: s.Equivalents(), replicas: managedfields.ResourcePathMappings{}}
+	name := s.Name
+	b.terminating = func() bool {
+		now := t.definition(name)
+		return now != nil && apihelpers.IsCRDConditionTrue(now.CustomResourceDefinition, apiextensionsv1.Terminating)
+	}
+	s.versions, s.err = b.build(s.entries)
+}
+
+func (b *builder) build(entries []*registryv1.ResourceEntry) (map[string]*servedVersion, error) {
+	var err error
+	if b.safe, b.unsafe, err = b.Converter(b.table.Converters); err != nil {
+		return nil, err
+	}
+	if b.types, err = b.typeConverter(); err != nil {
+		return nil, err
+	}
+	for _, v := range b.Spec.Versions {
+		sub, err := apihelpers.GetSubresourcesForVersion(b.CustomResourceDefinition, v.Name)
+		if err != nil {
+			return nil, err
+		}
+		b.replicas[b.Kind(v.Name).GroupVersion().String()] = replicasPath(sub)
+	}
+	all := map[string]*servedVersion{}
+	reset := map[fieldpath.APIVersion]*fieldpath.Set{}
+	for i := range b.Spec.Versions {
+		v := &b.Spec.Versions[i]
+		if !v.Storage && !v.Served {
+			continue
+		}
+		st, err := b.storage(v)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", v.Name, err)
+		}
+		all[v.Name] = &servedVersion{storage: st, endpoints: map[string]*verbs.Endpoint{}}
+		if st.Status != nil {
+			maps.Copy(reset, st.Status.GetResetFields())
+		}
+	}
+	for _, entry := range entries {
+		v, ok := all[entry.Resource.Version]
+		if !ok {
+			continue
+		}
+		e, err := b.endpoint(entry, v.storage, reset)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", entry.Resource, err)
+		}
+		v.endpoints[entry.Resource.Subresource] = e
+	}
+	return all, nil
+}
+
+// replicasPath is where an object has the replicas that its scale shows.
+func replicasPath(sub *apiextensionsv1.CustomResourceSubresources) fieldpath.Path {
+	if sub == nil || sub.Scale == nil {
+		return nil
+	}
+	path := fieldpath.Path{}
+	for _, name := range strings.Split(strings.TrimPrefix(sub.Scale.SpecReplicasPath, "."), ".") {
+		path = append(path, fieldpath.PathElement{FieldName: &name})
+	}
+	return path
+}
+
+// typeConverter knows objects' fields for who manages them.
+func (b *builder) typeConverter() (managedfields.TypeConverter, error) {
+	specs := []*spec3.OpenAPI{{Version: "3.0.0", Info: &spec.Info{InfoProps: spec.InfoProps{Title: "Kubernetes CRD Swagger", Version: "v0.1.0"}},
+		Components: &spec3.Components{Schemas: b.table.Models}}}
+	for _, v := range b.Spec.Versions {
+		s, err := openapibuilder.BuildOpenAPIV3(b.CustomResourceDefinition, v.Name, openapibuilder.Options{})
+		if err != nil {
+			return managedfields.NewDeducedTypeConverter(), nil
+		}
+		specs = append(specs, s)
+	}
+	merged, err := openapibuilder.MergeSpecsV3(specs...)
+	if err != nil {
+		return managedfields.NewDeducedTypeConverter(), nil
+	}
+	return managedfields.NewTypeConverter(merged.Components.Schemas, b.Spec.PreserveUnknownFields)
+}
+
+// storage makes the storages of one version.
+func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (customresource.CustomResourceStorage, error) {
+	none := customresource.CustomResourceStorage{}
+	internal, err := crd.Validation(b.CustomResourceDefinition, v.Name)
+	if err != nil {
+		return none, err
+	}
+	var properties *apiextensions.JSONSchemaProps
+	if internal != nil {
+		properties = internal.OpenAPIV3Schema
+	}
+	validator, _, err := validation.NewSchemaValidator(properties)
+	if err != nil {
+		return none, err
+	}
+	sub, err := apihelpers.GetSubresourcesForVersion(b.CustomResourceDefinition, v.Name)
+	if err != nil {
+		return none, err
+	}
+	var status *apiextensions.CustomResourceSubresourceStatus
+	var statusValidator validation.SchemaValidator
+	if sub != nil && sub.Status != nil {
+		status = &apiextensions.CustomResourceSubresourceStatus{}
+		if properties != nil {
+			if of, ok := properties.Properties["status"]; ok {
+				if statusValidator, _, err = validation.NewSchemaValidator(&of); err != nil {
+					return none, err
+				}
+			}
+		}
+	}
+	var replicas *apiextensions.CustomResourceSubresourceScale
+	if sub != nil && sub.Scale != nil {
+		replicas = &apiextensions.CustomResourceSubresourceScale{}
+		if err := apiextensionsv1.Convert_v1_CustomResourceSubresourceScale_To_apiextensions_CustomResourceSubresourceScale(sub.Scale, replicas, nil); err != nil {
+			return none, err
+		}
+	}
+	table, err := tableconvertor.New(columns(v.AdditionalPrinterColumns))
+	if err != nil { // a bad column: the name and the age are still to be shown
+		table, _ = tableconvertor.New(nil)
+	}
+	kind := b.Kind(v.Name)
+	listKind := kind
+	listKind.Kind = b.Status.AcceptedNames.ListKind
+	singular := schema.GroupResource{Group: b.Spec.Group, Resource: b.Status.AcceptedNames.Singular}
+	strategy := customresource.NewStrategy(crd.Typer(b.Parameters(v.Name)), b.Namespaced(), kind, validator, statusValidator, b.Schemas[v.Name], status, replicas, v.SelectableFields)
+	return customresource.NewStorage(b.Resource(v.Name).GroupResource(), singular, kind, listKind, strategy,
+		b.table.Storage.CustomRESTOptions(b.StorageCodec(v.Name, b.safe)), b.Status.AcceptedNames.Categories, table, b.replicas)
+}
+
+var age = apiextensionsv1.CustomResourceColumnDefinition{Name: "Age", Type: "date", Description: metav1.ObjectMeta{}.SwaggerDoc()["creationTimestamp"], JSONPath: ".metadata.creationTimestamp"}
+
+func columns(own []apiextensionsv1.CustomResourceColumnDefinition) []apiextensionsv1.CustomResourceColumnDefinition {
+	if len(own) > 0 {
+		return own
+	}
+	return []apiextensionsv1.CustomResourceColumnDefinition{age}
+}
+
+// scaleColumns are what a Table of a scale shows.
+func scaleColumns(sub *apiextensionsv1.CustomResourceSubresources) []apiextensionsv1.CustomResourceColumnDefinition {
+	var all []apiextensionsv1.CustomResourceColumnDefinition
+	if sub != nil && sub.Scale != nil {
+		if sub.Scale.SpecReplicasPath != "" {
+			all = append(all, apiextensionsv1.CustomResourceColumnDefinition{Name: "Desired", Type: "integer", Description: "Number of desired replicas", JSONPath: ".spec.replicas"})
+		}
+		if sub.Scale.StatusReplicasPath != "" {
+			all = append(all, apiextensionsv1.CustomResourceColumnDefinition{Name: "Available", Type: "integer", Description: "Number of actual replicas", JSONPath: ".status.replicas"})
+		}
+	}
+	return append(all, age)
+}
+
+// endpoint makes what answers requests for one entry.
+func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.CustomResourceStorage, statusReset map[fieldpath.APIVersion]*fieldpath.Set) (*verbs.Endpoint, error) {
+	v := entry.Resource.Version
+	parameters := b.Parameters(v)
+	typer := crd.Typer(parameters)
+	kind := b.Kind(v)
+	e := &verbs.Endpoint{Resource: b.Resource(v), Subresource: entry.Resource.Subresource, Kind: kind, Namespaced: b.Namespaced(), InMemory: kind.GroupVersion(),
+		Serializer: b.Serializer(typer, b.safe), ParameterCodec: runtime.NewParameterCodec(parameters), Creater: crd.Creater{}, Convertor: b.safe,
+		UnsafeConvertor: b.unsafe, Defaulter: b.Defaulter(parameters), Typer: typer, Equivalents: b.equivalents, Tables: st.CustomResource,
+		Entry: entry, Terminating: b.terminating}
+	e.FromStorage = func(list *unstructured.UnstructuredList) (*unstructured.UnstructuredList, error) {
+		return b.FromStorage(b.safe, list, kind.GroupVersion())
+	}
+	var reset map[fieldpath.APIVersion]*fieldpath.Set
+	hub := kind.GroupVersion()
+	switch entry.Resource.Subresource {
+	case "":
+		e.Storage, reset = st.CustomResource, st.CustomResource.GetResetFields()
+		e.Attributes = st.CustomResource.PredicateFunc(labels.Everything(), fields.Everything()).GetAttrs
+	case "status":
+		e.Storage, reset = readable{st.Status}, statusReset
+	case "scale":
+		e.Storage = scaled{st.Scale}
+		e.Kind, e.InMemory = autoscalingv1.SchemeGroupVersion.WithKind("Scale"), autoscalingv1.SchemeGroupVersion
+		e.Serializer = serializer.NewCodecFactory(scale.NewScaleConverter().Scheme())
+		sub, err := apihelpers.GetSubresourcesForVersion(b.CustomResourceDefinition, v)
+		if err != nil {
+			return nil, err
+		}
+		if e.Tables, err = tableconvertor.New(scaleColumns(sub)); err != nil {
+			return nil, err
+		}
+	}
+	var err error
+	e.FieldManager, err = managedfields.NewDefaultCRDFieldManager(b.types, e.Convertor, e.Defaulter, e.Creater, e.Kind, hub, e.Subresource, fieldpath.NewExcludeFilterSetMap(reset))
+	return e, err
+}
+
+// readable and scaled say of upstream's storages that they are some: these lack Destroy.
+type (
+	readable struct{ *customresource.StatusREST }
+	scaled   struct{ *customresource.ScaleREST }
+)
+
+// Destroy implements rest.Storage.
+func (readable) Destroy() {}
+
+// Destroy implements rest.Storage.
+func (scaled) Destroy() {}
+
+var (
+	_ rest.Storage = readable{}
+	_ rest.Storage = scaled{}
+)

@@ -1,0 +1,97 @@
+package customresources
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/version"
+	"k8s.io/apiserver/pkg/endpoints/discovery"
+
+	"watershed.dev/platform/crd"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/storage"
+)
+
+// The verbs of custom resources, in the order that discovery tells them.
+var (
+	allVerbs         = []string{"delete", "deletecollection", "get", "list", "patch", "create", "update", "watch"}
+	terminatingVerbs = []string{"delete", "deletecollection", "get", "list", "watch"}
+	subresourceVerbs = []string{"get", "patch", "update"}
+)
+
+var mediaTypes = []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runtime.ContentTypeProtobuf}
+
+// entriesOf writes a definition's catalogue entries, one for each served version and subresource.
+func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntry {
+	var all []*registryv1.ResourceEntry
+	names := d.Status.AcceptedNames
+	hidden := !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established)
+	verbs := allVerbs
+	if apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Terminating) {
+		verbs = terminatingVerbs
+	}
+	for _, v := range d.Spec.Versions {
+		if !v.Served {
+			continue
+		}
+		kind := &commonv1.Kind{Group: d.Spec.Group, Version: v.Name, Kind: names.Kind}
+		main := &registryv1.ResourceEntry{
+			Resource: &commonv1.Resource{Group: d.Spec.Group, Version: v.Name, Resource: names.Plural}, Namespaced: d.Namespaced(), Kind: kind,
+			Verbs: verbs, ShortNames: names.ShortNames, Categories: names.Categories, Singular: names.Singular, ListKind: names.ListKind,
+			StoredAs: st.Name(), StoredKind: &commonv1.Kind{Group: d.Spec.Group, Version: d.StorageVersion, Kind: names.Kind},
+			SelectableFields: map[string]string{"metadata.name": "metadata.name"}, Table: true, MediaTypes: mediaTypes, Untyped: true, Hidden: hidden,
+			StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind), Warnings: warningsOf(d, v),
+			ConvertedFields: d.Webhook() && len(v.SelectableFields) > 0,
+		}
+		if main.Namespaced {
+			main.SelectableFields["metadata.namespace"] = "metadata.namespace"
+		}
+		for _, f := range v.SelectableFields {
+			label := strings.TrimPrefix(f.JSONPath, ".")
+			main.SelectableFields[label] = label
+		}
+		all = append(all, main)
+		sub, err := apihelpers.GetSubresourcesForVersion(d.CustomResourceDefinition, v.Name)
+		if err != nil || sub == nil {
+			continue
+		}
+		add := func(name string, k *commonv1.Kind) {
+			all = append(all, &registryv1.ResourceEntry{Resource: &commonv1.Resource{Group: d.Spec.Group, Version: v.Name, Resource: names.Plural, Subresource: name},
+				Namespaced: d.Namespaced(), Kind: k, Verbs: subresourceVerbs, Table: true, MediaTypes: mediaTypes, Untyped: true, Hidden: hidden, Warnings: main.Warnings})
+		}
+		if sub.Status != nil {
+			add("status", kind)
+		}
+		if sub.Scale != nil {
+			add("scale", &commonv1.Kind{Group: "autoscaling", Version: "v1", Kind: "Scale"})
+		}
+	}
+	return all
+}
+
+// warningsOf is what every answer in a deprecated version carries.
+func warningsOf(d *crd.Definition, v apiextensionsv1.CustomResourceDefinitionVersion) []string {
+	if !v.Deprecated {
+		return nil
+	}
+	if v.DeprecationWarning != nil {
+		return []string{*v.DeprecationWarning}
+	}
+	text := fmt.Sprintf("%s/%s %s is deprecated", d.Spec.Group, v.Name, d.Spec.Names.Kind)
+	var better []string
+	for _, o := range d.Spec.Versions {
+		if o.Served && !o.Deprecated && version.CompareKubeAwareVersionStrings(v.Name, o.Name) < 0 {
+			better = append(better, o.Name)
+		}
+	}
+	if len(better) == 0 {
+		return []string{text}
+	}
+	newest := slices.MaxFunc(better, version.CompareKubeAwareVersionStrings)
+	return []string{fmt.Sprintf("%s; use %s/%s %s", text, d.Spec.Group, newest, d.Spec.Names.Kind)}
+}

@@ -1,0 +1,111 @@
+package customresources
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"sync"
+
+	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	openapibuilder "k8s.io/apiextensions-apiserver/pkg/controller/openapi/builder"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/kube-openapi/pkg/handler"
+	"k8s.io/kube-openapi/pkg/spec3"
+	"k8s.io/kube-openapi/pkg/validation/spec"
+)
+
+// documents are what OpenAPI says of one definition, made when somebody asks.
+type documents struct {
+	mu sync.Mutex
+	v3 map[string]*spec3.OpenAPI
+	v2 map[string]*spec.Swagger
+}
+
+// Hashes names each group version's document and what it depends on.
+func (t *Table) Hashes() map[schema.GroupVersion]string {
+	parts := map[schema.GroupVersion]string{}
+	for _, s := range t.all() {
+		if !apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {
+			continue
+		}
+		for _, v := range s.Spec.Versions {
+			if v.Served {
+				parts[s.Kind(v.Name).GroupVersion()] += fmt.Sprintf("%s %d %v;", s.UID, s.Generation, s.Status.AcceptedNames)
+			}
+		}
+	}
+	for gv, text := range parts {
+		parts[gv] = fmt.Sprintf("%X", sha256.Sum256([]byte(text)))
+	}
+	return parts
+}
+
+// OpenAPIV3 is the document of one group version; nil where no definition has it.
+func (t *Table) OpenAPIV3(gv schema.GroupVersion) (*spec3.OpenAPI, error) {
+	var all []*spec3.OpenAPI
+	err := t.eachServed(func(s *served, version string) error {
+		if s.Kind(version).GroupVersion() != gv {
+			return nil
+		}
+		s.docs.mu.Lock()
+		defer s.docs.mu.Unlock()
+		if s.docs.v3 == nil {
+			s.docs.v3 = map[string]*spec3.OpenAPI{}
+		}
+		if s.docs.v3[version] == nil {
+			doc, err := openapibuilder.BuildOpenAPIV3(s.CustomResourceDefinition, version, openapibuilder.Options{IncludeSelectableFields: true})
+			if err != nil {
+				return fmt.Errorf("%s in %s: %w", s.Name, version, err)
+			}
+			s.docs.v3[version] = doc
+		}
+		all = append(all, s.docs.v3[version])
+		return nil
+	})
+	if err != nil || len(all) == 0 {
+		return nil, err
+	}
+	return openapibuilder.MergeSpecsV3(all...)
+}
+
+// OpenAPIV2 adds what the definitions have to the document of what is built in.
+func (t *Table) OpenAPIV2(builtIn *spec.Swagger) (*spec.Swagger, error) {
+	var all []*spec.Swagger
+	err := t.eachServed(func(s *served, version string) error {
+		s.docs.mu.Lock()
+		defer s.docs.mu.Unlock()
+		if s.docs.v2 == nil {
+			s.docs.v2 = map[string]*spec.Swagger{}
+		}
+		if s.docs.v2[version] == nil {
+			doc, err := openapibuilder.BuildOpenAPIV2(s.CustomResourceDefinition, version, openapibuilder.Options{V2: true, IncludeSelectableFields: true})
+			if err != nil {
+				return fmt.Errorf("%s in %s: %w", s.Name, version, err)
+			}
+			doc.Definitions = handler.PruneDefaults(doc.Definitions)
+			s.docs.v2[version] = doc
+		}
+		all = append(all, s.docs.v2[version])
+		return nil
+	})
+	if err != nil || len(all) == 0 {
+		return builtIn, err
+	}
+	return openapibuilder.MergeSpecs(builtIn, all...)
+}
+
+func (t *Table) eachServed(visit func(s *served, version string) error) error {
+	for _, s := range t.all() {
+		if !apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {
+			continue
+		}
+		for _, v := range s.Spec.Versions {
+			if v.Served {
+				if err := visit(s, v.Name); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}

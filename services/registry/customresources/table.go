@@ -1,0 +1,232 @@
+// Package customresources serves what CustomResourceDefinitions define, with the verbs that serve everything else: which
+// resources there are, how their objects are read, stored and converted, and what OpenAPI says of them.
+package customresources
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+
+	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
+	"k8s.io/apiextensions-apiserver/pkg/controller/finalizer"
+	"k8s.io/apiextensions-apiserver/pkg/registry/customresource"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/kube-openapi/pkg/validation/spec"
+
+	"watershed.dev/platform/crd"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/storage"
+	"watershed.dev/services/registry/verbs"
+)
+
+// Table is every definition that can be served. What takes long to build is built when it is first asked for.
+type Table struct {
+	Storage *storage.Storage
+	// Converters call the webhooks of definitions that have one.
+	Converters *conversion.CRConverterFactory
+	// Models are the schemas that every object has parts of: ObjectMeta and the like.
+	Models map[string]*spec.Schema
+	// Changed is called after any definition has.
+	Changed func()
+
+	mu     sync.RWMutex
+	byName map[string]*served
+}
+
+// served is one definition.
+type served struct {
+	*crd.Definition
+	stored  *storage.Stored
+	entries []*registryv1.ResourceEntry
+	*built
+}
+
+// built is what takes long: it is built when it is first asked for, and stands while nothing but conditions change.
+type built struct {
+	once     sync.Once
+	versions map[string]*servedVersion
+	err      error
+	docs     documents
+}
+
+// servedVersion is how requests in one version are served.
+type servedVersion struct {
+	storage   customresource.CustomResourceStorage
+	endpoints map[string]*verbs.Endpoint // by subresource
+}
+
+// Handler follows an informer of definitions.
+func (t *Table) Handler() cache.ResourceEventHandler {
+	return cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
+		UpdateFunc: func(_, obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
+		DeleteFunc: func(obj any) {
+			if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+				obj = gone.Obj
+			}
+			if d, ok := obj.(*apiextensionsv1.CustomResourceDefinition); ok {
+				t.remove(d.Name)
+			}
+		},
+	}
+}
+
+func (t *Table) remove(name string) {
+	t.mu.Lock()
+	_, was := t.byName[name]
+	delete(t.byName, name)
+	t.mu.Unlock()
+	if was {
+		t.Changed()
+	}
+}
+
+func (t *Table) set(d *apiextensionsv1.CustomResourceDefinition) *served {
+	if !Servable(d) {
+		t.remove(d.Name)
+		return nil
+	}
+	t.mu.Lock()
+	if t.byName == nil {
+		t.byName = map[string]*served{}
+	}
+	old := t.byName[d.Name]
+	if old != nil && newer(old.CustomResourceDefinition, d) {
+		t.mu.Unlock()
+		return old
+	}
+	var s *served
+	if old != nil && crd.Same(old.CustomResourceDefinition, d) { // nothing but its conditions: what was built stands
+		definition := *old.Definition
+		definition.CustomResourceDefinition = d
+		s = &served{Definition: &definition, stored: old.stored, built: old.built}
+	} else {
+		definition, err := crd.New(d)
+		if err != nil {
+			t.mu.Unlock()
+			slog.Warn("A definition cannot be served", "name", d.Name, "error", err)
+			t.remove(d.Name)
+			return nil
+		}
+		s = &served{Definition: definition, stored: StoredOf(t.Storage, definition), built: &built{}}
+	}
+	s.entries = entriesOf(s.Definition, s.stored)
+	t.byName[d.Name] = s
+	t.mu.Unlock()
+	t.Changed()
+	return s
+}
+
+// newer says whether a is a later state than b of the same definition.
+func newer(a, b *apiextensionsv1.CustomResourceDefinition) bool {
+	av, aerr := storage.Revision(a)
+	bv, berr := storage.Revision(b)
+	return aerr == nil && berr == nil && av > bv
+}
+
+// Servable says whether a definition's names are accepted; it is served from then on, and told of once it is established.
+func Servable(d *apiextensionsv1.CustomResourceDefinition) bool {
+	return apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) || apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established)
+}
+
+// get finds a definition. One that this registry has not heard of is looked for in etcd: another one may have.
+func (t *Table) get(ctx context.Context, name string) (*served, error) {
+	t.mu.RLock()
+	s := t.byName[name]
+	t.mu.RUnlock()
+	if s != nil {
+		return s, nil
+	}
+	return t.current(ctx, name)
+}
+
+// current is a definition as etcd has it now; nil where there is none to serve.
+func (t *Table) current(ctx context.Context, name string) (*served, error) {
+	d, err := Read(ctx, t.Storage, name)
+	if err != nil || d == nil {
+		return nil, err
+	}
+	return t.set(d), nil
+}
+
+// Endpoint finds what answers requests for r; nil where nothing does.
+func (t *Table) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoint, error) {
+	if r.GetGroup() == "" {
+		return nil, nil
+	}
+	s, err := t.get(ctx, r.GetResource()+"."+r.GetGroup())
+	if err != nil || s == nil || !apihelpers.HasServedCRDVersion(s.CustomResourceDefinition, r.GetVersion()) {
+		return nil, err
+	}
+	s.once.Do(func() { s.build(t) })
+	if s.err != nil {
+		slog.Error("A custom resource cannot be served", "name", s.Name, "error", s.err)
+		return nil, apierrors.NewInternalError(errors.New("error resolving resource"))
+	}
+	return s.versions[r.GetVersion()].endpoints[r.GetSubresource()], nil
+}
+
+// Stored finds how a definition's objects are read, as the definition is now in etcd.
+func (t *Table) Stored(ctx context.Context, name string) (*storage.Stored, error) {
+	s, err := t.current(ctx, name)
+	if err != nil || s == nil {
+		return nil, err
+	}
+	return s.stored, nil
+}
+
+// Definition finds a definition by its resource's name.
+func (t *Table) definition(name string) *served {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	return t.byName[name]
+}
+
+// GetCustomResourceListerCollectionDeleter implements finalizer.CRClientGetter: a deleted definition's objects go first.
+func (t *Table) GetCustomResourceListerCollectionDeleter(d *apiextensionsv1.CustomResourceDefinition) (finalizer.ListerCollectionDeleter, error) {
+	s := t.definition(d.Name)
+	if s == nil || s.UID != d.UID {
+		return nil, apierrors.NewNotFound(schema.GroupResource{Group: apiextensionsv1.GroupName, Resource: "customresourcedefinitions"}, d.Name)
+	}
+	s.once.Do(func() { s.build(t) })
+	if s.err != nil {
+		return nil, s.err
+	}
+	return s.versions[s.StorageVersion].storage.CustomResource, nil
+}
+
+// all is every definition, by group and name.
+func (t *Table) all() []*served {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	var all []*served
+	for _, s := range t.byName {
+		all = append(all, s)
+	}
+	slices.SortFunc(all, func(a, b *served) int {
+		return cmp.Or(strings.Compare(a.Spec.Group, b.Spec.Group), strings.Compare(a.Name, b.Name))
+	})
+	return all
+}
+
+// Entries is what the catalogue says of the definitions.
+func (t *Table) Entries() []*registryv1.ResourceEntry {
+	var all []*registryv1.ResourceEntry
+	for _, s := range t.all() {
+		all = append(all, s.entries...)
+	}
+	return all
+}
+
+// String tells of a definition in the log.
+func (s *served) String() string { return fmt.Sprintf("%s (%s)", s.Name, s.UID) }

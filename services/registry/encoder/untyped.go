@@ -1,0 +1,71 @@
+package encoder
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/storage"
+	"watershed.dev/services/registry/verbs"
+)
+
+// EncodeUntyped is Encode for custom resources. Objects that are stored in another version are converted together: a webhook
+// is asked once.
+func EncodeUntyped(ctx context.Context, e *verbs.Endpoint, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	list := &unstructured.UnstructuredList{Items: make([]unstructured.Unstructured, len(r.Json))}
+	list.SetGroupVersionKind(schema.GroupVersionKind{Group: e.Kind.Group, Version: e.Kind.Version, Kind: e.Entry.ListKind})
+	other := false
+	for i, data := range r.Json {
+		u := &list.Items[i]
+		if err := json.Unmarshal(data, &u.Object); err != nil {
+			return nil, fmt.Errorf("decode %s: %w", r.StoredAs, err)
+		}
+		version := e.Kind.Version
+		if i < len(r.Versions) && r.Versions[i] != "" {
+			version = r.Versions[i]
+		}
+		other = other || version != e.Kind.Version
+		u.SetGroupVersionKind(schema.GroupVersionKind{Group: e.Kind.Group, Version: version, Kind: e.Kind.Kind})
+	}
+	if other {
+		var err error
+		if list, err = e.FromStorage(list); err != nil {
+			return nil, err
+		}
+	}
+	objects := make([]runtime.Object, len(list.Items))
+	for i := range list.Items {
+		objects[i] = &list.Items[i]
+	}
+	resp := &registryv1.EncodeResponse{}
+	if r.GetOutput().GetAs().GetKind() == "Table" {
+		var err error
+		if resp, err = rows(ctx, e, objects, r); err != nil {
+			return nil, err
+		}
+	} else {
+		for i := range list.Items {
+			data, err := storage.Untyped(&list.Items[i])
+			if err != nil {
+				return nil, err
+			}
+			resp.Objects = append(resp.Objects, data)
+		}
+	}
+	if !e.Entry.GetConvertedFields() {
+		return resp, nil
+	}
+	for _, obj := range objects {
+		f, err := e.Fields(obj)
+		if err != nil {
+			return nil, err
+		}
+		resp.Fields = append(resp.Fields, &registryv1.Fields{Fields: f})
+	}
+	return resp, nil
+}

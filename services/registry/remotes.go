@@ -1,0 +1,160 @@
+package registry
+
+import (
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	corelisters "k8s.io/client-go/listers/core/v1"
+	discoverylisters "k8s.io/client-go/listers/discovery/v1"
+	restclient "k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+	apiregistrationv1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
+	"k8s.io/kube-aggregator/pkg/apis/apiregistration/v1/helper"
+	registrationsclient "k8s.io/kube-aggregator/pkg/client/clientset_generated/clientset"
+	registrations "k8s.io/kube-aggregator/pkg/client/informers/externalversions"
+	registrationlisters "k8s.io/kube-aggregator/pkg/client/listers/apiregistration/v1"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// remotes is which group versions other servers answer for, and where these are.
+type remotes struct {
+	informers     registrations.SharedInformerFactory
+	registrations registrationlisters.APIServiceLister
+	services      corelisters.ServiceLister
+	slices        discoverylisters.EndpointSliceLister
+	// endpoints: a service is reached by its endpoints' addresses rather than by its own.
+	endpoints bool
+}
+
+func (s *Service) followRegistrations(loopback *restclient.Config) error {
+	client, err := registrationsclient.NewForConfig(loopback)
+	if err != nil {
+		return err
+	}
+	r := &remotes{informers: registrations.NewSharedInformerFactory(client, 5*time.Minute), endpoints: s.config.Loops.AggregatorRouting,
+		services: s.informers.Core().V1().Services().Lister(), slices: s.informers.Discovery().V1().EndpointSlices().Lister()}
+	all := r.informers.Apiregistration().V1().APIServices()
+	r.registrations = all.Lister()
+	s.remotes = r
+	touch := func(any) { s.catalogue.touch() }
+	if _, err := all.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: touch, DeleteFunc: touch, UpdateFunc: func(_, o any) { touch(o) }}); err != nil {
+		return err
+	}
+	// Where a service is matters only while a group version is served by it.
+	moved := func(name func(any) (namespace, service string)) cache.ResourceEventHandler {
+		check := func(o any) {
+			if gone, ok := o.(cache.DeletedFinalStateUnknown); ok {
+				o = gone.Obj
+			}
+			if ns, service := name(o); r.uses(ns, service) {
+				s.catalogue.touch()
+			}
+		}
+		return cache.ResourceEventHandlerFuncs{AddFunc: check, DeleteFunc: check, UpdateFunc: func(_, o any) { check(o) }}
+	}
+	if _, err := s.informers.Core().V1().Services().Informer().AddEventHandler(moved(func(o any) (string, string) {
+		if service, ok := o.(*corev1.Service); ok {
+			return service.Namespace, service.Name
+		}
+		return "", ""
+	})); err != nil {
+		return err
+	}
+	_, err = s.informers.Discovery().V1().EndpointSlices().Informer().AddEventHandler(moved(func(o any) (string, string) {
+		if slice, ok := o.(*discoveryv1.EndpointSlice); ok {
+			return slice.Namespace, slice.Labels[discoveryv1.LabelServiceName]
+		}
+		return "", ""
+	}))
+	return err
+}
+
+// all is every registration that has a service.
+func (r *remotes) all() []*apiregistrationv1.APIService {
+	registered, err := r.registrations.List(labels.Everything())
+	if err != nil {
+		return nil
+	}
+	registered = slices.DeleteFunc(slices.Clone(registered), func(a *apiregistrationv1.APIService) bool { return a.Spec.Service == nil })
+	slices.SortFunc(registered, func(a, b *apiregistrationv1.APIService) int { return strings.Compare(a.Name, b.Name) })
+	return registered
+}
+
+func (r *remotes) uses(namespace, service string) bool {
+	return slices.ContainsFunc(r.all(), func(a *apiregistrationv1.APIService) bool {
+		return a.Spec.Service.Namespace == namespace && a.Spec.Service.Name == service
+	})
+}
+
+// add tells of them in a catalogue.
+func (r *remotes) add(c *registryv1.CatalogResponse, into *groups) {
+	for _, a := range r.all() {
+		into.add(schema.GroupVersion{Group: a.Spec.Group, Version: a.Spec.Version}, a.Spec.GroupPriorityMinimum, a.Spec.VersionPriority)
+		port := int32(443)
+		if a.Spec.Service.Port != nil {
+			port = *a.Spec.Service.Port
+		}
+		remote := &registryv1.Remote{Group: a.Spec.Group, Version: a.Spec.Version, ServiceNamespace: a.Spec.Service.Namespace, ServiceName: a.Spec.Service.Name, Port: port,
+			InsecureSkipTlsVerify: a.Spec.InsecureSkipTLSVerify, CaBundle: a.Spec.CABundle, Available: helper.IsAPIServiceConditionTrue(a, apiregistrationv1.Available)}
+		remote.Addresses, _ = r.addresses(a.Spec.Service.Namespace, a.Spec.Service.Name, port)
+		c.Remotes = append(c.Remotes, remote)
+	}
+}
+
+// addresses is where a service's port is: its own address, an external name, or whatever endpoints are ready.
+func (r *remotes) addresses(namespace, name string, port int32) ([]string, error) {
+	service, err := r.services.Services(namespace).Get(name)
+	if err != nil {
+		return nil, err
+	}
+	if service.Spec.Type == corev1.ServiceTypeExternalName {
+		return []string{net.JoinHostPort(service.Spec.ExternalName, strconv.Itoa(int(port)))}, nil
+	}
+	i := slices.IndexFunc(service.Spec.Ports, func(p corev1.ServicePort) bool { return p.Port == port })
+	if i < 0 {
+		return nil, fmt.Errorf("service %s/%s has no port %d", namespace, name, port)
+	}
+	if !r.endpoints {
+		if service.Spec.ClusterIP == "" || service.Spec.ClusterIP == corev1.ClusterIPNone {
+			return nil, fmt.Errorf("service %s/%s has no cluster IP", namespace, name)
+		}
+		return []string{net.JoinHostPort(service.Spec.ClusterIP, strconv.Itoa(int(port)))}, nil
+	}
+	of, err := r.slices.EndpointSlices(namespace).List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: name}))
+	if err != nil {
+		return nil, err
+	}
+	var all []string
+	for _, slice := range of {
+		for _, p := range slice.Ports {
+			if p.Port == nil || deref(p.Name) != service.Spec.Ports[i].Name {
+				continue
+			}
+			for _, e := range slice.Endpoints {
+				if e.Conditions.Ready == nil || *e.Conditions.Ready {
+					for _, address := range e.Addresses {
+						all = append(all, net.JoinHostPort(address, strconv.Itoa(int(*p.Port))))
+					}
+				}
+			}
+		}
+	}
+	slices.Sort(all)
+	return all, nil
+}
+
+func deref(s *string) string {
+	if s == nil {
+		return ""
+	}
+	return *s
+}

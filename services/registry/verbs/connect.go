@@ -1,0 +1,163 @@
+package verbs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/url"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	genericrest "k8s.io/apiserver/pkg/registry/generic/rest"
+	"k8s.io/apiserver/pkg/registry/rest"
+	"k8s.io/apiserver/pkg/warning"
+	api "k8s.io/kubernetes/pkg/apis/core"
+	"k8s.io/kubernetes/pkg/features"
+	kubeletclient "k8s.io/kubernetes/pkg/kubelet/client"
+	"k8s.io/kubernetes/pkg/registry/core/node"
+	noderest "k8s.io/kubernetes/pkg/registry/core/node/rest"
+	"k8s.io/kubernetes/pkg/registry/core/pod"
+	podrest "k8s.io/kubernetes/pkg/registry/core/pod/rest"
+	"k8s.io/kubernetes/pkg/registry/core/service"
+
+	"watershed.dev/platform/identity"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Connect decides where a request that carries bytes goes: to a kubelet, a pod, a service or a node.
+func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (*registryv1.Connection, error) {
+	if r.Name == "" {
+		return nil, errEmptyName
+	}
+	warnings := &recorder{}
+	ctx = warning.WithWarningRecorder(WithGate(request.WithNamespace(ctx, r.Namespace), gate), warnings)
+	values, _ := url.ParseQuery(r.Query)
+	if log, ok := e.Storage.(*podrest.LogREST); ok {
+		return e.log(ctx, log, r.Name, values)
+	}
+	connecter, ok := e.Storage.(rest.Connecter)
+	if !ok {
+		return nil, e.MethodNotSupported("connect")
+	}
+	opts, subpath, key := connecter.NewConnectOptions()
+	if opts != nil {
+		if subpath {
+			values[key] = []string{r.Subpath}
+		}
+		if err := e.ParameterCodec.DecodeParameters(values, e.Kind.GroupVersion(), opts); err != nil {
+			return nil, apierrors.NewBadRequest(err.Error())
+		}
+	}
+	admit := &gateAdmission{gate: gate, endpoint: e, admit: sets.New(r.Admit...), validate: sets.New(r.Validate...)}
+	if admit.Handles(admission.Connect) {
+		attrs := admission.NewAttributesRecord(opts, nil, e.Kind, r.Namespace, r.Name, e.Resource, e.Subresource, admission.Connect, nil, false, identity.User(r.User))
+		if err := admit.Admit(ctx, attrs, e); err != nil {
+			return nil, err
+		}
+		if err := admit.Validate(ctx, attrs, e); err != nil {
+			return nil, err
+		}
+	}
+	switch s := e.Storage.(type) {
+	case *podrest.ExecREST:
+		o := opts.(*api.PodExecOptions)
+		return e.upgrade(ctx, r, &registryv1.Streams{Stdin: o.Stdin, Stdout: o.Stdout, Stderr: o.Stderr, Tty: o.TTY}, func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
+			return pod.ExecLocation(ctx, s.Store, s.KubeletConn, r.Name, o)
+		})
+	case *podrest.AttachREST:
+		o := opts.(*api.PodAttachOptions)
+		return e.upgrade(ctx, r, &registryv1.Streams{Stdin: o.Stdin, Stdout: o.Stdout, Stderr: o.Stderr, Tty: o.TTY}, func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
+			return pod.AttachLocation(ctx, s.Store, s.KubeletConn, r.Name, o)
+		})
+	case *podrest.PortForwardREST:
+		o := opts.(*api.PodPortForwardOptions)
+		return e.upgrade(ctx, r, &registryv1.Streams{PortForward: true}, func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
+			return pod.PortForwardLocation(ctx, s.Store, s.KubeletConn, r.Name, o)
+		})
+	case *podrest.ProxyREST:
+		at, _, err := pod.ResourceLocation(ctx, s.Store, s.ProxyTransport, r.Name)
+		return proxied(at, opts.(*api.PodProxyOptions).Path, registryv1.Transport_TRANSPORT_PROXY, err)
+	case *service.ProxyREST:
+		at, _, err := s.Redirector.ResourceLocation(ctx, r.Name)
+		return proxied(at, opts.(*api.ServiceProxyOptions).Path, registryv1.Transport_TRANSPORT_PROXY, err)
+	case *noderest.ProxyREST:
+		at, via, err := node.ResourceLocation(s.Store, s.Connection, s.ProxyTransport, ctx, r.Name)
+		transport := registryv1.Transport_TRANSPORT_KUBELET
+		if via == s.ProxyTransport {
+			transport = registryv1.Transport_TRANSPORT_PROXY
+		}
+		return proxied(at, opts.(*api.NodeProxyOptions).Path, transport, err)
+	}
+	return nil, apierrors.NewInternalError(fmt.Errorf("nothing is known of where %s leads", e))
+}
+
+// proxied is a connection that rewrites what it carries.
+func proxied(at *url.URL, path string, via registryv1.Transport, err error) (*registryv1.Connection, error) {
+	if err != nil {
+		return nil, err
+	}
+	at.Path = utilnet.JoinPreservingTrailingSlash(at.Path, path)
+	return &registryv1.Connection{Url: at.String(), Transport: via, Rewrite: true}, nil
+}
+
+// upgrade is a connection to a kubelet. A WebSocket is translated for a kubelet that speaks SPDY alone.
+func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, streams *registryv1.Streams, locate func() (*url.URL, *kubeletclient.ConnectionInfo, error)) (*registryv1.Connection, error) {
+	if err := e.mayCreate(ctx, r); err != nil {
+		return nil, err
+	}
+	at, info, err := locate()
+	if err != nil {
+		return nil, err
+	}
+	c := &registryv1.Connection{Url: at.String(), Transport: registryv1.Transport_TRANSPORT_KUBELET, UpgradeRequired: true}
+	if !slices.Contains(info.NodeFeatures, string(features.ExtendWebSocketsToKubelet)) {
+		c.Translate = streams
+	}
+	return c, nil
+}
+
+// mayCreate asks for the permission to create where a WebSocket came with a GET (kubernetes issue 133515).
+func (e *Endpoint) mayCreate(ctx context.Context, r *registryv1.WriteRequest) error {
+	info, ok := request.RequestInfoFrom(ctx)
+	if ok && info.Verb == "create" {
+		return nil
+	}
+	decision, reason, err := Authorizer{}.Authorize(ctx, authorizer.AttributesRecord{User: identity.User(r.User), ResourceRequest: true, Path: r.Path, Verb: "create",
+		APIGroup: e.Resource.Group, APIVersion: e.Resource.Version, Resource: e.Resource.Resource, Subresource: e.Subresource, Namespace: r.Namespace, Name: r.Name})
+	if err != nil {
+		return err
+	}
+	if decision != authorizer.DecisionAllow {
+		return apierrors.NewForbidden(e.Resource.GroupResource(), r.Name, errors.New(reason))
+	}
+	return nil
+}
+
+// log is a connection to a kubelet that answers a container's log.
+func (e *Endpoint) log(ctx context.Context, s *podrest.LogREST, name string, values url.Values) (*registryv1.Connection, error) {
+	opts, _, _ := s.NewGetOptions()
+	if err := e.ParameterCodec.DecodeParameters(values, e.Kind.GroupVersion(), opts); err != nil {
+		return nil, apierrors.NewBadRequest(err.Error())
+	}
+	obj, err := s.Get(ctx, name, opts)
+	if err != nil {
+		return nil, err
+	}
+	streamer, ok := obj.(*genericrest.LocationStreamer)
+	if !ok {
+		return nil, apierrors.NewInternalError(fmt.Errorf("a log is a %T", obj))
+	}
+	c := &registryv1.Connection{ContentType: streamer.ContentType, Flush: streamer.Flush, Transport: registryv1.Transport_TRANSPORT_KUBELET}
+	if streamer.Location != nil {
+		c.Url = streamer.Location.String()
+	}
+	if o, ok := opts.(*api.PodLogOptions); ok && o.InsecureSkipTLSVerifyBackend {
+		c.Transport = registryv1.Transport_TRANSPORT_KUBELET_INSECURE
+	}
+	return c, nil
+}
