@@ -31,14 +31,42 @@ func ToStatus(err error) error {
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 			return status.FromContextError(err).Err()
 		}
-		return status.Error(codes.Unknown, err.Error())
+		api = Plain(err)
 	}
 	s := api.Status()
 	st := status.New(codeOf(s.Code), s.Message)
-	if with, derr := st.WithDetails(StatusProto(&s)); derr == nil {
+	detail := StatusProto(&s)
+	var warned *WarnedError
+	if errors.As(err, &warned) {
+		detail.Warnings = warned.Warnings
+	}
+	if with, derr := st.WithDetails(detail); derr == nil {
 		st = with
 	}
 	return st.Err()
+}
+
+// Plain is what kube-apiserver answers for an error that is not the API's own: 500, with the error's text and no reason
+// (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters, ErrorToAPIStatus).
+func Plain(err error) *apierrors.StatusError {
+	return &apierrors.StatusError{ErrStatus: metav1.Status{Status: metav1.StatusFailure, Code: http.StatusInternalServerError, Message: err.Error()}}
+}
+
+// WarnedError is an API error with the warnings that were given before it.
+type WarnedError struct {
+	error
+	Warnings []string
+}
+
+// Unwrap gives the API error.
+func (w *WarnedError) Unwrap() error { return w.error }
+
+// WithWarnings attaches warnings, if any.
+func WithWarnings(err error, warnings []string) error {
+	if err == nil || len(warnings) == 0 {
+		return err
+	}
+	return &WarnedError{err, warnings}
 }
 
 // FromStatus is ToStatus's inverse. An error that carries no metav1.Status comes back as the one kube-apiserver would
@@ -53,7 +81,7 @@ func FromStatus(err error) error {
 	}
 	for _, d := range st.Details() {
 		if p, ok := d.(*commonv1.Status); ok {
-			return APIError(p)
+			return WithWarnings(APIError(p), p.Warnings)
 		}
 	}
 	switch st.Code() {

@@ -76,7 +76,7 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase, 
 	if err := run(ctx, attrs, c.interfaces); err != nil {
 		var api apierrors.APIStatus
 		if !errors.As(err, &api) {
-			err = apierrors.NewInternalError(err)
+			err = rpc.Plain(err)
 		}
 		return nil, err
 	}

@@ -3,6 +3,7 @@ package rules
 
 import (
 	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 
@@ -12,13 +13,33 @@ import (
 // deps lists every package that a module's packages import, directly or not.
 func deps(t *testing.T, dir string) []string {
 	t.Helper()
-	cmd := exec.Command("go", "list", "-deps", "./...")
+	packages := list(t, dir, "./...")
+	if dir == "platform" { // definitions are for registry and admission alone
+		packages = slices.DeleteFunc(packages, func(p string) bool { return p == definitions })
+	}
+	return list(t, dir, append([]string{"-deps"}, packages...)...)
+}
+
+// definitions is the package that reads CustomResourceDefinitions, with most of apiextensions-apiserver behind it.
+const definitions = "watershed.dev/platform/crd"
+
+func list(t *testing.T, dir string, args ...string) []string {
+	t.Helper()
+	cmd := exec.Command("go", append([]string{"list"}, args...)...)
 	cmd.Dir = harness.Root() + "/" + dir
 	out, err := cmd.Output()
 	if err != nil {
 		t.Fatalf("go list in %s: %v", dir, err)
 	}
 	return strings.Fields(string(out))
+}
+
+func TestDefinitionsAreReadByRegistryAndAdmissionAlone(t *testing.T) {
+	for _, dir := range []string{"services/gateway", "services/authn", "services/authz", "services/watchfanout"} {
+		if slices.Contains(deps(t, dir), definitions) {
+			t.Errorf("%s imports %s", dir, definitions)
+		}
+	}
 }
 
 func TestModulesImportOnlyWhatTheyMay(t *testing.T) {

@@ -2,7 +2,6 @@
 package discovery
 
 import (
-	"encoding/json"
 	"net"
 	"net/http"
 	"strings"
@@ -10,7 +9,6 @@ import (
 
 	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	genericapi "k8s.io/apiserver/pkg/endpoints"
 	"k8s.io/apiserver/pkg/endpoints/discovery/aggregated"
@@ -81,6 +79,9 @@ func (h *Handler) Set(v *routing.View) {
 			if err != nil {
 				continue
 			}
+			if !v.BuiltIn(g.Name) { // custom resources say whose kind they answer with
+				complete(converted, gv)
+			}
 			manager.AddGroupVersion(g.Name, apidiscoveryv2.APIVersionDiscovery{Version: version, Freshness: apidiscoveryv2.DiscoveryFreshnessCurrent, Resources: converted})
 			manager.SetGroupVersionPriority(gv, 100000-i, 1000-j) // the catalogue's order is the order
 		}
@@ -88,6 +89,21 @@ func (h *Handler) Set(v *routing.View) {
 	d.legacy = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(h.versions), legacy, nil)
 	d.apis = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(h.groups), apis, nil)
 	h.current.Store(d)
+}
+
+// complete names the group version of kinds that are said without.
+func complete(resources []apidiscoveryv2.APIResourceDiscovery, gv metav1.GroupVersion) {
+	fill := func(k *metav1.GroupVersionKind) {
+		if k != nil && k.Group == "" && k.Version == "" {
+			k.Group, k.Version = gv.Group, gv.Version
+		}
+	}
+	for i := range resources {
+		fill(resources[i].ResponseKind)
+		for j := range resources[i].Subresources {
+			fill(resources[i].Subresources[j].ResponseKind)
+		}
+	}
 }
 
 // ServeHTTP implements http.Handler for the paths above resources.
@@ -140,20 +156,10 @@ func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv strin
 	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv, APIResources: resources}
 	if gv == "v1" {
 		list.APIVersion = ""
-		unversioned(w, req, &list)
+		edge.WriteUnversioned(w, req, &list)
 		return
 	}
 	edge.WriteObject(w, req, http.StatusOK, &list)
-}
-
-// unversioned writes the oldest documents as Kubernetes 1.0 did, without an apiVersion, to those that read JSON.
-func unversioned(w http.ResponseWriter, req *http.Request, obj runtime.Object) {
-	if accept := req.Header.Get("Accept"); accept != "" && !strings.Contains(accept, "json") && !strings.Contains(accept, "*/*") {
-		edge.WriteObject(w, req, http.StatusOK, obj)
-		return
-	}
-	w.Header().Set("Content-Type", runtime.ContentTypeJSON)
-	_ = json.NewEncoder(w).Encode(obj)
 }
 
 func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
@@ -162,7 +168,7 @@ func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
 	if err == nil && (host == "" || host == "0.0.0.0" || host == "::") {
 		address = net.JoinHostPort(localAddress(req), port)
 	}
-	unversioned(w, req, &metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"},
+	edge.WriteUnversioned(w, req, &metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"},
 		ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{{ClientCIDR: "0.0.0.0/0", ServerAddress: address}}})
 }
 

@@ -151,8 +151,12 @@ func (h *Handler) index(w http.ResponseWriter) {
 			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(string(learned.OpenAPI), "v3/"+p)}
 		}
 	}
-	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(map[string]any{"paths": paths})
+	data, err := json.Marshal(map[string]any{"paths": paths})
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	_, _ = w.Write(data) // without a Content-Type, as kube-apiserver: Go takes it for text
 }
 
 // hashOf names one document: what registry makes depends on nothing but the hash that the catalogue has of it.

@@ -157,12 +157,18 @@ func (c *call) gv() schema.GroupVersion {
 	return schema.GroupVersion{Group: c.entry.Kind.Group, Version: c.entry.Kind.Version}
 }
 
-func (c *call) fail(err error) { edge.WriteError(c.w, c.req, c.gv(), err) }
+func (c *call) fail(err error) {
+	var warned *rpc.WarnedError
+	if errors.As(err, &warned) {
+		for _, t := range warned.Warnings {
+			warning.AddWarning(c.req.Context(), "", t)
+		}
+		err = warned.Unwrap()
+	}
+	edge.WriteError(c.w, c.req, c.gv(), err)
+}
 
 func (c *call) serve() {
-	if c.entry.Deprecation != "" {
-		warning.AddWarning(c.req.Context(), "", c.entry.Deprecation)
-	}
 	for _, text := range c.entry.Warnings {
 		warning.AddWarning(c.req.Context(), "", text)
 	}
@@ -266,7 +272,11 @@ func mediaType(req *http.Request) string {
 
 // negotiate chooses the answer's encoding.
 func (c *call) negotiate() (*registryv1.Output, error) {
-	if !c.entry.Untyped && !produced(c.req.Header.Get("Accept"), c.entry.MediaTypes) {
+	refused := !c.entry.Untyped && !edge.Produced(c.req.Header.Get("Accept"), c.entry.MediaTypes)
+	if !refused && c.entry.Deprecation != "" {
+		warning.AddWarning(c.req.Context(), "", c.entry.Deprecation)
+	}
+	if refused {
 		types := c.entry.MediaTypes
 		if c.info.Verb == "list" || c.info.Verb == "watch" {
 			types = append(slices.Clone(types), runtime.ContentTypeJSON+";stream=watch")
@@ -274,8 +284,7 @@ func (c *call) negotiate() (*registryv1.Output, error) {
 				types = append(types, runtime.ContentTypeProtobuf+";stream=watch")
 			}
 		}
-		return nil, apierrors.NewGenericServerResponse(http.StatusNotAcceptable, "", schema.GroupResource{}, "",
-			"406: Not Acceptable\n\nAvailable representations: "+strings.Join(types, ", "), 0, false)
+		return nil, edge.NotProduced(types)
 	}
 	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(), restrictions{c.entry})
 	if !ok {
@@ -286,21 +295,6 @@ func (c *call) negotiate() (*registryv1.Output, error) {
 		out.As = &commonv1.Kind{Group: m.Convert.Group, Version: m.Convert.Version, Kind: m.Convert.Kind}
 	}
 	return out, nil
-}
-
-// produced is what kube-apiserver's web framework asks of Accept before anything else does: one media type that is among
-// those served, whatever its parameters, or */*.
-func produced(accept string, types []string) bool {
-	if accept == "" {
-		return true
-	}
-	for _, a := range strings.Split(accept, ",") {
-		t, _, _ := strings.Cut(a, ";")
-		if t = strings.TrimSpace(t); t == "*/*" || slices.Contains(types, t) {
-			return true
-		}
-	}
-	return false
 }
 
 // serializers are the media types that the resource is served in.
@@ -501,7 +495,7 @@ func (c *call) review(ctx context.Context, q *registryv1.AdmissionNeeded) *regis
 	err = rpc.FromStatus(err)
 	var api apierrors.APIStatus
 	if !errors.As(err, &api) {
-		errors.As(error(apierrors.NewInternalError(err)), &api)
+		api = rpc.Plain(err)
 	}
 	st := api.Status()
 	return &registryv1.AdmissionResult{Refusal: rpc.StatusProto(&st)}

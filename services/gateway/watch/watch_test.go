@@ -96,6 +96,12 @@ func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
 	}
 	for {
 		s.tier.mu.Lock()
+		select {
+		case <-s.broken: // a killed replica sends nothing that was written after it was lost
+			s.tier.mu.Unlock()
+			return nil, status.Error(codes.Unavailable, "killed")
+		default:
+		}
 		for _, r := range s.tier.log {
 			if r > s.at {
 				s.at = r
@@ -389,7 +395,7 @@ func TestATableSharesAfterItsFirstRow(t *testing.T) {
 
 // A client that has seen more than the feed has come to is not set back by what it is spared.
 func TestJoiningAFeedThatIsBehindRepeatsNothing(t *testing.T) {
-	f := &feed{hub: hub(newTier()), low: position{80, 0}, high: position{90, 0}}
+	f := &feed{hub: hub(newTier()), low: position{80, 0}, high: position{90, 0}, cancel: func() {}}
 	s := f.join(position{100, lastIndex})
 	f.publish(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
 		Marks: []*watchfanoutv1.Mark{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}}, time.Minute)

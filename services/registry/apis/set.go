@@ -2,6 +2,7 @@ package apis
 
 import (
 	"fmt"
+	"reflect"
 	"slices"
 	"sort"
 	"strings"
@@ -199,9 +200,27 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 	if st, ok := storedAs(e, store); ok && e.Subresource == "" {
 		entry.StoredAs, entry.StoredKind = st.Name(), kindProto(st.Kind)
 		entry.SelectableFields = fieldLabels(e, st)
+		if f := decoratorOf(e.Storage); f != nil {
+			st.Decorate(f)
+		}
 	}
 	e.Entry = entry
 	return nil
+}
+
+// decoratorOf is what a storage does to every object that it reads: Services and claims that are older than a field get its
+// default. It is a field of the store that upstream's storages embed.
+func decoratorOf(st rest.Storage) func(runtime.Object) {
+	v := reflect.Indirect(reflect.ValueOf(st))
+	if v.Kind() != reflect.Struct {
+		return nil
+	}
+	f := v.FieldByName("Decorator")
+	if !f.IsValid() || f.IsZero() {
+		return nil
+	}
+	decorator, _ := f.Interface().(func(runtime.Object))
+	return decorator
 }
 
 // storedAs finds what the endpoint's reads come from: its own resource, or the one it shares with another group.

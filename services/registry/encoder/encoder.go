@@ -34,7 +34,7 @@ func Encode(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, r *regis
 		objects[i] = obj
 	}
 	if r.GetOutput().GetAs().GetKind() == "Table" {
-		return rows(ctx, e, objects, r)
+		return rows(ctx, e, schema.GroupVersion{Group: st.Kind.Group, Version: runtime.APIVersionInternal}, objects, r)
 	}
 	return convert(e, st, objects, r)
 }
@@ -65,7 +65,8 @@ func convert(e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object, r 
 	return resp, nil
 }
 
-func rows(ctx context.Context, e *verbs.Endpoint, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+// rows makes a Table's rows; hub is the version that the storage has objects in.
+func rows(ctx context.Context, e *verbs.Endpoint, hub schema.GroupVersion, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	convertor := e.TableConvertor()
 	if convertor == nil {
 		return nil, fmt.Errorf("%s has no table", e)
@@ -84,7 +85,7 @@ func rows(ctx context.Context, e *verbs.Endpoint, objects []runtime.Object, r *r
 		return nil, err
 	}
 	for _, obj := range objects {
-		internal, err := e.Convertor.ConvertToVersion(obj, e.Hub())
+		internal, err := e.Convertor.ConvertToVersion(obj, hub)
 		if err != nil {
 			return nil, err
 		}

@@ -45,7 +45,7 @@ func EncodeUntyped(ctx context.Context, e *verbs.Endpoint, r *registryv1.EncodeR
 	resp := &registryv1.EncodeResponse{}
 	if r.GetOutput().GetAs().GetKind() == "Table" {
 		var err error
-		if resp, err = rows(ctx, e, objects, r); err != nil {
+		if resp, err = rows(ctx, e, e.Hub(), objects, r); err != nil {
 			return nil, err
 		}
 	} else {

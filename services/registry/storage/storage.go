@@ -264,6 +264,8 @@ type Stored struct {
 	transformer value.Transformer
 	versioner   apistorage.Versioner
 	convertor   runtime.ObjectConvertor
+	// decorator is what the resource's own storage does to every object that it has read, or nil.
+	decorator func(runtime.Object)
 	// always: what selectors ask of an object is not all that attrs tells.
 	always bool
 }
@@ -343,8 +345,14 @@ func (s *Stored) Decode(ctx context.Context, key string, data []byte, revision i
 	if err != nil {
 		return nil, err
 	}
+	if s.decorator != nil {
+		s.decorator(obj)
+	}
 	return obj, s.versioner.UpdateObject(obj, uint64(revision))
 }
+
+// Decorate has f change every object that is read.
+func (s *Stored) Decorate(f func(runtime.Object)) { s.decorator = f }
 
 // Encode makes what the log carries of obj.
 func (s *Stored) Encode(obj runtime.Object) (*logv1.Object, error) {

@@ -18,13 +18,13 @@ import (
 	"k8s.io/apimachinery/pkg/util/mergepatch"
 	"k8s.io/apimachinery/pkg/util/strategicpatch"
 	"k8s.io/apimachinery/pkg/util/validation/field"
+	"k8s.io/apimachinery/pkg/util/yaml" // it reads whole numbers as such, which structured merges compare
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/endpoints/handlers/finisher"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
 	kjson "sigs.k8s.io/json"
-	"sigs.k8s.io/yaml"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -240,7 +240,8 @@ func (p *patcher) patchJSON(current []byte) (patched []byte, strictErrs []error,
 	if checkStrict {
 		var v []operation
 		if strictErrs, err = kjson.UnmarshalStrict(p.req.Body, &v); err != nil {
-			return nil, nil, apierrors.NewBadRequest(fmt.Sprintf("error decoding patch: %v", err))
+			text := strings.ReplaceAll(err.Error(), "verbs.operation", "handlers.jsonPatchOp") // Go's decoder tells the type's name
+			return nil, nil, apierrors.NewBadRequest("error decoding patch: " + text)
 		}
 		for i, e := range strictErrs {
 			strictErrs[i] = fmt.Errorf("json patch %v", e)

@@ -131,7 +131,7 @@ func partialList(obj runtime.Object, gv schema.GroupVersion) (runtime.Object, er
 	if !ok {
 		return nil, notAcceptable(fmt.Sprintf("you requested PartialObjectMetadataList, but the requested object is not a list (%T)", obj))
 	}
-	list := &metav1.PartialObjectMetadataList{Items: []metav1.PartialObjectMetadata{}}
+	list := &metav1.PartialObjectMetadataList{} // kube-apiserver says null of no items
 	err := meta.EachListItem(obj, func(item runtime.Object) error {
 		p, err := partial(item, gv)
 		if err == nil {

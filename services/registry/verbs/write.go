@@ -27,6 +27,7 @@ import (
 	"k8s.io/apiserver/pkg/warning"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -72,27 +73,10 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest, gate G
 		err = e.MethodNotSupported(r.Verb)
 	}
 	if err != nil {
-		return nil, WithWarnings(err, warnings.all())
+		return nil, rpc.WithWarnings(err, warnings.all())
 	}
 	resp.Warnings, resp.AuditAnnotations = warnings.all(), gated.annotations
 	return resp, nil
-}
-
-// WarnedError is an API error with the warnings that were given before it.
-type WarnedError struct {
-	error
-	Warnings []string
-}
-
-// Unwrap gives the API error.
-func (w *WarnedError) Unwrap() error { return w.error }
-
-// WithWarnings attaches warnings, if any.
-func WithWarnings(err error, warnings []string) error {
-	if len(warnings) == 0 {
-		return err
-	}
-	return &WarnedError{err, warnings}
 }
 
 // recorder collects warnings, each once and in order.

@@ -379,7 +379,9 @@ func (x *Attributes) GetFieldSelector() string {
 type Status struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The metav1.Status in JSON.
-	Json          []byte `protobuf:"bytes,1,opt,name=json,proto3" json:"json,omitempty"`
+	Json []byte `protobuf:"bytes,1,opt,name=json,proto3" json:"json,omitempty"`
+	// Warnings that were given before the error.
+	Warnings      []string `protobuf:"bytes,2,rep,name=warnings,proto3" json:"warnings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -421,6 +423,13 @@ func (x *Status) GetJson() []byte {
 	return nil
 }
 
+func (x *Status) GetWarnings() []string {
+	if x != nil {
+		return x.Warnings
+	}
+	return nil
+}
+
 var File_watershed_common_v1_common_proto protoreflect.FileDescriptor
 
 const file_watershed_common_v1_common_proto_rawDesc = "" +
@@ -456,9 +465,10 @@ const file_watershed_common_v1_common_proto_rawDesc = "" +
 	"\tnamespace\x18\x06 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\a \x01(\tR\x04name\x12%\n" +
 	"\x0elabel_selector\x18\b \x01(\tR\rlabelSelector\x12%\n" +
-	"\x0efield_selector\x18\t \x01(\tR\rfieldSelector\"\x1c\n" +
+	"\x0efield_selector\x18\t \x01(\tR\rfieldSelector\"8\n" +
 	"\x06Status\x12\x12\n" +
-	"\x04json\x18\x01 \x01(\fR\x04jsonB2Z0watershed.dev/proto/watershed/common/v1;commonv1b\x06proto3"
+	"\x04json\x18\x01 \x01(\fR\x04json\x12\x1a\n" +
+	"\bwarnings\x18\x02 \x03(\tR\bwarningsB2Z0watershed.dev/proto/watershed/common/v1;commonv1b\x06proto3"
 
 var (
 	file_watershed_common_v1_common_proto_rawDescOnce sync.Once

@@ -1,0 +1,40 @@
+package main
+
+import (
+	"regexp"
+)
+
+// difference is one that is known, with the reason for it; docs/compatibility.md lists the same.
+type difference struct {
+	name, reason string
+	// request and what are patterns: of "METHOD path" and of the difference as it is written.
+	request, what *regexp.Regexp
+	// when narrows it further; nil: always.
+	when func(r *request, a, b answer) bool
+}
+
+// explained is the known difference that what is, or nil.
+func explained(r *request, a, b answer, what string) *difference {
+	for _, d := range known {
+		if d.request.MatchString(r.String()) && d.what.MatchString(what) && (d.when == nil || d.when(r, a, b)) {
+			return d
+		}
+	}
+	return nil
+}
+
+func is(pattern string) *regexp.Regexp { return regexp.MustCompile(pattern) }
+
+var known = []*difference{
+	{name: "flow control", request: is(`flowschemas|/apis/flowcontrol`), what: is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling`),
+		reason: "There is no API Priority and Fairness yet, which writes a condition to every FlowSchema."},
+	{name: "flow control in an error", request: is(`PATCH .*flowschemas`), what: is(`Invalid value: `),
+		reason: "The error shows the whole object, with that condition."},
+	{name: "429 of a cache that begins", request: is(`diff\.example\.com`), what: is(`.`), when: func(_ *request, a, b answer) bool { return a.code == 429 && b.code == 200 },
+		reason: "kube-apiserver refuses lists of a custom resource for a moment after its definition has changed."},
+	{name: "pages of OpenAPI v3", request: is(`GET /openapi/v3$`), what: is(`.`),
+		reason: "kube-apiserver has documents of its discovery pages too, and hashes of its own making."},
+	{name: "the index", request: is(`GET /$`), what: is(`\.paths`), reason: "kube-apiserver names a health check for each of its start hooks."},
+	{name: "metadata of DaemonSets", request: is(`daemonsets`), what: is(`deprecated.daemonset.template.generation`),
+		reason: "Metadata is cut from the object as it is served; an annotation that the conversion to apps/v1 adds is part of that."},
+}

@@ -1,0 +1,82 @@
+// Command differential starts kube-apiserver and Watershed side by side on fresh stores, sends both the same requests, and
+// compares what they answer: status, headers that matter and body, without what differs between any two servers. Every
+// difference is either listed in known.go with its reason, or a finding.
+package main
+
+import (
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"watershed.dev/test/harness"
+)
+
+// options are how much is sent.
+type options struct {
+	seed        uint64
+	steps, fuzz int
+	form, out   string
+	phases      string
+}
+
+func main() {
+	testing.Init()
+	o := options{}
+	flag.Uint64Var(&o.seed, "seed", 1, "Of the fuzzed objects and the random walk.")
+	flag.IntVar(&o.steps, "steps", 20000, "Requests of the random walk.")
+	flag.IntVar(&o.fuzz, "fuzz", 40, "Rounds of fuzzed objects, each some 80 requests.")
+	flag.StringVar(&o.form, "form", "up", "up or split.")
+	flag.StringVar(&o.out, "out", filepath.Join(harness.Root(), ".build", "differential"), "Where differences.txt goes.")
+	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,fixtures,fuzz,walk,remove", "What to do.")
+	flag.Parse()
+	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{Name: "differential", F: func(t *testing.T) { run(t, o) }}}, nil, nil)
+}
+
+// run does all of it, and fails where anything differs that is not listed.
+func run(t *testing.T, o options) {
+	theirs := harness.Oracle(t)
+	var ours *harness.Server
+	if o.form == "split" {
+		ours = harness.Split(t, "")
+	} else {
+		ours = harness.Up(t, "")
+	}
+	p := &pair{t: t, theirs: newSide(t, "kube-apiserver", theirs), ours: newSide(t, "watershed", ours), report: newReport()}
+	rng := rand.New(rand.NewPCG(o.seed, 1))
+	phase := func(name string, f func()) {
+		if strings.Contains(o.phases, name) {
+			p.report.begin(name)
+			f()
+		}
+	}
+	p.report.begin("discovery")
+	d := p.discover()
+	all := d.valid()
+	phase("create", func() { p.create(all) })
+	phase("verbs", func() { p.verbs(all) })
+	phase("fixtures", func() { p.fixtures(d, fixturesDir(t)) })
+	phase("fuzz", func() { p.fuzz(all, o.fuzz, rng) })
+	phase("walk", func() { p.walk(all, o.steps, rng) })
+	phase("remove", func() { p.remove(all) })
+	phase("discovery", func() { p.discover() })
+	fmt.Printf("seed %d, %s\n", o.seed, o.form)
+	p.report.write(o.out)
+	if n := len(p.report.unexplained); n > 0 {
+		t.Errorf("%d answers differ", n)
+	}
+}
+
+// fixturesDir is where k8s.io/api keeps the bodies that its own tests use.
+func fixturesDir(t testing.TB) string {
+	cmd := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "k8s.io/api")
+	cmd.Dir = filepath.Join(harness.Root(), "test")
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return filepath.Join(strings.TrimSpace(string(out)), "testdata", "HEAD")
+}

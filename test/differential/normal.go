@@ -1,0 +1,226 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+
+	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
+	apidiscoveryv2beta1 "k8s.io/api/apidiscovery/v2beta1"
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	apiregistration "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
+	"k8s.io/kubernetes/pkg/api/legacyscheme"
+	"sigs.k8s.io/yaml"
+
+	_ "k8s.io/kubernetes/pkg/controlplane" // every type's decoder
+)
+
+// masks hide what differs between any two servers: identities, times, addresses, revisions.
+var masks = []struct {
+	pattern *regexp.Regexp
+	with    string
+}{
+	{regexp.MustCompile(`[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}`), "UID"},
+	{regexp.MustCompile(`\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)`), "TIME"},
+	{regexp.MustCompile(`(127\.0\.0\.1|192\.0\.2\.1|\d+\.\d+\.\d+\.\d+):\d{4,5}`), "ADDRESS"},
+	{regexp.MustCompile(`eyJ[A-Za-z0-9_-]{10,}(\.[A-Za-z0-9_-]*)*`), "TOKEN"},
+	{regexp.MustCompile(`resource version: \d+( \(\d+\))?(, current: \d+)?`), "resource version: RV"},
+	{regexp.MustCompile(`\b\d+m?\d*s\b`), "AGE"},
+	{regexp.MustCompile(`(precondition failed: UID in precondition: |ResourceVersion in record \(|ResourceVersion in precondition: |in object meta: )\S+`), "$1ID"},
+	{regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: ).*`), "$1…"}, // in no order
+	{regexp.MustCompile(`X509SHA256=[0-9a-f]+`), "CREDENTIAL"},
+	{regexp.MustCompile(`\bkubernetes-admin\b`), "admin"},
+	{regexp.MustCompile(`(resourceVersion\\*":\\*")\d+`), "${1}RV"},
+	{regexp.MustCompile(`\b10\.9[67]\.\d+\.\d+\b`), "CLUSTERIP"},
+}
+
+func mask(s string) string {
+	for _, m := range masks {
+		s = m.pattern.ReplaceAllString(s, m.with)
+	}
+	return s
+}
+
+// decode reads a body as JSON, YAML, protobuf or text.
+func decode(a answer) any {
+	contentType := a.header.Get("Content-Type")
+	switch {
+	case strings.Contains(contentType, "stream=watch") && strings.Contains(contentType, "json"), bytes.Count(a.body, []byte("\n")) > 1 && bytes.HasPrefix(a.body, []byte(`{"type":`)):
+		var events []any
+		for line := range bytes.Lines(a.body) {
+			events = append(events, fromJSON(line))
+		}
+		return events
+	case strings.Contains(contentType, "json"):
+		return fromJSON(a.body)
+	case strings.Contains(contentType, "yaml"):
+		var v any
+		if yaml.Unmarshal(a.body, &v) != nil {
+			return string(a.body)
+		}
+		return v
+	case strings.Contains(contentType, "protobuf"):
+		return fromProtobuf(a.body)
+	}
+	return string(a.body)
+}
+
+func fromJSON(data []byte) any {
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.UseNumber()
+	var v any
+	if d.Decode(&v) != nil {
+		return string(data)
+	}
+	return v
+}
+
+// codecs read every built-in type, metadata and discovery.
+var codecs = func() serializer.CodecFactory {
+	scheme := legacyscheme.Scheme
+	for _, add := range []func(*runtime.Scheme) error{apidiscoveryv2.AddToScheme, apidiscoveryv2beta1.AddToScheme, metav1.AddMetaToScheme, apiextensions.AddToScheme, apiregistration.AddToScheme} {
+		if err := add(scheme); err != nil {
+			panic(err)
+		}
+	}
+	return serializer.NewCodecFactory(scheme)
+}()
+
+func fromProtobuf(data []byte) any {
+	obj, _, err := codecs.UniversalDeserializer().Decode(data, nil, nil)
+	if err != nil {
+		return fmt.Sprintf("%d bytes that are not decoded", len(data))
+	}
+	converted, err := runtime.DefaultUnstructuredConverter.ToUnstructured(obj)
+	if err != nil {
+		return err.Error()
+	}
+	return map[string]any(converted)
+}
+
+// random fields are chosen by the server.
+var random = map[string]bool{"uid": true, "resourceVersion": true, "clusterIP": true, "clusterIPs": true, "nodePort": true, "healthCheckNodePort": true, "continue": true, "observedUID": true}
+
+// unordered lists come in no order that means anything.
+var unordered = map[string]bool{"resourceRules": true, "nonResourceRules": true}
+
+// normal is v without what differs between any two servers.
+func normal(v any) any {
+	switch v := v.(type) {
+	case map[string]any:
+		out := map[string]any{}
+		for k, e := range v {
+			if random[k] && e != nil && e != "" && e != "0" && e != "None" {
+				out[k] = "RANDOM"
+				continue
+			}
+			out[k] = normal(e)
+			list, ok := out[k].([]any)
+			if ok && k == "managedFields" { // their order is by the second
+				slices.SortFunc(list, func(a, b any) int { return strings.Compare(manager(a), manager(b)) })
+			} else if ok && (unordered[k] || strings.Contains(fmt.Sprint(v["kind"], out[k]), "ipallocator") || v["reason"] == nil && k == "causes" && strings.Contains(fmt.Sprint(out[k]), "FieldManagerConflict")) {
+				slices.SortFunc(list, func(a, b any) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) })
+			}
+		}
+		if g, ok := v["generateName"].(string); ok && g != "" && v["name"] != nil {
+			out["name"] = g + "*"
+		}
+		return out
+	case []any:
+		out := make([]any, len(v))
+		for i, e := range v {
+			out[i] = normal(e)
+		}
+		return out
+	case string:
+		return mask(v)
+	case json.Number:
+		return v.String()
+	case int64, float64:
+		return fmt.Sprint(v)
+	}
+	return v
+}
+
+// manager names one entry of managedFields.
+func manager(entry any) string {
+	m, _ := entry.(map[string]any)
+	return fmt.Sprint(m["manager"], " ", m["operation"], " ", m["subresource"], " ", m["apiVersion"])
+}
+
+// differences lists where two values differ.
+func differences(at string, a, b any) []string {
+	switch x := a.(type) {
+	case map[string]any:
+		y, ok := b.(map[string]any)
+		if !ok {
+			break
+		}
+		var out []string
+		keys := maps.Clone(x)
+		maps.Copy(keys, y)
+		for _, k := range slices.Sorted(maps.Keys(keys)) {
+			u, inX := x[k]
+			v, inY := y[k]
+			switch {
+			case !inX:
+				out = append(out, fmt.Sprintf("%s.%s: nothing | %s", at, k, short(v)))
+			case !inY:
+				out = append(out, fmt.Sprintf("%s.%s: %s | nothing", at, k, short(u)))
+			default:
+				out = append(out, differences(at+"."+k, u, v)...)
+			}
+		}
+		return out
+	case []any:
+		y, ok := b.([]any)
+		if !ok {
+			break
+		}
+		if len(x) != len(y) {
+			return []string{fmt.Sprintf("%s: %d of %s | %d of %s", at, len(x), short(names(x)), len(y), short(names(y)))}
+		}
+		var out []string
+		for i := range x {
+			out = append(out, differences(fmt.Sprintf("%s[%d]", at, i), x[i], y[i])...)
+		}
+		return out
+	}
+	if fmt.Sprint(a) != fmt.Sprint(b) {
+		return []string{fmt.Sprintf("%s: %s | %s", at, short(a), short(b))}
+	}
+	return nil
+}
+
+// names are those of a list's objects, where it is one of objects.
+func names(list []any) any {
+	var all []string
+	for _, e := range list {
+		m, _ := e.(map[string]any)
+		if n, ok := m["name"].(string); ok {
+			all = append(all, n)
+			continue
+		}
+		meta, ok := m["metadata"].(map[string]any)
+		if !ok {
+			return list
+		}
+		all = append(all, fmt.Sprint(meta["name"]))
+	}
+	return all
+}
+
+func short(v any) string {
+	b, _ := json.Marshal(v)
+	if len(b) > 300 {
+		return string(b[:300]) + "…"
+	}
+	return string(b)
+}

@@ -1,0 +1,230 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"slices"
+	"sort"
+	"strings"
+	"sync"
+	"time"
+)
+
+// walker makes requests at random over a few names of a few types, so that they meet each other's results.
+type walker struct {
+	*pair
+	rng   *rand.Rand
+	kinds []*object
+	names []string
+}
+
+// walk sends n requests, while watches of several kinds follow; then it compares what these were told.
+func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
+	w := &walker{pair: p, rng: rng, names: []string{"w1", "w2", "w3", "w4"}}
+	for _, o := range all {
+		switch o.kind.Kind {
+		case "ConfigMap", "Secret", "Service", "Deployment", "Pod", "Role", "PersistentVolumeClaim", "ServiceAccount", "Widget", "Global", "PriorityClass", "Lease", "CronJob":
+			w.kinds = append(w.kinds, o)
+		}
+	}
+	var watches []*watching
+	for _, o := range w.kinds {
+		for _, query := range []string{"", "&labelSelector=app%3Da", "&fieldSelector=metadata.name%3Dw1"} {
+			for _, accept := range []string{"application/json", "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1", "application/json;as=Table;g=meta.k8s.io;v=v1"} {
+				if query != "" && accept != "application/json" {
+					continue
+				}
+				watches = append(watches, p.follow(o.collection+"?watch=1"+query, accept))
+			}
+		}
+	}
+	for range n {
+		w.step()
+	}
+	// Each watch is told of the end by objects that come last.
+	for _, o := range w.kinds {
+		last := clone(o.body)
+		last["metadata"] = map[string]any{"name": "w1", "labels": map[string]any{"app": "a", "last": "yes"}}
+		p.ask(&request{method: "DELETE", path: o.collection + "/w1?gracePeriodSeconds=0", about: "the end"})
+		p.ask(&request{method: "PATCH", path: o.collection + "/w1", header: map[string]string{"Content-Type": "application/merge-patch+json"}, body: []byte(`{"metadata":{"finalizers":null}}`), about: "the end"})
+		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: must(json.Marshal(last)), about: "the end"})
+	}
+	time.Sleep(time.Second)
+	for _, watch := range watches {
+		watch.compare(p)
+	}
+}
+
+func (w *walker) pick(all ...string) string { return all[w.rng.IntN(len(all))] }
+
+func (w *walker) step() {
+	o := w.kinds[w.rng.IntN(len(w.kinds))]
+	name := w.names[w.rng.IntN(len(w.names))]
+	path := o.collection + "/" + name
+	body := clone(o.body)
+	body["metadata"] = map[string]any{"name": name, "labels": map[string]any{"app": w.pick("a", "b"), "n": fmt.Sprint(w.rng.IntN(5))}}
+	m := body["metadata"].(map[string]any)
+	options := func(more ...string) string {
+		var q []string
+		if w.rng.IntN(8) == 0 {
+			q = append(q, "dryRun=All")
+		}
+		if w.rng.IntN(6) == 0 {
+			q = append(q, "fieldManager="+w.pick("one", "two"))
+		}
+		q = append(q, more...)
+		if len(q) == 0 {
+			return ""
+		}
+		return "?" + strings.Join(q, "&")
+	}
+	send := func(method, path, contentType string, body any, about string) {
+		r := &request{method: method, path: path, about: about, header: map[string]string{}}
+		if body != nil {
+			r.header["Content-Type"] = contentType
+			if text, ok := body.(string); ok {
+				r.body = []byte(text)
+			} else {
+				r.body = must(json.Marshal(body))
+			}
+		}
+		if w.rng.IntN(10) == 0 {
+			r.header["Accept"] = accepts[w.rng.IntN(len(accepts))]
+		}
+		w.ask(r)
+	}
+	const merge, strategic, apply, jsonPatch = "application/merge-patch+json", "application/strategic-merge-patch+json", "application/apply-patch+yaml", "application/json-patch+json"
+	switch w.rng.IntN(20) {
+	case 0, 1, 2, 3:
+		if w.rng.IntN(6) == 0 {
+			what := mutate(body, w.rng)
+			send("POST", o.collection+options(), "application/json", body, "create mutated: "+what)
+			return
+		}
+		if w.rng.IntN(5) == 0 {
+			m["finalizers"] = []any{"example.com/hold"}
+		}
+		send("POST", o.collection+options(), "application/json", body, "create")
+	case 4, 5:
+		m["resourceVersion"] = versionOf(path)
+		m["annotations"] = map[string]any{"step": fmt.Sprint(w.rng.IntN(3))}
+		send("PUT", path+options(), "application/json", body, "update")
+	case 6:
+		send("PUT", path+options(), "application/json", body, "update without version")
+	case 7, 8:
+		send("PATCH", path+options(), merge, fmt.Sprintf(`{"metadata":{"labels":{"app":%q,"n":null}}}`, w.pick("a", "b", "c")), "merge patch")
+	case 9:
+		send("PATCH", path+options(), strategic, fmt.Sprintf(`{"metadata":{"annotations":{"s":%q}}}`, w.pick("1", "2")), "strategic patch")
+	case 10:
+		send("PATCH", path+options(), jsonPatch, fmt.Sprintf(`[{"op":%q,"path":"/metadata/labels/%s","value":"x"}]`, w.pick("add", "replace", "remove", "test"), w.pick("app", "n", "z")), "json patch")
+	case 11, 12:
+		force := w.pick("", "&force=true")
+		q := "?fieldManager=" + w.pick("one", "two", "three") + force
+		if w.rng.IntN(6) == 0 {
+			q += "&dryRun=All"
+		}
+		send("PATCH", path+q, apply, body, "apply")
+	case 13:
+		send("PATCH", path, merge, `{"metadata":{"finalizers":`+w.pick("null", `["example.com/hold"]`)+`}}`, "finalizers")
+	case 14, 15:
+		options := w.pick("", `{"propagationPolicy":"Background"}`, `{"propagationPolicy":"Foreground"}`, `{"propagationPolicy":"Orphan"}`, `{"gracePeriodSeconds":0}`, `{"preconditions":{"uid":"`+uidOf(path)+`"}}`,
+			`{"preconditions":{"resourceVersion":"`+versionOf(path)+`"}}`, `{"dryRun":["All"]}`)
+		if options == "" {
+			send("DELETE", path, "", nil, "delete")
+		} else {
+			send("DELETE", path, "application/json", options, "delete "+options)
+		}
+	case 16:
+		if w.rng.IntN(3) == 0 {
+			send("DELETE", o.collection+"?labelSelector=n%3D"+fmt.Sprint(w.rng.IntN(5)), "", nil, "delete collection")
+			return
+		}
+		fallthrough
+	case 17:
+		send("GET", path+w.pick("", "?resourceVersion=0"), "", nil, "get")
+	default:
+		q := w.pick("", "?limit=2", "?labelSelector=app%3Da", "?labelSelector=app%20in%20(a,b),n", "?fieldSelector=metadata.name%21%3Dw1", "?fieldSelector=metadata.name%3Dw2",
+			"?resourceVersion="+versionOf(path)+"&resourceVersionMatch=NotOlderThan", "?resourceVersion="+versionOf(path)+"&resourceVersionMatch=Exact")
+		send("GET", o.collection+q, "", nil, "list")
+	}
+}
+
+// watching is one watch on both sides.
+type watching struct {
+	path, accept string
+	cancel       context.CancelFunc
+	wg           sync.WaitGroup
+	mu           sync.Mutex
+	told         map[*side][]any
+}
+
+func (p *pair) follow(path, accept string) *watching {
+	ctx, cancel := context.WithCancel(p.t.Context())
+	w := &watching{path: path, accept: accept, cancel: cancel, told: map[*side][]any{}}
+	for _, s := range []*side{p.theirs, p.ours} {
+		opened := make(chan struct{})
+		w.wg.Go(func() {
+			req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.base+path, nil)
+			if err != nil {
+				close(opened)
+				return
+			}
+			req.Header.Set("Accept", accept)
+			streams := &http.Client{Transport: s.client.Transport}
+			resp, err := streams.Do(req)
+			close(opened)
+			if err != nil {
+				return
+			}
+			defer resp.Body.Close()
+			lines := bufio.NewScanner(resp.Body)
+			lines.Buffer(nil, 16<<20)
+			for lines.Scan() {
+				w.mu.Lock()
+				w.told[s] = append(w.told[s], normal(fromJSON(lines.Bytes())))
+				w.mu.Unlock()
+			}
+		})
+		<-opened
+	}
+	return w
+}
+
+// compare holds what one server told against what the other did. Events of different objects at the same time come in the
+// order of etcd, which is the order of the requests: it is the same on both.
+func (w *watching) compare(p *pair) {
+	w.cancel()
+	w.wg.Wait()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	body := func(s *side) []byte {
+		var b strings.Builder
+		for _, e := range settle(w.told[s]) {
+			b.Write(must(json.Marshal(e)))
+			b.WriteByte('\n')
+		}
+		return []byte(b.String())
+	}
+	r := &request{method: "WATCH", path: w.path, header: map[string]string{"Accept": w.accept}, about: fmt.Sprintf("%d events", len(w.told[p.theirs]))}
+	head := http.Header{"Content-Type": {"application/json;stream=watch"}}
+	p.report.compare(r, answer{code: 200, header: head, body: body(p.theirs)}, answer{code: 200, header: head, body: body(p.ours)})
+}
+
+// settle puts the initial events, which come in no order, by name.
+func settle(events []any) []any {
+	n := 0
+	for n < len(events) {
+		m, _ := events[n].(map[string]any)
+		if m["type"] != "ADDED" {
+			break
+		}
+		n++
+	}
+	initial := slices.Clone(events[:n])
+	sort.SliceStable(initial, func(i, j int) bool { return fmt.Sprint(initial[i]) < fmt.Sprint(initial[j]) })
+	return append(initial, events[n:]...)
+}
