@@ -44,12 +44,14 @@ e2e: build peers ## real clients and controllers against both forms, and against
 	cd test && go test -count=1 -timeout 30m ./...
 
 # What the tests run against, each from its own module.
-peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kwok etcd etcdctl) ## real peers for the tests
+peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kwok etcd etcdctl sample-apiserver) ## real peers for the tests
 
 $(PEERS)/kube-%: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kube-$*
 $(PEERS)/kubectl: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubectl
+$(PEERS)/sample-apiserver: test/go.mod
+	cd test && CGO_ENABLED=0 go build -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
 	cd test && go build -o ../$@ sigs.k8s.io/kwok/cmd/kwok
 $(PEERS)/etcd: test/go.mod

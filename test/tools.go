@@ -11,5 +11,6 @@ import (
 	_ "k8s.io/kubernetes/cmd/kube-scheduler/app"
 	_ "k8s.io/kubernetes/cmd/kubectl"
 	_ "k8s.io/kubernetes/test/e2e"
+	_ "k8s.io/sample-apiserver/pkg/cmd/server"
 	_ "sigs.k8s.io/kwok/cmd/kwok"
 )

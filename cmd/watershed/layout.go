@@ -151,8 +151,8 @@ func (l *layout) settings(name string) map[string]any {
 	switch name {
 	case "registry":
 		return merge(map[string]any{"service-account-signing-key-file": p("sa.key"), "service-account-issuer": issuer, "secure-port": l.port,
-			"requestheader-allowed-names": "front-proxy-client",
-			"proxy-client-cert-file":      p("front-proxy-client.crt"), "proxy-client-key-file": p("front-proxy-client.key"),
+			"requestheader-allowed-names": "front-proxy-client", "allow-privileged": true,
+			"proxy-client-cert-file": p("front-proxy-client.crt"), "proxy-client-key-file": p("front-proxy-client.key"),
 			"kubelet-client-certificate": p("apiserver-kubelet-client.crt"), "kubelet-client-key": p("apiserver-kubelet-client.key")})
 	case "authn":
 		return merge(map[string]any{"service-account-key-file": p("sa.pub"), "service-account-issuer": issuer, "requestheader-allowed-names": "front-proxy-client",

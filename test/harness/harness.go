@@ -330,7 +330,7 @@ func KubeAPIServer(t testing.TB, dir, etcd string) *Server {
 	}
 	s.process = Start(t, dir, "kube-apiserver", Peer("kube-apiserver"), "--etcd-servers", etcd, "--secure-port", fmt.Sprint(s.Port), "--bind-address", "127.0.0.1",
 		"--cert-dir", filepath.Join(dir, "certs"), "--client-ca-file", p("ca.crt"), "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
-		"--service-account-key-file", p("sa.pub"), "--service-account-signing-key-file", p("sa.key"), "--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16",
+		"--service-account-key-file", p("sa.pub"), "--service-account-signing-key-file", p("sa.key"), "--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--allow-privileged",
 		"--advertise-address", "192.0.2.1")
 	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}}
 	Eventually(t, 2*time.Minute, func() error { return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port)) })
@@ -403,4 +403,19 @@ func (s *Server) Dialer() func(context.Context, string, string) (net.Conn, error
 	return func(ctx context.Context, network, address string) (net.Conn, error) {
 		return d.DialContext(ctx, network, address)
 	}
+}
+
+// HostAddress is an address of this machine that is not loopback: endpoints may not be there.
+func HostAddress(t testing.TB) string {
+	all, err := net.InterfaceAddrs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range all {
+		if n, ok := a.(*net.IPNet); ok && n.IP.To4() != nil && n.IP.IsGlobalUnicast() {
+			return n.IP.String()
+		}
+	}
+	t.Skip("this machine has no address but loopback")
+	return ""
 }

@@ -193,6 +193,10 @@ func (c *call) serve() {
 		edge.WriteCode(c.w, c.req, http.StatusUnsupportedMediaType, "Unsupported Media Type")
 		return
 	}
+	if c.info.Verb == "patch" && c.entry.Untyped && !slices.Contains(c.patchTypes(), mediaType(c.req)) {
+		c.fail(negotiation.NewUnsupportedMediaTypeError(c.patchTypes()))
+		return
+	}
 	var err error
 	if c.out, err = c.negotiate(); err != nil {
 		c.fail(err)

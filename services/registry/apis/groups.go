@@ -32,6 +32,7 @@ import (
 	aggregatorscheme "k8s.io/kube-aggregator/pkg/apiserver/scheme"
 	apiservicerest "k8s.io/kube-aggregator/pkg/registry/apiservice/rest"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
+	"k8s.io/kubernetes/pkg/capabilities"
 	"k8s.io/kubernetes/pkg/controlplane"
 	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
@@ -69,6 +70,7 @@ type Options struct {
 	ServiceClusterIPRange string
 	ServiceNodePortRange  utilnet.PortRange
 	EventTTL              time.Duration
+	AllowPrivileged       bool
 
 	KubeletCertFile, KubeletKeyFile, KubeletCAFile string
 	KubeletPreferredAddressTypes                   []string
@@ -85,6 +87,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.Var(&o.RuntimeConfig, "runtime-config", "A set of key=value pairs that enable or disable built-in APIs, as kube-apiserver's: api/all, api/ga, api/beta, api/alpha or group/version.")
 	fs.StringVar(&o.ServiceClusterIPRange, "service-cluster-ip-range", "10.96.0.0/16", "A CIDR notation IP range from which to assign service cluster IPs; at most two dual-stack CIDRs.")
 	fs.Var(&o.ServiceNodePortRange, "service-node-port-range", "A port range to reserve for services with NodePort visibility.")
+	fs.BoolVar(&o.AllowPrivileged, "allow-privileged", false, "If true, allow privileged containers.")
 	fs.DurationVar(&o.EventTTL, "event-ttl", time.Hour, "Amount of time to retain events.")
 	fs.StringVar(&o.KubeletCertFile, "kubelet-client-certificate", "", "Path to a client cert file for TLS to kubelets.")
 	fs.StringVar(&o.KubeletKeyFile, "kubelet-client-key", "", "Path to a client key file for TLS to kubelets.")
@@ -160,6 +163,7 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 	if err != nil {
 		return nil, err
 	}
+	capabilities.Setup(o.AllowPrivileged, 0) // the pods' validation asks; what a connection may carry is the gateway's to bound
 	core, err := corerest.New(corerest.Config{
 		GenericConfig: corerest.GenericConfig{
 			StorageFactory: s.Factory, EventTTL: o.EventTTL, LoopbackClientConfig: d.Loopback, Informers: d.Informers,
