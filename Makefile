@@ -14,7 +14,7 @@ PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 # The race detector needs a C compiler; everything else here does without.
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 
-.PHONY: build up split test unit e2e lint generate peers conformance robustness robustness-broken bench clean help
+.PHONY: build up split test unit e2e lint generate peers conformance differential robustness robustness-broken bench clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -63,6 +63,9 @@ $(PEERS)/e2e.test: test/go.mod
 
 conformance: build peers $(PEERS)/e2e.test ## the upstream suite's specs that need no real containers, against kube-apiserver and Watershed
 	cd test && go run ./conformance -bin ../$(PEERS) -watershed ../$(BIN)/watershed -out ../.build/conformance $(ARGS)
+
+differential: build peers ## the same 30,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
+	cd test && go run ./differential $(ARGS)
 
 robustness: build ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(ARGS)

@@ -24,6 +24,12 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	if fs.Lookup("config") == nil {
 		fs.String("config", "", "A file of these same settings, a key a flag without its dashes.")
 	}
+	for _, a := range args {
+		name, value, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
+		if why, ok := leftOut[name]; ok && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
+			return fmt.Errorf("--%s %q: %s", name, value, why)
+		}
+	}
 	if err := fs.Parse(args); err != nil {
 		return err
 	}
@@ -52,6 +58,19 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	v.SetEnvKeyReplacer(strings.NewReplacer("-", "_"))
 	v.AutomaticEnv()
 	return Apply(fs, v, path)
+}
+
+// leftOut are flags of kube-apiserver's that there is no equal of, and what to do instead.
+var leftOut = map[string]string{
+	"emulated-version":                            "only Kubernetes 1.36 itself is served; leave the flag out",
+	"min-compatibility-version":                   "only Kubernetes 1.36 itself is served; leave the flag out",
+	"emulation-forward-compatible":                "only Kubernetes 1.36 itself is served; leave the flag out",
+	"runtime-config-emulation-forward-compatible": "only Kubernetes 1.36 itself is served; leave the flag out",
+	"watch-cache":                                 "the watch tier is always there; leave the flag out",
+	"watch-cache-sizes":                           "the watch tier keeps events by size: --watch-ring-bytes",
+	"default-watch-cache-size":                    "the watch tier keeps events by size: --watch-ring-bytes",
+	"apiserver-count":                             "gateways are counted by their leases; leave the flag out",
+	"egress-selector-config-file":                 "there is no egress selector; nodes, pods and webhooks are dialled from where the gateway, registry and admission run",
 }
 
 // Apply sets every flag that the command line left out and v has a value for.

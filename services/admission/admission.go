@@ -38,6 +38,7 @@ import (
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/features"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
 
@@ -53,6 +54,7 @@ func NewConfig() *Config { return &Config{Options: kubeoptions.NewAdmissionOptio
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false, "Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for what plugins must know of the cluster.")

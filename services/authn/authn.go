@@ -35,6 +35,7 @@ import (
 	"k8s.io/kubernetes/plugin/pkg/auth/authenticator/token/bootstrap"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 )
@@ -54,6 +55,7 @@ func NewConfig() *Config {
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	features.AddFlag(fs, true)
 	c.Options.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for what token authentication must look up.")
 	fs.DurationVar(&c.CacheTTL, "authentication-cache-ttl", 10*time.Second, "How long a gateway may reuse an answer for the same credentials.")

@@ -26,6 +26,7 @@ import (
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
@@ -45,6 +46,7 @@ func NewConfig() *Config {
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	features.AddFlag(fs, true)
 	c.Options.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for the policies.")
 }

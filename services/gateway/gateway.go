@@ -20,6 +20,7 @@ import (
 	"k8s.io/component-base/metrics/legacyregistry"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
 
+	"watershed.dev/platform/features"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -47,6 +48,7 @@ type Config struct {
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	features.AddFlag(fs, true)
 	c.Edge.AddFlags(fs)
 	c.Watch.AddFlags(fs)
 	c.Aggregation.AddFlags(fs)

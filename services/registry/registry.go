@@ -32,6 +32,7 @@ import (
 	"k8s.io/kubernetes/pkg/serviceaccount"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/features"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/apis"
@@ -60,6 +61,7 @@ func NewConfig() *Config { return &Config{APIs: apis.NewOptions()} }
 
 // AddFlags adds every setting to fs, under kube-apiserver's names where it has them.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	features.AddFlag(fs, false)
 	c.Storage.AddFlags(fs)
 	c.APIs.AddFlags(fs)
 	c.Log.AddFlags(fs)

@@ -107,6 +107,9 @@ func (p *report) write(dir string) {
 	if err := os.MkdirAll(dir, 0o755); err == nil {
 		_ = os.WriteFile(path, []byte(b.String()), 0o644)
 	}
+	if len(groups) > 0 {
+		fmt.Print(b.String()[:min(b.Len(), 6000)])
+	}
 	fmt.Printf("%d requests, %d equal, %d listed differences, %d unexplained (%d kinds, in %s)\n", total, equal, sum(p.listed), len(p.unexplained), len(groups), path)
 }
 

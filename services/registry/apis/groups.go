@@ -3,6 +3,7 @@
 package apis
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -21,6 +22,7 @@ import (
 	genericregistry "k8s.io/apiserver/pkg/registry/generic"
 	"k8s.io/apiserver/pkg/registry/rest"
 	genericapiserver "k8s.io/apiserver/pkg/server"
+	serveroptions "k8s.io/apiserver/pkg/server/options"
 	"k8s.io/apiserver/pkg/server/resourceconfig"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	"k8s.io/client-go/informers"
@@ -117,6 +119,10 @@ func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
 
 // Resources is the set of APIs to serve: the default-enabled ones as --runtime-config changes them.
 func (o *Options) Resources() (*serverstorage.ResourceConfig, error) {
+	enabled := serveroptions.APIEnablementOptions{RuntimeConfig: o.RuntimeConfig}
+	if errs := enabled.Validate(legacyscheme.Scheme, apiextensionsapiserver.Scheme, aggregatorscheme.Scheme); len(errs) > 0 {
+		return nil, fmt.Errorf("--runtime-config %q: %w", o.RuntimeConfig.String(), errors.Join(errs...))
+	}
 	defaults := controlplane.DefaultAPIResourceConfigSource()
 	defaults.EnableVersions(apiextensionsv1.SchemeGroupVersion, apiregistrationv1.SchemeGroupVersion)
 	merged, err := resourceconfig.MergeAPIResourceConfigs(defaults, o.RuntimeConfig, legacyscheme.Scheme)

@@ -1,0 +1,54 @@
+// Package features is Kubernetes' feature gates as a flag.
+package features
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/pflag"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	"k8s.io/component-base/featuregate"
+)
+
+// AddFlag adds --feature-gates to fs. What it is set to takes effect at once, for the whole process. A gate that nothing in the
+// process knows is an error, but for those who say that others know more.
+func AddFlag(fs *pflag.FlagSet, others bool) {
+	fs.Var(&gates{others: others}, "feature-gates", "A set of key=value pairs that describe feature gates for alpha/experimental features, as kube-apiserver's: AllAlpha=true,SomeFeature=false.")
+}
+
+type gates struct {
+	others bool
+	text   string
+}
+
+// String implements pflag.Value.
+func (g *gates) String() string { return g.text }
+
+// Type implements pflag.Value.
+func (g *gates) Type() string { return "mapStringBool" }
+
+// Set implements pflag.Value.
+func (g *gates) Set(text string) error {
+	known := utilfeature.DefaultMutableFeatureGate.GetAll()
+	set := map[string]bool{}
+	for _, pair := range strings.Split(text, ",") {
+		if pair = strings.TrimSpace(pair); pair == "" {
+			continue
+		}
+		name, value, ok := strings.Cut(pair, "=")
+		if !ok {
+			return fmt.Errorf("missing bool value for %s", name)
+		}
+		on, err := strconv.ParseBool(strings.TrimSpace(value))
+		if err != nil {
+			return fmt.Errorf("invalid value of %s=%s, err: %w", name, value, err)
+		}
+		if _, ok := known[featuregate.Feature(name)]; !ok && g.others {
+			continue
+		}
+		set[name] = on
+	}
+	g.text = text
+	return utilfeature.DefaultMutableFeatureGate.SetFromMap(set)
+}
