@@ -14,7 +14,7 @@ PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 # The race detector needs a C compiler; everything else here does without.
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 
-.PHONY: build up split test unit e2e lint generate peers conformance differential robustness robustness-broken bench clean help
+.PHONY: build up split test unit e2e lint generate peers conformance differential node-peers robustness robustness-broken bench clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -58,11 +58,24 @@ $(PEERS)/etcd: test/go.mod
 	cd test && go build -o ../$@ go.etcd.io/etcd/server/v3
 $(PEERS)/etcdctl: test/go.mod
 	cd test && go build -o ../$@ go.etcd.io/etcd/etcdctl/v3
+# What a real node is made of.
+node-peers: $(addprefix $(PEERS)/,kubelet kube-proxy agnhost resource-consumer pause etcd-static sample-apiserver containerd containerd-shim-runc-v2 ctr)
+
+$(PEERS)/kubelet: test/go.mod
+	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kubelet
+$(PEERS)/pause: test/go.mod
+	cd test && CGO_ENABLED=0 go build -o ../$@ ./peers/pause
+$(PEERS)/etcd-static: test/go.mod
+	cd test && CGO_ENABLED=0 go build -o ../$@ go.etcd.io/etcd/server/v3
+$(PEERS)/agnhost $(PEERS)/resource-consumer: test/go.mod
+	cd test && CGO_ENABLED=0 go build -o ../$@ k8s.io/kubernetes/test/images/$(@F)
+$(PEERS)/containerd $(PEERS)/containerd-shim-runc-v2 $(PEERS)/ctr: test/peers/containerd/go.mod
+	cd test/peers/containerd && GOWORK=off CGO_ENABLED=0 go build -tags "no_btrfs no_devmapper no_zfs" -o ../../../$@ github.com/containerd/containerd/v2/cmd/$(@F)
 $(PEERS)/e2e.test: test/go.mod
 	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
 
-conformance: build peers $(PEERS)/e2e.test ## the upstream suite's specs that need no real containers, against kube-apiserver and Watershed
-	cd test && go run ./conformance -bin ../$(PEERS) -watershed ../$(BIN)/watershed -out ../.build/conformance $(ARGS)
+conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
+	cd test && go run ./conformance -bin ../$(PEERS) -watershed ../$(BIN)/watershed -out ../.build/conformance -node real $(ARGS)
 
 differential: build peers ## the same 30,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
 	cd test && go run ./differential $(ARGS)

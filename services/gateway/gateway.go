@@ -149,10 +149,12 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 		switch group, version := groupVersion(req.URL.Path); {
 		case group != "" && g.remotes.Handles(group, version):
 			g.remotes.Serve(w, req, group, version)
-		case ok && info.IsResourceRequest:
+		case ok && info.IsResourceRequest && (under(req.URL.Path, "/api") || under(req.URL.Path, "/apis")):
 			router.ServeHTTP(w, req)
 		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
 			disco.ServeHTTP(w, req)
+		case strings.Contains(req.URL.Path, "//"): // nothing is mended in a path that is not as it should be
+			edge.NotFound(w, req)
 		default:
 			own.ServeHTTP(w, req)
 		}

@@ -31,7 +31,7 @@ func main() {
 	flag.IntVar(&o.fuzz, "fuzz", 40, "Rounds of fuzzed objects, each some 80 requests.")
 	flag.StringVar(&o.form, "form", "up", "up or split.")
 	flag.StringVar(&o.out, "out", filepath.Join(harness.Root(), ".build", "differential"), "Where differences.txt goes.")
-	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,fixtures,fuzz,walk,remove", "What to do.")
+	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,paths,definitions,fixtures,fuzz,walk,remove", "What to do.")
 	flag.Parse()
 	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{Name: "differential", F: func(t *testing.T) { run(t, o) }}}, nil, nil)
 }
@@ -58,6 +58,8 @@ func run(t *testing.T, o options) {
 	all := d.valid()
 	phase("create", func() { p.create(all) })
 	phase("verbs", func() { p.verbs(all) })
+	phase("paths", p.paths)
+	phase("definitions", p.definitions)
 	phase("fixtures", func() { p.fixtures(d, fixturesDir(t)) })
 	phase("fuzz", func() { p.fuzz(all, o.fuzz, rng) })
 	phase("walk", func() { p.walk(all, o.steps, rng) })

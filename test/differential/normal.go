@@ -106,7 +106,7 @@ func fromProtobuf(data []byte) any {
 }
 
 // random fields are chosen by the server.
-var random = map[string]bool{"uid": true, "resourceVersion": true, "clusterIP": true, "clusterIPs": true, "nodePort": true, "healthCheckNodePort": true, "continue": true, "observedUID": true}
+var random = map[string]bool{"uid": true, "resourceVersion": true, "clusterIP": true, "clusterIPs": true, "nodePort": true, "healthCheckNodePort": true, "continue": true, "observedUID": true, "gitCommit": true}
 
 // unordered lists come in no order that means anything.
 var unordered = map[string]bool{"resourceRules": true, "nonResourceRules": true}
@@ -125,7 +125,7 @@ func normal(v any) any {
 			list, ok := out[k].([]any)
 			if ok && k == "managedFields" { // their order is by the second
 				slices.SortFunc(list, func(a, b any) int { return strings.Compare(manager(a), manager(b)) })
-			} else if ok && (unordered[k] || strings.Contains(fmt.Sprint(v["kind"], out[k]), "ipallocator") || v["reason"] == nil && k == "causes" && strings.Contains(fmt.Sprint(out[k]), "FieldManagerConflict")) {
+			} else if ok && (unordered[k] || k == "resources" && v["groupVersion"] == "diff.example.com/v1" || strings.Contains(fmt.Sprint(v["kind"], out[k]), "ipallocator") || v["reason"] == nil && k == "causes" && strings.Contains(fmt.Sprint(out[k]), "FieldManagerConflict")) {
 				slices.SortFunc(list, func(a, b any) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) })
 			}
 		}

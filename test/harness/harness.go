@@ -238,14 +238,21 @@ func (s *Server) Apply(manifest string, flags ...string) string {
 	return out
 }
 
-// Controllers runs kube-controller-manager, kube-scheduler and kwok with three nodes.
-func (s *Server) Controllers() {
+// Managers runs kube-controller-manager and kube-scheduler, without nodes, and answers the directory of their logs.
+func (s *Server) Managers() string {
 	s.t.Helper()
 	dir := TempDir(s.t)
 	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), "--kubeconfig", s.Kubeconfig, "--service-account-private-key-file", s.SAKey,
 		"--use-service-account-credentials", "--root-ca-file", s.CA+".crt", "--cluster-signing-cert-file", s.CA+".crt", "--cluster-signing-key-file", s.CA+".key",
 		"--leader-elect=false", "--secure-port", "0", "--controllers", "*")
 	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"), "--kubeconfig", s.Kubeconfig, "--leader-elect=false", "--secure-port", "0")
+	return dir
+}
+
+// Controllers runs kube-controller-manager, kube-scheduler and kwok with three nodes.
+func (s *Server) Controllers() {
+	s.t.Helper()
+	dir := s.Managers()
 	port := fmt.Sprint(FreePort(s.t))
 	Start(s.t, dir, "kwok", Peer("kwok"), "--kubeconfig", s.Kubeconfig, "--manage-all-nodes=true", "--node-ip", "127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
 		"--server-address", "127.0.0.1:"+port, "--config", stages(s.t, dir), "--node-lease-duration-seconds", "40")
@@ -315,8 +322,8 @@ func Etcd(t testing.TB, dir string) string {
 }
 
 // KubeAPIServer starts the real thing on an etcd, with the certificates of pkiFrom (a directory that `watershed up` made)
-// or of its own.
-func KubeAPIServer(t testing.TB, dir, etcd string) *Server {
+// or of its own, and with more flags.
+func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
 	t.Helper()
 	s := &Server{t: t, Dir: dir, Port: FreePort(t), Kubeconfig: filepath.Join(dir, "reference.kubeconfig"), SAKey: filepath.Join(dir, "pki", "sa.key"), CA: filepath.Join(dir, "pki", "ca")}
 	p := func(f string) string { return filepath.Join(dir, "pki", f) }
@@ -328,10 +335,16 @@ func KubeAPIServer(t testing.TB, dir, etcd string) *Server {
 	if err := os.WriteFile(s.Kubeconfig, []byte(conf), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s.process = Start(t, dir, "kube-apiserver", Peer("kube-apiserver"), "--etcd-servers", etcd, "--secure-port", fmt.Sprint(s.Port), "--bind-address", "127.0.0.1",
+	args := []string{"--etcd-servers", etcd, "--secure-port", fmt.Sprint(s.Port), "--bind-address", "127.0.0.1",
 		"--cert-dir", filepath.Join(dir, "certs"), "--client-ca-file", p("ca.crt"), "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file", p("sa.pub"), "--service-account-signing-key-file", p("sa.key"), "--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--allow-privileged",
-		"--advertise-address", "192.0.2.1")
+		"--advertise-address", "192.0.2.1"}
+	if _, err := os.Stat(p("serving.crt")); err == nil {
+		args = append(args, "--tls-cert-file", p("serving.crt"), "--tls-private-key-file", p("serving.key"), "--kubelet-client-certificate", p("admin.crt"), "--kubelet-client-key", p("admin.key"),
+			"--requestheader-client-ca-file", p("ca.crt"), "--requestheader-allowed-names", "front-proxy-client", "--requestheader-username-headers", "X-Remote-User",
+			"--requestheader-group-headers", "X-Remote-Group", "--requestheader-extra-headers-prefix", "X-Remote-Extra-", "--proxy-client-cert-file", p("front-proxy.crt"), "--proxy-client-key-file", p("front-proxy.key"))
+	}
+	s.process = Start(t, dir, "kube-apiserver", Peer("kube-apiserver"), append(args, flags...)...)
 	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}}
 	Eventually(t, 2*time.Minute, func() error { return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port)) })
 	return s
@@ -350,10 +363,10 @@ func get(c *http.Client, url string) error {
 	return nil
 }
 
-// Oracle is kube-apiserver on a fresh etcd.
-func Oracle(t testing.TB) *Server {
+// Oracle is kube-apiserver on a fresh etcd, with more flags.
+func Oracle(t testing.TB, flags ...string) *Server {
 	dir := TempDir(t)
-	return KubeAPIServer(t, dir, Etcd(t, dir))
+	return KubeAPIServer(t, dir, Etcd(t, dir), flags...)
 }
 
 func makePKI(t testing.TB, dir string) {
@@ -391,6 +404,17 @@ func makePKI(t testing.TB, dir string) {
 	der, err = x509.CreateCertificate(rand.Reader, admin, ca, &adminKey.PublicKey, caKey)
 	fail(err)
 	write("admin.crt", "CERTIFICATE", der)
+	for name, c := range map[string]*x509.Certificate{"serving": cert("kube-apiserver", nil, false), "front-proxy": cert("front-proxy-client", nil, false)} {
+		if name == "serving" {
+			c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
+			c.DNSNames = []string{"kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost"}
+			c.IPAddresses = []net.IP{net.IPv4(127, 0, 0, 1), net.IPv4(10, 96, 0, 1), net.IPv4(10, 99, 0, 1)}
+		}
+		k := key(name + ".key")
+		der, err = x509.CreateCertificate(rand.Reader, c, ca, &k.PublicKey, caKey)
+		fail(err)
+		write(name+".crt", "CERTIFICATE", der)
+	}
 	sa := key("sa.key")
 	pub, err := x509.MarshalPKIXPublicKey(&sa.PublicKey)
 	fail(err)

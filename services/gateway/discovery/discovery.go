@@ -113,11 +113,12 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		http.Error(w, "the API is starting", http.StatusServiceUnavailable)
 		return
 	}
-	if req.Method != http.MethodGet {
+	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
+	// Only the pages that kube-apiserver's web framework serves know methods.
+	if framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1]); framework && req.Method != http.MethodGet {
 		edge.WriteCode(w, req, http.StatusMethodNotAllowed, "Method Not Allowed")
 		return
 	}
-	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
 	switch {
 	case len(parts) == 1 && parts[0] == "api":
 		d.legacy.ServeHTTP(w, req)

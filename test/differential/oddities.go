@@ -1,0 +1,124 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+)
+
+// paths are odd ways to write a path: encoded slashes, dots, doubled slashes, names that are none.
+func (p *pair) paths() {
+	base := "/api/v1/namespaces/" + namespace
+	for _, path := range []string{
+		base + "/configmaps/a%2Fb", base + "/configmaps/..", base + "/configmaps/%2e%2e", base + "/configmaps/%2e%2e%2fsecrets", base + "/configmaps/.", base + "//configmaps", "//api/v1/pods",
+		base + "/configmaps/../secrets", "/api/v1/namespaces/%2e%2e/pods", "/api/v1/namespaces//pods", base + "/configmaps/%00", base + "/configmaps/a%20b", base + "/configmaps/ä", base + "/configmaps/cm%2Fstatus",
+		"/apis/apps/v1/namespaces/" + namespace + "/deployments/deploy%2Fscale", "/api/v1/watch/namespaces/" + namespace + "/configmaps?timeoutSeconds=0&resourceVersion=abc", "/api/v1/namespaces/" + namespace + "/pods/pod/exec",
+		"/api/v1/namespaces/" + namespace + "/pods/nothing/exec?command=x", "/api/v1/namespaces/" + namespace + "/pods/nothing/log", "/api/v1/namespaces/" + namespace + "/pods/pod/log?container=nothing", "/api/v1/namespaces/" + namespace + "/pods/pod/log?tailLines=-1",
+		"/api/v1/namespaces/" + namespace + "/pods/nothing/proxy/x", "/api/v1/namespaces/" + namespace + "/services/nothing/proxy/", "/api/v1/nodes/nothing/proxy/healthz", "/api/v1/namespaces/" + namespace + "/pods/pod/portforward", "/api/v1/namespaces/" + namespace + "/pods/pod/attach",
+		"/apis/diff.example.com/v1/namespaces/" + namespace + "/widgets/a%2Fb", "/apis/diff.example.com/v1/widgets/widget", "/apis/diff.example.com/v1/namespaces/" + namespace + "/globals/global", "/apis/diff.example.com/v1alpha1/namespaces/" + namespace + "/widgets",
+		"/apis/diff.example.com/v2/widgets", "/apis/diff.example.com/v1/nothings", "/apis/diff.example.com", "/apis/diff.example.com/v1", "/apis/diff.example.com/v1alpha1", "/apis/diff.example.com/v1/", "/apis/none.example.com/v1", "/apis/none.example.com/v1/things", "/apis/none.example.com",
+	} {
+		for _, method := range []string{"GET", "DELETE", "POST"} {
+			r := &request{method: method, path: path, about: "odd path"}
+			if method != "GET" {
+				r.header, r.body = jsonBody, []byte(`{"dryRun":["All"]}`)
+			}
+			p.ask(r)
+		}
+	}
+	for _, h := range []map[string]string{{"X-Remote-User": "bob"}, {"X-Remote-User": "bob", "X-Remote-Group": "system:masters"}, {"Impersonate-User": "bob"}, {"Impersonate-Group": "x"}, {"Impersonate-User": "bob", "Impersonate-Uid": "1"},
+		{"Authorization": "Bearer nonsense"}, {"Content-Type": "application/json"}, {"Accept-Encoding": "gzip"}, {"Accept": ";;"}, {"Accept": "application/json;q=0"}, {"Accept": "application/json;v=2"}} {
+		p.ask(&request{method: "GET", path: base + "/configmaps", header: h, about: "odd header"})
+		p.ask(&request{method: "POST", path: "/apis/authentication.k8s.io/v1/selfsubjectreviews", header: merged(jsonBody, h), body: []byte(`{"apiVersion":"authentication.k8s.io/v1","kind":"SelfSubjectReview"}`), about: "who am I"})
+	}
+}
+
+func merged(a, b map[string]string) map[string]string {
+	out := maps.Clone(a)
+	maps.Copy(out, b)
+	return out
+}
+
+// definitions are CustomResourceDefinitions that are wrong in many ways, each checked without being kept.
+func (p *pair) definitions() {
+	schemas := map[string]string{
+		"not an object":        `{"type":"string"}`,
+		"unknown type":         `{"type":"odd"}`,
+		"no type of property":  `{"type":"object","properties":{"a":{}}}`,
+		"array without items":  `{"type":"object","properties":{"a":{"type":"array"}}}`,
+		"bad pattern":          `{"type":"object","properties":{"a":{"type":"string","pattern":"("}}}`,
+		"wrong default":        `{"type":"object","properties":{"a":{"type":"integer","default":"x"}}}`,
+		"default too large":    `{"type":"object","properties":{"a":{"type":"integer","maximum":3,"default":9}}}`,
+		"default in metadata":  `{"type":"object","properties":{"metadata":{"type":"object","properties":{"name":{"type":"string","default":"x"}}}}}`,
+		"additional and fixed": `{"type":"object","properties":{"a":{"type":"object","properties":{"b":{"type":"string"}},"additionalProperties":{"type":"string"}}}}`,
+		"not in allOf":         `{"type":"object","allOf":[{"type":"object","properties":{"x":{"type":"string"}}}]}`,
+		"ref":                  `{"type":"object","properties":{"a":{"$ref":"#/x"}}}`,
+		"unique items":         `{"type":"object","properties":{"a":{"type":"array","uniqueItems":true,"items":{"type":"string"}}}}`,
+		"CEL syntax":           `{"type":"object","x-kubernetes-validations":[{"rule":"self.a ==="}]}`,
+		"CEL unknown field":    `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.b == 'x'"}]}`,
+		"CEL not a bool":       `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a"}]}`,
+		"CEL types":            `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a > 1"}]}`,
+		"CEL costs too much":   `{"type":"object","properties":{"a":{"type":"array","items":{"type":"array","items":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.all(x, x.all(y, self.all(z, z.all(w, w == y))))"}]}}}`,
+		"CEL message":          `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a == 'x'","message":"  "}]}`,
+		"CEL message expr":     `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a == 'x'","messageExpression":"1 + 1"}]}`,
+		"CEL reason":           `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a == 'x'","reason":"Odd"}]}`,
+		"CEL field path":       `{"type":"object","properties":{"a":{"type":"string"}},"x-kubernetes-validations":[{"rule":"self.a == 'x'","fieldPath":".nothing"}]}`,
+		"list map keys":        `{"type":"object","properties":{"a":{"type":"array","x-kubernetes-list-type":"map","x-kubernetes-list-map-keys":["k"],"items":{"type":"object","properties":{"x":{"type":"string"}}}}}}`,
+		"odd list type":        `{"type":"object","properties":{"a":{"type":"array","x-kubernetes-list-type":"odd","items":{"type":"string"}}}}`,
+		"odd map type":         `{"type":"object","x-kubernetes-map-type":"odd"}`,
+		"embedded":             `{"type":"object","properties":{"a":{"type":"object","x-kubernetes-embedded-resource":true}}}`,
+		"int or string":        `{"type":"object","properties":{"a":{"type":"string","x-kubernetes-int-or-string":true}}}`,
+		"fine":                 `{"type":"object","properties":{"a":{"type":"string"}}}`,
+	}
+	try := func(about, spec, name string) {
+		body := fmt.Sprintf(`{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":%q},"spec":%s}`, name, spec)
+		p.ask(&request{method: "POST", path: "/apis/apiextensions.k8s.io/v1/customresourcedefinitions?dryRun=All", header: jsonBody, body: []byte(body), about: about})
+	}
+	const plain = `{"type":"object"}`
+	version := func(schema, more string) string {
+		return `{"name":"v1","served":true,"storage":true,"schema":{"openAPIV3Schema":` + schema + `}` + more + `}`
+	}
+	spec := func(versions, more string) string {
+		return `{"group":"odd.example.com","scope":"Namespaced","names":{"plural":"odds","kind":"Odd"},"versions":[` + versions + `]` + more + `}`
+	}
+	for _, about := range slices.Sorted(maps.Keys(schemas)) {
+		try("schema: "+about, spec(version(schemas[about], ""), ""), "odds.odd.example.com")
+	}
+	specs := map[string]string{
+		"no versions":         spec("", ""),
+		"two storage":         spec(version(plain, "")+","+strings.Replace(version(plain, ""), "v1", "v2", 1), ""),
+		"same version twice":  spec(version(plain, "")+","+version(plain, ""), ""),
+		"no schema":           spec(`{"name":"v1","served":true,"storage":true}`, ""),
+		"preserve unknown":    spec(version(plain, ""), `,"preserveUnknownFields":true`),
+		"bad version name":    spec(strings.Replace(version(plain, ""), "v1", "V_1", 1), ""),
+		"odd scope":           strings.Replace(spec(version(plain, ""), ""), "Namespaced", "Odd", 1),
+		"no kind":             strings.Replace(spec(version(plain, ""), ""), `,"kind":"Odd"`, "", 1),
+		"bad short name":      strings.Replace(spec(version(plain, ""), ""), `"kind":"Odd"`, `"kind":"Odd","shortNames":["-x"]`, 1),
+		"webhook without":     spec(version(plain, ""), `,"conversion":{"strategy":"Webhook"}`),
+		"webhook none":        spec(version(plain, ""), `,"conversion":{"strategy":"None","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v1"]}}`),
+		"webhook http":        spec(version(plain, ""), `,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"http://x/"},"conversionReviewVersions":["v1"]}}`),
+		"webhook versions":    spec(version(plain, ""), `,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v9"]}}`),
+		"scale path":          spec(version(plain, `,"subresources":{"scale":{"specReplicasPath":"spec.replicas","statusReplicasPath":".status.replicas"}}`), ""),
+		"column path":         spec(version(plain, `,"additionalPrinterColumns":[{"name":"x","type":"odd","jsonPath":"x"}]`), ""),
+		"selectable object":   spec(version(`{"type":"object","properties":{"a":{"type":"object"}}}`, `,"selectableFields":[{"jsonPath":".a"}]`), ""),
+		"selectable nothing":  spec(version(plain, `,"selectableFields":[{"jsonPath":".nothing"}]`), ""),
+		"deprecation warning": spec(version(plain, `,"deprecationWarning":"x"`), ""),
+		"protected group":     strings.Replace(spec(version(plain, ""), ""), "odd.example.com", "odd.k8s.io", 1),
+	}
+	for _, about := range slices.Sorted(maps.Keys(specs)) {
+		s := specs[about]
+		name := "odds.odd.example.com"
+		if about == "protected group" {
+			name = "odds.odd.k8s.io"
+		}
+		try("definition: "+about, s, name)
+	}
+	try("another name", spec(version(plain, ""), ""), "others.odd.example.com")
+	big := map[string]any{}
+	for i := range 30000 {
+		big[fmt.Sprintf("property%05d", i)] = map[string]any{"type": "string", "description": strings.Repeat("d", 60)}
+	}
+	try("too large for etcd", spec(version(string(must(json.Marshal(map[string]any{"type": "object", "properties": big}))), ""), ""), "odds.odd.example.com")
+}
