@@ -18,6 +18,7 @@ import (
 	"k8s.io/kube-openapi/pkg/validation/spec"
 
 	"watershed.dev/platform/rpc"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/apis"
 )
@@ -88,12 +89,18 @@ func (c *catalogue) get() (*registryv1.CatalogResponse, <-chan struct{}) {
 
 // Catalog sends what is served now and whenever it changes.
 func (s *Service) Catalog(_ *registryv1.CatalogRequest, stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+	var sent *registryv1.CatalogResponse
 	for {
 		c, changed := s.catalogue.get()
 		if c != nil {
-			if err := stream.Send(c); err != nil {
+			m := c
+			if sent != nil {
+				m = delta(sent, c)
+			}
+			if err := stream.Send(m); err != nil {
 				return err
 			}
+			sent = c
 		}
 		select {
 		case <-changed:
@@ -101,6 +108,38 @@ func (s *Service) Catalog(_ *registryv1.CatalogRequest, stream grpc.ServerStream
 			return stream.Context().Err()
 		}
 	}
+}
+
+// delta is what makes now out of before. Entries do not change, so that those that are the same are so by identity.
+func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse {
+	d := &registryv1.CatalogResponse{Delta: true, Groups: now.Groups, Remotes: now.Remotes, Openapi: map[string]string{}}
+	type key struct{ group, version, resource, subresource string }
+	of := func(r *commonv1.Resource) key { return key{r.Group, r.Version, r.Resource, r.Subresource} }
+	old := make(map[key]*registryv1.ResourceEntry, len(before.Resources))
+	for _, e := range before.Resources {
+		old[of(e.Resource)] = e
+	}
+	for _, e := range now.Resources {
+		k := of(e.Resource)
+		if old[k] != e {
+			d.Resources = append(d.Resources, e)
+		}
+		delete(old, k)
+	}
+	for _, e := range old {
+		d.Removed = append(d.Removed, e.Resource)
+	}
+	for path, hash := range now.Openapi {
+		if before.Openapi[path] != hash {
+			d.Openapi[path] = hash
+		}
+	}
+	for path := range before.Openapi {
+		if _, ok := now.Openapi[path]; !ok {
+			d.OpenapiRemoved = append(d.OpenapiRemoved, path)
+		}
+	}
+	return d
 }
 
 // makeCatalog puts together what is built in, what definitions define and what other servers answer for.

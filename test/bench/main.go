@@ -123,6 +123,7 @@ var work = []struct {
 	{"deliver to 1000", func(s *server) map[string]float64 { return deliver(s, 1000, 40, 200) }},
 	{"deliver to 5000", func(s *server) map[string]float64 { return deliver(s, 5000, 10, 50) }},
 	{"herd", herd},
+	{"definitions", definitions},
 }
 
 func (s *server) lists(row, accept string, limit int) map[string]float64 {
@@ -267,6 +268,18 @@ func (s *server) do(method, path, accept string, body []byte, want int) []byte {
 		}
 		time.Sleep(200 * time.Millisecond)
 	}
+}
+
+// status is what a request is answered with.
+func (s *server) status(method, path string) int {
+	req, err := http.NewRequest(method, s.url+path, nil)
+	check(err)
+	resp, err := s.client.Do(req)
+	check(err)
+	defer resp.Body.Close()
+	_, err = io.Copy(io.Discard, resp.Body)
+	check(err)
+	return resp.StatusCode
 }
 
 func check(err error) {

@@ -157,12 +157,6 @@ func (p *pair) ask(r *request) answer {
 	return a
 }
 
-func (p *pair) all(rs []*request) {
-	for _, r := range rs {
-		p.ask(r)
-	}
-}
-
 // diff lists what differs between two answers: "where: theirs | ours".
 func diff(r *request, a, b answer) []string {
 	if a.err != nil || b.err != nil {

@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/http"
 	"strings"
+	"sync"
 	"sync/atomic"
 
 	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
@@ -26,7 +27,7 @@ type Handler struct {
 	Address string
 	// Remotes knows what other servers serve.
 	Remotes *aggregation.Learner
-	current atomic.Pointer[documents]
+	current atomic.Pointer[lazy]
 }
 
 // documents is discovery of one view.
@@ -37,8 +38,14 @@ type documents struct {
 	legacy, apis http.Handler
 }
 
-// Set makes v the view that is told of.
+// Set makes v the view that is told of. Its documents are made when somebody asks.
 func (h *Handler) Set(v *routing.View) {
+	h.current.Store(&lazy{make: sync.OnceValue(func() *documents { return h.documents(v) })})
+}
+
+type lazy struct{ make func() *documents }
+
+func (h *Handler) documents(v *routing.View) *documents {
 	d := &documents{view: v, versions: map[string][]metav1.APIResource{}}
 	for _, e := range v.Resources {
 		if e.Hidden {
@@ -87,8 +94,8 @@ func (h *Handler) Set(v *routing.View) {
 		}
 	}
 	d.legacy = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(h.versions), legacy, nil)
-	d.apis = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(h.groups), apis, nil)
-	h.current.Store(d)
+	d.apis = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(d.allGroups), apis, nil)
+	return d
 }
 
 // complete names the group version of kinds that are said without.
@@ -108,11 +115,12 @@ func complete(resources []apidiscoveryv2.APIResourceDiscovery, gv metav1.GroupVe
 
 // ServeHTTP implements http.Handler for the paths above resources.
 func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
-	d := h.current.Load()
-	if d == nil {
+	current := h.current.Load()
+	if current == nil {
 		http.Error(w, "the API is starting", http.StatusServiceUnavailable)
 		return
 	}
+	d := current.make()
 	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
 	// Only the pages that kube-apiserver's web framework serves know methods.
 	if framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1]); framework && req.Method != http.MethodGet {
@@ -182,8 +190,8 @@ func localAddress(req *http.Request) string {
 	return "127.0.0.1"
 }
 
-func (h *Handler) groups(w http.ResponseWriter, req *http.Request) {
-	groups := h.current.Load().groups
+func (d *documents) allGroups(w http.ResponseWriter, req *http.Request) {
+	groups := d.groups
 	edge.WriteObject(w, req, http.StatusOK, &groups)
 }
 

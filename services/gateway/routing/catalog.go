@@ -5,11 +5,13 @@ package routing
 import (
 	"context"
 	"log/slog"
+	"maps"
 	"sync/atomic"
 	"time"
 
 	"google.golang.org/protobuf/proto"
 
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -47,11 +49,17 @@ func (c *Catalog) View() *View { return c.current.Load() }
 func (c *Catalog) Run(ctx context.Context) {
 	for ctx.Err() == nil {
 		stream, err := c.Registry.Catalog(ctx, &registryv1.CatalogRequest{})
+		var full *registryv1.CatalogResponse
 		for err == nil {
 			var m *registryv1.CatalogResponse
-			if m, err = stream.Recv(); err == nil {
-				c.set(m)
+			if m, err = stream.Recv(); err != nil {
+				break
 			}
+			if m.Delta {
+				m = applied(full, m)
+			}
+			full = m
+			c.set(m)
 		}
 		if ctx.Err() == nil {
 			slog.Debug("The catalogue broke off", "error", err)
@@ -63,6 +71,46 @@ func (c *Catalog) Run(ctx context.Context) {
 	}
 }
 
+// applied is a catalogue with what has changed. Neither is changed itself.
+func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogResponse {
+	out := &registryv1.CatalogResponse{Groups: delta.Groups, Remotes: delta.Remotes, Openapi: maps.Clone(full.GetOpenapi())}
+	gone, changed := map[entryKey]bool{}, map[entryKey]*registryv1.ResourceEntry{}
+	for _, r := range delta.Removed {
+		gone[keyOf(r)] = true
+	}
+	for _, e := range delta.Resources {
+		changed[keyOf(e.Resource)] = e
+	}
+	for _, e := range full.GetResources() {
+		k := keyOf(e.Resource)
+		if gone[k] {
+			continue
+		}
+		if newer := changed[k]; newer != nil {
+			e = newer
+			delete(changed, k)
+		}
+		out.Resources = append(out.Resources, e)
+	}
+	for _, e := range delta.Resources {
+		if changed[keyOf(e.Resource)] != nil { // in the order in which they came
+			out.Resources = append(out.Resources, e)
+		}
+	}
+	if out.Openapi == nil {
+		out.Openapi = map[string]string{}
+	}
+	maps.Copy(out.Openapi, delta.Openapi)
+	for _, path := range delta.OpenapiRemoved {
+		delete(out.Openapi, path)
+	}
+	return out
+}
+
+func keyOf(r *commonv1.Resource) entryKey {
+	return entryKey{r.Group, r.Version, r.Resource, r.Subresource}
+}
+
 func (c *Catalog) set(m *registryv1.CatalogResponse) {
 	if old := c.View(); old != nil && proto.Equal(old.CatalogResponse, m) {
 		return // the same, from another replica
@@ -72,7 +120,7 @@ func (c *Catalog) set(m *registryv1.CatalogResponse) {
 		if !e.Untyped {
 			v.builtIn[e.Resource.Group] = true
 		}
-		v.entries[entryKey{e.Resource.Group, e.Resource.Version, e.Resource.Resource, e.Resource.Subresource}] = e
+		v.entries[keyOf(e.Resource)] = e
 	}
 	if c.Changed != nil {
 		c.Changed(v)

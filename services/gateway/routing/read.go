@@ -17,7 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/validation/path"
+	"k8s.io/apimachinery/pkg/api/validate/content"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
 	metainternalversionscheme "k8s.io/apimachinery/pkg/apis/meta/internalversion/scheme"
 	metainternalversionvalidation "k8s.io/apimachinery/pkg/apis/meta/internalversion/validation"
@@ -52,7 +52,7 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 	if errs := metainternalversionvalidation.ValidateListOptions(opts, true); len(errs) > 0 {
 		return nil, nil, errRegistry
 	}
-	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || len(path.IsValidPathSegmentName(c.namespace())) > 0 {
+	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || len(content.IsPathSegmentName(c.namespace())) > 0 {
 		return nil, nil, errRegistry
 	}
 	q := &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out}

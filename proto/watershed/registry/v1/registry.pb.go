@@ -1046,9 +1046,13 @@ type CatalogResponse struct {
 	// The documents of OpenAPI that registry has, "v2" and "v3/apis/apps/v1", and a hash of what each one says.
 	Openapi map[string]string `protobuf:"bytes,3,rep,name=openapi,proto3" json:"openapi,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Group versions that another server answers for.
-	Remotes       []*Remote `protobuf:"bytes,4,rep,name=remotes,proto3" json:"remotes,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Remotes []*Remote `protobuf:"bytes,4,rep,name=remotes,proto3" json:"remotes,omitempty"`
+	// Not the first of its stream: resources and openapi are what is new or other than in the message before, and these are gone.
+	Delta          bool           `protobuf:"varint,5,opt,name=delta,proto3" json:"delta,omitempty"`
+	Removed        []*v1.Resource `protobuf:"bytes,6,rep,name=removed,proto3" json:"removed,omitempty"`
+	OpenapiRemoved []string       `protobuf:"bytes,7,rep,name=openapi_removed,json=openapiRemoved,proto3" json:"openapi_removed,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *CatalogResponse) Reset() {
@@ -1105,6 +1109,27 @@ func (x *CatalogResponse) GetOpenapi() map[string]string {
 func (x *CatalogResponse) GetRemotes() []*Remote {
 	if x != nil {
 		return x.Remotes
+	}
+	return nil
+}
+
+func (x *CatalogResponse) GetDelta() bool {
+	if x != nil {
+		return x.Delta
+	}
+	return false
+}
+
+func (x *CatalogResponse) GetRemoved() []*v1.Resource {
+	if x != nil {
+		return x.Removed
+	}
+	return nil
+}
+
+func (x *CatalogResponse) GetOpenapiRemoved() []string {
+	if x != nil {
+		return x.OpenapiRemoved
 	}
 	return nil
 }
@@ -2366,12 +2391,15 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x10\n" +
-	"\x0eCatalogRequest\"\xcf\x02\n" +
+	"\x0eCatalogRequest\"\xc7\x03\n" +
 	"\x0fCatalogResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12B\n" +
 	"\tresources\x18\x02 \x03(\v2$.watershed.registry.v1.ResourceEntryR\tresources\x12M\n" +
 	"\aopenapi\x18\x03 \x03(\v23.watershed.registry.v1.CatalogResponse.OpenapiEntryR\aopenapi\x127\n" +
-	"\aremotes\x18\x04 \x03(\v2\x1d.watershed.registry.v1.RemoteR\aremotes\x1a:\n" +
+	"\aremotes\x18\x04 \x03(\v2\x1d.watershed.registry.v1.RemoteR\aremotes\x12\x14\n" +
+	"\x05delta\x18\x05 \x01(\bR\x05delta\x127\n" +
+	"\aremoved\x18\x06 \x03(\v2\x1d.watershed.common.v1.ResourceR\aremoved\x12'\n" +
+	"\x0fopenapi_removed\x18\a \x03(\tR\x0eopenapiRemoved\x1a:\n" +
 	"\fOpenapiEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xae\x02\n" +
@@ -2601,42 +2629,43 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	16, // 27: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
 	30, // 28: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
 	14, // 29: watershed.registry.v1.CatalogResponse.remotes:type_name -> watershed.registry.v1.Remote
-	36, // 30: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	35, // 31: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	35, // 32: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	31, // 33: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	19, // 34: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	32, // 35: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	33, // 36: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	36, // 37: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 38: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	22, // 39: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	34, // 40: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 41: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	28, // 42: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 43: watershed.registry.v1.Registry.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 44: watershed.registry.v1.Registry.List:input_type -> watershed.registry.v1.GetRequest
-	7,  // 45: watershed.registry.v1.Registry.Write:input_type -> watershed.registry.v1.WriteCall
-	12, // 46: watershed.registry.v1.Registry.Catalog:input_type -> watershed.registry.v1.CatalogRequest
-	17, // 47: watershed.registry.v1.Registry.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	20, // 48: watershed.registry.v1.Registry.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	23, // 49: watershed.registry.v1.Registry.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	25, // 50: watershed.registry.v1.Registry.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	7,  // 51: watershed.registry.v1.Registry.Connect:input_type -> watershed.registry.v1.WriteCall
-	4,  // 52: watershed.registry.v1.Registry.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 53: watershed.registry.v1.Registry.List:output_type -> watershed.registry.v1.ListChunk
-	8,  // 54: watershed.registry.v1.Registry.Write:output_type -> watershed.registry.v1.WriteReply
-	13, // 55: watershed.registry.v1.Registry.Catalog:output_type -> watershed.registry.v1.CatalogResponse
-	18, // 56: watershed.registry.v1.Registry.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	21, // 57: watershed.registry.v1.Registry.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	24, // 58: watershed.registry.v1.Registry.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	26, // 59: watershed.registry.v1.Registry.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	8,  // 60: watershed.registry.v1.Registry.Connect:output_type -> watershed.registry.v1.WriteReply
-	52, // [52:61] is the sub-list for method output_type
-	43, // [43:52] is the sub-list for method input_type
-	43, // [43:43] is the sub-list for extension type_name
-	43, // [43:43] is the sub-list for extension extendee
-	0,  // [0:43] is the sub-list for field type_name
+	36, // 30: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
+	36, // 31: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	35, // 32: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	35, // 33: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	31, // 34: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	19, // 35: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	32, // 36: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	33, // 37: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	36, // 38: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 39: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	22, // 40: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	34, // 41: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 42: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	28, // 43: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 44: watershed.registry.v1.Registry.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 45: watershed.registry.v1.Registry.List:input_type -> watershed.registry.v1.GetRequest
+	7,  // 46: watershed.registry.v1.Registry.Write:input_type -> watershed.registry.v1.WriteCall
+	12, // 47: watershed.registry.v1.Registry.Catalog:input_type -> watershed.registry.v1.CatalogRequest
+	17, // 48: watershed.registry.v1.Registry.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	20, // 49: watershed.registry.v1.Registry.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	23, // 50: watershed.registry.v1.Registry.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	25, // 51: watershed.registry.v1.Registry.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	7,  // 52: watershed.registry.v1.Registry.Connect:input_type -> watershed.registry.v1.WriteCall
+	4,  // 53: watershed.registry.v1.Registry.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 54: watershed.registry.v1.Registry.List:output_type -> watershed.registry.v1.ListChunk
+	8,  // 55: watershed.registry.v1.Registry.Write:output_type -> watershed.registry.v1.WriteReply
+	13, // 56: watershed.registry.v1.Registry.Catalog:output_type -> watershed.registry.v1.CatalogResponse
+	18, // 57: watershed.registry.v1.Registry.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	21, // 58: watershed.registry.v1.Registry.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	24, // 59: watershed.registry.v1.Registry.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	26, // 60: watershed.registry.v1.Registry.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	8,  // 61: watershed.registry.v1.Registry.Connect:output_type -> watershed.registry.v1.WriteReply
+	53, // [53:62] is the sub-list for method output_type
+	44, // [44:53] is the sub-list for method input_type
+	44, // [44:44] is the sub-list for extension type_name
+	44, // [44:44] is the sub-list for extension extendee
+	0,  // [0:44] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }

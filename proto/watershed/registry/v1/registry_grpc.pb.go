@@ -42,7 +42,7 @@ type RegistryClient interface {
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
 	// authorization in the same stream as often as it needs them, and ends with one WriteResult or an error.
 	Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
-	// Catalog sends everything that is served, at once and whenever it changes.
+	// Catalog sends everything that is served, at once, and what has changed whenever it changes.
 	Catalog(ctx context.Context, in *CatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CatalogResponse], error)
 	// Snapshot sends every object of a stored resource at one revision.
 	Snapshot(ctx context.Context, in *SnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotChunk], error)
@@ -206,7 +206,7 @@ type RegistryServer interface {
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
 	// authorization in the same stream as often as it needs them, and ends with one WriteResult or an error.
 	Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
-	// Catalog sends everything that is served, at once and whenever it changes.
+	// Catalog sends everything that is served, at once, and what has changed whenever it changes.
 	Catalog(*CatalogRequest, grpc.ServerStreamingServer[CatalogResponse]) error
 	// Snapshot sends every object of a stored resource at one revision.
 	Snapshot(*SnapshotRequest, grpc.ServerStreamingServer[SnapshotChunk]) error

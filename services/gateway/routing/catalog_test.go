@@ -1,0 +1,28 @@
+package routing
+
+import (
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+func entry(resource, singular string) *registryv1.ResourceEntry {
+	return &registryv1.ResourceEntry{Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: resource}, Singular: singular}
+}
+
+func TestACatalogueIsPutTogetherFromChanges(t *testing.T) {
+	full := &registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{entry("a", "1"), entry("b", "1"), entry("c", "1")}, Openapi: map[string]string{"v2": "x", "v3/a": "y"}}
+	before := proto.Clone(full)
+	got := applied(full, &registryv1.CatalogResponse{Delta: true, Resources: []*registryv1.ResourceEntry{entry("d", "1"), entry("b", "2")}, Removed: []*commonv1.Resource{entry("a", "").Resource},
+		Openapi: map[string]string{"v2": "z"}, OpenapiRemoved: []string{"v3/a"}})
+	want := &registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{entry("b", "2"), entry("c", "1"), entry("d", "1")}, Openapi: map[string]string{"v2": "z"}}
+	if !proto.Equal(got, want) {
+		t.Errorf("got %v", got)
+	}
+	if !proto.Equal(full, before) {
+		t.Error("the catalogue before was changed")
+	}
+}
