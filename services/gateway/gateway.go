@@ -97,23 +97,26 @@ func New(c *Config, s Services) (*Service, error) {
 	var tell sync.Mutex // discovery and OpenAPI are told of a view and of what others serve one after the other
 	var disco *discovery.Handler
 	var docs *openapi.Handler
+	var latest *routing.View
 	told := func(v *routing.View) {
+		latest = v
 		disco.Set(v)
 		docs.Set(v)
 	}
 	g.learner = aggregation.NewLearner(g.remotes, func() {
 		tell.Lock()
 		defer tell.Unlock()
-		if v := g.catalog.View(); v != nil {
-			told(v)
+		if latest != nil {
+			told(latest)
 		}
 	})
 	disco, docs = &discovery.Handler{Address: address, Remotes: g.learner}, &openapi.Handler{Registry: s.Registry, Remotes: g.learner}
 	g.catalog = &routing.Catalog{Registry: s.Registry, Changed: func(v *routing.View) {
 		tell.Lock()
 		defer tell.Unlock()
-		g.remotes.Set(v)
-		g.learner.Wake()
+		if g.remotes.Set(v) {
+			g.learner.Wake()
+		}
 		told(v)
 	}}
 	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Admission: s.Admission,

@@ -117,6 +117,9 @@ func (r *remotes) addresses(namespace, name string, port int32) ([]string, error
 		return nil, err
 	}
 	if service.Spec.Type == corev1.ServiceTypeExternalName {
+		if r.endpoints {
+			return nil, fmt.Errorf("service %s/%s has a name for its endpoints", namespace, name)
+		}
 		return []string{net.JoinHostPort(service.Spec.ExternalName, strconv.Itoa(int(port)))}, nil
 	}
 	i := slices.IndexFunc(service.Spec.Ports, func(p corev1.ServicePort) bool { return p.Port == port })
@@ -135,15 +138,16 @@ func (r *remotes) addresses(namespace, name string, port int32) ([]string, error
 	}
 	var all []string
 	for _, slice := range of {
+		if families := service.Spec.IPFamilies; len(families) > 0 && string(slice.AddressType) != string(families[0]) {
+			continue
+		}
 		for _, p := range slice.Ports {
 			if p.Port == nil || deref(p.Name) != service.Spec.Ports[i].Name {
 				continue
 			}
 			for _, e := range slice.Endpoints {
-				if e.Conditions.Ready == nil || *e.Conditions.Ready {
-					for _, address := range e.Addresses {
-						all = append(all, net.JoinHostPort(address, strconv.Itoa(int(*p.Port))))
-					}
+				if len(e.Addresses) > 0 && (e.Conditions.Ready == nil || *e.Conditions.Ready) {
+					all = append(all, net.JoinHostPort(e.Addresses[0], strconv.Itoa(int(*p.Port))))
 				}
 			}
 		}

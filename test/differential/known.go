@@ -41,6 +41,8 @@ var known = []*difference{
 		reason: "The field is to be dropped when it is read. kube-apiserver's watches show it until a list has dropped it from the object that they share; here it is dropped always."},
 	{name: "an empty namespace", request: is(`^(POST|DELETE) /api/v1/namespaces//`), what: is(`.`),
 		reason: "kube-apiserver's web framework takes the path for one with a namespace that has no name; either refuses it."},
+	{name: "a connection without a name", request: is(`/(pods|nodes)//(proxy|exec)`), what: is(`.`), when: func(_ *request, _, b answer) bool { return b.code == 404 },
+		reason: "kube-apiserver authorizes it as a list, takes the name from the field selector, and connects; here it is refused."},
 	{name: "pages of OpenAPI v3", request: is(`GET /openapi/v3$`), what: is(`.`),
 		reason: "kube-apiserver has documents of its discovery pages too, and hashes of its own making."},
 	{name: "the index", request: is(`GET /$`), what: is(`\.paths`), reason: "kube-apiserver names a health check for each of its start hooks."},

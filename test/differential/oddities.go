@@ -18,7 +18,9 @@ func (p *pair) paths() {
 		"/api/v1/namespaces/" + namespace + "/pods/nothing/exec?command=x", "/api/v1/namespaces/" + namespace + "/pods/nothing/log", "/api/v1/namespaces/" + namespace + "/pods/pod/log?container=nothing", "/api/v1/namespaces/" + namespace + "/pods/pod/log?tailLines=-1",
 		"/api/v1/namespaces/" + namespace + "/pods/nothing/proxy/x", "/api/v1/namespaces/" + namespace + "/services/nothing/proxy/", "/api/v1/nodes/nothing/proxy/healthz", "/api/v1/namespaces/" + namespace + "/pods/pod/portforward", "/api/v1/namespaces/" + namespace + "/pods/pod/attach",
 		"/apis/diff.example.com/v1/namespaces/" + namespace + "/widgets/a%2Fb", "/apis/diff.example.com/v1/widgets/widget", "/apis/diff.example.com/v1/namespaces/" + namespace + "/globals/global", "/apis/diff.example.com/v1alpha1/namespaces/" + namespace + "/widgets",
-		"/apis/diff.example.com/v2/widgets", "/apis/diff.example.com/v1/nothings", "/apis/diff.example.com", "/apis/diff.example.com/v1", "/apis/diff.example.com/v1alpha1", "/apis/diff.example.com/v1/", "/apis/none.example.com/v1", "/apis/none.example.com/v1/things", "/apis/none.example.com",
+		"/apis/diff.example.com/v2/widgets", "/apis/diff.example.com/v1/nothings", "/apis/diff.example.com", "/apis/diff.example.com/v1", "/apis/diff.example.com/v1alpha1", "/apis/diff.example.com/v1/", "/api/v1/watch/nodes/node/proxy/run/x", "/api/v1/watch/namespaces/" + namespace + "/pods/pod/proxy/x", "/api/v1/watch/namespaces/" + namespace + "/pods/pod/exec?command=x", "/api/v1/watch/namespaces/" + namespace + "/pods/pod/log",
+		"/api/v1/namespaces/" + namespace + "/pods//proxy/?fieldSelector=metadata.name%3Dpod", "/api/v1/nodes//proxy/?fieldSelector=metadata.name%3Dnode", "/api/v1/namespaces/" + namespace + "/pods//exec?fieldSelector=metadata.name%3Dpod", "/api/v1/namespaces/" + namespace + "/pods/pod/exec?dryRun=All&command=x",
+		"/apis/none.example.com/v1", "/apis/none.example.com/v1/things", "/apis/none.example.com",
 	} {
 		for _, method := range []string{"GET", "DELETE", "POST"} {
 			r := &request{method: method, path: path, about: "odd path"}

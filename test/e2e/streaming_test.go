@@ -175,6 +175,14 @@ func streams(t *testing.T, s *harness.Server) {
 			t.Errorf("%v as bob: %v %s", args, err, out)
 		}
 	}
+	// Whoever may only read gets no further by writing the old form of a watch, which is authorized as one.
+	s.Kubectl("create", "clusterrole", "reader", "--verb=get,list,watch", "--resource=*.*")
+	s.Kubectl("create", "clusterrolebinding", "reader", "--clusterrole=reader", "--user=reader")
+	for _, path := range []string{"/api/v1/watch/nodes/node/proxy/run/x", "/api/v1/watch/namespaces/default/pods/p/proxy/x", "/api/v1/namespaces/default/pods//proxy/?fieldSelector=metadata.name%3Dp"} {
+		if out, err := s.TryKubectl("{}", "create", "--raw", path, "-f", "-", "--as=reader"); err == nil || strings.Contains(out, "ServiceUnavailable") {
+			t.Errorf("POST %s as a reader: %s", path, out)
+		}
+	}
 	if out, err := s.TryKubectl("", "exec", "nothing", "--", "id"); err == nil || !strings.Contains(out, `pods "nothing" not found`) {
 		t.Errorf("exec in nothing: %s", out)
 	}

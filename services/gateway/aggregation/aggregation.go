@@ -10,7 +10,7 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/url"
-	"os"
+	"slices"
 	"sync/atomic"
 
 	"github.com/spf13/pflag"
@@ -43,6 +43,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 // Proxy hands requests to other servers.
 type Proxy struct {
 	config  *Config
+	said    []*registryv1.Remote // of the last view
 	current atomic.Pointer[map[schema.GroupVersion]*remote]
 }
 
@@ -65,8 +66,14 @@ func New(c *Config) (*Proxy, error) {
 	return p, nil
 }
 
-// Set makes v the view whose servers are known. What is the same keeps its connections.
-func (p *Proxy) Set(v *routing.View) {
+// Set makes v the view whose servers are known, and says whether they are others than before. What is the same keeps its
+// connections.
+func (p *Proxy) Set(v *routing.View) (changed bool) {
+	before := p.said
+	p.said = v.Remotes
+	if slices.EqualFunc(before, v.Remotes, func(a, b *registryv1.Remote) bool { return proto.Equal(a, b) }) {
+		return false
+	}
 	old, now := *p.current.Load(), map[schema.GroupVersion]*remote{}
 	for _, r := range v.Remotes {
 		gv := schema.GroupVersion{Group: r.Group, Version: r.Version}
@@ -79,6 +86,7 @@ func (p *Proxy) Set(v *routing.View) {
 		now[gv] = made
 	}
 	p.current.Store(&now)
+	return true
 }
 
 func sameTransport(a, b *registryv1.Remote) bool {
@@ -91,14 +99,8 @@ func transportOf(r *registryv1.Remote) *registryv1.Remote {
 
 func (p *Proxy) dial(r *registryv1.Remote) (http.RoundTripper, error) {
 	c := &transport.Config{TLS: transport.TLSConfig{Insecure: r.InsecureSkipTlsVerify, ServerName: r.ServiceName + "." + r.ServiceNamespace + ".svc", CAData: r.CaBundle}}
-	if p.config.CertFile != "" {
-		var err error
-		if c.TLS.CertData, err = os.ReadFile(p.config.CertFile); err == nil {
-			c.TLS.KeyData, err = os.ReadFile(p.config.KeyFile)
-		}
-		if err != nil {
-			return nil, err
-		}
+	if p.config.CertFile != "" { // it is read again when it is renewed
+		c.TLS.CertFile, c.TLS.KeyFile, c.TLS.ReloadTLSFiles = p.config.CertFile, p.config.KeyFile, true
 	}
 	return transport.New(c)
 }

@@ -1,6 +1,7 @@
 package aggregation
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/json"
@@ -53,9 +54,9 @@ type Learned struct {
 	Resources []apidiscoveryv2.APIResourceDiscovery
 	// Stale: it did not answer the last time.
 	Stale bool
-	// OpenAPI is its document of v3 in JSON, if it has one.
-	OpenAPI []byte
-	hash    string
+	// OpenAPI and OpenAPIV2 are its documents in JSON, if it has any: of the group version in v3, of all that it serves in v2.
+	OpenAPI, OpenAPIV2 []byte
+	hash               string
 }
 
 // Wake asks again soon: the servers have changed.
@@ -78,43 +79,81 @@ func (l *Learner) Run(ctx context.Context) {
 		case <-tick.C:
 		case <-l.wake:
 		}
-		if l.learn(ctx) {
-			l.changed()
-		}
+		l.learn(ctx)
 	}
 }
 
-// learn asks every server at once, and says whether anything is new.
-func (l *Learner) learn(ctx context.Context) bool {
+// learn asks every server at once. What one says is told of when it has said it: a slow one keeps nobody waiting.
+func (l *Learner) learn(ctx context.Context) {
 	servers := *l.proxy.current.Load()
-	now := map[schema.GroupVersion]*Learned{}
-	var mu sync.Mutex
+	l.mu.Lock()
+	gone := false
+	for gv := range l.known {
+		if servers[gv] == nil {
+			delete(l.known, gv)
+			gone = true
+		}
+	}
+	l.mu.Unlock()
+	if gone {
+		l.changed()
+	}
 	var wg sync.WaitGroup
 	for gv, r := range servers {
 		wg.Go(func() {
-			learned, err := r.learn(ctx, gv)
-			if err == nil {
-				learned.OpenAPI, _, _ = r.get(ctx, "/openapi/v3/apis/"+gv.String(), "application/json")
-				learned.hash += fmt.Sprintf(" %x", sha256.Sum256(learned.OpenAPI))
+			if l.one(ctx, gv, r) {
+				l.changed()
 			}
-			if err != nil {
-				slog.Debug("An aggregated server does not say what it serves", "group", gv, "error", err)
-				learned = &Learned{Stale: true, hash: "stale"}
-				if before := l.Of(gv); before != nil {
-					learned.Resources, learned.OpenAPI = before.Resources, before.OpenAPI
-				}
-			}
-			mu.Lock()
-			defer mu.Unlock()
-			now[gv] = learned
 		})
 	}
 	wg.Wait()
+}
+
+// one asks one server, and says whether what is known of it has changed. What it does not answer this time is as it was.
+func (l *Learner) one(ctx context.Context, gv schema.GroupVersion, r *remote) bool {
+	before := l.Of(gv)
+	now, err := r.learn(ctx, gv)
+	if err != nil {
+		slog.Debug("An aggregated server does not say what it serves", "group", gv, "error", err)
+		now = &Learned{Stale: true}
+		if before != nil {
+			*now = *before
+			now.Stale = true
+		}
+	} else {
+		now.OpenAPI, now.OpenAPIV2 = r.document(ctx, "/openapi/v3/apis/"+gv.String()), r.document(ctx, "/openapi/v2")
+		if before != nil {
+			now.OpenAPI, now.OpenAPIV2 = either(now.OpenAPI, before.OpenAPI), either(now.OpenAPIV2, before.OpenAPIV2)
+		}
+	}
+	data, err := json.Marshal(now.Resources)
+	if err != nil {
+		return false
+	}
+	now.hash = fmt.Sprintf("%x %x %x", sha256.Sum256(data), sha256.Sum256(now.OpenAPI), sha256.Sum256(now.OpenAPIV2))
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	same := maps.EqualFunc(now, l.known, func(a, b *Learned) bool { return a.hash == b.hash && a.Stale == b.Stale })
-	l.known = now
-	return !same
+	if l.known == nil {
+		l.known = map[schema.GroupVersion]*Learned{}
+	}
+	l.known[gv] = now
+	return before == nil || before.hash != now.hash || before.Stale != now.Stale
+}
+
+// document is one of the server's in JSON, or nil.
+func (r *remote) document(ctx context.Context, path string) []byte {
+	data, _, err := r.get(ctx, path, "application/json")
+	if err != nil || !json.Valid(data) || !bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) {
+		return nil
+	}
+	return data
+}
+
+func either(a, b []byte) []byte {
+	if a != nil {
+		return a
+	}
+	return b
 }
 
 // Of is what is known of a group version; nil where nothing is.
@@ -164,8 +203,7 @@ func learned(resources []apidiscoveryv2.APIResourceDiscovery) (*Learned, error) 
 	if resources == nil {
 		resources = []apidiscoveryv2.APIResourceDiscovery{}
 	}
-	data, err := json.Marshal(resources)
-	return &Learned{Resources: resources, hash: fmt.Sprintf("%x", sha256.Sum256(data))}, err
+	return &Learned{Resources: resources}, nil
 }
 
 // get reads a page of the server's as the aggregator itself.
@@ -194,16 +232,6 @@ func (r *remote) get(ctx context.Context, path, accept string) (data []byte, con
 		err = fmt.Errorf("%s is larger than %d bytes", path, learnMost)
 	}
 	return data, resp.Header.Get("Content-Type"), err
-}
-
-// OpenAPIV2 reads the whole document of v2 of a group version's server.
-func (l *Learner) OpenAPIV2(ctx context.Context, gv schema.GroupVersion) ([]byte, error) {
-	r := l.proxy.remote(gv)
-	if r == nil {
-		return nil, fmt.Errorf("nobody answers for %s", gv)
-	}
-	data, _, err := r.get(ctx, "/openapi/v2", "application/json")
-	return data, err
 }
 
 // Groups are the group versions that others answer for.

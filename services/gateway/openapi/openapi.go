@@ -4,6 +4,7 @@ package openapi
 
 import (
 	"context"
+	"crypto/sha256"
 	"crypto/sha512"
 	"encoding/json"
 	"errors"
@@ -41,26 +42,61 @@ type Handler struct {
 	made map[string]*document
 }
 
+// document is made when somebody asks for it, and protobuf of it when somebody asks for that: what a server of others says may
+// be no proper OpenAPI, and is then served as it came.
 type document struct {
-	json, protobuf []byte
-	etag           string
+	etag string
+	make func() ([]byte, error)
+
+	once     sync.Once
+	json     []byte
+	err      error
+	encode   sync.Once
+	protobuf []byte
 }
 
-// Set makes v the view whose documents are served.
+// Set makes v the view whose documents are served. What is the same stays.
 func (h *Handler) Set(v *routing.View) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	old := h.view
 	h.view = v
-	delete(h.made, "v2")       // a remote server may say something new
-	for path := range h.made { // what is the same stays
-		if old == nil || old.Openapi[path] != v.Openapi[path] {
-			delete(h.made, path)
-		}
-	}
 	if h.made == nil {
 		h.made = map[string]*document{}
 	}
+	for path, d := range h.made {
+		if d.etag != h.etag(path) {
+			delete(h.made, path)
+		}
+	}
+}
+
+// etag names what a document is made of. The caller holds the lock.
+func (h *Handler) etag(path string) string {
+	if learned := h.remote(path); learned != nil {
+		return hashOf(string(learned.OpenAPI), path)
+	}
+	depends := h.view.Openapi[path]
+	if path == "v2" {
+		for _, gv := range h.Remotes.Groups() {
+			if learned := h.Remotes.Of(gv); learned != nil {
+				depends += fmt.Sprintf(" %x", sha256.Sum256(learned.OpenAPIV2))
+			}
+		}
+	}
+	return hashOf(depends, path)
+}
+
+// remote is what another server says of itself, where a document of v3 is its.
+func (h *Handler) remote(path string) *aggregation.Learned {
+	name, ok := strings.CutPrefix(path, "v3/apis/")
+	gv, err := schema.ParseGroupVersion(name)
+	if !ok || err != nil {
+		return nil
+	}
+	if learned := h.Remotes.Of(gv); learned != nil && learned.OpenAPI != nil {
+		return learned
+	}
+	return nil
 }
 
 // ServeHTTP implements http.Handler.
@@ -74,7 +110,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		edge.NotFound(w, req)
 		return
 	}
-	d, err := h.document(req.Context(), path)
+	d, err := h.document(path)
 	if err != nil {
 		if strings.Contains(err.Error(), "404 page not found") {
 			edge.NotFound(w, req)
@@ -96,7 +132,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		w.Header().Set("Expires", time.Now().AddDate(1, 0, 0).Format(time.RFC1123))
 	}
 	version := strings.SplitN(path, "/", 2)[0]
-	data, contentType, ok := d.accepted(req.Header.Get("Accept"), version)
+	data, contentType, ok := d.accepted(req.Header.Get("Accept"), path, version)
 	if !ok {
 		w.WriteHeader(http.StatusNotAcceptable)
 		return
@@ -108,7 +144,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 }
 
 // accepted chooses an encoding, as kube-openapi's handlers do.
-func (d *document) accepted(accept, version string) ([]byte, string, bool) {
+func (d *document) accepted(accept, path, version string) ([]byte, string, bool) {
 	if accept == "" {
 		accept = "*/*"
 	}
@@ -121,6 +157,7 @@ func (d *document) accepted(accept, version string) ([]byte, string, bool) {
 		case "json", "*":
 			return d.json, "application/json", true
 		case "com.github.proto-openapi.spec." + version + ".v1.0+protobuf", "com.github.proto-openapi.spec." + version + "@v1.0+protobuf":
+			d.encode.Do(func() { d.protobuf = toProtobuf(path, d.json) })
 			return d.protobuf, protobuf, len(d.protobuf) > 0
 		}
 	}
@@ -164,68 +201,84 @@ func hashOf(etag, path string) string {
 	return fmt.Sprintf("%X", sha512.Sum512([]byte(etag+path)))
 }
 
-func (h *Handler) document(ctx context.Context, path string) (*document, error) {
+// document finds or makes one. Nobody else waits while it is made, but those who want the same.
+func (h *Handler) document(path string) (*document, error) {
 	h.mu.Lock()
-	defer h.mu.Unlock()
 	if h.view == nil {
+		h.mu.Unlock()
 		return nil, errors.New("the API is starting")
 	}
-	if gv, err := schema.ParseGroupVersion(strings.TrimPrefix(path, "v3/apis/")); err == nil && path != "v2" {
-		if learned := h.Remotes.Of(gv); learned != nil && learned.OpenAPI != nil {
-			p, err := toProtobuf(path, learned.OpenAPI)
-			return &document{json: learned.OpenAPI, protobuf: p, etag: hashOf(string(learned.OpenAPI), path)}, err
+	etag := h.etag(path)
+	d := h.made[path]
+	if d == nil || d.etag != etag {
+		d = &document{etag: etag, make: func() ([]byte, error) { return h.read(path) }}
+		if learned := h.remote(path); learned != nil {
+			d.make = func() ([]byte, error) { return learned.OpenAPI, nil }
 		}
+		h.made[path] = d
 	}
-	if d, ok := h.made[path]; ok {
-		return d, nil
+	h.mu.Unlock()
+	d.once.Do(func() { d.json, d.err = d.make() })
+	if d.err != nil { // the next one tries again
+		h.mu.Lock()
+		if h.made[path] == d {
+			delete(h.made, path)
+		}
+		h.mu.Unlock()
 	}
+	return d, d.err
+}
+
+// readTimeout bounds what registry may take to make a document: a thousand definitions are a large one.
+const readTimeout = time.Minute
+
+// read has registry make a document; that of v2 holds what others serve too.
+func (h *Handler) read(path string) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), readTimeout) // others wait for it too
+	defer cancel()
 	stream, err := h.Registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
-	d := &document{etag: hashOf(h.view.Openapi[path], path)}
+	var data []byte
 	for err == nil {
 		var chunk *registryv1.OpenAPIChunk
 		if chunk, err = stream.Recv(); err == nil {
-			d.json = append(d.json, chunk.Data...)
+			data = append(data, chunk.Data...)
 		}
 	}
 	if !errors.Is(err, io.EOF) {
 		return nil, rpc.FromStatus(err)
 	}
 	if path == "v2" {
-		if d.json, err = h.merged(ctx, d.json); err != nil {
-			return nil, err
-		}
-		d.etag = hashOf(string(d.json), path)
+		return h.merged(data)
 	}
-	if d.protobuf, err = toProtobuf(path, d.json); err != nil {
-		return nil, err
-	}
-	h.made[path] = d
-	return d, nil
+	return data, nil
 }
 
-// merged adds what other servers say of their group versions to the document of v2. One that does not answer is left out.
-func (h *Handler) merged(ctx context.Context, data []byte) ([]byte, error) {
+// merged adds what other servers say of their group versions to the document of v2. What cannot be read, or would spoil the
+// rest, is left out.
+func (h *Handler) merged(data []byte) ([]byte, error) {
 	var all *spec.Swagger
 	for _, gv := range h.Remotes.Groups() {
-		theirs, err := h.Remotes.OpenAPIV2(ctx, gv)
-		if err != nil {
-			slog.Debug("An aggregated server has no OpenAPI", "group", gv, "error", err)
+		learned := h.Remotes.Of(gv)
+		if learned == nil || learned.OpenAPIV2 == nil {
 			continue
 		}
 		other := &spec.Swagger{}
-		if err := json.Unmarshal(theirs, other); err != nil {
-			slog.Warn("An aggregated server's OpenAPI cannot be read", "group", gv, "error", err)
-			continue
+		err := json.Unmarshal(learned.OpenAPIV2, other)
+		if err == nil && other.Paths != nil {
+			other = aggregator.FilterSpecByPathsWithoutSideEffects(other, []string{"/apis/" + gv.String() + "/"})
+			err = sound(other)
 		}
-		if all == nil {
+		if err == nil && all == nil {
 			all = &spec.Swagger{}
 			if err := json.Unmarshal(data, all); err != nil {
 				return nil, err
 			}
 		}
-		other = aggregator.FilterSpecByPathsWithoutSideEffects(other, []string{"/apis/" + gv.String() + "/"})
-		if err := aggregator.MergeSpecsIgnorePathConflictRenamingDefinitionsAndParameters(all, other); err != nil {
-			slog.Warn("An aggregated server's OpenAPI does not fit", "group", gv, "error", err)
+		if err == nil && other.Paths != nil {
+			err = aggregator.MergeSpecsIgnorePathConflictRenamingDefinitionsAndParameters(all, other)
+		}
+		if err != nil {
+			slog.Warn("An aggregated server's OpenAPI is left out", "group", gv, "error", err)
 		}
 	}
 	if all == nil {
@@ -234,17 +287,31 @@ func (h *Handler) merged(ctx context.Context, data []byte) ([]byte, error) {
 	return json.Marshal(all)
 }
 
-func toProtobuf(path string, data []byte) ([]byte, error) {
+// sound says whether a document is one that clients can read.
+func sound(s *spec.Swagger) error {
+	data, err := json.Marshal(s)
+	if err == nil {
+		_, err = openapi_v2.ParseDocument(data)
+	}
+	return err
+}
+
+// toProtobuf is nil where the document is not what OpenAPI allows.
+func toProtobuf(path string, data []byte) []byte {
+	var doc proto.Message
+	var err error
 	if path == "v2" {
-		doc, err := openapi_v2.ParseDocument(data)
-		if err != nil {
-			return nil, err
-		}
-		return proto.Marshal(doc)
+		doc, err = openapi_v2.ParseDocument(data)
+	} else {
+		doc, err = openapi_v3.ParseDocument(data)
 	}
-	doc, err := openapi_v3.ParseDocument(data)
+	var out []byte
+	if err == nil {
+		out, err = proto.Marshal(doc)
+	}
 	if err != nil {
-		return nil, err
+		slog.Warn("A document of OpenAPI has no protobuf", "document", path, "error", err)
+		return nil
 	}
-	return proto.Marshal(doc)
+	return out
 }

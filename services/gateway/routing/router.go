@@ -122,6 +122,10 @@ func placed(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Re
 	}
 	switch {
 	case len(e.ConnectMethods) > 0:
+		// What was authorized is what the path said. There is one path to what is connected to, and it says what the method does.
+		if info.Name == "" || watchPath(req) || len(info.Parts) < 2 || info.Parts[1] != info.Name || info.Verb != methodVerbs[req.Method] {
+			return false
+		}
 	case info.Name != "" && info.Subresource == "" && !has("get", "update", "patch", "delete"),
 		e.Namespaced && info.Namespace == "" && info.Name == "" && !has("list", "watch"),
 		watchPath(req) && !has("watch"):
@@ -138,6 +142,9 @@ func placed(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Re
 	}
 	return true
 }
+
+// methodVerbs are what RequestInfo makes of methods for a path that names an object.
+var methodVerbs = map[string]string{http.MethodPost: "create", http.MethodGet: "get", http.MethodHead: "get", http.MethodPut: "update", http.MethodPatch: "patch", http.MethodDelete: "delete", http.MethodOptions: ""}
 
 // scoped is placed for custom resources, of whose paths only the namespace is looked at.
 func scoped(e *registryv1.ResourceEntry, info *request.RequestInfo) bool {
@@ -419,6 +426,9 @@ func (c *call) connect() {
 	if err != nil {
 		c.fail(err)
 		return
+	}
+	for _, t := range m.GetConnection().GetWarnings() {
+		warning.AddWarning(c.req.Context(), "", t)
 	}
 	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
 		c.Carrier.Serve(c.w, c.req, c.info.Name, m.GetConnection(), c.fail)

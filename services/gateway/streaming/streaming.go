@@ -76,6 +76,10 @@ func New(c *Config) (*Carrier, error) {
 
 // Serve carries one request for the object with a name over c. fail answers an error before anything else was answered.
 func (k *Carrier) Serve(w http.ResponseWriter, req *http.Request, name string, c *registryv1.Connection, fail func(error)) {
+	if c.Url == "" { // a log of a pod that is nowhere yet
+		w.WriteHeader(http.StatusNoContent)
+		return
+	}
 	at, err := url.Parse(c.Url)
 	via, ok := k.transports[c.Transport]
 	if err != nil || !ok {

@@ -15,6 +15,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 	genericrest "k8s.io/apiserver/pkg/registry/generic/rest"
 	"k8s.io/apiserver/pkg/registry/rest"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	"k8s.io/apiserver/pkg/warning"
 	api "k8s.io/kubernetes/pkg/apis/core"
 	"k8s.io/kubernetes/pkg/features"
@@ -26,15 +27,21 @@ import (
 	"k8s.io/kubernetes/pkg/registry/core/service"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
 // Connect decides where a request that carries bytes goes: to a kubelet, a pod, a service or a node.
-func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (*registryv1.Connection, error) {
+func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (c *registryv1.Connection, err error) {
 	if r.Name == "" {
 		return nil, errEmptyName
 	}
 	warnings := &recorder{}
+	defer func() {
+		if err = rpc.WithWarnings(err, warnings.all()); err == nil {
+			c.Warnings = warnings.all()
+		}
+	}()
 	ctx = warning.WithWarningRecorder(WithGate(request.WithNamespace(ctx, r.Namespace), gate), warnings)
 	values, _ := url.ParseQuery(r.Query)
 	if log, ok := e.Storage.(*podrest.LogREST); ok {
@@ -43,6 +50,9 @@ func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate
 	connecter, ok := e.Storage.(rest.Connecter)
 	if !ok {
 		return nil, e.MethodNotSupported("connect")
+	}
+	if len(values["dryRun"]) > 0 {
+		return nil, apierrors.NewBadRequest("dryRun is not supported")
 	}
 	opts, subpath, key := connecter.NewConnectOptions()
 	if opts != nil {
@@ -115,7 +125,12 @@ func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, stre
 		return nil, err
 	}
 	c := &registryv1.Connection{Url: at.String(), Transport: registryv1.Transport_TRANSPORT_KUBELET, UpgradeRequired: true}
-	if !slices.Contains(info.NodeFeatures, string(features.ExtendWebSocketsToKubelet)) {
+	translated := features.TranslateStreamCloseWebsocketRequests
+	if streams.PortForward {
+		translated = features.PortForwardWebsockets
+	}
+	itself := utilfeature.DefaultFeatureGate.Enabled(features.ExtendWebSocketsToKubelet) && slices.Contains(info.NodeFeatures, string(features.ExtendWebSocketsToKubelet))
+	if utilfeature.DefaultFeatureGate.Enabled(translated) && !itself {
 		c.Translate = streams
 	}
 	return c, nil
@@ -124,7 +139,7 @@ func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, stre
 // mayCreate asks for the permission to create where a WebSocket came with a GET (kubernetes issue 133515).
 func (e *Endpoint) mayCreate(ctx context.Context, r *registryv1.WriteRequest) error {
 	info, ok := request.RequestInfoFrom(ctx)
-	if ok && info.Verb == "create" {
+	if ok && info.Verb == "create" || !utilfeature.DefaultFeatureGate.Enabled(features.AuthorizePodWebsocketUpgradeCreatePermission) {
 		return nil
 	}
 	decision, reason, err := Authorizer{}.Authorize(ctx, authorizer.AttributesRecord{User: identity.User(r.User), ResourceRequest: true, Path: r.Path, Verb: "create",

@@ -2154,8 +2154,9 @@ type Connection struct {
 	// A WebSocket client is understood here and spoken to the other side for in SPDY.
 	Translate *Streams `protobuf:"bytes,5,opt,name=translate,proto3" json:"translate,omitempty"`
 	// What the answer is, where it is a log; redirects and errors are then not the client's to see.
-	ContentType   string `protobuf:"bytes,6,opt,name=content_type,json=contentType,proto3" json:"content_type,omitempty"`
-	Flush         bool   `protobuf:"varint,7,opt,name=flush,proto3" json:"flush,omitempty"`
+	ContentType   string   `protobuf:"bytes,6,opt,name=content_type,json=contentType,proto3" json:"content_type,omitempty"`
+	Flush         bool     `protobuf:"varint,7,opt,name=flush,proto3" json:"flush,omitempty"`
+	Warnings      []string `protobuf:"bytes,8,rep,name=warnings,proto3" json:"warnings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2237,6 +2238,13 @@ func (x *Connection) GetFlush() bool {
 		return x.Flush
 	}
 	return false
+}
+
+func (x *Connection) GetWarnings() []string {
+	if x != nil {
+		return x.Warnings
+	}
+	return nil
 }
 
 // Streams are the channels of an exec or attach; or a port-forward's.
@@ -2498,7 +2506,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\bprotobuf\x18\x02 \x01(\bR\bprotobuf\"6\n" +
 	"\fOpenAPIChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x12\n" +
-	"\x04etag\x18\x02 \x01(\tR\x04etag\"\x9a\x02\n" +
+	"\x04etag\x18\x02 \x01(\tR\x04etag\"\xb6\x02\n" +
 	"\n" +
 	"Connection\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12>\n" +
@@ -2507,7 +2515,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\arewrite\x18\x04 \x01(\bR\arewrite\x12<\n" +
 	"\ttranslate\x18\x05 \x01(\v2\x1e.watershed.registry.v1.StreamsR\ttranslate\x12!\n" +
 	"\fcontent_type\x18\x06 \x01(\tR\vcontentType\x12\x14\n" +
-	"\x05flush\x18\a \x01(\bR\x05flush\"\x84\x01\n" +
+	"\x05flush\x18\a \x01(\bR\x05flush\x12\x1a\n" +
+	"\bwarnings\x18\b \x03(\tR\bwarnings\"\x84\x01\n" +
 	"\aStreams\x12\x14\n" +
 	"\x05stdin\x18\x01 \x01(\bR\x05stdin\x12\x16\n" +
 	"\x06stdout\x18\x02 \x01(\bR\x06stdout\x12\x16\n" +
