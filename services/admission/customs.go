@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"go.opentelemetry.io/otel/trace/noop"
+	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
@@ -65,10 +66,10 @@ func newCustoms(config *rest.Config, services webhookutil.ServiceResolver) (*cus
 	return c, err
 }
 
-// get finds a definition. One that the informer has not brought yet is asked for.
-func (c *customs) get(ctx context.Context, name string) (*custom, error) {
+// get finds a definition. One, or a version of one, that the informer has not brought yet is asked for.
+func (c *customs) get(ctx context.Context, name, version string) (*custom, error) {
 	d, err := c.lister.Get(name)
-	if apierrors.IsNotFound(err) {
+	if apierrors.IsNotFound(err) || err == nil && !apihelpers.HasServedCRDVersion(d, version) {
 		d, err = c.client.ApiextensionsV1().CustomResourceDefinitions().Get(ctx, name, metav1.GetOptions{})
 	}
 	if err != nil {
@@ -93,7 +94,7 @@ func (c *customs) get(ctx context.Context, name string) (*custom, error) {
 
 // interfaces is how the chain handles objects of the definition in a version.
 func (c *customs) interfaces(ctx context.Context, name, version string) (admission.ObjectInterfaces, error) {
-	k, err := c.get(ctx, name)
+	k, err := c.get(ctx, name, version)
 	if err != nil {
 		return nil, apierrors.NewInternalError(err)
 	}

@@ -21,6 +21,7 @@ import (
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
 // Admit implements admissionv1.AdmissionServer.
@@ -130,13 +131,36 @@ func (s *Service) codecFor(ctx context.Context, r *admissionv1.Review) (*codec, 
 		}
 		hub := schema.GroupVersion{Group: c.kind.Group, Version: runtime.APIVersionInternal}
 		c.decoder, c.encoder = of.codecs.DecoderToVersion(info.Serializer, hub), of.codecs.EncoderForVersion(info.Serializer, c.kind.GroupVersion())
-		c.interfaces = admission.NewObjectInterfacesFromScheme(of.scheme)
+		c.interfaces = equivalent{admission.NewObjectInterfacesFromScheme(of.scheme), equivalents(r)}
 		return c, nil
 	}
 	c.decoder, c.encoder = unstructured.UnstructuredJSONScheme, unstructured.UnstructuredJSONScheme
 	var err error
 	c.interfaces, err = s.customs.interfaces(ctx, r.Resource.Resource+"."+r.Resource.Group, c.kind.Version)
 	return c, err
+}
+
+// equivalent is a scheme's interfaces with the resources that are the same as the one under review.
+type equivalent struct {
+	admission.ObjectInterfaces
+	mapper runtime.EquivalentResourceMapper
+}
+
+// GetEquivalentResourceMapper implements admission.ObjectInterfaces.
+func (e equivalent) GetEquivalentResourceMapper() runtime.EquivalentResourceMapper { return e.mapper }
+
+// equivalents knows the resource under review in every version, as registry does.
+func equivalents(r *admissionv1.Review) runtime.EquivalentResourceMapper {
+	m := runtime.NewEquivalentResourceRegistryWithIdentity(func(schema.GroupResource) string { return "the one" })
+	add := func(to *commonv1.Resource, k *commonv1.Kind) {
+		m.RegisterKindFor(schema.GroupVersionResource{Group: to.GetGroup(), Version: to.GetVersion(), Resource: to.GetResource()}, r.Resource.GetSubresource(),
+			schema.GroupVersionKind{Group: k.GetGroup(), Version: k.GetVersion(), Kind: k.GetKind()})
+	}
+	add(r.Resource, r.Kind)
+	for _, e := range r.Equivalents {
+		add(e.Resource, e.Kind)
+	}
+	return m
 }
 
 func (c *codec) decode(data []byte) (runtime.Object, error) {

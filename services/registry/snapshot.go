@@ -23,18 +23,20 @@ const snapshotPage = 500
 // Snapshot sends every object of a stored resource, as it was at one revision.
 func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	ctx := stream.Context()
+	// The revision comes first: a definition that changes after it was read is told of in the log after this revision.
+	revision, err := s.readRevision(ctx)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
 	st, err := s.stored(ctx, r.StoredAs)
 	if err != nil {
 		return err
 	}
-	key, end, revision := st.Prefix, clientv3.GetPrefixRangeEnd(st.Prefix), int64(0)
+	key, end := st.Prefix, clientv3.GetPrefixRangeEnd(st.Prefix)
 	for {
 		resp, err := s.store.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(snapshotPage), clientv3.WithRev(revision))
 		if err != nil {
 			return rpc.ToStatus(err)
-		}
-		if revision == 0 {
-			revision = resp.Header.Revision
 		}
 		rows, err := rowsOf(ctx, st, resp.Kvs)
 		if err != nil {
@@ -89,6 +91,9 @@ func rowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) ([]
 
 // Encode turns stored encodings into another version, or into Table rows.
 func (s *Service) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	if err := s.customs.NotBefore(ctx, r.StoredAs, r.DefinedAt); err != nil {
+		return nil, rpc.ToStatus(err)
+	}
 	e, err := s.endpoint(ctx, r.Resource)
 	if err != nil {
 		return nil, rpc.ToStatus(err)

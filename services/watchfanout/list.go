@@ -366,7 +366,7 @@ func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (p
 }
 
 func (s *Service) encode(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
-	r := &registryv1.EncodeRequest{StoredAs: q.entry.StoredAs, Resource: q.entry.Resource, Output: q.output, IncludeObject: q.includeObject}
+	r := &registryv1.EncodeRequest{StoredAs: q.entry.StoredAs, Resource: q.entry.Resource, Output: q.output, IncludeObject: q.includeObject, DefinedAt: s.cache.Resource(q.entry.StoredAs).Redefined()}
 	for _, i := range items {
 		if !q.typed {
 			r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)

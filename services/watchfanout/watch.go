@@ -64,7 +64,7 @@ type watcher struct {
 func (w *watcher) run(ctx context.Context) error {
 	cur, err := w.begin(ctx)
 	if err != nil {
-		return w.fail(w.ended(err, w.request.ResumeAfter != nil))
+		return w.fail(w.ended(err, w.resumed()))
 	}
 	if w.position.Revision <= w.cache.Progress() { // the stream is open, and can be resumed from here; not from what has not come yet
 		if err := (&frames{watcher: w, position: true}).flush(); err != nil {
@@ -216,6 +216,9 @@ func (w *watcher) replay(ctx context.Context, after, low int64) (cache.Cursor, e
 		}
 		return true, nil // memory has moved on meanwhile
 	})
+	if errors.Is(err, eventlog.ErrForgotten) && len(batch) > 0 { // what came before the log broke off follows on what was sent
+		_ = send()
+	}
 	slog.Debug("Replayed from the log", "resource", w.entry.StoredAs, "after", after, "took", time.Since(began), "error", err)
 	switch {
 	case failed != nil:
@@ -237,6 +240,13 @@ func expired(revision, low int64) error {
 // errRedefined ends a watch of a resource whose definition has changed: objects are read in another way, and clients begin anew.
 var errRedefined = errors.New("the resource was defined anew")
 
+// resumed says whether the client has been told something already: the gateway names a place also for a watch that only begins
+// at a revision.
+func (w *watcher) resumed() bool {
+	at := w.request.ResumeAfter
+	return at != nil && (at.Index != lastIndex || strconv.FormatInt(at.Revision, 10) != w.request.ResourceVersion)
+}
+
 // ended is why a watch cannot go on. One that was open when its resource was redefined ends without an error, as
 // kube-apiserver's do.
 func (w *watcher) ended(err error, open bool) error {
@@ -256,14 +266,13 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	var items []*cache.Item
 	own := true
 	snapshot.ScanField(topic, w.prefix(), "", func(i *cache.Item) bool {
-		var ok bool
-		if ok, err = w.selects(ctx, i); ok {
+		if w.mayMatch(i) {
 			items = append(items, i)
 			own = own && w.own(i)
 		}
-		return err == nil
+		return true
 	})
-	if err != nil {
+	if items, err = w.selected(ctx, items); err != nil {
 		return 0, err
 	}
 	out := &frames{watcher: w}
@@ -367,13 +376,13 @@ func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
 // seen is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is DELETED
 // in the state that it was last seen in.
 func (w *watcher) seen(ctx context.Context, e *cache.Event) (string, *cache.Item, error) {
-	now, err := w.selects(ctx, e.Item)
+	now, err := w.selects(ctx, e, "fields", e.Item)
 	if err != nil {
 		return "", nil, err
 	}
 	before := now
 	if e.Previous != nil {
-		if before, err = w.selects(ctx, e.Previous); err != nil {
+		if before, err = w.selects(ctx, e, "fields before", e.Previous); err != nil {
 			return "", nil, err
 		}
 	}
@@ -398,22 +407,81 @@ func (w *watcher) seen(ctx context.Context, e *cache.Event) (string, *cache.Item
 	return "", nil, nil
 }
 
-// selects says whether the query selects an object. Where only converting it can tell, registry is asked.
-func (w *watcher) selects(ctx context.Context, i *cache.Item) (bool, error) {
+// mayMatch is matches, but where only converting an object can tell.
+func (w *watcher) mayMatch(i *cache.Item) bool {
+	if !w.converts() || w.own(i) {
+		return w.matches(i)
+	}
+	return w.labels.Empty() || w.labels.Matches(labels.Set(i.Labels))
+}
+
+// selected are those of items that may match that do: registry is asked of all that have to be converted, many at a time.
+func (w *watcher) selected(ctx context.Context, items []*cache.Item) ([]*cache.Item, error) {
+	if !w.converts() {
+		return items, nil
+	}
+	var out []*cache.Item
+	for len(items) > 0 {
+		n := min(len(items), encodeBatch)
+		all, err := w.convertedFields(ctx, items[:n])
+		if err != nil {
+			return nil, err
+		}
+		for i, item := range items[:n] {
+			if w.fields.Matches(fields.Set(all[i])) {
+				out = append(out, item)
+			}
+		}
+		items = items[n:]
+	}
+	return out, nil
+}
+
+// convertedFields are what items' fields are in the version that the query asks for.
+func (w *watcher) convertedFields(ctx context.Context, items []*cache.Item) ([]map[string]string, error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), encodeTimeout)
+	defer cancel()
+	r := &registryv1.EncodeRequest{StoredAs: w.entry.StoredAs, Resource: w.entry.Resource, Output: &registryv1.Output{MediaType: frame.JSON}, DefinedAt: w.resource.Redefined()}
+	for _, i := range items {
+		r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)
+	}
+	resp, err := w.registry.Encode(ctx, r)
+	if err != nil {
+		return nil, rpc.FromStatus(err)
+	}
+	if len(resp.Fields) != len(items) {
+		return nil, status.Errorf(codes.Internal, "asked for the fields of %d objects, got %d", len(items), len(resp.Fields))
+	}
+	out := make([]map[string]string, len(items))
+	for i, f := range resp.Fields {
+		out[i] = f.Fields
+	}
+	return out, nil
+}
+
+// selects says whether the query selects an object of an event. What only converting can tell is asked once for all watchers.
+func (w *watcher) selects(ctx context.Context, e *cache.Event, which string, i *cache.Item) (bool, error) {
 	if !w.converts() || w.own(i) {
 		return w.matches(i), nil
 	}
-	if !w.labels.Empty() && !w.labels.Matches(labels.Set(i.Labels)) {
+	if !w.mayMatch(i) {
 		return false, nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, encodeTimeout)
-	defer cancel()
-	resp, err := w.registry.Encode(ctx, &registryv1.EncodeRequest{StoredAs: w.entry.StoredAs, Resource: w.entry.Resource, Output: &registryv1.Output{MediaType: frame.JSON},
-		Json: [][]byte{i.JSON}, Versions: []string{i.Version}})
+	data, err := e.Frame(formKey{resource: w.key.resource, version: w.key.version, event: which}, func() ([]byte, error) {
+		all, err := w.convertedFields(ctx, []*cache.Item{i})
+		if err != nil {
+			return nil, err
+		}
+		return json.Marshal(all[0])
+	})
 	if err != nil {
-		return false, rpc.FromStatus(err)
+		return false, err
 	}
-	return len(resp.Fields) == 1 && w.fields.Matches(fields.Set(resp.Fields[0].Fields)), nil
+	var set fields.Set
+	if err := json.Unmarshal(data, &set); err != nil {
+		return false, err
+	}
+	return w.fields.Matches(set), nil
 }
 
 // eventFrame is made once for all who watch in the same form.

@@ -28,6 +28,9 @@ import (
 
 var widgets = schema.GroupVersionResource{Group: "e2e.example.com", Version: "v1", Resource: "widgets"}
 
+// large is a number that a float cannot hold.
+const large = 1759900000123456789
+
 // widgetsDefinition has two versions; conversion is put into its spec.
 func widgetsDefinition(conversion string) string {
 	return fmt.Sprintf(`
@@ -52,7 +55,7 @@ spec:
         properties:
           spec:
             type: object
-            properties: {hostPort: {type: string}, replicas: {type: integer, default: 1, maximum: 5}}
+            properties: {hostPort: {type: string}, replicas: {type: integer, default: 1, maximum: 5}, large: {type: integer}}
             x-kubernetes-validations: [{rule: "self.replicas != 4", message: "not four"}]
           status: {type: object, properties: {replicas: {type: integer}}}
   - name: v2
@@ -63,7 +66,7 @@ spec:
       openAPIV3Schema:
         type: object
         properties:
-          spec: {type: object, properties: {host: {type: string}, port: {type: string}, hostPort: {type: string}, replicas: {type: integer}}}
+          spec: {type: object, properties: {host: {type: string}, port: {type: string}, hostPort: {type: string}, replicas: {type: integer}, large: {type: integer}}}
           status: {type: object, properties: {replicas: {type: integer}}}
 `, conversion)
 }
@@ -113,12 +116,12 @@ func TestCustomResources(t *testing.T) {
 			ctx := t.Context()
 			define(t, s, widgetsDefinition("{strategy: None}"))
 			c := dynamicFor(t, s).Resource(widgets).Namespace("default")
-			a, err := c.Create(ctx, widget("v1", "a", map[string]any{"hostPort": "h:1", "unknown": "x"}), metav1.CreateOptions{})
+			a, err := c.Create(ctx, widget("v1", "a", map[string]any{"hostPort": "h:1", "unknown": "x", "large": int64(large)}), metav1.CreateOptions{})
 			if err != nil {
 				t.Fatal(err)
 			}
 			spec := a.Object["spec"].(map[string]any)
-			if spec["unknown"] != nil || spec["replicas"] != int64(1) {
+			if spec["unknown"] != nil || spec["replicas"] != int64(1) || spec["large"] != int64(large) {
 				t.Errorf("not pruned or without its default: %v", spec)
 			}
 			w, err := c.Watch(ctx, metav1.ListOptions{ResourceVersion: a.GetResourceVersion()})
@@ -147,7 +150,8 @@ func TestCustomResources(t *testing.T) {
 			contains(t, "table", s.Kubectl("get", "widgets.v1.e2e.example.com"), "REPLICAS", "3")
 			contains(t, "explain", s.Kubectl("explain", "widget.spec.replicas"), "<integer>")
 			other, err := dynamicFor(t, s).Resource(schema.GroupVersionResource{Group: widgets.Group, Version: "v2", Resource: "widgets"}).Namespace("default").List(ctx, metav1.ListOptions{})
-			if err != nil || len(other.Items) != 1 || other.Items[0].GetAPIVersion() != "e2e.example.com/v2" {
+			if err != nil || len(other.Items) != 1 || other.Items[0].GetAPIVersion() != "e2e.example.com/v2" ||
+				other.Items[0].Object["spec"].(map[string]any)["large"] != int64(large) {
 				t.Errorf("in v2: %v %v", other, err)
 			}
 			// The definition changes.
@@ -164,7 +168,20 @@ func TestCustomResources(t *testing.T) {
 				}
 				return nil
 			})
+			// What was the last thing to happen is told before the watch ends.
+			last, err := c.Watch(ctx, metav1.ListOptions{SendInitialEvents: new(false), ResourceVersionMatch: metav1.ResourceVersionMatchNotOlderThan, AllowWatchBookmarks: true})
+			if err != nil {
+				t.Fatal(err)
+			}
 			s.Kubectl("delete", "crd", "widgets.e2e.example.com")
+			if e := next(t, last); e.Type != watch.Deleted {
+				t.Errorf("the object's deletion: %v", e)
+			}
+			for e := (watch.Event{Type: watch.Modified}); e.Type != ""; {
+				if e = next(t, last); e.Type == watch.Error {
+					t.Errorf("ended with %v", e.Object)
+				}
+			}
 			if _, err := c.List(ctx, metav1.ListOptions{}); !apierrors.IsNotFound(err) {
 				t.Errorf("still served: %v", err)
 			}

@@ -208,7 +208,7 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 		eventsrest.RESTStorageProvider{TTL: o.EventTTL},
 		resourcerest.RESTStorageProvider{NamespaceClient: d.Client.CoreV1().Namespaces(), Authorizer: verbs.Authorizer{}},
 	}
-	set := newSet()
+	set := newSet(s.Factory.ResourcePrefix)
 	for _, p := range providers {
 		info, err := p.NewRESTStorage(resources, s.RESTOptions())
 		if err != nil {

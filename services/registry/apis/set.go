@@ -38,8 +38,9 @@ type Set struct {
 	openapi     *documents
 }
 
-func newSet() *Set {
-	return &Set{endpoints: map[string]*verbs.Endpoint{}, equivalents: runtime.NewEquivalentResourceRegistry()}
+// newSet makes an empty set. identity names what is stored: resources that share it are the same one.
+func newSet(identity func(schema.GroupResource) string) *Set {
+	return &Set{endpoints: map[string]*verbs.Endpoint{}, equivalents: runtime.NewEquivalentResourceRegistryWithIdentity(identity)}
 }
 
 // Endpoint finds a served resource or subresource.

@@ -41,6 +41,8 @@ type Table struct {
 
 	mu     sync.RWMutex
 	byName map[string]*served
+	// removed is the revision at which a definition was last known to go: what is read of it from before does not bring it back.
+	removed map[string]uint64
 }
 
 // served is one definition.
@@ -75,33 +77,53 @@ func (t *Table) Handler() cache.ResourceEventHandler {
 				obj = gone.Obj
 			}
 			if d, ok := obj.(*apiextensionsv1.CustomResourceDefinition); ok {
-				t.remove(d.Name)
+				t.remove(d)
 			}
 		},
 	}
 }
 
-func (t *Table) remove(name string) {
+// remove forgets a definition as of d's revision; what is known of a later one stays.
+func (t *Table) remove(d *apiextensionsv1.CustomResourceDefinition) {
+	at, err := storage.Revision(d)
+	if err != nil {
+		return
+	}
 	t.mu.Lock()
-	_, was := t.byName[name]
-	delete(t.byName, name)
+	if t.removed == nil {
+		t.removed = map[string]uint64{}
+	}
+	t.removed[d.Name] = max(t.removed[d.Name], at)
+	old := t.byName[d.Name]
+	gone := old != nil && !newer(old.CustomResourceDefinition, d)
+	if gone {
+		delete(t.byName, d.Name)
+	}
 	t.mu.Unlock()
-	if was {
+	if gone {
 		t.Changed()
 	}
 }
 
 func (t *Table) set(d *apiextensionsv1.CustomResourceDefinition) *served {
 	if !Servable(d) {
-		t.remove(d.Name)
+		t.remove(d)
+		return nil
+	}
+	at, err := storage.Revision(d)
+	if err != nil {
 		return nil
 	}
 	t.mu.Lock()
+	if at < t.removed[d.Name] {
+		t.mu.Unlock()
+		return nil
+	}
 	if t.byName == nil {
 		t.byName = map[string]*served{}
 	}
 	old := t.byName[d.Name]
-	if old != nil && newer(old.CustomResourceDefinition, d) {
+	if old != nil && (newer(old.CustomResourceDefinition, d) || old.ResourceVersion == d.ResourceVersion) {
 		t.mu.Unlock()
 		return old
 	}
@@ -115,7 +137,7 @@ func (t *Table) set(d *apiextensionsv1.CustomResourceDefinition) *served {
 		if err != nil {
 			t.mu.Unlock()
 			slog.Warn("A definition cannot be served", "name", d.Name, "error", err)
-			t.remove(d.Name)
+			t.remove(d)
 			return nil
 		}
 		s = &served{Definition: definition, stored: StoredOf(t.Storage, definition), built: &built{}}
@@ -164,8 +186,12 @@ func (t *Table) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endp
 	if r.GetGroup() == "" {
 		return nil, nil
 	}
-	s, err := t.get(ctx, r.GetResource()+"."+r.GetGroup())
-	if err != nil || s == nil || !apihelpers.HasServedCRDVersion(s.CustomResourceDefinition, r.GetVersion()) {
+	name := r.GetResource() + "." + r.GetGroup()
+	s, err := t.get(ctx, name)
+	if err == nil && s != nil && !s.has(r) { // the gateway has heard of it from another registry
+		s, err = t.current(ctx, name)
+	}
+	if err != nil || s == nil || !s.has(r) {
 		return nil, err
 	}
 	s.once.Do(func() { s.build(t) })
@@ -174,6 +200,26 @@ func (t *Table) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endp
 		return nil, apierrors.NewInternalError(errors.New("error resolving resource"))
 	}
 	return s.versions[r.GetVersion()].endpoints[r.GetSubresource()], nil
+}
+
+// has says whether the definition serves a resource or subresource in a version.
+func (s *served) has(r *commonv1.Resource) bool {
+	return slices.ContainsFunc(s.entries, func(e *registryv1.ResourceEntry) bool {
+		return e.Resource.Version == r.GetVersion() && e.Resource.Subresource == r.GetSubresource()
+	})
+}
+
+// NotBefore sees to it that a definition is not used as it was before a revision.
+func (t *Table) NotBefore(ctx context.Context, name string, revision int64) error {
+	s := t.definition(name)
+	if revision == 0 || s == nil {
+		return nil
+	}
+	if at, err := storage.Revision(s); err == nil && at >= uint64(revision) {
+		return nil
+	}
+	_, err := t.current(ctx, name)
+	return err
 }
 
 // Stored finds how a definition's objects are read, as the definition is now in etcd.

@@ -184,6 +184,9 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 		if size := proto.Size(event); err == nil && int64(size) > p.NATS.MaxPayload()-headroom {
 			err = fmt.Errorf("it takes %d bytes, more than NATS takes in one message", size)
 		}
+		if redefined != "" {
+			resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: redefined, Redefined: true})
+		}
 		if err != nil {
 			refused.Inc()
 			slog.Error("An event cannot be published; its resource is to be read anew", "key", string(e.Kv.Key), "revision", revision, "error", err)
@@ -191,9 +194,6 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 				resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: st.Name()})
 			}
 			continue
-		}
-		if redefined != "" {
-			resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: redefined, Redefined: true})
 		}
 		if event != nil {
 			event.Index, event.More = int32(i), true

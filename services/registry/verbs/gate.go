@@ -215,6 +215,14 @@ func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase, a admis
 		Resource:  &commonv1.Resource{Group: a.GetResource().Group, Version: a.GetResource().Version, Resource: a.GetResource().Resource, Subresource: a.GetSubresource()},
 		Namespace: a.GetNamespace(), Name: a.GetName(), User: identity.UserProto(a.GetUserInfo()), DryRun: a.IsDryRun(), MediaType: g.mediaType(a),
 	}
+	for _, other := range g.endpoint.Equivalents.EquivalentResourcesFor(a.GetResource(), a.GetSubresource()) {
+		if other == a.GetResource() {
+			continue
+		}
+		k := g.endpoint.Equivalents.KindFor(other, a.GetSubresource())
+		r.Equivalents = append(r.Equivalents, &admissionv1.Equivalent{Resource: &commonv1.Resource{Group: other.Group, Version: other.Version, Resource: other.Resource, Subresource: a.GetSubresource()},
+			Kind: &commonv1.Kind{Group: k.Group, Version: k.Version, Kind: k.Kind}})
+	}
 	var err error
 	if r.Object, err = g.encode(a.GetObject(), r.MediaType); err != nil {
 		return nil, err

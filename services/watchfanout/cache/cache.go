@@ -59,7 +59,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" && c.started: // of one resource, in its place among the events
 		c.applyPending()
 		r := c.resource(e.StoredAs)
-		r.reset(e.Revision)
+		r.reset(max(e.Revision, c.progress)) // published again, it must not say that what was not applied again is there
 		if e.Redefined {
 			r.redefined = e.Revision
 		} else {

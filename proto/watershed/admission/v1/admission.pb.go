@@ -91,9 +91,11 @@ type Review struct {
 	// CreateOptions, UpdateOptions, PatchOptions or DeleteOptions in JSON.
 	Options []byte `protobuf:"bytes,8,opt,name=options,proto3" json:"options,omitempty"`
 	// The objects, in the version of kind, encoded as media_type.
-	Object        []byte `protobuf:"bytes,9,opt,name=object,proto3" json:"object,omitempty"`
-	OldObject     []byte `protobuf:"bytes,10,opt,name=old_object,json=oldObject,proto3" json:"old_object,omitempty"`
-	MediaType     string `protobuf:"bytes,11,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
+	Object    []byte `protobuf:"bytes,9,opt,name=object,proto3" json:"object,omitempty"`
+	OldObject []byte `protobuf:"bytes,10,opt,name=old_object,json=oldObject,proto3" json:"old_object,omitempty"`
+	MediaType string `protobuf:"bytes,11,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
+	// The same resource in other versions, and their kinds: a webhook may ask for one of these.
+	Equivalents   []*Equivalent `protobuf:"bytes,12,rep,name=equivalents,proto3" json:"equivalents,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -205,6 +207,65 @@ func (x *Review) GetMediaType() string {
 	return ""
 }
 
+func (x *Review) GetEquivalents() []*Equivalent {
+	if x != nil {
+		return x.Equivalents
+	}
+	return nil
+}
+
+type Equivalent struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Resource      *v1.Resource           `protobuf:"bytes,1,opt,name=resource,proto3" json:"resource,omitempty"`
+	Kind          *v1.Kind               `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Equivalent) Reset() {
+	*x = Equivalent{}
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Equivalent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Equivalent) ProtoMessage() {}
+
+func (x *Equivalent) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Equivalent.ProtoReflect.Descriptor instead.
+func (*Equivalent) Descriptor() ([]byte, []int) {
+	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Equivalent) GetResource() *v1.Resource {
+	if x != nil {
+		return x.Resource
+	}
+	return nil
+}
+
+func (x *Equivalent) GetKind() *v1.Kind {
+	if x != nil {
+		return x.Kind
+	}
+	return nil
+}
+
 type Verdict struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The object as the chain left it; empty where nothing changed it.
@@ -217,7 +278,7 @@ type Verdict struct {
 
 func (x *Verdict) Reset() {
 	*x = Verdict{}
-	mi := &file_watershed_admission_v1_admission_proto_msgTypes[1]
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -229,7 +290,7 @@ func (x *Verdict) String() string {
 func (*Verdict) ProtoMessage() {}
 
 func (x *Verdict) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_admission_v1_admission_proto_msgTypes[1]
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -242,7 +303,7 @@ func (x *Verdict) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Verdict.ProtoReflect.Descriptor instead.
 func (*Verdict) Descriptor() ([]byte, []int) {
-	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{1}
+	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Verdict) GetObject() []byte {
@@ -274,7 +335,7 @@ type InterestsRequest struct {
 
 func (x *InterestsRequest) Reset() {
 	*x = InterestsRequest{}
-	mi := &file_watershed_admission_v1_admission_proto_msgTypes[2]
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -286,7 +347,7 @@ func (x *InterestsRequest) String() string {
 func (*InterestsRequest) ProtoMessage() {}
 
 func (x *InterestsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_admission_v1_admission_proto_msgTypes[2]
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -299,7 +360,7 @@ func (x *InterestsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InterestsRequest.ProtoReflect.Descriptor instead.
 func (*InterestsRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{2}
+	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{3}
 }
 
 // InterestSet lists the requests that need the admission hop; every other one is spared it.
@@ -313,7 +374,7 @@ type InterestSet struct {
 
 func (x *InterestSet) Reset() {
 	*x = InterestSet{}
-	mi := &file_watershed_admission_v1_admission_proto_msgTypes[3]
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -325,7 +386,7 @@ func (x *InterestSet) String() string {
 func (*InterestSet) ProtoMessage() {}
 
 func (x *InterestSet) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_admission_v1_admission_proto_msgTypes[3]
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -338,7 +399,7 @@ func (x *InterestSet) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InterestSet.ProtoReflect.Descriptor instead.
 func (*InterestSet) Descriptor() ([]byte, []int) {
-	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{3}
+	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *InterestSet) GetAdmit() []*Interest {
@@ -368,7 +429,7 @@ type Interest struct {
 
 func (x *Interest) Reset() {
 	*x = Interest{}
-	mi := &file_watershed_admission_v1_admission_proto_msgTypes[4]
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -380,7 +441,7 @@ func (x *Interest) String() string {
 func (*Interest) ProtoMessage() {}
 
 func (x *Interest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_admission_v1_admission_proto_msgTypes[4]
+	mi := &file_watershed_admission_v1_admission_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -393,7 +454,7 @@ func (x *Interest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Interest.ProtoReflect.Descriptor instead.
 func (*Interest) Descriptor() ([]byte, []int) {
-	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{4}
+	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Interest) GetGroup() string {
@@ -428,7 +489,7 @@ var File_watershed_admission_v1_admission_proto protoreflect.FileDescriptor
 
 const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\n" +
-	"&watershed/admission/v1/admission.proto\x12\x16watershed.admission.v1\x1a watershed/common/v1/common.proto\"\x9d\x03\n" +
+	"&watershed/admission/v1/admission.proto\x12\x16watershed.admission.v1\x1a watershed/common/v1/common.proto\"\xe3\x03\n" +
 	"\x06Review\x12?\n" +
 	"\toperation\x18\x01 \x01(\x0e2!.watershed.admission.v1.OperationR\toperation\x12-\n" +
 	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\x129\n" +
@@ -443,7 +504,12 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"old_object\x18\n" +
 	" \x01(\fR\toldObject\x12\x1d\n" +
 	"\n" +
-	"media_type\x18\v \x01(\tR\tmediaType\"\xe6\x01\n" +
+	"media_type\x18\v \x01(\tR\tmediaType\x12D\n" +
+	"\vequivalents\x18\f \x03(\v2\".watershed.admission.v1.EquivalentR\vequivalents\"v\n" +
+	"\n" +
+	"Equivalent\x129\n" +
+	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12-\n" +
+	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\xe6\x01\n" +
 	"\aVerdict\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\fR\x06object\x12\x1a\n" +
 	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x12b\n" +
@@ -486,39 +552,43 @@ func file_watershed_admission_v1_admission_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_admission_v1_admission_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_watershed_admission_v1_admission_proto_goTypes = []any{
 	(Operation)(0),           // 0: watershed.admission.v1.Operation
 	(*Review)(nil),           // 1: watershed.admission.v1.Review
-	(*Verdict)(nil),          // 2: watershed.admission.v1.Verdict
-	(*InterestsRequest)(nil), // 3: watershed.admission.v1.InterestsRequest
-	(*InterestSet)(nil),      // 4: watershed.admission.v1.InterestSet
-	(*Interest)(nil),         // 5: watershed.admission.v1.Interest
-	nil,                      // 6: watershed.admission.v1.Verdict.AuditAnnotationsEntry
-	(*v1.Kind)(nil),          // 7: watershed.common.v1.Kind
-	(*v1.Resource)(nil),      // 8: watershed.common.v1.Resource
-	(*v1.User)(nil),          // 9: watershed.common.v1.User
+	(*Equivalent)(nil),       // 2: watershed.admission.v1.Equivalent
+	(*Verdict)(nil),          // 3: watershed.admission.v1.Verdict
+	(*InterestsRequest)(nil), // 4: watershed.admission.v1.InterestsRequest
+	(*InterestSet)(nil),      // 5: watershed.admission.v1.InterestSet
+	(*Interest)(nil),         // 6: watershed.admission.v1.Interest
+	nil,                      // 7: watershed.admission.v1.Verdict.AuditAnnotationsEntry
+	(*v1.Kind)(nil),          // 8: watershed.common.v1.Kind
+	(*v1.Resource)(nil),      // 9: watershed.common.v1.Resource
+	(*v1.User)(nil),          // 10: watershed.common.v1.User
 }
 var file_watershed_admission_v1_admission_proto_depIdxs = []int32{
 	0,  // 0: watershed.admission.v1.Review.operation:type_name -> watershed.admission.v1.Operation
-	7,  // 1: watershed.admission.v1.Review.kind:type_name -> watershed.common.v1.Kind
-	8,  // 2: watershed.admission.v1.Review.resource:type_name -> watershed.common.v1.Resource
-	9,  // 3: watershed.admission.v1.Review.user:type_name -> watershed.common.v1.User
-	6,  // 4: watershed.admission.v1.Verdict.audit_annotations:type_name -> watershed.admission.v1.Verdict.AuditAnnotationsEntry
-	5,  // 5: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
-	5,  // 6: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
-	0,  // 7: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
-	1,  // 8: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
-	1,  // 9: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
-	3,  // 10: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
-	2,  // 11: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
-	2,  // 12: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
-	4,  // 13: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
-	11, // [11:14] is the sub-list for method output_type
-	8,  // [8:11] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	8,  // 1: watershed.admission.v1.Review.kind:type_name -> watershed.common.v1.Kind
+	9,  // 2: watershed.admission.v1.Review.resource:type_name -> watershed.common.v1.Resource
+	10, // 3: watershed.admission.v1.Review.user:type_name -> watershed.common.v1.User
+	2,  // 4: watershed.admission.v1.Review.equivalents:type_name -> watershed.admission.v1.Equivalent
+	9,  // 5: watershed.admission.v1.Equivalent.resource:type_name -> watershed.common.v1.Resource
+	8,  // 6: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
+	7,  // 7: watershed.admission.v1.Verdict.audit_annotations:type_name -> watershed.admission.v1.Verdict.AuditAnnotationsEntry
+	6,  // 8: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
+	6,  // 9: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
+	0,  // 10: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
+	1,  // 11: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
+	1,  // 12: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
+	4,  // 13: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
+	3,  // 14: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
+	3,  // 15: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
+	5,  // 16: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
+	14, // [14:17] is the sub-list for method output_type
+	11, // [11:14] is the sub-list for method input_type
+	11, // [11:11] is the sub-list for extension type_name
+	11, // [11:11] is the sub-list for extension extendee
+	0,  // [0:11] is the sub-list for field type_name
 }
 
 func init() { file_watershed_admission_v1_admission_proto_init() }
@@ -532,7 +602,7 @@ func file_watershed_admission_v1_admission_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_admission_v1_admission_proto_rawDesc), len(file_watershed_admission_v1_admission_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

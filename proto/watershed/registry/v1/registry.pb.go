@@ -1764,7 +1764,9 @@ type EncodeRequest struct {
 	// Table's includeObject: None, Metadata or Object.
 	IncludeObject string `protobuf:"bytes,6,opt,name=include_object,json=includeObject,proto3" json:"include_object,omitempty"`
 	// The version that each object is in, where that is not the stored kind's.
-	Versions      []string `protobuf:"bytes,7,rep,name=versions,proto3" json:"versions,omitempty"`
+	Versions []string `protobuf:"bytes,7,rep,name=versions,proto3" json:"versions,omitempty"`
+	// Where a custom resource's definition last changed, as far as the caller knows: it must not be an older one that converts.
+	DefinedAt     int64 `protobuf:"varint,8,opt,name=defined_at,json=definedAt,proto3" json:"defined_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1846,6 +1848,13 @@ func (x *EncodeRequest) GetVersions() []string {
 		return x.Versions
 	}
 	return nil
+}
+
+func (x *EncodeRequest) GetDefinedAt() int64 {
+	if x != nil {
+		return x.DefinedAt
+	}
+	return 0
 }
 
 type EncodeResponse struct {
@@ -2480,7 +2489,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x91\x02\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xb0\x02\n" +
 	"\rEncodeRequest\x12\x1b\n" +
 	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\x12\x12\n" +
 	"\x04json\x18\x02 \x03(\fR\x04json\x12\x1a\n" +
@@ -2488,7 +2497,9 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\bresource\x18\x04 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x125\n" +
 	"\x06output\x18\x05 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12%\n" +
 	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12\x1a\n" +
-	"\bversions\x18\a \x03(\tR\bversions\"{\n" +
+	"\bversions\x18\a \x03(\tR\bversions\x12\x1d\n" +
+	"\n" +
+	"defined_at\x18\b \x01(\x03R\tdefinedAt\"{\n" +
 	"\x0eEncodeResponse\x12\x18\n" +
 	"\aobjects\x18\x01 \x03(\fR\aobjects\x12\x18\n" +
 	"\acolumns\x18\x02 \x01(\fR\acolumns\x125\n" +
