@@ -23,7 +23,7 @@ const (
 	// Address is the node's, on a bridge of its own: pods reach the API server there.
 	Address = "10.99.0.1"
 	bridge  = "watershed0"
-	pods    = "10.244.9.0/24"
+	pods    = "10.244.77.0/24"
 )
 
 // Flags are those that an API server needs for the node.
