@@ -155,10 +155,15 @@ func (p *pair) create(all []*object) {
 }
 
 // until waits until both servers' answers hold a text.
-func (p *pair) until(path, text string) {
+func (p *pair) until(path, text string) { p.await(path, text, true) }
+
+// untilGone waits until neither server's answer holds a text.
+func (p *pair) untilGone(path, text string) { p.await(path, text, false) }
+
+func (p *pair) await(path, text string, there bool) {
 	for _, s := range []*side{p.theirs, p.ours} {
 		deadline := time.Now().Add(20 * time.Second)
-		for time.Now().Before(deadline) && !bytes.Contains(s.do(p.t.Context(), &request{method: "GET", path: path, header: map[string]string{"Accept": "application/json"}}).body, []byte(text)) {
+		for time.Now().Before(deadline) && bytes.Contains(s.do(p.t.Context(), &request{method: "GET", path: path, header: map[string]string{"Accept": "application/json"}}).body, []byte(text)) != there {
 			time.Sleep(50 * time.Millisecond)
 		}
 	}
