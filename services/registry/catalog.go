@@ -144,7 +144,8 @@ func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse 
 
 // makeCatalog puts together what is built in, what definitions define and what other servers answer for.
 func (s *Service) makeCatalog() *registryv1.CatalogResponse {
-	c := &registryv1.CatalogResponse{Resources: append(s.set.Entries(), s.customs.Entries()...), Openapi: map[string]string{}}
+	customs := s.customs.Entries()
+	c := &registryv1.CatalogResponse{Resources: slices.Concat(s.set.Entries(), customs), Openapi: map[string]string{}}
 	var all groups
 	priorities := apis.Priorities()
 	for _, g := range s.set.Groups {
@@ -154,7 +155,7 @@ func (s *Service) makeCatalog() *registryv1.CatalogResponse {
 			c.Openapi[documentPath(gv)] = s.set.OpenAPIHash()
 		}
 	}
-	for _, e := range s.customs.Entries() {
+	for _, e := range customs {
 		if !e.Hidden {
 			all.add(schema.GroupVersion{Group: e.Resource.Group, Version: e.Resource.Version}, customGroupPriority, customVersionPriority)
 		}
@@ -173,12 +174,8 @@ func (s *Service) makeCatalog() *registryv1.CatalogResponse {
 	return c
 }
 
-func documentPath(gv schema.GroupVersion) string {
-	if gv.Group == "" {
-		return "v3/api/" + gv.Version
-	}
-	return "v3/apis/" + gv.String()
-}
+// documentPath is where a group version's OpenAPI document is found, below /openapi/.
+func documentPath(gv schema.GroupVersion) string { return "v3" + apis.RootPath(gv) }
 
 // groups gathers group versions with kube-aggregator's priorities.
 type groups struct {

@@ -151,7 +151,9 @@ func (p *pair) create(all []*object) {
 		}
 		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: o.json(), about: "create again"})
 	}
-	time.Sleep(2500 * time.Millisecond) // kube-apiserver's discovery and its loops have followed
+	// kube-apiserver's loops (discovery, OpenAPI, the conditions of what was made) follow at their own pace, and not all of
+	// them show where they are.
+	time.Sleep(2500 * time.Millisecond)
 }
 
 // until waits until both servers' answers hold a text.

@@ -53,6 +53,8 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 		p.ask(&request{method: "PATCH", path: o.collection + "/w1", header: map[string]string{"Content-Type": "application/merge-patch+json"}, body: []byte(`{"metadata":{"finalizers":null}}`), about: "the end"})
 		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: must(json.Marshal(last)), about: "the end"})
 	}
+	// A quiet second rather than a wait for the last event: one too many counts too. On a slow machine this can
+	// tell of a difference that is none.
 	time.Sleep(time.Second)
 	for _, watch := range watches {
 		watch.compare(p)

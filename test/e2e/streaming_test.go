@@ -58,7 +58,7 @@ func newKubelet(t *testing.T) *kubelet {
 		fmt.Fprintln(w, "first line")
 		if req.URL.Query().Get("follow") == "true" {
 			http.NewResponseController(w).Flush()
-			time.Sleep(300 * time.Millisecond)
+			time.Sleep(300 * time.Millisecond) // the writer's pace: the second line comes after the follower has the first; nothing is waited for
 			fmt.Fprintln(w, "second line")
 		}
 	})

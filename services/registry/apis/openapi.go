@@ -144,7 +144,7 @@ func (d *documents) get(path string, endpoints []*verbs.Endpoint) (any, bool, er
 	} else {
 		root := "/" + strings.TrimPrefix(path, "v3/")
 		for _, gv := range versionsOf(endpoints) {
-			if rootPath(gv) == root {
+			if RootPath(gv) == root {
 				doc, err = builder3.BuildOpenAPISpecFromRoutes([]common.RouteContainer{routesOf(gv, endpoints)}, d.v3)
 			}
 		}
@@ -156,7 +156,8 @@ func (d *documents) get(path string, endpoints []*verbs.Endpoint) (any, bool, er
 	return doc, true, nil
 }
 
-func rootPath(gv schema.GroupVersion) string {
+// RootPath is where a group version is served: /api/v1, or /apis/ and its group and version.
+func RootPath(gv schema.GroupVersion) string {
 	if gv.Group == "" {
 		return "/api/" + gv.Version
 	}
@@ -238,7 +239,7 @@ func (p parameter) AllowMultiple() bool        { return false }
 // routesOf writes down the operations of one group version, in the order and with the names of upstream's installer
 // (k8s.io/apiserver/pkg/endpoints/installer.go), which generated clients depend on.
 func routesOf(gv schema.GroupVersion, endpoints []*verbs.Endpoint) *container {
-	c := &container{root: rootPath(gv)}
+	c := &container{root: RootPath(gv)}
 	types := []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"}
 	list := metav1.APIResourceList{}
 	c.routes = append(c.routes, &route{method: "GET", path: c.root + "/", operation: "getAPIResources", doc: "get available resources",

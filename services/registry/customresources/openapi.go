@@ -24,16 +24,10 @@ type documents struct {
 // Hashes names each group version's document and what it depends on.
 func (t *Table) Hashes() map[schema.GroupVersion]string {
 	parts := map[schema.GroupVersion]string{}
-	for _, s := range t.all() {
-		if !apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {
-			continue
-		}
-		for _, v := range s.Spec.Versions {
-			if v.Served {
-				parts[s.Kind(v.Name).GroupVersion()] += fmt.Sprintf("%s %d %v;", s.UID, s.Generation, s.Status.AcceptedNames)
-			}
-		}
-	}
+	_ = t.eachServed(func(s *served, version string) error {
+		parts[s.Kind(version).GroupVersion()] += fmt.Sprintf("%s %d %v;", s.UID, s.Generation, s.Status.AcceptedNames)
+		return nil
+	})
 	for gv, text := range parts {
 		parts[gv] = fmt.Sprintf("%X", sha256.Sum256([]byte(text)))
 	}
@@ -94,6 +88,7 @@ func (t *Table) OpenAPIV2(builtIn *spec.Swagger) (*spec.Swagger, error) {
 	return openapibuilder.MergeSpecs(builtIn, all...)
 }
 
+// eachServed visits every served version of every established definition, by group and name, until a visit fails.
 func (t *Table) eachServed(visit func(s *served, version string) error) error {
 	for _, s := range t.all() {
 		if !apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {

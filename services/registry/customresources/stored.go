@@ -46,14 +46,19 @@ func StoredOf(s *storage.Storage, d *crd.Definition) *storage.Stored {
 // in etcd's order.
 type Follower struct {
 	storage  *storage.Storage
-	stored   map[string]*storage.Stored
-	defined  map[string]*apiextensionsv1.CustomResourceDefinition
+	byName   map[string]followed
 	byPrefix map[string]*storage.Stored
+}
+
+// followed is a definition and how its objects are read.
+type followed struct {
+	definition *apiextensionsv1.CustomResourceDefinition
+	stored     *storage.Stored
 }
 
 // Follow reads the definitions as they were at a revision.
 func Follow(ctx context.Context, s *storage.Storage, revision int64) (*Follower, error) {
-	f := &Follower{storage: s, stored: map[string]*storage.Stored{}, defined: map[string]*apiextensionsv1.CustomResourceDefinition{}, byPrefix: map[string]*storage.Stored{}}
+	f := &Follower{storage: s, byName: map[string]followed{}, byPrefix: map[string]*storage.Stored{}}
 	definitions, ok := s.ByName(definitionsName)
 	if !ok {
 		return f, nil
@@ -127,27 +132,26 @@ func (f *Follower) Changed(obj runtime.Object, gone bool) string {
 	if err != nil {
 		return ""
 	}
-	before := f.stored[d.Name]
+	before, known := f.byName[d.Name]
 	switch {
 	case gone:
 		f.forget(d.Name)
-	case before != nil && f.defined[d.Name] != nil && crd.Same(f.defined[d.Name], d):
+	case known && crd.Same(before.definition, d):
 		return ""
 	default:
 		f.set(d)
 	}
-	if before == nil {
+	if !known {
 		return ""
 	}
-	return before.Name()
+	return before.stored.Name()
 }
 
 func (f *Follower) forget(name string) {
-	if st := f.stored[name]; st != nil {
-		delete(f.byPrefix, st.Prefix)
+	if old, known := f.byName[name]; known {
+		delete(f.byPrefix, old.stored.Prefix)
 	}
-	delete(f.stored, name)
-	delete(f.defined, name)
+	delete(f.byName, name)
 }
 
 func (f *Follower) set(d *apiextensionsv1.CustomResourceDefinition) {
@@ -157,5 +161,5 @@ func (f *Follower) set(d *apiextensionsv1.CustomResourceDefinition) {
 		return // its names are not accepted yet
 	}
 	st := StoredOf(f.storage, definition)
-	f.stored[d.Name], f.defined[d.Name], f.byPrefix[st.Prefix] = st, d, st
+	f.byName[d.Name], f.byPrefix[st.Prefix] = followed{d, st}, st
 }

@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"slices"
 	"strings"
@@ -163,10 +162,7 @@ func Servable(d *apiextensionsv1.CustomResourceDefinition) bool {
 
 // get finds a definition. One that this registry has not heard of is looked for in etcd: another one may have.
 func (t *Table) get(ctx context.Context, name string) (*served, error) {
-	t.mu.RLock()
-	s := t.byName[name]
-	t.mu.RUnlock()
-	if s != nil {
+	if s := t.definition(name); s != nil {
 		return s, nil
 	}
 	return t.current(ctx, name)
@@ -231,7 +227,7 @@ func (t *Table) Stored(ctx context.Context, name string) (*storage.Stored, error
 	return s.stored, nil
 }
 
-// Definition finds a definition by its resource's name.
+// definition finds a definition that this registry has heard of, by its resource's name; nil where there is none.
 func (t *Table) definition(name string) *served {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -273,6 +269,3 @@ func (t *Table) Entries() []*registryv1.ResourceEntry {
 	}
 	return all
 }
-
-// String tells of a definition in the log.
-func (s *served) String() string { return fmt.Sprintf("%s (%s)", s.Name, s.UID) }
