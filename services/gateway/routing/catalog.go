@@ -3,9 +3,12 @@
 package routing
 
 import (
+	"cmp"
 	"context"
 	"log/slog"
 	"maps"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -93,10 +96,17 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 		out.Resources = append(out.Resources, e)
 	}
 	for _, e := range delta.Resources {
-		if changed[keyOf(e.Resource)] != nil { // in the order in which they came
+		if changed[keyOf(e.Resource)] != nil {
 			out.Resources = append(out.Resources, e)
 		}
 	}
+	// Custom resources stand where a full catalogue has them, whichever was defined first.
+	slices.SortStableFunc(out.Resources, func(a, b *registryv1.ResourceEntry) int {
+		if !a.Untyped || !b.Untyped {
+			return cmp.Compare(untyped(a), untyped(b))
+		}
+		return cmp.Or(strings.Compare(a.Resource.Group, b.Resource.Group), strings.Compare(a.Resource.Resource, b.Resource.Resource))
+	})
 	if out.Openapi == nil {
 		out.Openapi = map[string]string{}
 	}
@@ -105,6 +115,14 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 		delete(out.Openapi, path)
 	}
 	return out
+}
+
+// untyped puts custom resources after what is built in.
+func untyped(e *registryv1.ResourceEntry) int {
+	if e.Untyped {
+		return 1
+	}
+	return 0
 }
 
 func keyOf(r *commonv1.Resource) entryKey {

@@ -26,3 +26,14 @@ func TestACatalogueIsPutTogetherFromChanges(t *testing.T) {
 		t.Error("the catalogue before was changed")
 	}
 }
+
+// Discovery tells of a group's resources by name, as kube-apiserver does, whichever was defined first.
+func TestCustomResourcesStandByName(t *testing.T) {
+	builtIn, widgets, globals := entry("z", "1"), entry("widgets", "1"), entry("globals", "1")
+	widgets.Untyped, globals.Untyped = true, true
+	got := applied(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{builtIn, widgets}}, &registryv1.CatalogResponse{Delta: true, Resources: []*registryv1.ResourceEntry{globals}})
+	want := &registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{builtIn, globals, widgets}, Openapi: map[string]string{}}
+	if !proto.Equal(got, want) {
+		t.Errorf("got %v", got)
+	}
+}
