@@ -3,12 +3,14 @@ package main
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
 	"crypto/tls"
 	"errors"
 	"fmt"
 	"net/url"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -21,6 +23,7 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"watershed.dev/platform/config"
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 )
@@ -92,17 +95,28 @@ func socketDir(dir string) string {
 	if len(dir) < 80 {
 		return dir
 	}
-	short := filepath.Join(os.TempDir(), fmt.Sprintf("watershed-%x", hash(dir)))
-	_ = os.MkdirAll(short, 0o700)
+	root := os.Getenv("XDG_RUNTIME_DIR")
+	if root == "" {
+		root = filepath.Join(os.TempDir(), fmt.Sprintf("watershed-%d", os.Geteuid()))
+	}
+	sum := sha256.Sum256([]byte(dir))
+	short := filepath.Join(root, fmt.Sprintf("watershed-%x", sum[:8]))
+	err := os.MkdirAll(short, 0o700)
+	for _, d := range []string{root, short} { // in a place where anybody may make directories, ours must be ours
+		if err == nil {
+			err = ownDirectory(d)
+		}
+	}
+	if err != nil {
+		fatal("--data-dir %q is too long for sockets, and the place for them, %q, is not safe: %v; choose a shorter one", dir, short, err)
+	}
 	return short
 }
 
-func hash(s string) uint32 {
-	h := uint32(2166136261)
-	for i := range len(s) {
-		h = (h ^ uint32(s[i])) * 16777619
-	}
-	return h
+// fatal ends the process with one line.
+func fatal(format string, args ...any) {
+	fmt.Fprintf(os.Stderr, format+"\n", args...)
+	os.Exit(1)
 }
 
 // etcdCommand runs etcd in a process of its own.
@@ -140,6 +154,7 @@ func etcdCommand(args []string) error {
 // natsSettings say where the embedded NATS keeps the log and, unless it serves this process alone, listens.
 type natsSettings struct {
 	dir     string
+	keyFile string
 	address string
 	id      rpc.TLS
 	// name, cluster and routes make it one of several servers.
@@ -147,10 +162,49 @@ type natsSettings struct {
 	routes        []string
 }
 
-// startNATS runs a server with JetStream. Stop it with Shutdown.
+// natsUsers are who may do what: registry alone writes the log, watchfanout reads it and may ask the publisher how far it is, and what
+// somebody is answered no other may see or forge. Anything that is not here is refused.
+func natsUsers() []*natsserver.User {
+	const api = "$JS.API."
+	user := func(name string, publish, subscribe []string) *natsserver.User {
+		return &natsserver.User{Username: "CN=" + name, Permissions: &natsserver.Permissions{
+			Publish:   &natsserver.SubjectPermission{Allow: publish},
+			Subscribe: &natsserver.SubjectPermission{Allow: append(subscribe, eventlog.Inbox(name)+".>")},
+		}}
+	}
+	consumer := api + "CONSUMER.CREATE." + eventlog.StreamName
+	read := []string{
+		api + "STREAM.INFO." + eventlog.StreamName,
+		api + "STREAM.MSG.GET." + eventlog.StreamName,
+		api + "DIRECT.GET." + eventlog.StreamName,
+		api + "DIRECT.GET." + eventlog.StreamName + ".>",
+		consumer + ".*",
+		api + "CONSUMER.DELETE." + eventlog.StreamName + ".*", // names are random, and nobody may list them
+		api + "CONSUMER.MSG.NEXT." + eventlog.StreamName + ".*",
+		eventlog.AskProgress,
+	}
+	write := append(slices.Clone(read),
+		api+"STREAM.CREATE."+eventlog.StreamName,
+		api+"STREAM.UPDATE."+eventlog.StreamName,
+		eventlog.Subject(">"),
+		eventlog.ProgressSubject,
+	)
+	return []*natsserver.User{user("registry", write, []string{eventlog.AskProgress}), user("watchfanout", read, nil)}
+}
+
+// startNATS runs a server with JetStream, which encrypts what it stores. Stop it with Shutdown.
 func startNATS(s natsSettings) (*natsserver.Server, error) {
 	o := &natsserver.Options{ServerName: cmp.Or(s.name, "watershed"), JetStream: true, StoreDir: s.dir, MaxPayload: 32 << 20, NoSigs: true, NoLog: true,
 		MaxPending: 256 << 20, JetStreamMaxMemory: 1 << 30, JetStreamMaxStore: 16 << 30, DontListen: s.address == "", WriteDeadline: 10 * time.Second}
+	if s.keyFile != "" {
+		key, err := os.ReadFile(s.keyFile)
+		if err != nil {
+			return nil, fmt.Errorf("--jetstream-key-file: %w", err)
+		}
+		if o.JetStreamKey = strings.TrimSpace(string(key)); len(o.JetStreamKey) < 32 {
+			return nil, fmt.Errorf("--jetstream-key-file %q: want a key of 32 characters at least", s.keyFile)
+		}
+	}
 	if s.address != "" {
 		host, port, ok := strings.Cut(s.address, ":")
 		n, err := strconv.Atoi(port)
@@ -158,17 +212,12 @@ func startNATS(s natsSettings) (*natsserver.Server, error) {
 			return nil, fmt.Errorf("--listen-address %q: want host:port", s.address)
 		}
 		o.Host, o.Port = host, n
-		conf, err := s.id.Config()
+		conf, err := s.id.ServerConfig()
 		if err != nil {
 			return nil, err
 		}
-		conf.ClientAuth = tls.RequireAndVerifyClientCert
 		o.TLS, o.TLSVerify, o.TLSMap, o.TLSConfig, o.TLSTimeout = true, true, true, conf, 5
-		// Registry alone writes the log; watchfanout reads it, and may ask the publisher how far it is.
-		o.Users = []*natsserver.User{
-			{Username: "CN=registry"},
-			{Username: "CN=watchfanout", Permissions: &natsserver.Permissions{Publish: &natsserver.SubjectPermission{Deny: []string{"watershed.event.>", "watershed.progress", "$JS.API.STREAM.CREATE.>", "$JS.API.STREAM.UPDATE.>", "$JS.API.STREAM.DELETE.>", "$JS.API.STREAM.PURGE.>", "$JS.API.STREAM.MSG.DELETE.>"}}}},
-		}
+		o.Users = natsUsers()
 	}
 	if s.cluster != "" {
 		if err := s.join(o); err != nil {
@@ -194,17 +243,22 @@ func (s *natsSettings) join(o *natsserver.Options) error {
 	if !ok || err != nil {
 		return fmt.Errorf("--cluster-listen-address %q: want host:port", s.cluster)
 	}
-	conf, err := s.id.Config()
+	// A server is whoever has the identity of one: no other service may pass for it. What it calls, and what calls it, is one.
+	conf, err := s.id.ServerConfig()
 	if err != nil {
 		return err
 	}
-	conf.ClientAuth, conf.ServerName = tls.RequireAndVerifyClientCert, "nats"
-	// A server is whoever has the identity of one: no other service may pass for it.
+	client, err := s.id.ClientConfig("nats")
+	if err != nil {
+		return err
+	}
+	conf.ServerName, conf.InsecureSkipVerify, conf.GetClientCertificate = client.ServerName, true, client.GetClientCertificate
+	verify := conf.VerifyConnection
 	conf.VerifyConnection = func(c tls.ConnectionState) error {
-		if name := c.PeerCertificates[0].Subject.CommonName; name != "nats" {
-			return fmt.Errorf("%q is not a NATS server", name)
+		if len(c.PeerCertificates) == 0 || c.PeerCertificates[0].Subject.CommonName != "nats" {
+			return errors.New("it is not a NATS server")
 		}
-		return nil
+		return errors.Join(verify(c), client.VerifyConnection(c)) // its certificate is good for both sides of a route
 	}
 	o.Cluster = natsserver.ClusterOpts{Name: "watershed", Host: host, Port: n, TLSConfig: conf, TLSTimeout: 5, ConnectRetries: 1 << 30}
 	for _, r := range s.routes {
@@ -222,6 +276,7 @@ func natsCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed nats", pflag.ContinueOnError)
 	var s natsSettings
 	fs.StringVar(&s.dir, "data-dir", "", "Where JetStream keeps its data.")
+	fs.StringVar(&s.keyFile, "jetstream-key-file", "", "A file with the key that what JetStream stores is encrypted with. Empty: it is not encrypted.")
 	fs.StringVar(&s.address, "listen-address", "127.0.0.1:4222", "host:port to serve clients on.")
 	fs.StringVar(&s.name, "name", "watershed", "This server's name in its cluster.")
 	fs.StringVar(&s.cluster, "cluster-listen-address", "", "host:port to serve the other servers of a cluster on. Empty: it is the only one.")

@@ -1,15 +1,21 @@
 package main
 
 import (
+	"context"
 	"encoding/base64"
+	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"sigs.k8s.io/yaml"
 
+	"watershed.dev/platform/identity"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/rpc"
 )
@@ -20,9 +26,10 @@ type layout struct {
 	lock *os.File
 	ca   *pki.CA
 	// inner signs the services' identities among themselves; a client of the cluster can have none of these.
-	inner *pki.CA
-	port  int
-	hosts []string
+	inner      *pki.CA
+	frontProxy *pki.CA
+	port       int
+	hosts      []string
 }
 
 // openLayout takes the directory for this process and makes what is missing.
@@ -32,6 +39,9 @@ func openLayout(dir string, port int, hosts []string) (*layout, error) {
 		return nil, err
 	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
+	}
+	if err := ownDirectory(dir); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
 	l := &layout{dir: dir, port: port, hosts: hosts}
@@ -47,6 +57,22 @@ func openLayout(dir string, port int, hosts []string) (*layout, error) {
 	return l, l.certificates()
 }
 
+// ownDirectory makes sure that nobody else can put anything into a directory: keys and sockets are there.
+func ownDirectory(dir string) error {
+	info, err := os.Lstat(dir)
+	if err != nil {
+		return err
+	}
+	st, ok := info.Sys().(*syscall.Stat_t)
+	if !info.IsDir() || !ok || int(st.Uid) != os.Geteuid() {
+		return errors.New("it is no directory of this user's own; choose another one")
+	}
+	if info.Mode().Perm()&0o077 != 0 {
+		return os.Chmod(dir, 0o700)
+	}
+	return nil
+}
+
 // close gives the directory up. Until then the lock's file must be held on to: once nothing refers to it, it is closed.
 func (l *layout) close() { _ = l.lock.Close() }
 
@@ -59,38 +85,90 @@ func (l *layout) certificates() (err error) {
 	if l.inner, err = pki.OpenCA(l.pki(), "inner-ca", "watershed-inner"); err != nil {
 		return err
 	}
-	frontProxy, err := pki.OpenCA(l.pki(), "front-proxy-ca", "front-proxy-ca")
-	if err != nil {
-		return err
-	}
-	if _, _, err := frontProxy.Leaf("front-proxy-client", "front-proxy-client", nil, nil); err != nil {
+	if l.frontProxy, err = pki.OpenCA(l.pki(), "front-proxy-ca", "front-proxy-ca"); err != nil {
 		return err
 	}
 	if _, _, err := pki.ServiceAccountKeys(l.pki()); err != nil {
 		return err
 	}
+	if err := pki.SecretKey(l.jetStreamKey()); err != nil {
+		return err
+	}
+	return l.leaves()
+}
+
+// innerUsage is what each identity of the inner network is shown for: who calls, who is called.
+var innerUsage = map[string]pki.Usage{
+	"gateway":     pki.Client,
+	"authn":       pki.Server,
+	"authz":       pki.Server,
+	"admission":   pki.Server,
+	"registry":    pki.Server | pki.Client,
+	"watchfanout": pki.Server | pki.Client,
+	"etcd":        pki.Server | pki.Client, // its members call each other
+	"nats":        pki.Server | pki.Client,
+}
+
+// leaves makes the certificates that are missing, or old enough to be made anew. Whoever uses one reads it again when it has changed.
+func (l *layout) leaves() error {
 	names := append([]string{"kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", "10.96.0.1"}, l.hosts...)
-	if _, _, err := l.ca.Leaf("apiserver", "kube-apiserver", nil, names); err != nil {
-		return err
-	}
-	if _, _, err := l.ca.Leaf("apiserver-kubelet-client", "kube-apiserver-kubelet-client", []string{"system:masters"}, nil); err != nil {
-		return err
-	}
-	if err := l.kubeconfig(filepath.Join(l.dir, "admin.kubeconfig"), "admin", "kubernetes-admin"); err != nil {
-		return err
-	}
-	for _, name := range []string{"authn", "authz", "admission"} {
-		if err := l.kubeconfig(l.kubeconfigOf(name), "client-"+name, "system:watershed:"+name); err != nil {
+	for _, of := range []struct {
+		ca *pki.CA
+		pki.Leaf
+	}{
+		{l.ca, pki.Leaf{Name: "apiserver", CommonName: "kube-apiserver", SANs: names, Usage: pki.Server}},
+		{l.ca, pki.Leaf{Name: "apiserver-kubelet-client", CommonName: "kube-apiserver-kubelet-client", Organizations: []string{"system:masters"}, Usage: pki.Client}},
+		{l.ca, pki.Leaf{Name: "admin", CommonName: "kubernetes-admin", Organizations: []string{"system:masters"}, Usage: pki.Client}},
+		{l.ca, pki.Leaf{Name: "client-authn", CommonName: identity.Authn, Organizations: []string{identity.ServicesGroup}, Usage: pki.Client}},
+		{l.ca, pki.Leaf{Name: "client-authz", CommonName: identity.Authz, Organizations: []string{identity.ServicesGroup}, Usage: pki.Client}},
+		{l.ca, pki.Leaf{Name: "client-admission", CommonName: identity.Admission, Organizations: []string{identity.ServicesGroup}, Usage: pki.Client}},
+		{l.frontProxy, pki.Leaf{Name: "front-proxy-client", CommonName: "front-proxy-client", Usage: pki.Client}},
+	} {
+		if _, _, _, err := of.ca.Leaf(of.Leaf); err != nil {
 			return err
 		}
 	}
-	for _, name := range append([]string{"etcd", "nats"}, order...) {
-		if _, _, err := l.inner.Leaf("inner-"+name, name, nil, []string{name, "localhost", "127.0.0.1"}); err != nil {
+	for name, usage := range innerUsage {
+		sans := []string{name}
+		if name == "etcd" { // its clients look for it by address
+			sans = append(sans, "localhost", "127.0.0.1")
+		}
+		if _, _, _, err := l.inner.Leaf(pki.Leaf{Name: "inner-" + name, CommonName: name, SANs: sans, Usage: usage}); err != nil {
+			return err
+		}
+	}
+	if err := l.kubeconfig(filepath.Join(l.dir, "admin.kubeconfig"), "admin", "kubernetes-admin", true); err != nil {
+		return err
+	}
+	for _, name := range []string{"authn", "authz", "admission"} {
+		if err := l.kubeconfig(l.kubeconfigOf(name), "client-"+name, "system:watershed:"+name, false); err != nil {
 			return err
 		}
 	}
 	return nil
 }
+
+// renewPeriod is how often it is looked whether a certificate is to be made anew.
+const renewPeriod = time.Hour
+
+// renew keeps the certificates young until ctx is done.
+func (l *layout) renew(ctx context.Context) {
+	tick := time.NewTicker(renewPeriod)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		if err := l.leaves(); err != nil {
+			slog.Error("Certificates were not renewed", "error", err)
+		}
+	}
+}
+
+// jetStreamKey is the file of the key that the event log is encrypted with on disk.
+func (l *layout) jetStreamKey() string { return filepath.Join(l.pki(), "jetstream.key") }
 
 func (l *layout) kubeconfigOf(name string) string { return filepath.Join(l.pki(), name+".kubeconfig") }
 
@@ -100,28 +178,37 @@ func (l *layout) identity(name string) rpc.TLS {
 	return rpc.TLS{CertFile: p + ".crt", KeyFile: p + ".key", CAFile: l.inner.CertFile()}
 }
 
-// kubeconfig writes a self-contained kubeconfig for a user of the privileged group.
-func (l *layout) kubeconfig(path, leaf, user string) error {
-	crt, key, err := l.ca.Leaf(leaf, user, []string{"system:masters"}, nil)
-	if err != nil {
-		return err
-	}
-	data := func(f string) string {
-		b, rerr := os.ReadFile(f)
+// kubeconfig writes a kubeconfig for a leaf: one that holds all that it takes, or one that names the files, which are read again when
+// they have been renewed.
+func (l *layout) kubeconfig(path, leaf, user string, whole bool) (err error) {
+	cluster := map[string]any{"server": fmt.Sprintf("https://127.0.0.1:%d", l.port)}
+	who := map[string]any{}
+	set := func(in map[string]any, key, file string) {
+		if !whole {
+			in[key] = file
+			return
+		}
+		b, rerr := os.ReadFile(file)
 		if rerr != nil {
 			err = rerr
 		}
-		return base64.StdEncoding.EncodeToString(b)
+		in[key+"-data"] = base64.StdEncoding.EncodeToString(b)
 	}
-	doc := map[string]any{"apiVersion": "v1", "kind": "Config", "current-context": "watershed",
-		"clusters":    []any{map[string]any{"name": "watershed", "cluster": map[string]any{"server": fmt.Sprintf("https://127.0.0.1:%d", l.port), "certificate-authority-data": data(l.ca.CertFile())}}},
-		"users":       []any{map[string]any{"name": user, "user": map[string]any{"client-certificate-data": data(crt), "client-key-data": data(key)}}},
-		"contexts":    []any{map[string]any{"name": "watershed", "context": map[string]any{"cluster": "watershed", "user": user}}},
-		"preferences": map[string]any{}}
+	set(cluster, "certificate-authority", l.ca.CertFile())
+	set(who, "client-certificate", filepath.Join(l.pki(), leaf+".crt"))
+	set(who, "client-key", filepath.Join(l.pki(), leaf+".key"))
 	if err != nil {
 		return err
 	}
-	return writeYAML(path, doc)
+	return writeYAML(path, map[string]any{
+		"apiVersion":      "v1",
+		"kind":            "Config",
+		"current-context": "watershed",
+		"clusters":        []any{map[string]any{"name": "watershed", "cluster": cluster}},
+		"users":           []any{map[string]any{"name": user, "user": who}},
+		"contexts":        []any{map[string]any{"name": "watershed", "context": map[string]any{"cluster": "watershed", "user": user}}},
+		"preferences":     map[string]any{},
+	})
 }
 
 func writeYAML(path string, doc any) error {

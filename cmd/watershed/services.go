@@ -42,8 +42,8 @@ type service interface {
 
 // definition is how a service is configured and built.
 type definition struct {
-	// callers are the services that may call it.
-	callers []string
+	// serves: it offers RPCs. Who may call them is in rpc.Callers.
+	serves bool
 	// calls are the services that it calls.
 	calls []string
 	// new returns the flags' adder and the builder that uses what they were set to.
@@ -60,14 +60,14 @@ type wiring struct {
 }
 
 var services = map[string]*definition{
-	"registry": {callers: []string{"gateway", "watchfanout"}, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
+	"registry": {serves: true, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
 		c := registry.NewConfig()
 		return c.AddFlags, func(ctx context.Context, w *wiring) (service, error) {
 			w.log(&c.Log)
 			return registry.New(ctx, c, w.id)
 		}
 	}},
-	"watchfanout": {callers: []string{"gateway"}, calls: []string{"registry"}, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
+	"watchfanout": {serves: true, calls: []string{"registry"}, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
 		c := &watchfanout.Config{}
 		return c.AddFlags, func(_ context.Context, w *wiring) (service, error) {
 			w.log(&c.Log)
@@ -75,18 +75,18 @@ var services = map[string]*definition{
 			if err != nil {
 				return nil, err
 			}
-			return watchfanout.New(c, registryv1.NewRegistryClient(conn), w.id)
+			return watchfanout.New(c, registryv1.NewSourceClient(conn), w.id)
 		}
 	}},
-	"authn": {callers: []string{"gateway"}, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
+	"authn": {serves: true, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
 		c := authn.NewConfig()
 		return c.AddFlags, func(ctx context.Context, _ *wiring) (service, error) { return authn.New(ctx, c) }
 	}},
-	"authz": {callers: []string{"gateway"}, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
+	"authz": {serves: true, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
 		c := authz.NewConfig()
 		return c.AddFlags, func(ctx context.Context, _ *wiring) (service, error) { return authz.New(ctx, c) }
 	}},
-	"admission": {callers: []string{"gateway"}, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
+	"admission": {serves: true, new: func() (func(*pflag.FlagSet), func(context.Context, *wiring) (service, error)) {
 		c := admission.NewConfig()
 		return c.AddFlags, func(ctx context.Context, _ *wiring) (service, error) { return admission.New(ctx, c) }
 	}},
@@ -121,10 +121,16 @@ func gatewayClients(w *wiring) (s gateway.Services, err error) {
 		return conn
 	}
 	again := rpc.Policy{Idempotent: true}
+	registry := connect("registry", again)
 	s = gateway.Services{
-		Authn: authnv1.NewAuthnClient(connect("authn", again)), Authz: authzv1.NewAuthzClient(connect("authz", again)),
-		Admission: admissionv1.NewAdmissionClient(connect("admission", again)), Registry: registryv1.NewRegistryClient(connect("registry", again)),
-		Writes: registryv1.NewRegistryClient(connect("registry", rpc.Policy{})), Watch: watchfanoutv1.NewWatchClient(connect("watchfanout", rpc.Policy{Idempotent: true, Sharded: true})),
+		Authn:     authnv1.NewAuthnClient(connect("authn", again)),
+		Authz:     authzv1.NewAuthzClient(connect("authz", again)),
+		Admission: admissionv1.NewAdmissionClient(connect("admission", again)),
+		Objects:   registryv1.NewObjectsClient(registry),
+		Catalog:   registryv1.NewCatalogClient(registry),
+		Source:    registryv1.NewSourceClient(registry),
+		Writes:    registryv1.NewObjectsClient(connect("registry", rpc.Policy{})),
+		Watch:     watchfanoutv1.NewWatchClient(connect("watchfanout", rpc.Policy{Idempotent: true, Sharded: true})),
 	}
 	return s, err
 }
@@ -141,7 +147,7 @@ type process struct {
 func (p *process) addFlags(fs *pflag.FlagSet, name string, d *definition) {
 	p.telemetry.AddFlags(fs)
 	p.id.AddFlags(fs)
-	if len(d.callers) > 0 {
+	if d.serves {
 		fs.StringVar(&p.address, "rpc-address", "", "host:port to serve RPCs on.")
 	}
 	p.peers = map[string]*[]string{}
@@ -190,8 +196,8 @@ func serviceCommand(name string, args []string) error {
 	}
 	parts := []lifecycle.Part{{Name: name, Run: s.Run}}
 	metrics := registerMetrics(s)
-	if len(d.callers) > 0 {
-		server, err := rpc.NewServer(p.id, d.callers...)
+	if d.serves {
+		server, err := rpc.NewServer(p.id)
 		if err != nil {
 			return err
 		}

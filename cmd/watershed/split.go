@@ -76,6 +76,7 @@ func split(args []string) error {
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
 	go s.spawner()
+	go l.renew(ctx)
 	fmt.Printf("Watershed %s starts %d processes in %s\n", release, len(processes), l.dir)
 	for _, p := range processes {
 		p.start(s)
@@ -121,7 +122,7 @@ func (s *splitRun) plan() ([]*child, error) {
 	addresses := map[string][]string{}
 	for name, n := range s.counts {
 		for range n {
-			if d := services[name]; d == nil || len(d.callers) > 0 {
+			if d := services[name]; d == nil || d.serves {
 				addresses[name] = append(addresses[name], take())
 			}
 		}
@@ -143,7 +144,7 @@ func (s *splitRun) plan() ([]*child, error) {
 		for n := range s.counts[name] {
 			debug := take()
 			settings := with(s.settings(name), s.identitySettings(name), s.common, map[string]any{"debug-address": debug})
-			if len(services[name].callers) > 0 {
+			if services[name].serves {
 				settings["rpc-address"] = addresses[name][n]
 			}
 			for _, peer := range services[name].calls {
@@ -194,7 +195,7 @@ func (s *splitRun) planStores(addresses map[string][]string, take func() string,
 		}
 	}
 	for n, address := range addresses["nats"] {
-		dir, settings := "nats", map[string]any{"listen-address": address}
+		dir, settings := "nats", map[string]any{"listen-address": address, "jetstream-key-file": s.jetStreamKey()}
 		if len(routes) > 1 {
 			dir = fmt.Sprintf("nats-%d", n)
 			settings = with(settings, map[string]any{"name": dir, "cluster-listen-address": routes[n], "cluster-routes": strings.Join(routes, ",")})

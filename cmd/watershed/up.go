@@ -63,6 +63,7 @@ func up(args []string) error {
 	if err != nil {
 		return err
 	}
+	go l.renew(ctx)
 	show := progress(os.Stdout)
 	show.say("Watershed %s starts in %s", release, l.dir)
 	return lifecycle.Run(ctx, parts, show.starting, func() {
@@ -92,8 +93,9 @@ func newBuilt(name string, fs *pflag.FlagSet) *built {
 	return b
 }
 
-// configure hands the service what the command was told, and else what the data directory says.
-func (b *built) configure(command *pflag.FlagSet, settings map[string]any) error {
+// take hands the service what the command was told. It comes before any service is told what the data directory says, since services
+// share the command's flags of one name.
+func (b *built) take(command *pflag.FlagSet) error {
 	var errs []error
 	b.flags.VisitAll(func(f *pflag.Flag) {
 		given := command.Lookup(f.Name)
@@ -102,12 +104,16 @@ func (b *built) configure(command *pflag.FlagSet, settings map[string]any) error
 		}
 		errs = append(errs, copyValue(b.flags, f, given))
 	})
+	return errors.Join(errs...)
+}
+
+// settle sets what the command was not told to what the data directory says.
+func (b *built) settle(settings map[string]any) error {
 	v := viper.NewWithOptions(viper.KeyDelimiter("\x00"))
 	for name, value := range settings {
 		v.Set(name, value)
 	}
-	errs = append(errs, config.Apply(b.flags, v, ""))
-	return errors.Join(errs...)
+	return config.Apply(b.flags, v, "")
 }
 
 func copyValue(fs *pflag.FlagSet, to, from *pflag.Flag) error {
@@ -146,6 +152,15 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 		parts = append(parts, u.natsPart())
 	}
 	for _, name := range order {
+		if err := u.all[name].take(u.flags); err != nil {
+			return nil, err
+		}
+	}
+	var audiences []string // what tokens are for, where it is not said: who issues them
+	if f := u.flags.Lookup("service-account-issuer"); f.Changed {
+		audiences = f.Value.(pflag.SliceValue).GetSlice()
+	}
+	for _, name := range order {
 		settings := u.settings(name)
 		if name == "registry" && len(external) == 0 {
 			settings["etcd-servers"] = socket
@@ -153,7 +168,10 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 		if name == "gateway" {
 			settings["gets-from-watch-tier"] = true // in one process the tier is the cheaper one to ask
 		}
-		if err := u.all[name].configure(u.flags, settings); err != nil {
+		if name == "gateway" && len(audiences) > 0 {
+			settings["api-audiences"] = strings.Join(audiences, ",")
+		}
+		if err := u.all[name].settle(settings); err != nil {
 			return nil, err
 		}
 		parts = append(parts, u.servicePart(name))
@@ -188,7 +206,7 @@ func (u *upRun) synced(ctx context.Context) error {
 func (u *upRun) natsPart() lifecycle.Part {
 	started := make(chan struct{})
 	return lifecycle.Part{Name: "nats", Run: func(ctx context.Context) error {
-		srv, err := startNATS(natsSettings{dir: filepath.Join(u.dir, "nats")})
+		srv, err := startNATS(natsSettings{dir: filepath.Join(u.dir, "nats"), keyFile: u.jetStreamKey()})
 		if err != nil {
 			return err
 		}

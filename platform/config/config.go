@@ -98,6 +98,9 @@ func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
 			f.Changed = true
 			return s.Replace(v.GetStringSlice(f.Name))
 		}
+		if f.Value.Type() == oneAtATime {
+			return each(v.GetStringSlice(f.Name), func(s string) error { return fs.Set(f.Name, s) })
+		}
 		return fs.Set(f.Name, strings.Join(v.GetStringSlice(f.Name), ","))
 	case map[string]any:
 		var pairs []string
@@ -105,10 +108,26 @@ func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
 			pairs = append(pairs, fmt.Sprintf("%s=%v", k, e))
 		}
 		slices.Sort(pairs)
+		if f.Value.Type() == oneAtATime {
+			return each(pairs, func(s string) error { return fs.Set(f.Name, s) })
+		}
 		return fs.Set(f.Name, strings.Join(pairs, ","))
 	default:
 		return fs.Set(f.Name, v.GetString(f.Name))
 	}
+}
+
+// oneAtATime is the type of flags that are given once for each pair, since a value may hold commas: --oidc-required-claim
+// (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit).
+const oneAtATime = "mapStringString"
+
+func each(all []string, set func(string) error) error {
+	for _, s := range all {
+		if err := set(s); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // suggestion names the flag that key was most likely meant to be.

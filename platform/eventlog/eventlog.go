@@ -6,7 +6,6 @@ package eventlog
 
 import (
 	"context"
-	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -15,10 +14,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/klauspost/compress/s2"
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/spf13/pflag"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/util/version"
 
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -33,6 +34,26 @@ const (
 	// AskProgress is where a reader that waits for a revision asks the publisher to say how far it is.
 	AskProgress = "watershed.ask.progress"
 )
+
+// Inbox is where a client of a name gets answers: it alone may read them.
+func Inbox(client string) string { return "_INBOX_" + client }
+
+// leastServer is the oldest NATS server that the log can be kept by. Older ones lose, when they are restarted, the id of the last message
+// where that is older than the duplicate window (nats-server pull request 8564), and then refuse every publish that names it.
+const leastServer = "2.15.2"
+
+// checkServer refuses a server that is too old. One that is not connected is checked when it is used.
+func checkServer(nc *nats.Conn) error {
+	have := nc.ConnectedServerVersion()
+	if have == "" {
+		return nil
+	}
+	v, err := version.ParseSemantic(have)
+	if err != nil || v.LessThan(version.MustParseSemantic(leastServer)) {
+		return fmt.Errorf("NATS server %s at %s is too old: use %s or newer; older ones forget the last message's id when they restart, and refuse every publish after it", have, nc.ConnectedUrlRedacted(), leastServer)
+	}
+	return nil
+}
 
 // Subject is where a stored resource's events are.
 func Subject(storedAs string) string { return events + storedAs }
@@ -59,7 +80,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 
 // Connect connects to NATS and reconnects for ever. Close the connection to end it.
 func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStream, error) {
-	opts := []nats.Option{nats.Name(name), nats.MaxReconnects(-1), nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
+	opts := []nats.Option{nats.Name(name), nats.CustomInboxPrefix(Inbox(name)), nats.MaxReconnects(-1), nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
 		nats.RetryOnFailedConnect(true), nats.PingInterval(5 * time.Second), nats.MaxPingsOutstanding(2),
 		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { slog.Warn("NATS", "error", err) })}
 	url := o.URL
@@ -69,14 +90,18 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStr
 		if url == "" {
 			return nil, nil, errors.New("--nats-url is required")
 		}
-		conf, err := id.Config()
+		conf, err := id.ClientConfig("nats")
 		if err != nil {
 			return nil, nil, err
 		}
-		opts = append(opts, nats.Secure(clientOnly(conf)))
+		opts = append(opts, nats.Secure(conf))
 	}
 	nc, err := nats.Connect(url, opts...)
 	if err != nil {
+		return nil, nil, fmt.Errorf("--nats-url %q: %w", url, err)
+	}
+	if err := checkServer(nc); err != nil {
+		nc.Close()
 		return nil, nil, fmt.Errorf("--nats-url %q: %w", url, err)
 	}
 	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512), jetstream.WithPublishAsyncTimeout(5*time.Second))
@@ -85,11 +110,6 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStr
 		return nil, nil, err
 	}
 	return nc, js, nil
-}
-
-func clientOnly(c *tls.Config) *tls.Config {
-	c.ServerName = "nats"
-	return c
 }
 
 // Stream makes the log's stream, or makes an existing one as configured.
@@ -102,9 +122,12 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	default:
 		return nil, fmt.Errorf(`--log-storage %q: want "file" or "memory"`, o.Storage)
 	}
+	if err := checkServer(js.Conn()); err != nil {
+		return nil, err
+	}
 	return js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
 		Name: StreamName, Subjects: []string{events + ">", ProgressSubject}, Storage: storage, Replicas: max(o.Replicas, 1),
-		MaxAge: o.Retention, MaxBytes: o.MaxBytes, Discard: jetstream.DiscardOld, Duplicates: min(o.Retention, 2*time.Minute), AllowDirect: true,
+		MaxAge: o.Retention, MaxBytes: o.MaxBytes, Discard: jetstream.DiscardOld, Duplicates: min(o.Retention, time.Second), AllowDirect: true,
 	})
 }
 
@@ -163,17 +186,61 @@ func Last(ctx context.Context, s jetstream.Stream) (id ID, sequence uint64, ok b
 	return id, info.State.LastSeq, err == nil, err
 }
 
-// Message wraps e for publishing.
+const (
+	// encodingHeader names how a message's data is compressed; without it, it is not.
+	encodingHeader = "Content-Encoding"
+	s2Encoding     = "s2"
+	// compressAbove is from how many bytes on a message is compressed: an object's JSON may be six times what it was written as,
+	// and the log's room is everybody's.
+	compressAbove = 64 << 10
+	// maxEventBytes bounds what a message may unpack to: an object of 3 MB, twice, each as protobuf and as JSON that escapes every
+	// byte, and some room.
+	maxEventBytes = 64 << 20
+)
+
+// Message wraps e for publishing. An error is e's own: nothing of NATS has been asked yet.
 func Message(e *logv1.Event) (*nats.Msg, error) {
 	data, err := proto.Marshal(e)
 	if err != nil {
 		return nil, err
 	}
+	if len(data) > maxEventBytes {
+		return nil, fmt.Errorf("it takes %d bytes, more than the %d of a message", len(data), maxEventBytes)
+	}
 	subject := ProgressSubject
 	if e.StoredAs != "" {
 		subject = Subject(e.StoredAs)
 	}
-	return &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}, nil
+	m := &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}
+	if len(data) > compressAbove {
+		if packed := s2.Encode(nil, data); len(packed) < len(data) {
+			m.Data = packed
+			m.Header.Set(encodingHeader, s2Encoding)
+		}
+	}
+	return m, nil
+}
+
+// Event is Message's inverse, of data as a message with the header holds it.
+func Event(header nats.Header, data []byte) (*logv1.Event, error) {
+	switch encoding := header.Get(encodingHeader); encoding {
+	case "":
+	case s2Encoding:
+		n, err := s2.DecodedLen(data)
+		if err != nil {
+			return nil, err
+		}
+		if n > maxEventBytes {
+			return nil, fmt.Errorf("it unpacks to %d bytes, more than the %d of a message", n, maxEventBytes)
+		}
+		if data, err = s2.Decode(nil, data); err != nil {
+			return nil, err
+		}
+	default:
+		return nil, fmt.Errorf("unknown %s %q", encodingHeader, encoding)
+	}
+	e := &logv1.Event{}
+	return e, proto.Unmarshal(data, e)
 }
 
 // Read calls handle with every event from the log's beginning on, in order, until ctx is done or handle returns an
@@ -244,7 +311,7 @@ func (r *reader) read(ctx context.Context) error {
 		r.id = ""
 	}
 	r.created = info.Created
-	config := jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverAllPolicy}
+	config := jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverAllPolicy, InactiveThreshold: consumerIdle}
 	if n := r.sequence.Load(); n > 0 {
 		config.DeliverPolicy, config.OptStartSeq = jetstream.DeliverByStartSequencePolicy, n+1
 	}
@@ -259,6 +326,7 @@ func (r *reader) read(ctx context.Context) error {
 	stop := context.AfterFunc(ctx, messages.Stop)
 	defer stop()
 	defer messages.Stop()
+	defer deleteConsumer(r.js, consumer)
 	go r.watch(ctx, messages.Stop)
 	for {
 		m, err := messages.Next()
@@ -268,6 +336,18 @@ func (r *reader) read(ctx context.Context) error {
 		if err := r.take(m); err != nil {
 			return err
 		}
+	}
+}
+
+// consumerIdle is how long NATS keeps a consumer that nobody reads from, should it not be deleted.
+const consumerIdle = 30 * time.Second
+
+// deleteConsumer gives up an ordered consumer, which stopping does not.
+func deleteConsumer(js jetstream.JetStream, c jetstream.Consumer) {
+	if i := c.CachedInfo(); i != nil {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = js.DeleteConsumer(ctx, StreamName, i.Name)
 	}
 }
 
@@ -299,8 +379,8 @@ func (r *reader) take(m jetstream.Msg) error {
 	if err != nil {
 		return err
 	}
-	e := &logv1.Event{}
-	if err := proto.Unmarshal(m.Data(), e); err != nil {
+	e, err := Event(m.Headers(), m.Data())
+	if err != nil {
 		slog.Error("A message of the event log is corrupt", "subject", m.Subject(), "sequence", meta.Sequence.Stream, "error", err)
 		id, _ := ParseID(m.Headers().Get(jetstream.MsgIDHeader))
 		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}

@@ -4,10 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"sort"
+	"time"
 
 	"github.com/nats-io/nats.go/jetstream"
-	"google.golang.org/protobuf/proto"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -15,11 +16,23 @@ import (
 // ErrForgotten says that the log does not hold everything after a revision any more.
 var ErrForgotten = errors.New("the event log does not go back so far")
 
+const (
+	// replayBatch is how many messages are read before the log is asked whether it still held them all.
+	replayBatch = 256
+	// replayIdle is how long NATS keeps a replay's consumer once nobody reads: the replay has ended.
+	replayIdle = 5 * time.Second
+)
+
 // Replay calls each with the events of a stored resource after a revision, and with progress, in order, until each answers
-// false or an error, or ctx is done. It is for those who need more than a reader keeps. ErrForgotten comes before the first event, or where the
-// log has a reset.
+// false or an error, or ctx is done. It is for those who need more than a reader keeps. ErrForgotten comes where the log has a reset, or
+// where its retention may have overtaken the reading: what each was given before is sound and has no gap. each is called for as many
+// messages at a time as are known to follow each other, so it lags a little behind the log; it must be quick.
 func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after int64, each func(*logv1.Event) (bool, error)) error {
 	stream, err := js.Stream(ctx, StreamName)
+	if err != nil {
+		return err
+	}
+	info, err := stream.Info(ctx)
 	if err != nil {
 		return err
 	}
@@ -28,17 +41,18 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 		return err
 	}
 	consumer, err := js.OrderedConsumer(ctx, StreamName, jetstream.OrderedConsumerConfig{FilterSubjects: []string{Subject(storedAs), ProgressSubject},
-		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: start})
+		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: start, InactiveThreshold: replayIdle})
 	if err != nil {
 		return err
 	}
-	messages, err := consumer.Messages(jetstream.PullMaxMessages(256))
+	messages, err := consumer.Messages(jetstream.PullMaxMessages(replayBatch))
 	if err != nil {
 		return err
 	}
 	defer context.AfterFunc(ctx, messages.Stop)()
 	defer messages.Stop()
-	given := false
+	defer deleteConsumer(js, consumer)
+	r := &replay{stream: stream, created: info.Created, whole: start - 1, after: after, each: each}
 	for {
 		m, err := messages.Next()
 		if ctx.Err() != nil {
@@ -47,21 +61,64 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 		if err != nil {
 			return err
 		}
-		e := &logv1.Event{}
-		if err := proto.Unmarshal(m.Data(), e); err != nil {
-			return ErrForgotten // what it said cannot be known
-		}
-		switch {
-		case e.Type == logv1.Type_TYPE_RESET && (given || e.Revision > after):
-			return ErrForgotten
-		case e.Revision <= after:
-			continue
-		}
-		given = true
-		if more, err := each(e); err != nil || !more {
+		more, err := r.take(ctx, m)
+		if err != nil || !more {
 			return err
 		}
 	}
+}
+
+// replay is a reading of the log that retention may overtake: NATS delivers what is there, and says nothing of what is not.
+type replay struct {
+	stream  jetstream.Stream
+	created time.Time
+	// whole is a sequence: of what follows it, nothing was gone when it was last looked at.
+	whole uint64
+	after int64
+	each  func(*logv1.Event) (bool, error)
+	given bool
+	// held are messages that have come since.
+	held []*logv1.Event
+	last uint64
+}
+
+// take holds a message until what has come is known to have no gap: at the end of a batch, and where nothing more is waiting.
+func (r *replay) take(ctx context.Context, m jetstream.Msg) (more bool, err error) {
+	meta, err := m.Metadata()
+	if err != nil {
+		return false, err
+	}
+	e, err := Event(m.Headers(), m.Data())
+	if err != nil { // what it said cannot be known
+		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: math.MaxInt64}
+	}
+	r.held, r.last = append(r.held, e), meta.Sequence.Stream
+	if len(r.held) < replayBatch && meta.NumPending > 0 {
+		return true, nil
+	}
+	info, err := r.stream.Info(ctx)
+	if err != nil {
+		return false, err
+	}
+	if !info.Created.Equal(r.created) || info.State.FirstSeq > r.whole+1 {
+		return false, ErrForgotten
+	}
+	r.whole = r.last
+	held := r.held
+	r.held = nil
+	for _, e := range held {
+		switch {
+		case e.Type == logv1.Type_TYPE_RESET && (r.given || e.Revision > r.after):
+			return false, ErrForgotten
+		case e.Revision <= r.after:
+			continue
+		}
+		r.given = true
+		if more, err := r.each(e); err != nil || !more {
+			return false, err
+		}
+	}
+	return true, nil
 }
 
 // startAfter finds the sequence of a message before which everything is of the revision or older.

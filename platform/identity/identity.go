@@ -13,6 +13,15 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
+// The services that read the cluster are users of it, in a group of their own. What they may do is told in services/authz, and holds
+// whatever the cluster's policy says; nobody else is to have these names.
+const (
+	ServicesGroup = "system:watershed"
+	Authn         = "system:watershed:authn"
+	Authz         = "system:watershed:authz"
+	Admission     = "system:watershed:admission"
+)
+
 // UserProto makes u fit for the wire; nil stays nil.
 func UserProto(u user.Info) *commonv1.User {
 	if u == nil {

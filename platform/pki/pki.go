@@ -1,4 +1,5 @@
-// Package pki makes and keeps the certificates and keys of a cluster on disk. What exists is never replaced.
+// Package pki makes and keeps the certificates and keys of a cluster on disk. A CA or key that exists is never replaced; a leaf is made
+// anew well before it ends.
 package pki
 
 import (
@@ -10,6 +11,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/hex"
 	"encoding/pem"
 	"errors"
 	"fmt"
@@ -18,10 +20,12 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 )
 
-const validity = 10 * 365 * 24 * time.Hour
+// caLife is how long a CA is good for.
+const caLife = 10 * 365 * 24 * time.Hour
 
 // CA is a certificate authority with its key.
 type CA struct {
@@ -42,7 +46,7 @@ func OpenCA(dir, name, commonName string) (*CA, error) {
 		if err != nil {
 			return nil, err
 		}
-		t := template(commonName, nil)
+		t := template(commonName, nil, caLife)
 		t.IsCA, t.BasicConstraintsValid = true, true
 		t.KeyUsage = x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature | x509.KeyUsageKeyEncipherment
 		t.DNSNames = []string{commonName}
@@ -64,31 +68,70 @@ func OpenCA(dir, name, commonName string) (*CA, error) {
 // CertFile is the CA certificate's path.
 func (c *CA) CertFile() string { return filepath.Join(c.Dir, c.Name+".crt") }
 
-// Leaf makes dir/name.crt and .key for the common name, organizations and subject alternative names (names or IPs),
-// good as a client's and a server's certificate. It keeps an existing one that covers the names.
-func (c *CA) Leaf(name, commonName string, organizations, sans []string) (crtFile, keyFile string, err error) {
-	crtFile, keyFile = filepath.Join(c.Dir, name+".crt"), filepath.Join(c.Dir, name+".key")
-	if covers(crtFile, sans) && exists(keyFile) {
-		return crtFile, keyFile, nil
+// Usage is what a certificate may be shown for.
+type Usage int
+
+// The usages of a leaf.
+const (
+	Client Usage = 1 << iota
+	Server
+)
+
+func (u Usage) extended() (out []x509.ExtKeyUsage) {
+	if u&Client != 0 {
+		out = append(out, x509.ExtKeyUsageClientAuth)
+	}
+	if u&Server != 0 {
+		out = append(out, x509.ExtKeyUsageServerAuth)
+	}
+	return out
+}
+
+// Leaf is a certificate that a CA signs.
+type Leaf struct {
+	// Name is that of its files, without .crt and .key.
+	Name          string
+	CommonName    string
+	Organizations []string
+	// SANs are the names and IP addresses that it is good for.
+	SANs  []string
+	Usage Usage
+}
+
+const (
+	// leafLife is how long a leaf is good for, and renewAfter the part of it after which it is made anew.
+	leafLife   = 365 * 24 * time.Hour
+	renewAfter = 0.6
+)
+
+// Leaf makes the leaf's files, or keeps existing ones that say the same and are young enough. made says which.
+func (c *CA) Leaf(l Leaf) (crtFile, keyFile string, made bool, err error) {
+	crtFile, keyFile = filepath.Join(c.Dir, l.Name+".crt"), filepath.Join(c.Dir, l.Name+".key")
+	if c.keeps(crtFile, l) && exists(keyFile) {
+		return crtFile, keyFile, false, nil
 	}
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
-		return "", "", err
+		return "", "", false, err
 	}
-	t := template(commonName, organizations)
+	t := template(l.CommonName, l.Organizations, leafLife)
+	if t.NotAfter.After(c.cert.NotAfter) {
+		t.NotAfter = c.cert.NotAfter
+	}
 	t.KeyUsage = x509.KeyUsageDigitalSignature | x509.KeyUsageKeyEncipherment
-	t.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth}
-	for _, s := range sans {
+	t.ExtKeyUsage = l.Usage.extended()
+	for _, s := range l.SANs {
 		if ip := net.ParseIP(s); ip != nil {
 			t.IPAddresses = append(t.IPAddresses, ip)
 		} else {
 			t.DNSNames = append(t.DNSNames, s)
 		}
 	}
-	return crtFile, keyFile, write(crtFile, keyFile, t, c.cert, k, c.key)
+	return crtFile, keyFile, true, write(crtFile, keyFile, t, c.cert, k, c.key)
 }
 
-func covers(crtFile string, sans []string) bool {
+// keeps says whether an existing certificate is this CA's, says what l says, and is young enough.
+func (c *CA) keeps(crtFile string, l Leaf) bool {
 	b, err := os.ReadFile(crtFile)
 	if err != nil {
 		return false
@@ -98,15 +141,37 @@ func covers(crtFile string, sans []string) bool {
 		return false
 	}
 	cert, err := x509.ParseCertificate(block.Bytes)
-	if err != nil || time.Until(cert.NotAfter) < 30*24*time.Hour {
+	if err != nil || cert.CheckSignatureFrom(c.cert) != nil {
 		return false
 	}
-	for _, s := range sans {
+	life := cert.NotAfter.Sub(cert.NotBefore)
+	if life > leafLife+24*time.Hour || float64(time.Since(cert.NotBefore)) > renewAfter*float64(life) {
+		return false
+	}
+	if cert.Subject.CommonName != l.CommonName || !slices.Equal(cert.Subject.Organization, l.Organizations) || !slices.Equal(cert.ExtKeyUsage, l.Usage.extended()) ||
+		len(cert.DNSNames)+len(cert.IPAddresses) != len(l.SANs) {
+		return false
+	}
+	for _, s := range l.SANs {
 		if cert.VerifyHostname(s) != nil {
 			return false
 		}
 	}
 	return true
+}
+
+// SecretKey makes a file with a random key of 256 bits in hexadecimal, or keeps an existing one.
+func SecretKey(path string) error {
+	if exists(path) {
+		return nil
+	}
+	var key [32]byte
+	_, _ = rand.Read(key[:]) // never fails
+	tmp := path + ".new"
+	if err := os.WriteFile(tmp, []byte(hex.EncodeToString(key[:])+"\n"), 0o600); err != nil {
+		return err
+	}
+	return os.Rename(tmp, path)
 }
 
 // ServiceAccountKeys makes dir/sa.key and dir/sa.pub.
@@ -129,10 +194,10 @@ func ServiceAccountKeys(dir string) (keyFile, pubFile string, err error) {
 	return keyFile, pubFile, writePEM(pubFile, "PUBLIC KEY", pub, 0o644)
 }
 
-func template(commonName string, organizations []string) *x509.Certificate {
+func template(commonName string, organizations []string, life time.Duration) *x509.Certificate {
 	serial, _ := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 120))
 	return &x509.Certificate{SerialNumber: serial, Subject: pkix.Name{CommonName: commonName, Organization: organizations},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(validity)}
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(life)}
 }
 
 func write(crt, key string, t, parent *x509.Certificate, k, signer crypto.Signer) error {

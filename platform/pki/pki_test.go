@@ -4,16 +4,23 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"os"
+	"path/filepath"
 	"testing"
+	"time"
 )
 
-func TestALeafIsItsCAs(t *testing.T) {
-	dir := t.TempDir()
+func open(t *testing.T, dir string) *CA {
+	t.Helper()
 	ca, err := OpenCA(dir, "ca", "test")
 	if err != nil {
 		t.Fatal(err)
 	}
-	crt, key, err := ca.Leaf("serving", "server", []string{"group"}, []string{"localhost", "127.0.0.1"})
+	return ca
+}
+
+func leaf(t *testing.T, ca *CA, l Leaf) (cert *x509.Certificate, made bool) {
+	t.Helper()
+	crt, key, made, err := ca.Leaf(l)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -21,30 +28,75 @@ func TestALeafIsItsCAs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return pair.Leaf, made
+}
+
+func TestALeafIsItsCAsAndGoodForItsUseAlone(t *testing.T) {
+	ca := open(t, t.TempDir())
+	cert, _ := leaf(t, ca, Leaf{Name: "serving", CommonName: "server", SANs: []string{"localhost", "127.0.0.1"}, Usage: Server})
 	pem, _ := os.ReadFile(ca.CertFile())
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(pem)
 	for _, host := range []string{"localhost", "127.0.0.1"} {
-		if _, err := pair.Leaf.Verify(x509.VerifyOptions{Roots: pool, DNSName: host}); err != nil {
+		if _, err := cert.Verify(x509.VerifyOptions{Roots: pool, DNSName: host}); err != nil {
 			t.Errorf("%s: %v", host, err)
 		}
 	}
-	// What exists is kept; a name that it lacks makes a new one.
-	again, err := OpenCA(dir, "ca", "test")
-	if err != nil {
-		t.Fatal(err)
+	if _, err := cert.Verify(x509.VerifyOptions{Roots: pool, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err == nil {
+		t.Error("a server's certificate is good as a client's")
 	}
-	before, _ := os.ReadFile(crt)
-	if _, _, err := again.Leaf("serving", "server", nil, []string{"localhost"}); err != nil {
-		t.Fatal(err)
+	if life := time.Until(cert.NotAfter); life > leafLife {
+		t.Errorf("it lives for %v", life)
 	}
-	if after, _ := os.ReadFile(crt); string(after) != string(before) {
-		t.Error("a certificate that covers the names was made anew")
+}
+
+// What says the same and is young is kept; anything else makes a new one.
+func TestALeafIsMadeAnewWhenItShouldBe(t *testing.T) {
+	dir := t.TempDir()
+	ca := open(t, dir)
+	l := Leaf{Name: "leaf", CommonName: "who", Organizations: []string{"group"}, SANs: []string{"localhost"}, Usage: Client | Server}
+	if _, made := leaf(t, ca, l); !made {
+		t.Fatal("the first was not made")
 	}
-	if _, _, err := again.Leaf("serving", "server", nil, []string{"other.example"}); err != nil {
-		t.Fatal(err)
+	if _, made := leaf(t, open(t, dir), l); made {
+		t.Error("one that says the same was made anew")
 	}
-	if after, _ := os.ReadFile(crt); string(after) == string(before) {
-		t.Error("a certificate that lacks a name was kept")
+	for what, change := range map[string]func(*Leaf){
+		"a name":        func(l *Leaf) { l.SANs = []string{"localhost", "other.example"} },
+		"fewer names":   func(l *Leaf) { l.SANs = nil },
+		"another group": func(l *Leaf) { l.Organizations = []string{"other"} },
+		"another user":  func(l *Leaf) { l.CommonName = "other" },
+		"another usage": func(l *Leaf) { l.Usage = Client },
+	} {
+		changed := l
+		change(&changed)
+		if _, made := leaf(t, ca, changed); !made {
+			t.Errorf("%s: the old one was kept", what)
+		}
+		leaf(t, ca, l)
+	}
+	// One that has lived for most of its time, and one of another CA.
+	for what, make := range map[string]func(*CA) error{
+		"an old one": func(ca *CA) error {
+			t := template(l.CommonName, l.Organizations, leafLife)
+			t.NotBefore, t.NotAfter = time.Now().Add(-leafLife*2/3), time.Now().Add(leafLife/3)
+			t.DNSNames, t.ExtKeyUsage = l.SANs, l.Usage.extended()
+			return write(filepath.Join(dir, "leaf.crt"), filepath.Join(dir, "leaf.key"), t, ca.cert, ca.key, ca.key)
+		},
+		"another CA's": func(*CA) error {
+			other := open(t, t.TempDir())
+			crt, _, _, err := other.Leaf(l)
+			if err != nil {
+				return err
+			}
+			return os.Rename(crt, filepath.Join(dir, "leaf.crt"))
+		},
+	} {
+		if err := make(ca); err != nil {
+			t.Fatal(err)
+		}
+		if _, made := leaf(t, ca, l); !made {
+			t.Errorf("%s was kept", what)
+		}
 	}
 }

@@ -45,51 +45,121 @@ func (t *TLS) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&t.CAFile, "rpc-ca-file", t.CAFile, "The CA that signs every service's inner certificate. Not the cluster's client CA.")
 }
 
-// Config loads the files. The certificate is read again whenever it has changed on disk.
-func (t TLS) Config() (*tls.Config, error) {
+// files are what a TLS names, read again whenever they have changed on disk.
+type files struct {
+	own         *reread[*tls.Certificate]
+	authorities *reread[*x509.CertPool]
+}
+
+func (t TLS) files() (*files, error) {
 	for flag, v := range map[string]string{"rpc-cert-file": t.CertFile, "rpc-key-file": t.KeyFile, "rpc-ca-file": t.CAFile} {
 		if v == "" {
 			return nil, fmt.Errorf("--%s is required: services speak mutual TLS to each other", flag)
 		}
 	}
-	pem, err := os.ReadFile(t.CAFile)
+	f := &files{
+		own: &reread[*tls.Certificate]{file: t.CertFile, load: func() (*tls.Certificate, error) {
+			c, err := tls.LoadX509KeyPair(t.CertFile, t.KeyFile)
+			if err != nil {
+				return nil, fmt.Errorf("--rpc-cert-file %q with --rpc-key-file %q: %w", t.CertFile, t.KeyFile, err)
+			}
+			return &c, nil
+		}},
+		authorities: &reread[*x509.CertPool]{file: t.CAFile, load: func() (*x509.CertPool, error) {
+			pem, err := os.ReadFile(t.CAFile)
+			if err != nil {
+				return nil, fmt.Errorf("--rpc-ca-file: %w", err)
+			}
+			pool := x509.NewCertPool()
+			if !pool.AppendCertsFromPEM(pem) {
+				return nil, fmt.Errorf("--rpc-ca-file %q holds no PEM certificate", t.CAFile)
+			}
+			return pool, nil
+		}},
+	}
+	if _, err := f.own.get(); err != nil {
+		return nil, err
+	}
+	_, err := f.authorities.get()
+	return f, err
+}
+
+// ServerConfig is for a server: its clients have certificates of the inner CA. The files, the CA's among them, are read again whenever
+// they have changed on disk.
+func (t TLS) ServerConfig() (*tls.Config, error) {
+	f, err := t.files()
 	if err != nil {
-		return nil, fmt.Errorf("--rpc-ca-file: %w", err)
+		return nil, err
 	}
-	pool := x509.NewCertPool()
-	if !pool.AppendCertsFromPEM(pem) {
-		return nil, fmt.Errorf("--rpc-ca-file %q holds no PEM certificate", t.CAFile)
-	}
-	if _, err := tls.LoadX509KeyPair(t.CertFile, t.KeyFile); err != nil {
-		return nil, fmt.Errorf("--rpc-cert-file %q with --rpc-key-file %q: %w", t.CertFile, t.KeyFile, err)
-	}
-	load := t.loader()
 	return &tls.Config{
-		MinVersion: tls.VersionTLS13, RootCAs: pool, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert,
-		GetCertificate:       func(*tls.ClientHelloInfo) (*tls.Certificate, error) { return load() },
-		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return load() },
+		MinVersion:     tls.VersionTLS13,
+		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) { return f.own.get() },
+		ClientAuth:     tls.RequireAnyClientCert, // and verified by the authorities of the day
+		VerifyConnection: func(state tls.ConnectionState) error {
+			return f.verify(state, "", x509.ExtKeyUsageClientAuth)
+		},
 	}, nil
 }
 
-func (t TLS) loader() func() (*tls.Certificate, error) {
-	var mu sync.Mutex
-	var at time.Time
-	var cert *tls.Certificate
-	return func() (*tls.Certificate, error) {
-		mu.Lock()
-		defer mu.Unlock()
-		info, err := os.Stat(t.CertFile)
-		if err == nil && (cert == nil || info.ModTime().After(at)) {
-			var c tls.Certificate
-			if c, err = tls.LoadX509KeyPair(t.CertFile, t.KeyFile); err == nil {
-				cert, at = &c, info.ModTime()
-			}
-		}
-		if cert == nil {
-			return nil, err
-		}
-		return cert, nil
+// ClientConfig is for a client of the server with a name. The files are read again as a server's are.
+func (t TLS) ClientConfig(server string) (*tls.Config, error) {
+	f, err := t.files()
+	if err != nil {
+		return nil, err
 	}
+	return &tls.Config{
+		MinVersion:           tls.VersionTLS13,
+		ServerName:           server,
+		GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return f.own.get() },
+		InsecureSkipVerify:   true, // it is verified below, by the authorities of the day
+		VerifyConnection: func(state tls.ConnectionState) error {
+			return f.verify(state, server, x509.ExtKeyUsageServerAuth)
+		},
+	}, nil
+}
+
+// verify is what crypto/tls does for a fixed set of authorities. It is called for resumed connections too.
+func (f *files) verify(state tls.ConnectionState, name string, usage x509.ExtKeyUsage) error {
+	authorities, err := f.authorities.get()
+	if err != nil {
+		return err
+	}
+	if len(state.PeerCertificates) == 0 {
+		return errors.New("tls: the peer shows no certificate")
+	}
+	between := x509.NewCertPool()
+	for _, c := range state.PeerCertificates[1:] {
+		between.AddCert(c)
+	}
+	_, err = state.PeerCertificates[0].Verify(x509.VerifyOptions{Roots: authorities, Intermediates: between, DNSName: name, KeyUsages: []x509.ExtKeyUsage{usage}})
+	return err
+}
+
+// reread is what a file holds, read again whenever it has changed. While it cannot be read, what it held before is good.
+type reread[T any] struct {
+	file string
+	load func() (T, error)
+
+	mu    sync.Mutex
+	at    time.Time
+	known bool
+	value T
+}
+
+func (r *reread[T]) get() (T, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	info, err := os.Stat(r.file)
+	if err == nil && (!r.known || !info.ModTime().Equal(r.at)) {
+		var v T
+		if v, err = r.load(); err == nil {
+			r.value, r.at, r.known = v, info.ModTime(), true
+		}
+	}
+	if r.known {
+		return r.value, nil
+	}
+	return r.value, err
 }
 
 var handled = prometheus.NewHistogramVec(prometheus.HistogramOpts{
@@ -106,10 +176,10 @@ type Server struct {
 	health *health.Server
 }
 
-// NewServer returns a server that accepts only the named clients (the common names of their certificates), reports
-// health, traces, counts, turns panics into errors and API errors into statuses.
-func NewServer(id TLS, clients ...string) (*Server, error) {
-	conf, err := id.Config()
+// NewServer returns a server whose methods may be called by whom Callers names alone, which reports health, traces, counts, turns
+// panics into errors and API errors into statuses.
+func NewServer(id TLS) (*Server, error) {
+	conf, err := id.ServerConfig()
 	if err != nil {
 		return nil, err
 	}
@@ -124,7 +194,7 @@ func NewServer(id TLS, clients ...string) (*Server, error) {
 		grpc.UnaryInterceptor(func(ctx context.Context, req any, info *grpc.UnaryServerInfo, h grpc.UnaryHandler) (resp any, err error) {
 			defer observe(info.FullMethod, time.Now(), &err)
 			defer recovered(info.FullMethod, &err)
-			if err := allowed(ctx, info.FullMethod, clients); err != nil {
+			if err := allowed(ctx, info.FullMethod); err != nil {
 				return nil, err
 			}
 			resp, err = h(ctx, req)
@@ -133,7 +203,7 @@ func NewServer(id TLS, clients ...string) (*Server, error) {
 		grpc.StreamInterceptor(func(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, h grpc.StreamHandler) (err error) {
 			defer observe(info.FullMethod, time.Now(), &err)
 			defer recovered(info.FullMethod, &err)
-			if err := allowed(ss.Context(), info.FullMethod, clients); err != nil {
+			if err := allowed(ss.Context(), info.FullMethod); err != nil {
 				return err
 			}
 			return ToStatus(h(srv, ss))
@@ -148,7 +218,8 @@ func observe(method string, since time.Time, err *error) {
 	handled.WithLabelValues(method, status.Code(*err).String()).Observe(time.Since(since).Seconds())
 }
 
-func allowed(ctx context.Context, method string, clients []string) error {
+// allowed says whether the caller, by its certificate, may call the method. Health is anybody's who has a certificate at all.
+func allowed(ctx context.Context, method string) error {
 	if strings.HasPrefix(method, "/grpc.health.") {
 		return nil
 	}
@@ -160,7 +231,7 @@ func allowed(ctx context.Context, method string, clients []string) error {
 	if !ok || len(info.State.PeerCertificates) == 0 {
 		return status.Error(codes.Unauthenticated, "no client certificate")
 	}
-	if name := info.State.PeerCertificates[0].Subject.CommonName; !slices.Contains(clients, name) {
+	if name := info.State.PeerCertificates[0].Subject.CommonName; !slices.Contains(Callers[method], name) {
 		return status.Errorf(codes.PermissionDenied, "service %q may not call %s", name, method)
 	}
 	return nil
@@ -221,11 +292,10 @@ func Dial(id TLS, addresses []string, serverName string, p Policy) (*grpc.Client
 	if len(addresses) == 0 {
 		return nil, errors.New("no address for service " + serverName)
 	}
-	conf, err := id.Config()
+	conf, err := id.ClientConfig(serverName)
 	if err != nil {
 		return nil, err
 	}
-	conf.ServerName = serverName
 	r := manual.NewBuilderWithScheme("replicas")
 	var endpoints []resolver.Address
 	for _, a := range addresses {

@@ -18,7 +18,7 @@ import (
 )
 
 type fake struct {
-	registryv1.UnimplementedRegistryServer
+	registryv1.UnimplementedObjectsServer
 	get   func(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error)
 	write func(grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error
 }
@@ -31,10 +31,10 @@ func (f *fake) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1
 	return f.write(s)
 }
 
-func clientOf(f *fake) registryv1.RegistryClient {
+func clientOf(f *fake) registryv1.ObjectsClient {
 	p := NewInProcess()
-	registryv1.RegisterRegistryServer(p, f)
-	return registryv1.NewRegistryClient(p)
+	registryv1.RegisterObjectsServer(p, f)
+	return registryv1.NewObjectsClient(p)
 }
 
 func TestInProcessCallsShareMessages(t *testing.T) {

@@ -9,6 +9,8 @@ import (
 	"encoding/json"
 	"errors"
 	"net/http"
+	"strings"
+	"unicode/utf8"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -25,7 +27,10 @@ func ToStatus(err error) error {
 	}
 	var api apierrors.APIStatus
 	if !errors.As(err, &api) {
-		if _, ok := status.FromError(err); ok {
+		if st, ok := status.FromError(err); ok {
+			if !utf8.ValidString(st.Message()) {
+				return status.Error(st.Code(), strings.ToValidUTF8(st.Message(), "\ufffd"))
+			}
 			return err
 		}
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
@@ -34,7 +39,7 @@ func ToStatus(err error) error {
 		api = Plain(err)
 	}
 	s := api.Status()
-	st := status.New(codeOf(s.Code), s.Message)
+	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message, "\ufffd")) // the detail has it in JSON; gRPC's own field is checked
 	detail := StatusProto(&s)
 	var warned *WarnedError
 	if errors.As(err, &warned) {

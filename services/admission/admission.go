@@ -10,17 +10,18 @@ import (
 	"net/http"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"go.opentelemetry.io/otel/trace/noop"
 	"google.golang.org/grpc"
-	authorizationv1 "k8s.io/api/authorization/v1"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/admission"
-	"k8s.io/apiserver/pkg/authorization/authorizer"
 	genericapiserver "k8s.io/apiserver/pkg/server"
 	"k8s.io/apiserver/pkg/util/compatibility"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
@@ -28,8 +29,8 @@ import (
 	webhookutil "k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
 	aggregatorapiserver "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"k8s.io/kubernetes/pkg/controlplane"
@@ -47,6 +48,7 @@ type Config struct {
 	Options           *kubeoptions.AdmissionOptions
 	Kubeconfig        string
 	AggregatorRouting bool
+	Freshness         apiclient.Freshness
 }
 
 // NewConfig returns the defaults.
@@ -56,6 +58,7 @@ func NewConfig() *Config { return &Config{Options: kubeoptions.NewAdmissionOptio
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
+	c.Freshness.AddFlags(fs)
 	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false, "Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for what plugins must know of the cluster.")
 }
@@ -64,7 +67,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 type Service struct {
 	admissionv1.UnimplementedAdmissionServer
 	chain     admission.Interface
+	cluster   *apiclient.Cluster
 	informers informers.SharedInformerFactory
+	mapper    *mapper
 	resolver  webhookutil.ServiceResolver
 	customs   *customs
 	synced    atomic.Bool
@@ -80,20 +85,21 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	rc := apiclient.Protobuf(plain)
-	client, err := kubernetes.NewForConfig(rc)
-	if err != nil {
-		return nil, err
-	}
 	dyn, err := dynamic.NewForConfig(plain)
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{informers: apiclient.Informers(client)}
+	s := &Service{}
+	if s.cluster, err = apiclient.NewCluster(plain, c.Freshness); err != nil {
+		return nil, err
+	}
+	client := s.cluster.Client
+	s.informers, s.mapper = s.cluster.Informers, newMapper(client.Discovery())
+	s.follow()
 	if s.resolver, err = s.serviceResolver(c.AggregatorRouting); err != nil {
 		return nil, err
 	}
-	initializers, err := s.initializers(rc)
+	initializers, err := s.initializers(apiclient.Protobuf(plain))
 	if err != nil {
 		return nil, err
 	}
@@ -102,15 +108,35 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	gc.Authorization.Authorizer = remoteAuthorizer{client}
 	version := compatibility.DefaultBuildEffectiveVersion()
 	gc.EffectiveVersion = version
-	if err := c.Options.ApplyTo(gc, s.informers, client, dyn, utilfeature.DefaultFeatureGate, version, initializers...); err != nil {
+	if err := c.Options.ApplyTo(gc, s.informers, client, dyn, utilfeature.DefaultFeatureGate, version, append(initializers, s.mapper)...); err != nil {
 		return nil, err
 	}
 	s.chain = gc.AdmissionControl
-	if s.customs, err = newCustoms(plain, s.resolver); err != nil {
+	if s.customs, err = newCustoms(plain, s.resolver, s.mapper.touch); err != nil {
 		return nil, err
 	}
 	s.interests = newInterests(s.informers, len(c.Options.GenericAdmission.EnablePlugins) > 0 || len(c.Options.PluginNames) > 0)
 	return s, nil
+}
+
+// follow names what the chain decides by, and whose age therefore counts: webhooks, policies, and what the default plugins hold a namespace
+// to. What else plugins look up (pods, classes) they refuse without, or only warn by.
+func (s *Service) follow() {
+	core, registration := s.informers.Core().V1(), s.informers.Admissionregistration().V1()
+	for path, i := range map[string]cache.SharedIndexInformer{
+		"/api/v1/namespaces":      core.Namespaces().Informer(),
+		"/api/v1/resourcequotas":  core.ResourceQuotas().Informer(),
+		"/api/v1/limitranges":     core.LimitRanges().Informer(),
+		"/api/v1/serviceaccounts": core.ServiceAccounts().Informer(),
+		"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations":     registration.MutatingWebhookConfigurations().Informer(),
+		"/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations":   registration.ValidatingWebhookConfigurations().Informer(),
+		"/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies":       registration.ValidatingAdmissionPolicies().Informer(),
+		"/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings": registration.ValidatingAdmissionPolicyBindings().Informer(),
+		"/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicies":         registration.MutatingAdmissionPolicies().Informer(),
+		"/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicybindings":   registration.MutatingAdmissionPolicyBindings().Informer(),
+	} {
+		s.cluster.Follow(path, "", i)
+	}
 }
 
 // serviceResolver finds the addresses of webhooks.
@@ -132,36 +158,6 @@ func (s *Service) initializers(rc *rest.Config) ([]admission.PluginInitializer, 
 	return append(initializers, kubeadmission.NewPluginInitializer()), nil
 }
 
-// remoteAuthorizer asks the gateway, as any client may: services do not call each other.
-type remoteAuthorizer struct{ client kubernetes.Interface }
-
-// Authorize implements authorizer.Authorizer.
-func (r remoteAuthorizer) Authorize(ctx context.Context, a authorizer.Attributes) (authorizer.Decision, string, error) {
-	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: a.GetUser().GetName(), UID: a.GetUser().GetUID(), Groups: a.GetUser().GetGroups()}}
-	for k, v := range a.GetUser().GetExtra() {
-		if review.Spec.Extra == nil {
-			review.Spec.Extra = map[string]authorizationv1.ExtraValue{}
-		}
-		review.Spec.Extra[k] = v
-	}
-	if a.IsResourceRequest() {
-		review.Spec.ResourceAttributes = &authorizationv1.ResourceAttributes{Namespace: a.GetNamespace(), Verb: a.GetVerb(), Group: a.GetAPIGroup(),
-			Version: a.GetAPIVersion(), Resource: a.GetResource(), Subresource: a.GetSubresource(), Name: a.GetName()}
-	} else {
-		review.Spec.NonResourceAttributes = &authorizationv1.NonResourceAttributes{Path: a.GetPath(), Verb: a.GetVerb()}
-	}
-	got, err := r.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
-	switch {
-	case err != nil:
-		return authorizer.DecisionDeny, "", err
-	case got.Status.Allowed:
-		return authorizer.DecisionAllow, got.Status.Reason, nil
-	case got.Status.Denied:
-		return authorizer.DecisionDeny, got.Status.Reason, nil
-	}
-	return authorizer.DecisionNoOpinion, got.Status.Reason, nil
-}
-
 // Register offers the service on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) { admissionv1.RegisterAdmissionServer(g, s) }
 
@@ -171,41 +167,57 @@ func (s *Service) Collectors() []prometheus.Collector { return nil }
 // Ready is nil from the beginning: a plugin that has not read what it needs refuses by itself.
 func (s *Service) Ready(context.Context) error { return nil }
 
-// Synced says why the chain cannot be asked yet, or nil.
+// Synced says why the chain cannot be asked, or nil.
 func (s *Service) Synced(context.Context) error {
 	if !s.synced.Load() {
 		return errors.New("plugins have not read the cluster yet")
 	}
-	return nil
+	return s.cluster.Err()
 }
 
 // Run keeps the plugins' view of the cluster fresh until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
-	s.informers.Start(ctx.Done())
 	s.customs.informers.Start(ctx.Done())
 	var wg sync.WaitGroup
 	wg.Go(func() { s.interests.run(ctx) })
-	s.informers.WaitForCacheSync(ctx.Done())
-	s.customs.informers.WaitForCacheSync(ctx.Done())
-	s.synced.Store(ctx.Err() == nil)
-	<-ctx.Done()
-	s.informers.Shutdown()
+	wg.Go(func() { s.mapper.run(ctx) })
+	wg.Go(func() {
+		s.informers.WaitForCacheSync(ctx.Done())
+		s.customs.informers.WaitForCacheSync(ctx.Done())
+		s.synced.Store(ctx.Err() == nil)
+	})
+	err := s.cluster.Run(ctx)
 	s.customs.informers.Shutdown()
 	wg.Wait()
-	return nil
+	return err
 }
 
-// Interests implements admissionv1.AdmissionServer.
+// interestsCheck is how often a stream of interests looks whether what it told is still known to be so.
+const interestsCheck = time.Second
+
+// Interests implements admissionv1.AdmissionServer. It ends where what it told may be too old: then everything is asked, and refused here.
 func (s *Service) Interests(_ *admissionv1.InterestsRequest, stream grpc.ServerStreamingServer[admissionv1.InterestSet]) error {
+	check := time.NewTicker(interestsCheck)
+	defer check.Stop()
 	for {
 		set, changed := s.interests.get()
+		if err := s.Synced(stream.Context()); err != nil {
+			return status.Error(codes.Unavailable, err.Error())
+		}
 		if err := stream.Send(set); err != nil {
 			return err
 		}
-		select {
-		case <-changed:
-		case <-stream.Context().Done():
-			return stream.Context().Err()
+		for waiting := true; waiting; {
+			select {
+			case <-changed:
+				waiting = false
+			case <-check.C:
+				if err := s.Synced(stream.Context()); err != nil {
+					return status.Error(codes.Unavailable, err.Error())
+				}
+			case <-stream.Context().Done():
+				return stream.Context().Err()
+			}
 		}
 	}
 }

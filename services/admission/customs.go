@@ -41,7 +41,8 @@ type custom struct {
 	equivalents runtime.EquivalentResourceMapper
 }
 
-func newCustoms(config *rest.Config, services webhookutil.ServiceResolver) (*customs, error) {
+// newCustoms reads definitions with config; changed is called when any has changed.
+func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, changed func()) (*customs, error) {
 	client, err := extensionsclient.NewForConfig(config)
 	if err != nil {
 		return nil, err
@@ -49,7 +50,8 @@ func newCustoms(config *rest.Config, services webhookutil.ServiceResolver) (*cus
 	c := &customs{client: client, informers: extensions.NewSharedInformerFactory(client, 10*time.Minute), known: map[string]*custom{}}
 	crds := c.informers.Apiextensions().V1().CustomResourceDefinitions()
 	c.lister = crds.Lister()
-	_, err = crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{DeleteFunc: func(obj any) {
+	_, err = crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: func(any) { changed() }, UpdateFunc: func(any, any) { changed() }, DeleteFunc: func(obj any) {
+		changed()
 		if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
 			obj = gone.Obj
 		}

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/textproto"
 	"net/url"
+	"slices"
 	"strings"
 	"time"
 
@@ -20,14 +21,18 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	apiserverconfig "k8s.io/apiserver/pkg/apis/apiserver"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
-	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
+	apiserverserviceaccount "k8s.io/apiserver/pkg/authentication/serviceaccount"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
+	coreinformers "k8s.io/client-go/informers/core/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/util/keyutil"
+	bootstrapapi "k8s.io/cluster-bootstrap/token/api"
 	serviceaccountcontroller "k8s.io/kubernetes/pkg/controller/serviceaccount"
 	kubeauthenticator "k8s.io/kubernetes/pkg/kubeapiserver/authenticator"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
@@ -45,7 +50,8 @@ type Config struct {
 	Options    *kubeoptions.BuiltInAuthenticationOptions
 	Kubeconfig string
 	// CacheTTL is how long callers may keep an answer. A token or certificate that is revoked works on for that long.
-	CacheTTL time.Duration
+	CacheTTL  time.Duration
+	Freshness apiclient.Freshness
 }
 
 // NewConfig returns the defaults.
@@ -57,6 +63,7 @@ func NewConfig() *Config {
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, true)
 	c.Options.AddFlags(fs)
+	c.Freshness.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for what token authentication must look up.")
 	fs.DurationVar(&c.CacheTTL, "authentication-cache-ttl", 10*time.Second, "How long a gateway may reuse an answer for the same credentials.")
 }
@@ -67,7 +74,9 @@ type Service struct {
 	config    *Config
 	auth      authenticator.Request
 	audiences authenticator.Audiences
-	informers informers.SharedInformerFactory
+	cluster   *apiclient.Cluster
+	filtered  []cache.SharedIndexInformer
+	reloader  *reloader
 	runners   []dynamiccertificates.ControllerRunner
 	metadata  serviceaccount.OpenIDMetadataProvider
 }
@@ -94,11 +103,20 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if ac.RequestHeaderConfig != nil && ac.RequestHeaderConfig.CAContentProvider != nil {
 		s.run(ac.RequestHeaderConfig.CAContentProvider)
 	}
-	if s.auth, _, _, _, err = ac.New(ctx); err != nil {
+	ac.APIServerID = serverID
+	var update func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
+	if s.auth, update, _, _, err = ac.New(ctx); err != nil {
 		return nil, fmt.Errorf("authenticators: %w", err)
 	}
+	s.reloader = newReloader(c.Options.AuthenticationConfigFile, &ac, update)
 	return s, s.issuer()
 }
+
+// tokenSecrets and bootstrapSecrets select the secrets that tokens are looked up in; no other secret of the cluster comes here.
+const (
+	tokenSecrets     = "type=" + string(corev1.SecretTypeServiceAccountToken)
+	bootstrapSecrets = "type=" + string(bootstrapapi.SecretTypeBootstrapToken)
+)
 
 // lookups gives token authentication its view of the cluster.
 func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
@@ -106,21 +124,34 @@ func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
 	if err != nil {
 		return err
 	}
-	client, err := kubernetes.NewForConfig(apiclient.Protobuf(rc))
-	if err != nil {
+	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness); err != nil {
 		return err
 	}
-	s.informers = apiclient.Informers(client)
-	core := s.informers.Core().V1()
+	client := s.cluster.Client
+	accounts := s.cluster.Informers.Core().V1().ServiceAccounts()
+	s.cluster.Follow("/api/v1/serviceaccounts", "", accounts.Informer())
 	// Pods and nodes are asked for when a token is bound to one: an informer would hold every pod of the cluster.
 	none := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
-	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client, core.Secrets().Lister(), core.ServiceAccounts().Lister(),
+	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client, s.secrets("", tokenSecrets), accounts.Lister(),
 		corelisters.NewPodLister(none()), corelisters.NewNodeLister(none()))
 	ac.SecretsWriter = client.CoreV1()
 	if ac.BootstrapToken {
-		ac.BootstrapTokenAuthenticator = bootstrap.NewTokenAuthenticator(core.Secrets().Lister().Secrets("kube-system"))
+		ac.BootstrapTokenAuthenticator = bootstrap.NewTokenAuthenticator(s.secrets(metav1.NamespaceSystem, bootstrapSecrets).Secrets(metav1.NamespaceSystem))
 	}
 	return nil
+}
+
+// secrets follows the secrets of a namespace, or of all, that a field selector selects.
+func (s *Service) secrets(namespace, selector string) corelisters.SecretLister {
+	i := coreinformers.NewFilteredSecretInformer(s.cluster.Client, namespace, 0, cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc},
+		func(o *metav1.ListOptions) { o.FieldSelector = selector })
+	path := "/api/v1/secrets"
+	if namespace != "" {
+		path = "/api/v1/namespaces/" + namespace + "/secrets"
+	}
+	s.cluster.Follow(path, "fieldSelector="+url.QueryEscape(selector), i)
+	s.filtered = append(s.filtered, i)
+	return corelisters.NewSecretLister(i.GetIndexer())
 }
 
 func (s *Service) run(p any) {
@@ -181,10 +212,11 @@ func (s *Service) Run(ctx context.Context) error {
 		}
 		go r.Run(ctx, 1)
 	}
-	s.informers.Start(ctx.Done())
-	<-ctx.Done()
-	s.informers.Shutdown()
-	return nil
+	go s.reloader.run(ctx)
+	for _, i := range s.filtered {
+		go i.Run(ctx.Done())
+	}
+	return s.cluster.Run(ctx)
 }
 
 // Authenticate implements authnv1.AuthnServer.
@@ -219,44 +251,42 @@ func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateReque
 	if !ok {
 		return out, nil
 	}
-	out.User, out.Audiences = identity.UserProto(resp.User), resp.Audiences
-	out.CacheMilliseconds = s.cacheable(r).Milliseconds()
-	for name := range before {
-		if _, still := req.Header[name]; !still || name == "Authorization" {
-			out.ConsumedHeaders = append(out.ConsumedHeaders, name)
-		}
+	if err := s.trusted(resp.User); err != nil {
+		return nil, err
 	}
-	s.dropFrontProxy(before, out)
+	out.User, out.Audiences = identity.UserProto(resp.User), resp.Audiences
+	if resp.User.GetName() != user.Anonymous && !slices.Contains(resp.User.GetGroups(), user.AllUnauthenticated) {
+		var certificates []*certificate
+		if req.TLS != nil {
+			certificates = req.TLS.PeerCertificates
+		}
+		out.CacheMilliseconds = s.cacheable(r, certificates).Milliseconds()
+	}
+	s.withoutCredentials(req.Header)
+	out.ReplacedHeaders = replaced(before, req.Header)
 	return out, nil
 }
 
-// dropFrontProxy takes a front proxy's headers out of every authenticated request: only the proxy may send them.
-func (s *Service) dropFrontProxy(h http.Header, out *authnv1.AuthenticateResponse) {
-	o := s.config.Options.RequestHeader
-	if o == nil {
-		return
+type certificate = x509.Certificate
+
+// trusted refuses a user whom only a look into the cluster could vouch for, where what is known of the cluster is too old: a token may
+// have been revoked. Certificates, static tokens and other issuers' do not depend on it, and the services of the system come with
+// certificates.
+func (s *Service) trusted(u user.Info) error {
+	if !strings.HasPrefix(u.GetName(), apiserverserviceaccount.ServiceAccountUsernamePrefix) && !strings.HasPrefix(u.GetName(), bootstrapapi.BootstrapUserPrefix) {
+		return nil
 	}
-	left := h.Clone()
-	headerrequest.ClearAuthenticationHeaders(left, headerrequest.StaticStringSlice(o.UsernameHeaders), headerrequest.StaticStringSlice(o.UIDHeaders),
-		headerrequest.StaticStringSlice(o.GroupHeaders), headerrequest.StaticStringSlice(o.ExtraHeaderPrefixes))
-	for name := range h {
-		if _, ok := left[name]; !ok {
-			out.ConsumedHeaders = append(out.ConsumedHeaders, name)
-		}
+	if err := s.cluster.Err(); err != nil {
+		return status.Error(codes.Unavailable, err.Error())
 	}
+	return nil
 }
 
-// cacheable is how long an answer may be kept. Bound service account tokens end with what they are bound to, so those
-// are kept for a second only.
-func (s *Service) cacheable(r *authnv1.AuthenticateRequest) time.Duration {
-	if v := r.Headers["Authorization"]; v != nil && len(v.Values) > 0 && strings.HasPrefix(v.Values[0], "Bearer ey") {
-		return min(s.config.CacheTTL, time.Second)
-	}
-	return s.config.CacheTTL
-}
-
-// ReviewToken implements authnv1.AuthnServer.
+// ReviewToken implements authnv1.AuthnServer. An empty token is nobody's; the answer says whether others could be looked up.
 func (s *Service) ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+	if err := s.cluster.Err(); r.Token == "" && err != nil {
+		return nil, status.Error(codes.Unavailable, err.Error())
+	}
 	req := (&http.Request{URL: &url.URL{}, Header: http.Header{"Authorization": {"Bearer " + r.Token}}}).WithContext(ctx)
 	audiences := s.audiences
 	if len(r.Audiences) > 0 {
@@ -271,6 +301,9 @@ func (s *Service) ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest
 		out.Error = err.Error()
 	}
 	if ok {
+		if err := s.trusted(resp.User); err != nil {
+			return nil, err
+		}
 		out.User, out.Audiences = identity.UserProto(resp.User), resp.Audiences
 	}
 	return out, nil

@@ -4,11 +4,10 @@ package authz
 
 import (
 	"context"
-	"crypto/rand"
 	"errors"
 	"fmt"
-	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -16,12 +15,9 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
-	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
@@ -35,6 +31,7 @@ import (
 type Config struct {
 	Options    *kubeoptions.BuiltInAuthorizationOptions
 	Kubeconfig string
+	Freshness  apiclient.Freshness
 }
 
 // NewConfig returns the defaults: Node and RBAC.
@@ -48,23 +45,18 @@ func NewConfig() *Config {
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, true)
 	c.Options.AddFlags(fs)
+	c.Freshness.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for the policies.")
 }
 
 // Service is a running authz.
 type Service struct {
 	authzv1.UnimplementedAuthzServer
-	authorizer authorizer.Authorizer
-	privileged authorizer.Authorizer
-	rules      authorizer.RuleResolver
-	informers  informers.SharedInformerFactory
-	synced     atomic.Bool
-
-	// generation counts the changes of policy that this replica has seen.
-	replica    string
-	mu         sync.Mutex
-	generation uint64
-	moved      chan struct{}
+	chain       *chain
+	privileged  authorizer.Authorizer
+	cluster     *apiclient.Cluster
+	generations *generations
+	synced      atomic.Bool
 }
 
 // New builds the authorizers.
@@ -76,53 +68,38 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	client, err := kubernetes.NewForConfig(apiclient.Protobuf(rc))
+	s := &Service{generations: newGenerations(), privileged: authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)}
+	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness, references); err != nil {
+		return nil, err
+	}
+	ac, err := c.Options.ToAuthorizationConfig(s.cluster.Informers)
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{informers: apiclient.Informers(client, references), moved: make(chan struct{}), generation: 1, replica: rand.Text(),
-		privileged: authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)}
-	ac, err := c.Options.ToAuthorizationConfig(s.informers)
-	if err != nil {
-		return nil, err
-	}
-	if s.authorizer, s.rules, err = ac.New(ctx, "watershed"); err != nil {
+	if s.chain, err = newChain(ctx, ac, func() { s.generations.change("", true) }); err != nil {
 		return nil, fmt.Errorf("--authorization-mode: %w", err)
 	}
-	rbac := s.informers.Rbac().V1()
-	for _, i := range []cache.SharedIndexInformer{rbac.Roles().Informer(), rbac.RoleBindings().Informer(), rbac.ClusterRoles().Informer(), rbac.ClusterRoleBindings().Informer()} {
-		if _, err := i.AddEventHandler(cache.ResourceEventHandlerFuncs{
-			AddFunc: s.changed, DeleteFunc: s.changed, UpdateFunc: func(old, newer any) {
-				if revisionOf(old) != revisionOf(newer) { // a resync changes nothing
-					s.changed(newer)
-				}
-			}}); err != nil {
+	rbac := s.cluster.Informers.Rbac().V1()
+	for resource, i := range map[string]cache.SharedIndexInformer{
+		"roles":               rbac.Roles().Informer(),
+		"rolebindings":        rbac.RoleBindings().Informer(),
+		"clusterroles":        rbac.ClusterRoles().Informer(),
+		"clusterrolebindings": rbac.ClusterRoleBindings().Informer(),
+	} {
+		s.cluster.Follow("/apis/rbac.authorization.k8s.io/v1/"+resource, "", i)
+		if _, err := i.AddEventHandler(s.generations.handler()); err != nil {
 			return nil, err
 		}
 	}
 	return s, nil
 }
 
-func revisionOf(obj any) string {
-	m, err := meta.Accessor(obj)
-	if err != nil {
-		return ""
+// fresh says why the policy may not be decided by, or is nil.
+func (s *Service) fresh() error {
+	if !s.synced.Load() {
+		return errors.New("policies are not read yet")
 	}
-	return m.GetResourceVersion()
-}
-
-func (s *Service) changed(any) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.generation++
-	close(s.moved)
-	s.moved = make(chan struct{})
-}
-
-func (s *Service) current() uint64 {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.generation
+	return s.cluster.Err()
 }
 
 // references leaves of a pod what the node authorizer reads: where it runs and what it refers to. Of its containers that is
@@ -168,44 +145,55 @@ func (s *Service) Collectors() []prometheus.Collector { return nil }
 // else is refused. Synced says when they are.
 func (s *Service) Ready(context.Context) error { return nil }
 
-// Synced says why policies cannot be trusted yet, or nil.
-func (s *Service) Synced(context.Context) error {
-	if !s.synced.Load() {
-		return errors.New("policies are not read yet")
-	}
-	return nil
-}
+// Synced says why policies cannot be trusted, or nil.
+func (s *Service) Synced(context.Context) error { return s.fresh() }
 
 // Run follows the policies until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
-	s.informers.Start(ctx.Done())
-	s.informers.WaitForCacheSync(ctx.Done())
-	s.synced.Store(ctx.Err() == nil)
-	<-ctx.Done()
-	s.informers.Shutdown()
-	return nil
+	go s.chain.follow(ctx)
+	go func() {
+		s.cluster.Informers.WaitForCacheSync(ctx.Done())
+		s.synced.Store(ctx.Err() == nil)
+	}()
+	return s.cluster.Run(ctx)
 }
 
 // Authorize implements authzv1.AuthzServer.
 func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*authzv1.AuthorizeResponse, error) {
-	generation := s.current() // before deciding: a change meanwhile voids the decision
+	generation := s.generations.current() // before deciding: a change meanwhile voids the decision
 	attrs := identity.Attributes(r.Attributes)
+	out := &authzv1.AuthorizeResponse{Replica: s.generations.replica, Generation: generation}
 	if d, reason, _ := s.privileged.Authorize(ctx, attrs); d == authorizer.DecisionAllow {
-		return &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Reason: reason, Generation: generation, Replica: s.replica}, nil
+		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, reason
+		return always(out), nil
 	}
-	synced := s.synced.Load()
-	d, reason, err := s.authorizer.Authorize(ctx, attrs)
-	if !synced && d != authorizer.DecisionAllow { // nobody knows yet: it is refused, but not for good
-		return nil, status.Error(codes.Unavailable, "policies are not read yet")
+	if allowed, known := mayRead(attrs); allowed {
+		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, "a service of the system"
+		return always(out), nil
+	} else if known {
+		out.Reason = "not among the rights of this service of the system"
+		return always(out), nil
 	}
-	out := &authzv1.AuthorizeResponse{Decision: identity.DecisionProto(d), Reason: reason, Replica: s.replica}
+	if err := s.fresh(); err != nil { // nobody knows: it is refused, but not for good
+		return nil, status.Error(codes.Unavailable, err.Error())
+	}
+	d, reason, keep, err := s.chain.decide(ctx, attrs)
+	out.Decision, out.Reason = identity.DecisionProto(d), reason
 	if err != nil {
 		out.EvaluationError = err.Error()
 	}
-	if synced && !isNode(attrs.User) {
-		out.Generation = generation
+	if !keep || isNode(attrs.User) {
+		out.Generation = 0
 	}
 	return out, nil
+}
+
+// alwaysKept is how long a decision may be kept that no policy has a part in.
+const alwaysKept = time.Minute
+
+func always(d *authzv1.AuthorizeResponse) *authzv1.AuthorizeResponse {
+	d.Generation, d.CacheMilliseconds = 0, alwaysKept.Milliseconds()
+	return d
 }
 
 // isNode recognizes nodes: what they may do follows the pods bound to them, which no policy generation tells of.
@@ -220,7 +208,10 @@ func isNode(u user.Info) bool {
 
 // Rules implements authzv1.AuthzServer.
 func (s *Service) Rules(ctx context.Context, r *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
-	resources, others, incomplete, err := s.rules.RulesFor(ctx, identity.User(r.User), r.Namespace)
+	if err := s.fresh(); err != nil {
+		return nil, status.Error(codes.Unavailable, err.Error())
+	}
+	resources, others, incomplete, err := s.chain.RulesFor(ctx, identity.User(r.User), r.Namespace)
 	out := &authzv1.RulesResponse{Incomplete: incomplete}
 	if err != nil {
 		out.EvaluationError = err.Error()
@@ -232,21 +223,4 @@ func (s *Service) Rules(ctx context.Context, r *authzv1.RulesRequest) (*authzv1.
 		out.NonResourceRules = append(out.NonResourceRules, &authzv1.NonResourceRule{Verbs: x.GetVerbs(), NonResourceUrls: x.GetNonResourceURLs()})
 	}
 	return out, nil
-}
-
-// Generations implements authzv1.AuthzServer.
-func (s *Service) Generations(_ *authzv1.GenerationsRequest, stream grpc.ServerStreamingServer[authzv1.Generation]) error {
-	for {
-		s.mu.Lock()
-		g, moved := s.generation, s.moved
-		s.mu.Unlock()
-		if err := stream.Send(&authzv1.Generation{Generation: g, Replica: s.replica}); err != nil {
-			return err
-		}
-		select {
-		case <-moved:
-		case <-stream.Context().Done():
-			return stream.Context().Err()
-		}
-	}
 }

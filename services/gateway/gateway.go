@@ -20,6 +20,7 @@ import (
 	"k8s.io/component-base/metrics/legacyregistry"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/features"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
@@ -63,10 +64,15 @@ type Services struct {
 	Authn     authnv1.AuthnClient
 	Authz     authzv1.AuthzClient
 	Admission admissionv1.AdmissionClient
-	Registry  registryv1.RegistryClient
-	Writes    registryv1.RegistryClient
+	Objects   registryv1.ObjectsClient
+	Writes    registryv1.ObjectsClient
+	Catalog   registryv1.CatalogClient
+	Source    registryv1.SourceClient
 	Watch     watchfanoutv1.WatchClient
 }
+
+// maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded and encoded.
+const maxFallbackLists = 4
 
 // Service is a running gateway.
 type Service struct {
@@ -85,7 +91,8 @@ type Service struct {
 func New(c *Config, s Services) (*Service, error) {
 	metrics.Register()
 	g := &Service{config: c, services: s, server: edge.NewServer(&c.Edge), authz: &edge.Authorizer{Client: s.Authz}, interests: &routing.Interests{Client: s.Admission}}
-	authn := &edge.Authenticator{Client: s.Authn, Headers: c.Edge.FrontProxyHeaders()}
+	names, prefixes := c.Edge.FrontProxyHeaders()
+	authn := edge.NewAuthenticator(s.Authn, names, prefixes)
 	address := fmt.Sprintf("%s:%d", c.AdvertiseAddress, c.Edge.SecurePort)
 	carrier, err := streaming.New(&c.Streaming)
 	if err != nil {
@@ -110,8 +117,8 @@ func New(c *Config, s Services) (*Service, error) {
 			told(latest)
 		}
 	})
-	disco, docs = &discovery.Handler{Address: address, Remotes: g.learner}, &openapi.Handler{Registry: s.Registry, Remotes: g.learner}
-	g.catalog = &routing.Catalog{Registry: s.Registry, Changed: func(v *routing.View) {
+	disco, docs = &discovery.Handler{Address: address, Remotes: g.learner}, &openapi.Handler{Registry: s.Catalog, Remotes: g.learner}
+	g.catalog = &routing.Catalog{Registry: s.Catalog, Changed: func(v *routing.View) {
 		tell.Lock()
 		defer tell.Unlock()
 		if g.remotes.Set(v) {
@@ -119,9 +126,9 @@ func New(c *Config, s Services) (*Service, error) {
 		}
 		told(v)
 	}}
-	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Registry: s.Registry, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Admission: s.Admission,
+	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Objects: s.Objects, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Lists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, Admission: s.Admission,
 		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Stopping}
-	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight)
+	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight, g.own)
 	return g, nil
 }
 
@@ -164,6 +171,16 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 	})
 }
 
+// own says whether a request is for a resource that is served here, and is no connection to somewhere else.
+func (g *Service) own(req *http.Request) bool {
+	info, ok := request.RequestInfoFrom(req.Context())
+	if !ok || !info.IsResourceRequest || edge.LongRunning(req, info) {
+		return false
+	}
+	group, version := groupVersion(req.URL.Path)
+	return group == "" || !g.remotes.Handles(group, version)
+}
+
 // groupVersion is what follows /apis/ in a path that names a version.
 func groupVersion(path string) (group, version string) {
 	rest, ok := strings.CutPrefix(path, "/apis/")
@@ -197,7 +214,11 @@ func (g *Service) checks() []healthz.HealthChecker {
 			return nil
 		}),
 		ask("etcd", func(ctx context.Context) error {
-			_, err := g.services.Registry.Revision(ctx, &registryv1.RevisionRequest{})
+			_, err := g.services.Source.Revision(ctx, &registryv1.RevisionRequest{})
+			return err
+		}),
+		ask("authn", func(ctx context.Context) error {
+			_, err := g.services.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})
 			return err
 		}),
 		ask("authz", func(ctx context.Context) error {
@@ -226,7 +247,9 @@ func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 }
 
 // Collectors are the gateway's own metrics; kube-apiserver's are in the registry that it shares with its libraries.
-func (g *Service) Collectors() []prometheus.Collector { return watch.Metrics() }
+func (g *Service) Collectors() []prometheus.Collector {
+	return append(watch.Metrics(), edge.Metrics()...)
+}
 
 // Ready says why the gateway cannot serve yet, or nil.
 func (g *Service) Ready(ctx context.Context) error {

@@ -87,8 +87,8 @@ func (c *catalogue) get() (*registryv1.CatalogResponse, <-chan struct{}) {
 	return c.current, c.changed
 }
 
-// Catalog sends what is served now and whenever it changes.
-func (s *Service) Catalog(_ *registryv1.CatalogRequest, stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+// Follow sends what is served now and whenever it changes.
+func (s *Service) Follow(_ *registryv1.CatalogRequest, stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
 	var sent *registryv1.CatalogResponse
 	for {
 		c, changed := s.catalogue.get()

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -31,8 +30,10 @@ import (
 	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/serviceaccount"
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/features"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/apis"
@@ -75,7 +76,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 
 // Service is a running registry.
 type Service struct {
-	registryv1.UnimplementedRegistryServer
+	registryv1.UnimplementedObjectsServer
+	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedSourceServer
 	config    *Config
 	store     *storage.Storage
 	set       *apis.Set
@@ -85,7 +88,7 @@ type Service struct {
 	informers informers.SharedInformerFactory
 	client    *kubernetes.Clientset
 	identity  string
-	revisions coalescer
+	revisions coalesce.Group[int64]
 	tail      *tail
 
 	// customs is what definitions define; extensions keeps it up to date.
@@ -94,6 +97,7 @@ type Service struct {
 	remotes    *remotes
 	catalogue  *catalogue
 	ready      atomic.Bool
+	tasks      lifecycle.Supervisor
 }
 
 // New connects and builds everything that is served. id is the registry's identity on the inner network.
@@ -112,7 +116,7 @@ func New(ctx context.Context, c *Config, id rpc.TLS) (*Service, error) {
 	if s.nats, s.js, err = c.Log.Connect("registry", id); err != nil {
 		return nil, err
 	}
-	s.revisions.read = s.readRevision
+	s.revisions.Timeout = readTimeout
 	if err := s.reachable(ctx); err != nil {
 		return nil, err
 	}
@@ -204,7 +208,11 @@ func (s *Service) reachable(ctx context.Context) error {
 }
 
 // Register offers the service on g.
-func (s *Service) Register(g grpc.ServiceRegistrar) { registryv1.RegisterRegistryServer(g, s) }
+func (s *Service) Register(g grpc.ServiceRegistrar) {
+	registryv1.RegisterObjectsServer(g, s)
+	registryv1.RegisterCatalogServer(g, s)
+	registryv1.RegisterSourceServer(g, s)
+}
 
 // Collectors are the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector { return publisher.Metrics() }
@@ -214,7 +222,10 @@ func (s *Service) Ready(ctx context.Context) error {
 	if !s.ready.Load() {
 		return fmt.Errorf("the service allocators are not synced yet")
 	}
-	_, err := s.revisions.get(ctx)
+	if err := s.tasks.Down(); err != nil {
+		return err
+	}
+	_, err := s.currentRevision(ctx)
 	return err
 }
 
@@ -235,24 +246,18 @@ func (s *Service) Run(ctx context.Context) error {
 	if err := l.Prepare(); err != nil {
 		return err
 	}
-	var wg sync.WaitGroup
-	background := func(name string, run func(context.Context) error) {
-		wg.Go(func() {
-			defer rpc.Recover(name)
-			if err := run(ctx); err != nil && ctx.Err() == nil {
-				slog.Error("Ended", "task", name, "error", err)
-			}
-		})
-	}
-	background("publisher", p.Run)
-	background("tail", func(ctx context.Context) error { return eventlog.Read(ctx, s.js, s.tail.take) })
-	background("loops", func(ctx context.Context) error {
+	s.tasks.Go(ctx, "publisher", p.Run)
+	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
+		s.tail.begin()
+		return eventlog.Read(ctx, s.js, s.tail.take)
+	})
+	s.tasks.Go(ctx, "loops", func(ctx context.Context) error {
 		return publisher.Elect(ctx, s.store.Client.Client, loops.ElectionKey, s.identity, l.Run)
 	})
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
 	s.remotes.informers.Start(ctx.Done())
-	background("informers", func(ctx context.Context) error {
+	s.tasks.Go(ctx, "informers", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.extensions.WaitForCacheSync(ctx.Done())
 		s.remotes.informers.WaitForCacheSync(ctx.Done())
@@ -261,8 +266,16 @@ func (s *Service) Run(ctx context.Context) error {
 		return s.catalogue.run(ctx)
 	})
 	<-ctx.Done()
-	wg.Wait()
+	s.tasks.Wait()
 	return nil
+}
+
+// readTimeout bounds one read of etcd's revision; its callers may give up sooner.
+const readTimeout = 5 * time.Second
+
+// currentRevision is etcd's, as of a read that began after it was asked for; all who wait share one.
+func (s *Service) currentRevision(ctx context.Context) (int64, error) {
+	return s.revisions.Get(ctx, "", s.readRevision)
 }
 
 func (s *Service) readRevision(ctx context.Context) (int64, error) {

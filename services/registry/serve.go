@@ -197,7 +197,7 @@ func (g *streamGate) Rules(_ context.Context, r *authzv1.RulesRequest) (*authzv1
 
 // Revision answers etcd's current revision.
 func (s *Service) Revision(ctx context.Context, _ *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
-	r, err := s.revisions.get(ctx)
+	r, err := s.currentRevision(ctx)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}

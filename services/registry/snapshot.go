@@ -17,10 +17,18 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// snapshotPage is how many objects one etcd read and one chunk hold.
-const snapshotPage = 500
+const (
+	// firstPage is how many objects the first read of a snapshot asks etcd for; the next ones ask for as many as make pageBytes of
+	// what those took, at most maxPage. Objects may be of 100 bytes or of 3 MB.
+	firstPage = 20
+	maxPage   = 2000
+	pageBytes = 8 << 20
+	// chunkRows is about how many bytes of rows one message holds: one row at least, whatever it takes.
+	chunkRows = 4 << 20
+)
 
-// Snapshot sends every object of a stored resource, as it was at one revision.
+// Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row that says so:
+// it is the matter of those who ask for it.
 func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	ctx := stream.Context()
 	// The revision comes first: a definition that changes after it was read is told of in the log after this revision.
@@ -32,24 +40,92 @@ func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStre
 	if err != nil {
 		return err
 	}
+	out := &snapshotChunks{stream: stream, revision: revision}
+	err = s.pages(ctx, st, revision, func(kvs []*mvccpb.KeyValue) error {
+		for len(kvs) > 0 {
+			n := batch(kvs, chunkRows, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
+			for _, row := range rowsOf(ctx, st, kvs[:n]) {
+				if err := out.add(row); err != nil {
+					return err
+				}
+			}
+			kvs = kvs[n:]
+		}
+		return nil
+	})
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	return out.flush()
+}
+
+// pages reads a resource from etcd at one revision, in reads of about pageBytes.
+func (s *Service) pages(ctx context.Context, st *storage.Stored, revision int64, each func([]*mvccpb.KeyValue) error) error {
 	key, end := st.Prefix, clientv3.GetPrefixRangeEnd(st.Prefix)
+	limit := int64(firstPage)
 	for {
-		resp, err := s.store.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(snapshotPage), clientv3.WithRev(revision))
-		if err != nil {
-			return rpc.ToStatus(err)
+		resp, err := s.store.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(limit), clientv3.WithRev(revision))
+		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these are larger than those before
+			limit = max(1, limit/4)
+			continue
 		}
-		rows, err := rowsOf(ctx, st, resp.Kvs)
 		if err != nil {
-			return rpc.ToStatus(err)
+			return err
 		}
-		if err := stream.Send(&registryv1.SnapshotChunk{Revision: revision, Rows: rows}); err != nil {
+		bytes := int64(0)
+		for _, kv := range resp.Kvs {
+			bytes += int64(len(kv.Value))
+		}
+		if err := each(resp.Kvs); err != nil {
 			return err
 		}
 		if !resp.More {
 			return nil
 		}
 		key = string(resp.Kvs[len(resp.Kvs)-1].Key) + "\x00"
+		limit = min(maxPage, max(1, pageBytes*int64(len(resp.Kvs))/max(1, bytes)), 4*limit)
 	}
+}
+
+// snapshotChunks gathers rows into messages.
+type snapshotChunks struct {
+	stream   grpc.ServerStreamingServer[registryv1.SnapshotChunk]
+	revision int64
+	rows     []*registryv1.Row
+	bytes    int
+	sent     bool
+}
+
+func (c *snapshotChunks) add(row *registryv1.Row) error {
+	size := len(row.Json) + len(row.Protobuf)
+	if len(c.rows) > 0 && c.bytes+size > chunkRows {
+		if err := c.flush(); err != nil {
+			return err
+		}
+	}
+	c.rows, c.bytes = append(c.rows, row), c.bytes+size
+	return nil
+}
+
+// flush sends what there is; an empty snapshot is a chunk without rows, which tells the revision.
+func (c *snapshotChunks) flush() error {
+	if len(c.rows) == 0 && c.sent {
+		return nil
+	}
+	m := &registryv1.SnapshotChunk{Revision: c.revision, Rows: c.rows}
+	c.rows, c.bytes, c.sent = nil, 0, true
+	return c.stream.Send(m)
+}
+
+// batch is how many of all come together to at most bound, at least one.
+func batch[T any](all []T, bound int, size func(T) int) int {
+	n, bytes := 0, 0
+	for ; n < len(all); n++ {
+		if bytes += size(all[n]); bytes > bound && n > 0 {
+			break
+		}
+	}
+	return n
 }
 
 // stored finds how a resource's objects are read: for a custom resource, by its definition as it is now in etcd.
@@ -68,25 +144,19 @@ func (s *Service) stored(ctx context.Context, name string) (*storage.Stored, err
 }
 
 // rowsOf encodes on every processor.
-func rowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) ([]*registryv1.Row, error) {
+func rowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) []*registryv1.Row {
 	rows := make([]*registryv1.Row, len(kvs))
 	workers := min(runtime.GOMAXPROCS(0), len(kvs))
-	errs := make([]error, workers)
 	var wg sync.WaitGroup
 	for w := range workers {
 		wg.Go(func() {
-			for i := w; i < len(kvs) && errs[w] == nil; i += workers {
-				rows[i], errs[w] = st.Row(ctx, string(kvs[i].Key), kvs[i].Value, kvs[i].ModRevision)
+			for i := w; i < len(kvs); i += workers {
+				rows[i] = st.Row(ctx, string(kvs[i].Key), kvs[i].Value, kvs[i].ModRevision)
 			}
 		})
 	}
 	wg.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return nil, err
-		}
-	}
-	return rows, nil
+	return rows
 }
 
 // Encode turns stored encodings into another version, or into Table rows.

@@ -29,6 +29,16 @@ var errOverrun = errors.New("what comes next is no longer kept")
 
 func newTail() *tail { return &tail{changed: make(chan struct{})} }
 
+// begin makes ready for a reader that begins anew, at the log's beginning: what follows now may be cut off from what was kept.
+func (t *tail) begin() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.base += int64(len(t.ring)) + 1
+	t.ring, t.bytes, t.started = nil, 0, false
+	close(t.changed)
+	t.changed = make(chan struct{})
+}
+
 // take adds the log's next message.
 func (t *tail) take(e *logv1.Event) error {
 	t.mu.Lock()

@@ -1,10 +1,12 @@
 package watchfanout
 
 import (
+	"cmp"
 	"context"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
+	"log/slog"
 	"path"
 	"slices"
 	"strconv"
@@ -44,6 +46,9 @@ const (
 func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	ctx := stream.Context()
 	q, err := newQuery(r.Query)
+	if err == nil {
+		err = s.serving()
+	}
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -74,6 +79,9 @@ const sortedTable = "flowschemas.flowcontrol.apiserver.k8s.io"
 // Get answers one object's body.
 func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
 	q, err := newQuery(r.Query)
+	if err == nil {
+		err = s.serving()
+	}
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
@@ -122,6 +130,9 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 			p.items = append(p.items, i)
 		}
 		return p, nil
+	}
+	if _, _, bad := snapshot.Unreadable(prefix); bad && !q.skips {
+		return nil, errElsewhere // which says what is wrong with it
 	}
 	total := int64(0)
 	snapshot.ScanField(q.topic(), prefix, from, func(i *cache.Item) bool {
@@ -193,7 +204,8 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 	patient, cancel := context.WithTimeout(ctx, coldTimeout)
 	defer cancel()
 	snapshot, err := res.Snapshot(patient, q.topic().Index(), s.source, s.wait)
-	if err != nil && patient.Err() != nil && ctx.Err() == nil { // it goes on being loaded
+	if err != nil && ctx.Err() == nil { // it goes on being loaded, or cannot be
+		slog.Debug("Not loaded; registry is asked", "resource", q.entry.StoredAs, "error", err)
 		err = errElsewhere
 	}
 	return snapshot, "", err
@@ -241,6 +253,9 @@ type keptSnapshot struct {
 const (
 	keptSnapshots = 64
 	keptFor       = 5 * time.Minute
+	// keptBytes bounds what kept snapshots hold of objects that are no more, of all resources together. A list whose snapshot is gone
+	// goes on from registry.
+	keptBytes = 64 << 20
 )
 
 func (s *Service) keep(storedAs string, snapshot *cache.Snapshot) {
@@ -254,6 +269,26 @@ func (s *Service) keep(storedAs string, snapshot *cache.Snapshot) {
 		s.snapshots = slices.Delete(s.snapshots, 0, 1)
 	}
 	s.snapshots = append(s.snapshots, keptSnapshot{storedAs, snapshot, now})
+	s.unpin()
+}
+
+// unpin forgets the oldest snapshots until they hold little that nobody else does.
+func (s *Service) unpin() {
+	for len(s.snapshots) > 0 {
+		pinned := map[string]int64{}
+		total := int64(0)
+		for _, k := range s.snapshots { // a resource's oldest snapshot pins what the newer ones do
+			if p := k.snapshot.Pinned(); p > pinned[k.storedAs] {
+				total += p - pinned[k.storedAs]
+				pinned[k.storedAs] = p
+			}
+		}
+		if total <= keptBytes {
+			return
+		}
+		worst := slices.MaxFunc(s.snapshots, func(a, b keptSnapshot) int { return cmp.Compare(a.snapshot.Pinned(), b.snapshot.Pinned()) })
+		s.snapshots = slices.DeleteFunc(s.snapshots, func(k keptSnapshot) bool { return k.snapshot == worst.snapshot })
+	}
 }
 
 // release forgets the snapshots that nobody has paged through for long.
@@ -261,6 +296,7 @@ func (s *Service) release() {
 	s.snapshotsMu.Lock()
 	defer s.snapshotsMu.Unlock()
 	s.snapshots = slices.DeleteFunc(s.snapshots, func(k keptSnapshot) bool { return time.Since(k.at) >= keptFor })
+	s.unpin()
 }
 
 func (s *Service) kept(storedAs string, revision int64) (*cache.Snapshot, bool) {
@@ -330,8 +366,23 @@ func (s *Service) parts(ctx context.Context, q *query, items []*cache.Item) (par
 	return parts, nil, nil
 }
 
-// encodeBatch is how many objects one Encode call carries.
-const encodeBatch = 250
+const (
+	// encodeBatch is how many objects one Encode call carries at most, and encodeBytes about how many bytes of them: what comes back
+	// may be some times as much, and a message has a bound.
+	encodeBatch = 250
+	encodeBytes = 4 << 20
+)
+
+// encodable is how many of items one Encode call carries: one at least.
+func encodable(items []*cache.Item) int {
+	n, bytes := 0, 0
+	for ; n < len(items) && n < encodeBatch; n++ {
+		if bytes += items[n].Size(); bytes > encodeBytes && n > 0 {
+			break
+		}
+	}
+	return n
+}
 
 // encoded is what registry makes of items: other versions, and Table rows. What it has made lately is not asked for again.
 func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
@@ -350,7 +401,7 @@ func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (p
 	}
 	columns, ok := kept.get(encodingKey{nil, q.key})
 	for first := !ok; first || len(missing) > 0; first = false {
-		n := min(len(missing), encodeBatch)
+		n := encodable(missing)
 		var made [][]byte
 		if made, columns, err = s.encode(ctx, q, missing[:n]); err != nil {
 			return nil, nil, err

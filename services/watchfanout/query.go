@@ -27,6 +27,8 @@ type query struct {
 	labels        labels.Selector
 	fields        fields.Selector
 	includeObject string
+	// skips: a list leaves out what cannot be read.
+	skips bool
 
 	protobuf, table, partial bool
 	// native: the log's encodings are in the version asked for.
@@ -43,7 +45,7 @@ type formKey struct {
 }
 
 func newQuery(p *watchfanoutv1.Query) (*query, error) {
-	q := &query{entry: p.GetEntry(), output: p.GetOutput(), includeObject: p.GetIncludeObject(), as: p.GetOutput().GetAs()}
+	q := &query{skips: p.GetSkipUnreadable(), entry: p.GetEntry(), output: p.GetOutput(), includeObject: p.GetIncludeObject(), as: p.GetOutput().GetAs()}
 	if q.entry.GetStoredAs() == "" {
 		return nil, apierrors.NewBadRequest("the resource is not stored")
 	}

@@ -18,7 +18,6 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 
-	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -37,6 +36,9 @@ const (
 // Watch streams frames until the caller goes away.
 func (s *Service) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	q, err := newQuery(r.Query)
+	if err == nil {
+		err = s.serving()
+	}
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -73,10 +75,10 @@ func (w *watcher) run(ctx context.Context) error {
 	}
 	bookmarks := time.NewTicker(w.config.ProgressPeriod)
 	defer bookmarks.Stop()
-	for {
+	for due := false; ; { // due: a bookmark, of where the replica is once the events before it are sent
 		events, next, progress, changed, ok := w.events.Next(cur, batchEvents)
 		if !ok { // more came at once than memory keeps; the log has it, unless it was reset
-			if cur, err = w.resume(ctx, w.position.Revision, w.position.Index); err != nil {
+			if cur, err = w.resume(ctx, &watchfanoutv1.Position{Revision: w.position.Revision, Index: w.position.Index, History: w.position.History}); err != nil {
 				return w.fail(w.ended(err, true))
 			}
 			continue
@@ -89,17 +91,9 @@ func (w *watcher) run(ctx context.Context) error {
 		if progress == 0 {
 			continue
 		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return status.FromContextError(ctx.Err()).Err()
-		case <-w.draining:
-			return status.Error(codes.Unavailable, "the replica is draining")
-		case <-bookmarks.C:
-			if progress < w.position.Revision { // it was resumed from what has not come here yet
-				continue
-			}
-			w.position = watchfanoutv1.Position{Revision: progress, Index: lastIndex}
+		if due && progress >= w.position.Revision { // else it was resumed from what has not come here yet
+			due = false
+			w.place(progress, lastIndex)
 			if !w.request.AllowBookmarks { // the gateway alone is told how far the stream has come
 				err = (&frames{watcher: w, position: true}).flush()
 			} else {
@@ -108,6 +102,18 @@ func (w *watcher) run(ctx context.Context) error {
 			if err != nil {
 				return err
 			}
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return status.FromContextError(ctx.Err()).Err()
+		case <-w.draining:
+			return status.Error(codes.Unavailable, "the replica is draining")
+		case <-bookmarks.C:
+			if err := w.serving(); err != nil { // another replica may be fresh
+				return err
+			}
+			due = true
 		}
 	}
 }
@@ -123,20 +129,20 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 		initial = *r.SendInitialEvents
 	}
 	if r.ResumeAfter != nil && (!initial || r.InitialEventsDone) {
-		return w.resume(ctx, r.ResumeAfter.Revision, r.ResumeAfter.Index)
+		return w.resume(ctx, r.ResumeAfter)
 	}
 	if !initial {
 		if r.ResourceVersion == "" || r.ResourceVersion == "0" { // from now on
 			if err := w.current(ctx); err != nil {
 				return 0, err
 			}
-			return w.resume(ctx, w.cache.Progress(), lastIndex)
+			return w.resume(ctx, &watchfanoutv1.Position{Revision: w.cache.Progress(), Index: lastIndex})
 		}
 		revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
 		if err != nil {
 			return 0, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
 		}
-		return w.resume(ctx, revision, lastIndex)
+		return w.resume(ctx, &watchfanoutv1.Position{Revision: revision, Index: lastIndex})
 	}
 	switch r.ResourceVersion {
 	case "0":
@@ -156,80 +162,88 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 	return w.initial(ctx)
 }
 
-// resume goes on after a position, once the replica has come as far.
-func (w *watcher) resume(ctx context.Context, revision int64, index int32) (cache.Cursor, error) {
-	w.position = watchfanoutv1.Position{Revision: revision, Index: index}
-	cur, low, ok := w.events.After(revision, index)
-	if ok {
-		return cur, nil
-	}
-	if err := (&frames{watcher: w, position: true}).flush(); err != nil {
-		return cur, err
-	}
-	if index == lastIndex {
-		return w.replay(ctx, revision, low)
-	}
-	return w.replay(ctx, revision-1, low) // its transaction holds more; what was sent of it is left out
+// place notes that everything up to a position has been sent.
+func (w *watcher) place(revision int64, index int32) {
+	w.position.Revision, w.position.Index = revision, index
 }
 
-// replay sends the events after a revision that memory no longer holds, from the log itself, up to where memory goes on.
-func (w *watcher) replay(ctx context.Context, after, low int64) (cache.Cursor, error) {
-	var cur cache.Cursor
+// resume goes on after a position, once the replica has come as far.
+func (w *watcher) resume(ctx context.Context, at *watchfanoutv1.Position) (cache.Cursor, error) {
+	w.place(at.Revision, at.Index)
+	if w.position.History = at.History; at.History == "" {
+		w.position.History = w.cache.History()
+		if err := w.known(ctx, at.Revision); err != nil {
+			return 0, err
+		}
+	}
+	for {
+		cur, low, ok := w.events.After(w.position.Revision, w.position.Index)
+		if h := w.cache.History(); h != "" && w.position.History != "" && h != w.position.History {
+			return 0, expired(w.position.Revision, low)
+		}
+		if ok {
+			return cur, nil
+		}
+		if err := (&frames{watcher: w, position: true}).flush(); err != nil {
+			return cur, err
+		}
+		if err := w.replay(ctx, low); err != nil {
+			return cur, err
+		}
+	}
+}
+
+// known refuses a revision that etcd has not come to: a client has it from another history, of before a backup was restored, and would
+// wait for what it believes to have seen.
+func (w *watcher) known(ctx context.Context, revision int64) error {
+	if revision <= w.cache.Progress() {
+		return nil
+	}
+	r, err := w.registry.Revision(ctx, &registryv1.RevisionRequest{})
+	if err != nil { // nobody can say; it waits
+		return nil
+	}
+	if revision > r.Revision {
+		return expired(revision, w.cache.Progress())
+	}
+	return nil
+}
+
+// replay sends events that memory no longer holds, from the log: as many as a backfill has.
+func (w *watcher) replay(ctx context.Context, low int64) error {
+	after := w.position.Revision
+	if w.position.Index != lastIndex {
+		after-- // its transaction holds more; what was sent of it is left out
+	}
 	began := time.Now()
-	var batch []*cache.Event
-	var failed error // of the stream, not of the log
-	send := func() error {
-		failed = w.deliver(ctx, batch)
-		batch = batch[:0]
-		return failed
-	}
-	err := eventlog.Replay(ctx, w.js, w.entry.StoredAs, after, func(e *logv1.Event) (bool, error) {
-		select {
-		case <-w.draining:
-			failed = status.Error(codes.Unavailable, "the replica is draining")
-			return false, failed
-		default:
-		}
-		if e.Type == logv1.Type_TYPE_UNSPECIFIED { // everything up to here has come
-			if e.Revision < low {
-				return true, nil
-			}
-			if err := send(); err != nil {
-				return false, err
-			}
-			var ok bool
-			cur, low, ok = w.events.After(e.Revision, lastIndex)
-			return !ok, nil
-		}
-		if batch = append(batch, cache.EventOf(e)); len(batch) < batchEvents && e.Revision < low {
-			return true, nil
-		}
-		if err := send(); err != nil {
-			return false, err
-		}
-		if e.Revision < low {
-			return true, nil
-		}
-		var ok bool
-		if cur, low, ok = w.events.After(e.Revision, e.Index); ok {
-			return false, nil
-		}
-		return true, nil // memory has moved on meanwhile
-	})
-	if errors.Is(err, eventlog.ErrForgotten) && len(batch) > 0 { // what came before the log broke off follows on what was sent
-		_ = send()
-	}
+	b, err := w.backfill(ctx, w.entry.StoredAs, after, low)
 	slog.Debug("Replayed from the log", "resource", w.entry.StoredAs, "after", after, "took", time.Since(began), "error", err)
 	switch {
-	case failed != nil:
-		return cur, failed
 	case err != nil && ctx.Err() != nil:
-		return cur, status.FromContextError(ctx.Err()).Err()
+		return status.FromContextError(ctx.Err()).Err()
 	case err != nil: // forgotten, or there is nobody to ask: a list is the way to go on
-		return cur, expired(w.position.Revision, low)
+		return expired(w.position.Revision, low)
 	}
-	w.metrics.replays.Inc()
-	return cur, nil
+	events := b.events
+	for len(events) > 0 {
+		select {
+		case <-w.draining:
+			return status.Error(codes.Unavailable, "the replica is draining")
+		default:
+		}
+		n := min(len(events), batchEvents)
+		if err := w.deliver(ctx, events[:n]); err != nil {
+			return err
+		}
+		events = events[n:]
+	}
+	if b.upTo <= after {
+		return expired(w.position.Revision, low)
+	}
+	if b.upTo > w.position.Revision || b.upTo == w.position.Revision && w.position.Index < lastIndex {
+		w.place(b.upTo, lastIndex)
+	}
+	return nil
 }
 
 // expired is kube-apiserver's answer to a watch from a revision that is no longer known.
@@ -259,9 +273,13 @@ func (w *watcher) ended(err error, open bool) error {
 // initial sends every object as ADDED, then a bookmark where initial events were asked for by name.
 func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	topic := w.topic()
+	history := w.cache.History() // should it change now, the watch does not go on
 	snapshot, err := w.resource.Snapshot(ctx, topic.Index(), w.source, w.wait)
 	if err != nil {
 		return 0, err
+	}
+	if key, reason, bad := snapshot.Unreadable(w.prefix()); bad {
+		return 0, apierrors.NewInternalError(fmt.Errorf("unable to transform key %q: %s", key, reason))
 	}
 	var items []*cache.Item
 	own := true
@@ -284,7 +302,7 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	if err != nil {
 		return 0, err
 	}
-	w.position = watchfanoutv1.Position{Revision: snapshot.Revision, Index: lastIndex}
+	w.place(snapshot.Revision, lastIndex)
 	out.initialDone = true
 	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
 		data, err := w.bookmarkFrame(snapshot.Revision, true)
@@ -298,7 +316,7 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	if err := out.flush(); err != nil {
 		return 0, err
 	}
-	return w.resume(ctx, snapshot.Revision, lastIndex)
+	return w.resume(ctx, &watchfanoutv1.Position{Revision: snapshot.Revision, Index: lastIndex, History: history})
 }
 
 // initialNative sends objects as they are stored: their own bytes, with what belongs around them.
@@ -362,7 +380,7 @@ func (w *watcher) deliver(ctx context.Context, events []*cache.Event) error {
 		if err != nil {
 			return err
 		}
-		w.position = watchfanoutv1.Position{Revision: e.Revision, Index: e.Index}
+		w.place(e.Revision, e.Index)
 		if err := out.event(data, false, e.Trace); err != nil {
 			return err
 		}
@@ -422,7 +440,7 @@ func (w *watcher) selected(ctx context.Context, items []*cache.Item) ([]*cache.I
 	}
 	var out []*cache.Item
 	for len(items) > 0 {
-		n := min(len(items), encodeBatch)
+		n := encodable(items)
 		all, err := w.convertedFields(ctx, items[:n])
 		if err != nil {
 			return nil, err
@@ -650,7 +668,7 @@ func (f *frames) pieces(all ...[]byte) error {
 // event adds one event, at the watcher's position.
 func (f *frames) event(data []byte, bookmark bool, trace string) error {
 	f.append(data)
-	at := &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index}
+	at := &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index, History: f.watcher.position.History}
 	f.marks = append(f.marks, &watchfanoutv1.Mark{End: int32(len(f.buf)), Position: at, Bookmark: bookmark, Trace: trace})
 	return f.flushFull()
 }
@@ -675,7 +693,7 @@ func (f *frames) flush() error {
 		return nil
 	}
 	m := &watchfanoutv1.WatchFrame{Data: f.buf, InitialEventsDone: f.initialDone, Marks: f.marks, ColumnsSent: f.headers, Initial: f.initial,
-		Position: &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index}}
+		Position: &watchfanoutv1.Position{Revision: f.watcher.position.Revision, Index: f.watcher.position.Index, History: f.watcher.position.History}}
 	f.buf, f.marks, f.initial, f.initialSize = nil, nil, make([][]byte, 0, len(f.initial)), 0
 	return f.stream.Send(m)
 }

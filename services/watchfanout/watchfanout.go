@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -19,6 +20,7 @@ import (
 	"google.golang.org/grpc"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -48,7 +50,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 type Service struct {
 	watchfanoutv1.UnimplementedWatchServer
 	config   *Config
-	registry registryv1.RegistryClient
+	registry registryv1.SourceClient
 	nats     *nats.Conn
 	js       jetstream.JetStream
 	cache    *cache.Cache
@@ -62,6 +64,9 @@ type Service struct {
 	stalled   atomic.Int64
 	draining  chan struct{}
 	drainOnce sync.Once
+	freshness freshness
+	tasks     lifecycle.Supervisor
+	backfills backfills
 
 	rows, versions encodings
 
@@ -71,7 +76,7 @@ type Service struct {
 }
 
 // New builds a replica. It begins to serve when it has read the log to its end.
-func New(c *Config, registry registryv1.RegistryClient, id rpc.TLS) (*Service, error) {
+func New(c *Config, registry registryv1.SourceClient, id rpc.TLS) (*Service, error) {
 	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{}), watchers: map[*watcher]struct{}{},
 		rows: encodings{life: rowsLife, limit: encodingsSize}, versions: encodings{life: versionsLife, limit: encodingsSize}}
 	var err error
@@ -90,23 +95,41 @@ func (s *Service) Ready(context.Context) error {
 	if !s.caughtUp.Load() {
 		return errors.New("still reading the event log")
 	}
-	return nil
+	if err := s.tasks.Down(); err != nil {
+		return err
+	}
+	return s.freshness.err()
 }
 
 // Run reads the log until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
-	var wg sync.WaitGroup
-	wg.Go(func() { s.catchUp(ctx) })
-	wg.Go(func() { s.sweep(ctx) })
-	err := eventlog.Read(ctx, s.js, func(e *logv1.Event) error {
-		began := time.Now()
-		s.cache.Apply(e)
-		telemetry.FollowEvent(e.Trace, "apply", began).End()
-		return nil
+	s.tasks.Go(ctx, "catch up", func(ctx context.Context) error {
+		s.catchUp(ctx)
+		return s.verify(ctx)
 	})
-	wg.Wait()
-	return err
+	s.tasks.Go(ctx, "sweep", func(ctx context.Context) error {
+		s.sweep(ctx)
+		return ctx.Err()
+	})
+	s.tasks.Go(ctx, "log", func(ctx context.Context) error { return eventlog.Read(ctx, s.js, s.apply) })
+	<-ctx.Done()
+	s.tasks.Wait()
+	return ctx.Err()
+}
+
+// apply takes the log's next message. One that breaks what holds it is forgotten with its resource, which readers bring back.
+func (s *Service) apply(e *logv1.Event) error {
+	began := time.Now()
+	defer func() {
+		if r := recover(); r != nil {
+			slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StoredAs, "revision", e.Revision, "panic", r, "stack", string(debug.Stack()))
+			s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StoredAs: e.StoredAs})
+		}
+	}()
+	s.cache.Apply(e)
+	telemetry.FollowEvent(e.Trace, "apply", began).End()
+	return nil
 }
 
 // catchUp waits until the replica has reached what etcd had when it started.
@@ -129,7 +152,7 @@ func (s *Service) catchUp(ctx context.Context) {
 
 // sweep drops what nobody reads, and the snapshots of lists that nobody goes on with.
 func (s *Service) sweep(ctx context.Context) {
-	period := time.Minute
+	period := 10 * time.Second // what frames take of rings grows between events
 	if s.config.IdleAfter > 0 {
 		period = min(period, max(s.config.IdleAfter/4, time.Second))
 	}

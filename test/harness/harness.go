@@ -443,3 +443,9 @@ func HostAddress(t testing.TB) string {
 	t.Skip("this machine has no address but loopback")
 	return ""
 }
+
+// Log is what a server of `up` has logged.
+func (s *Server) Log() string {
+	b, _ := os.ReadFile(filepath.Join(s.Dir, "watershed.log"))
+	return string(b)
+}

@@ -4,151 +4,83 @@ package edge
 import (
 	"context"
 	"errors"
-	"net/http"
+	"math"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
 	"golang.org/x/sync/singleflight"
-	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
-	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// rpcTimeout bounds one question to authn or authz.
-const rpcTimeout = 10 * time.Second
+const (
+	// decisionBytes bounds the decisions that are kept, and decisionShare those of one user.
+	decisionBytes = 64 << 20
+	decisionShare = 4 << 20
+	// maxScopes bounds the namespaces whose generations are told apart; past it all count as one.
+	maxScopes = 20000
+)
 
-// Authenticator asks authn, and keeps its answers for as long as authn says.
-type Authenticator struct {
-	Client authnv1.AuthnClient
-	// Headers that carry identities beside Authorization: the front proxy's.
-	Headers []string
-
-	mu    sync.RWMutex
-	known map[string]knownUser
-}
-
-type knownUser struct {
-	response *authenticator.Response
-	consumed []string
-	until    time.Time
-}
-
-// maxKnown bounds the remembered credentials; past it all are forgotten.
-const maxKnown = 20000
-
-// AuthenticateRequest implements authenticator.Request. It fails closed: an authn that cannot be asked is an error.
-func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
-	r := &authnv1.AuthenticateRequest{Path: req.URL.Path, Headers: map[string]*commonv1.Values{}}
-	var key strings.Builder
-	add := func(name string) {
-		if v := req.Header.Values(name); len(v) > 0 {
-			r.Headers[name] = &commonv1.Values{Values: v}
-			for _, s := range v {
-				key.WriteString(name + "\x00" + s + "\x00")
-			}
-		}
-	}
-	add("Authorization")
-	if strings.Contains(req.Header.Get("Sec-Websocket-Protocol"), "base64url.bearer") {
-		add("Sec-Websocket-Protocol")
-		add("Connection")
-		add("Upgrade")
-	}
-	for name := range req.Header {
-		for _, h := range a.Headers {
-			if strings.EqualFold(name, h) || strings.HasSuffix(h, "-") && len(name) > len(h) && strings.EqualFold(name[:len(h)], h) {
-				add(name)
-			}
-		}
-	}
-	if req.TLS != nil {
-		for i, c := range req.TLS.PeerCertificates {
-			r.PeerCertificates = append(r.PeerCertificates, c.Raw)
-			if i == 0 {
-				key.Write(c.Raw)
-			}
-		}
-	}
-	anonymous := key.Len() == 0
-	if !anonymous {
-		a.mu.RLock()
-		k, ok := a.known[key.String()]
-		a.mu.RUnlock()
-		if ok && time.Now().Before(k.until) {
-			return finish(req, k), true, nil
-		}
-	}
-	ctx, cancel := context.WithTimeout(req.Context(), rpcTimeout)
-	defer cancel()
-	resp, err := a.Client.Authenticate(ctx, r)
-	if err != nil {
-		return nil, false, rpc.FromStatus(err)
-	}
-	if !resp.Authenticated {
-		if resp.Error != "" {
-			return nil, false, errors.New(resp.Error)
-		}
-		return nil, false, nil
-	}
-	k := knownUser{&authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences}, resp.ConsumedHeaders, time.Now().Add(time.Duration(resp.CacheMilliseconds) * time.Millisecond)}
-	if resp.CacheMilliseconds > 0 && !anonymous {
-		a.mu.Lock()
-		if a.known == nil || len(a.known) >= maxKnown {
-			a.known = map[string]knownUser{}
-		}
-		a.known[key.String()] = k
-		a.mu.Unlock()
-	}
-	return finish(req, k), true, nil
-}
-
-// finish takes the credentials out of the request, lest they travel on.
-func finish(req *http.Request, k knownUser) *authenticator.Response {
-	for _, h := range k.consumed {
-		req.Header.Del(h)
-	}
-	return &authenticator.Response{User: k.response.User, Audiences: k.response.Audiences}
-}
-
-// Authorizer asks authz, and keeps its decisions until the policy's generation moves.
+// Authorizer asks authz, and keeps its decisions until the policy's generation moves in their scope, or for as long as authz says.
 type Authorizer struct {
 	Client authzv1.AuthzClient
 
-	mu         sync.RWMutex
-	generation *authzv1.Generation
-	decisions  map[string]decision
-	changed    chan struct{}
-	// moves counts the changes of generation.
-	moves  int64
-	asking singleflight.Group
+	once      sync.Once
+	decisions *kept[decision]
+	asking    singleflight.Group
+
+	mu sync.RWMutex
+	// replica counts the generations, and was heard of last at heard. Empty: nobody tells of changes, and nothing may be kept.
+	replica string
+	heard   time.Time
+	// all is the policy of the whole cluster, spaces that of namespaces.
+	all    scope
+	spaces map[string]scope
+	// changed, by namespace, is closed when permissions there may have been taken away; "" is for what is no namespace's.
+	changed map[string]chan struct{}
+	// moves counts the messages that said so.
+	moves int64
 }
 
+// scope is where a policy stands.
+type scope struct {
+	// any is its newest generation, and revoked the newest that may have taken a permission away.
+	any, revoked uint64
+}
+
+// decision is what authz said. It does not change.
 type decision struct {
-	decision authorizer.Decision
-	reason   string
+	decision   authorizer.Decision
+	reason     string
+	replica    string
+	generation uint64
+	namespace  string
 }
 
-const maxDecisions = 50000
+func (a *Authorizer) cache() *kept[decision] {
+	a.once.Do(func() {
+		a.decisions = newKept[decision](decisionBytes, decisionShare, keptGauge.WithLabelValues("authz"))
+	})
+	return a.decisions
+}
 
-// Follow drops decisions as the policy changes, until ctx is done.
+// Follow learns of the policy's changes until ctx is done.
 func (a *Authorizer) Follow(ctx context.Context) {
 	for ctx.Err() == nil {
 		stream, err := a.Client.Generations(ctx, &authzv1.GenerationsRequest{})
-		for err == nil {
+		for first := true; err == nil; first = false {
 			var g *authzv1.Generation
 			if g, err = stream.Recv(); err == nil {
-				a.moved(g)
+				a.moved(g, first)
 			}
 		}
-		a.moved(nil) // nobody tells of changes now: nothing may be remembered
+		a.moved(nil, false)
 		select {
 		case <-ctx.Done():
 		case <-time.After(100 * time.Millisecond):
@@ -156,119 +88,189 @@ func (a *Authorizer) Follow(ctx context.Context) {
 	}
 }
 
-// moved makes g the generation that decisions must be of; nil means that it is not known.
-func (a *Authorizer) moved(g *authzv1.Generation) {
+// moved takes note of a generation; nil means that nobody tells of them. The first of a stream is where its replica stands.
+func (a *Authorizer) moved(g *authzv1.Generation, first bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.generation = g
-	a.decisions = map[string]decision{}
-	a.moves++
-	if a.changed != nil {
-		close(a.changed)
-		a.changed = nil
+	if g == nil {
+		a.replica = ""
+		return
+	}
+	a.heard = time.Now()
+	if first || g.Replica != a.replica {
+		a.replica, a.all, a.spaces = g.Replica, scope{g.Generation, g.Generation}, map[string]scope{}
+		a.wake("")
+		return
+	}
+	if g.Heartbeat {
+		return
+	}
+	s := a.spaces[g.Namespace]
+	if g.Namespace == "" || len(a.spaces) >= maxScopes {
+		s = a.all
+	}
+	s.any = max(s.any, g.Generation)
+	if g.MayRevoke {
+		s.revoked = s.any
+	}
+	switch {
+	case g.Namespace == "":
+		a.all = s
+	case len(a.spaces) >= maxScopes:
+		a.all, a.spaces = s, map[string]scope{}
+	default:
+		a.spaces[g.Namespace] = s
+	}
+	if g.MayRevoke {
+		a.wake(g.Namespace)
 	}
 }
 
-// Moved is closed when the policy's generation moves.
-func (a *Authorizer) Moved() <-chan struct{} {
+// wake tells those whom a change may concern; the lock is held.
+func (a *Authorizer) wake(namespace string) {
+	a.moves++
+	for n, c := range a.changed {
+		if namespace == "" || n == namespace {
+			close(c)
+			delete(a.changed, n)
+		}
+	}
+}
+
+// Moved is closed when permissions in a namespace may have been taken away; "" is for what is no namespace's.
+func (a *Authorizer) Moved(namespace string) <-chan struct{} {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.changed == nil {
-		a.changed = make(chan struct{})
+		a.changed = map[string]chan struct{}{}
 	}
-	return a.changed
+	c := a.changed[namespace]
+	if c == nil {
+		c = make(chan struct{})
+		a.changed[namespace] = c
+	}
+	return c
 }
 
-// Still says whether what was once allowed still is. It is true where nobody can be asked. Many who ask the same at once,
-// as watches do when the generation has moved, cost authz one question.
+// stands says whether a decision is as good as if it were made now.
+func (a *Authorizer) stands(d decision) bool {
+	if d.generation == 0 { // no policy has a part in it
+		return true
+	}
+	a.mu.RLock()
+	defer a.mu.RUnlock()
+	if a.replica == "" || d.replica != a.replica || time.Since(a.heard) > rpc.GenerationLease {
+		return false
+	}
+	space := a.spaces[d.namespace]
+	if d.namespace == "" {
+		space = scope{}
+	}
+	if d.decision == authorizer.DecisionAllow {
+		return d.generation >= max(a.all.revoked, space.revoked)
+	}
+	return d.generation >= max(a.all.any, space.any)
+}
+
+const (
+	// stillBound is for how long a watch goes on whose permission cannot be asked after it may have been taken away.
+	stillBound = 10 * time.Second
+	// stillPause and stillMost are how long to wait before it is asked again: longer each time.
+	stillPause = 20 * time.Millisecond
+	stillMost  = 500 * time.Millisecond
+)
+
+// Still says whether what was once allowed still is. Where nobody can say it is asked again, and after a bound it is not. Many who ask
+// the same at once, as watches do when the generation has moved, cost authz one question.
 func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) bool {
-	key := keyOf(attrs)
-	for try := 0; ; try++ {
-		if d, ok := a.kept(key); ok { // as when the watch is only now being opened
-			return d.decision == authorizer.DecisionAllow
+	key, keepable := keyOf(attrs)
+	until := time.Now().Add(stillBound)
+	for pause := stillPause; ; pause = min(2*pause, stillMost) {
+		if keepable {
+			if d, ok := a.kept(key); ok { // as when the watch is only now being opened
+				return d.decision == authorizer.DecisionAllow
+			}
 		}
 		a.mu.RLock()
-		moves, generation := a.moves, a.generation
+		moves := a.moves
 		a.mu.RUnlock()
-		if key == "" {
-			return a.still(ctx, attrs, generation) != denied
+		var d decision
+		var err error
+		if !keepable {
+			d, err = a.ask(ctx, attrs)
+		} else { // who asks after a move does not join those who asked before it
+			var v any
+			v, err, _ = a.asking.Do(strconv.FormatInt(moves, 10)+string(key[:]), func() (any, error) {
+				d, err := a.ask(context.WithoutCancel(ctx), attrs)
+				return d, err
+			})
+			d, _ = v.(decision)
 		}
-		// Who asks after a move does not join those who asked before it.
-		answer, _, _ := a.asking.Do(strconv.FormatInt(moves, 10)+key, func() (any, error) {
-			return a.still(context.WithoutCancel(ctx), attrs, generation), nil
-		})
-		if answer != unsettled || try == stillTries {
-			return answer != denied
-		}
-		select {
-		case <-ctx.Done():
+		switch {
+		case err == nil && d.decision != authorizer.DecisionAllow:
+			return false
+		case err == nil && a.stands(d):
 			return true
-		case <-time.After(stillPause):
+		case ctx.Err() != nil:
+			return true // nobody is there any more
+		case time.Now().After(until):
+			unsettledWatches.Inc()
+			return false
+		}
+		select { // it could not be asked, or a replica answered that may not have seen yet what has changed
+		case <-ctx.Done():
+		case <-time.After(pause):
 		}
 	}
-}
-
-const (
-	// stillTries and stillPause bound how often a permission is asked for again until an answer is of the generation that is known.
-	stillTries = 20
-	stillPause = 100 * time.Millisecond
-)
-
-type verdict int
-
-const (
-	denied verdict = iota
-	allowed
-	// unsettled: allowed, by a replica that may not have seen yet what has changed.
-	unsettled
-)
-
-func (a *Authorizer) still(ctx context.Context, attrs authorizer.Attributes, known *authzv1.Generation) verdict {
-	resp, err := a.Ask(ctx, identity.AttributesProto(attrs))
-	switch {
-	case err != nil:
-		return allowed // what is open stays open
-	case identity.Decision(resp.Decision) != authorizer.DecisionAllow:
-		return denied
-	case resp.Generation != 0 && known != nil && (resp.Replica != known.Replica || resp.Generation < known.Generation):
-		return unsettled
-	}
-	return allowed
 }
 
 // Authorize implements authorizer.Authorizer.
 func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes) (authorizer.Decision, string, error) {
-	key := keyOf(attrs)
-	if d, ok := a.kept(key); ok {
-		return d.decision, d.reason, nil
+	key, keepable := keyOf(attrs)
+	if keepable {
+		if d, ok := a.kept(key); ok {
+			return d.decision, d.reason, nil
+		}
 	}
 	resp, err := a.Ask(ctx, identity.AttributesProto(attrs))
 	if err != nil {
 		return authorizer.DecisionDeny, "", err
 	}
-	d := decision{identity.Decision(resp.Decision), resp.Reason}
+	d := decisionOf(resp, attrs)
 	if resp.EvaluationError != "" {
 		return d.decision, d.reason, errors.New(resp.EvaluationError)
 	}
-	if key != "" && resp.Generation != 0 {
-		a.mu.Lock()
-		if g := a.generation; g != nil && g.Replica == resp.Replica && resp.Generation >= g.Generation {
-			if len(a.decisions) >= maxDecisions {
-				a.decisions = map[string]decision{}
-			}
-			a.decisions[key] = d
+	if keepable && (d.generation != 0 || resp.CacheMilliseconds > 0) && !stranger(attrs.GetUser()) && a.stands(d) {
+		ttl := time.Duration(math.MaxInt64)
+		if resp.CacheMilliseconds > 0 {
+			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
-		a.mu.Unlock()
+		until := time.Now().Add(ttl)
+		a.cache().put(key, attrs.GetUser().GetName(), d, len(d.reason)+len(d.namespace)+len(d.replica), until)
 	}
 	return d.decision, d.reason, nil
 }
 
-// kept is the decision of the current generation, if one was made; key is not empty for any that is kept.
-func (a *Authorizer) kept(key string) (decision, bool) {
-	a.mu.RLock()
-	defer a.mu.RUnlock()
-	d, ok := a.decisions[key]
-	return d, ok
+func (a *Authorizer) ask(ctx context.Context, attrs authorizer.Attributes) (decision, error) {
+	resp, err := a.Ask(ctx, identity.AttributesProto(attrs))
+	if err != nil {
+		return decision{}, err
+	}
+	return decisionOf(resp, attrs), nil
+}
+
+func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) decision {
+	d := decision{decision: identity.Decision(resp.Decision), reason: resp.Reason, replica: resp.Replica, generation: resp.Generation}
+	if attrs.IsResourceRequest() {
+		d.namespace = attrs.GetNamespace()
+	}
+	return d
+}
+
+// kept is a decision that stands, if one was made.
+func (a *Authorizer) kept(key digest) (decision, bool) {
+	d, ok := a.cache().get(key)
+	return d, ok && a.stands(d)
 }
 
 // Ask is Authorize in the contract's words. It is not remembered.
@@ -282,54 +284,59 @@ func (a *Authorizer) Ask(ctx context.Context, attrs *commonv1.Attributes) (*auth
 	return resp, nil
 }
 
-// keyOf is everything that a decision may depend on; empty where the selectors did not parse.
-func keyOf(a authorizer.Attributes) string {
-	var b strings.Builder
-	w := func(s string) { b.WriteString(s); b.WriteByte(0) }
-	writeUser(w, a.GetUser())
-	w(a.GetVerb())
+// keyOf is everything that a decision may depend on; ok is false where nothing may be kept: the selectors did not parse, or it is all
+// too long.
+func keyOf(a authorizer.Attributes) (key digest, ok bool) {
+	d := newDigester()
+	writeUser(d, a.GetUser())
+	d.part(a.GetVerb())
 	if !a.IsResourceRequest() {
-		w(a.GetPath())
-		return b.String()
+		d.part("path")
+		d.part(a.GetPath())
+		return d.sum()
 	}
-	w(a.GetAPIGroup())
-	w(a.GetAPIVersion())
-	w(a.GetResource())
-	w(a.GetSubresource())
-	w(a.GetNamespace())
-	w(a.GetName())
+	d.part("resource")
+	for _, s := range []string{a.GetAPIGroup(), a.GetAPIVersion(), a.GetResource(), a.GetSubresource(), a.GetNamespace(), a.GetName()} {
+		d.part(s)
+	}
 	fields, err := a.GetFieldSelector()
 	if err != nil {
-		return ""
+		return key, false
 	}
+	d.number(len(fields))
 	for _, f := range fields {
-		w(f.Field + string(f.Operator) + f.Value)
+		d.part(f.Field)
+		d.part(string(f.Operator))
+		d.part(f.Value)
 	}
-	w("labels")
 	labels, err := a.GetLabelSelector()
 	if err != nil {
-		return ""
+		return key, false
 	}
+	d.number(len(labels))
 	for _, l := range labels {
-		w(l.String())
+		d.part(l.String())
 	}
-	return b.String()
+	return d.sum()
 }
 
-func writeUser(w func(string), u user.Info) {
+func writeUser(d *digester, u user.Info) {
 	if u == nil {
+		d.part("nobody")
 		return
 	}
-	w(u.GetName())
-	w(u.GetUID())
+	d.part(u.GetName())
+	d.part(u.GetUID())
+	d.number(len(u.GetGroups()))
 	for _, g := range u.GetGroups() {
-		w(g)
+		d.part(g)
 	}
-	w("extra")
+	d.number(len(u.GetExtra()))
 	for _, k := range sortedKeys(u.GetExtra()) {
-		w(k)
+		d.part(k)
+		d.number(len(u.GetExtra()[k]))
 		for _, v := range u.GetExtra()[k] {
-			w(v)
+			d.part(v)
 		}
 	}
 }

@@ -2,6 +2,7 @@ package edge
 
 import (
 	"context"
+	"sync"
 	"testing"
 
 	"google.golang.org/grpc"
@@ -13,13 +14,22 @@ import (
 
 type policy struct {
 	authzv1.AuthzClient
+	mu     sync.Mutex
 	answer *authzv1.AuthorizeResponse
 	asked  int
 }
 
 func (p *policy) Authorize(context.Context, *authzv1.AuthorizeRequest, ...grpc.CallOption) (*authzv1.AuthorizeResponse, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.asked++
 	return p.answer, nil
+}
+
+func (p *policy) set(r *authzv1.AuthorizeResponse) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.answer = r
 }
 
 func asking(name, verb string) authorizer.Attributes {
@@ -40,27 +50,30 @@ func TestDecisionsAreKeptUntilThePolicyMoves(t *testing.T) {
 	}
 	ask(1, "the first")
 	ask(2, "nothing is kept before the generation is known")
-	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"})
+	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
 	ask(3, "the first of the generation")
 	ask(3, "kept")
-	a.moved(&authzv1.Generation{Generation: 6, Replica: "a"})
+	a.moved(&authzv1.Generation{Generation: 6, Replica: "a", MayRevoke: true}, false)
 	ask(4, "the policy moved")
 	ask(5, "made at an older generation, so not kept")
 	p.answer.Generation, p.answer.Replica = 9, "b"
 	ask(6, "another replica's")
 	ask(7, "another replica's generations mean nothing here")
-	a.moved(nil)
+	a.moved(nil, false)
 	p.answer.Replica = "a"
 	ask(8, "nobody tells of changes")
 	ask(9, "so nothing is kept")
 }
 
 func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
-	seen := map[string]authorizer.Attributes{}
+	seen := map[digest]authorizer.Attributes{}
 	for _, r := range []authorizer.Attributes{asking("bob", "get"), asking("bob", "list"), asking("bo", "bget"), asking("", "bobget"),
 		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob", Groups: []string{"get"}}, ResourceRequest: true, Resource: "pods"},
 		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob"}, Verb: "get", Path: "/x"}} {
-		k := keyOf(r)
+		k, keepable := keyOf(r)
+		if !keepable {
+			t.Errorf("%v is not kept", r)
+		}
 		if other, ok := seen[k]; ok {
 			t.Errorf("%v and %v are kept as one", r, other)
 		}
@@ -72,7 +85,7 @@ func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
 func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
 	p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a"}}
 	a := &Authorizer{Client: p}
-	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"})
+	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
 	if _, _, err := a.Authorize(t.Context(), asking("bob", "watch")); err != nil {
 		t.Fatal(err)
 	}
@@ -80,7 +93,7 @@ func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
 		t.Errorf("asked %d times", p.asked)
 	}
 	p.answer = &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, Generation: 6, Replica: "a"}
-	a.moved(&authzv1.Generation{Generation: 6, Replica: "a"})
+	a.moved(&authzv1.Generation{Generation: 6, Replica: "a", MayRevoke: true}, false)
 	if a.Still(t.Context(), asking("bob", "watch")) {
 		t.Error("a revoked permission is still allowed")
 	}

@@ -81,12 +81,10 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&c.RequestHeaderExtraPrefixes, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"}, "Request header prefixes to inspect.")
 }
 
-// FrontProxyHeaders are the headers that may carry an identity.
-func (c *Config) FrontProxyHeaders() []string {
-	if c.RequestHeaderCAFile == "" {
-		return nil
-	}
-	return slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders, c.RequestHeaderExtraPrefixes)
+// FrontProxyHeaders are the headers that may carry an identity, by name and by how their names begin. They are taken out of every
+// request, also where no front proxy is configured, since whoever a request is passed on to may believe them.
+func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
+	return slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders), c.RequestHeaderExtraPrefixes
 }
 
 // Codecs encode what the gateway itself says: statuses, discovery.
@@ -111,9 +109,11 @@ var RequestInfo = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api",
 var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"), sets.NewString("attach", "exec", "proxy", "log", "portforward"))
 
 // Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go, DefaultBuildHandlerChain).
-func (c *Config) Chain(api http.Handler, authn *Authenticator, authz *Authorizer, inFlight waitGroup) http.Handler {
+// buffered says of which requests the body is read before they count as in flight: those that the gateway answers itself.
+func (c *Config) Chain(api http.Handler, authn *Authenticator, authz *Authorizer, inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
 	h := genericapifilters.WithAuthorization(api, authz, Codecs)
-	h = genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning)
+	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
+	h = new(bodies).readAhead(h, buffered)
 	h = impersonation.WithConstrainedImpersonation(h, authz, Codecs)
 	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
 	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{}, authenticator.Audiences(c.APIAudiences), nil)

@@ -33,7 +33,7 @@ import (
 
 // Handler serves the documents.
 type Handler struct {
-	Registry registryv1.RegistryClient
+	Registry registryv1.CatalogClient
 	// Remotes knows what other servers say of themselves.
 	Remotes *aggregation.Learner
 

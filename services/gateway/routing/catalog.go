@@ -38,7 +38,7 @@ func (v *View) BuiltIn(group string) bool { return v.builtIn[group] }
 
 // Catalog follows registry's catalogue.
 type Catalog struct {
-	Registry registryv1.RegistryClient
+	Registry registryv1.CatalogClient
 	// Changed is called with every new view, before it is used.
 	Changed func(*View)
 
@@ -51,7 +51,7 @@ func (c *Catalog) View() *View { return c.current.Load() }
 // Run follows until ctx is done. While no registry answers, the last view stays.
 func (c *Catalog) Run(ctx context.Context) {
 	for ctx.Err() == nil {
-		stream, err := c.Registry.Catalog(ctx, &registryv1.CatalogRequest{})
+		stream, err := c.Registry.Follow(ctx, &registryv1.CatalogRequest{})
 		var full *registryv1.CatalogResponse
 		for err == nil {
 			var m *registryv1.CatalogResponse

@@ -9,6 +9,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -16,6 +17,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/validate/content"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
@@ -30,6 +32,7 @@ import (
 	"k8s.io/apiserver/pkg/storage"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
+	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -55,7 +58,7 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || len(content.IsPathSegmentName(c.namespace())) > 0 {
 		return nil, nil, errRegistry
 	}
-	q := &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out}
+	q := &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out, SkipUnreadable: c.skips()}
 	if opts.LabelSelector != nil {
 		q.LabelSelector = opts.LabelSelector.String()
 	}
@@ -91,6 +94,13 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 		}
 	}
 	return opts, q, nil
+}
+
+// skips says whether what cannot be read is left out of a list. It is for the services that decide by it: an unreadable role grants
+// nothing, and is no reason not to hear of the others. An unreadable webhook or policy might refuse, so of those they are refused the list,
+// and in time decide nothing.
+func (c *call) skips() bool {
+	return c.entry.Resource.GetGroup() != "admissionregistration.k8s.io" && slices.Contains(c.user.GetGroups(), identity.ServicesGroup)
 }
 
 // answersWithin is how long the watch tier may be silent before registry is asked in its place: a replica may be there, and
@@ -138,7 +148,8 @@ func (c *call) list() {
 	silent.Stop()
 	if err != nil {
 		switch code := status.Code(err); {
-		case code == codes.FailedPrecondition, code == codes.Unavailable, code == codes.Canceled && ctx.Err() == nil: // not held there, or nobody there
+		case code == codes.FailedPrecondition, code == codes.Unavailable, code == codes.Canceled && ctx.Err() == nil, // not held there, or nobody there
+			(code == codes.ResourceExhausted || code == codes.Internal) && len(status.Convert(err).Details()) == 0: // or gRPC itself could not carry it
 			c.listFromRegistry()
 		default:
 			c.fail(rpc.FromStatus(err))
@@ -184,9 +195,29 @@ func (c *call) body(size int64) (write func([][]byte) error, end func()) {
 	}, func() { _ = b.Close() }
 }
 
+// listFromRegistry answers a list that the watch tier does not. Many who ask the same at once, as all do when the tier is away, share one
+// reading of etcd that began after they asked.
 func (c *call) listFromRegistry() {
-	stream, err := c.Registry.List(c.req.Context(), c.read())
-	var data []byte
+	r := c.read()
+	r.User = nil // a list is the same for whoever may see it
+	key, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	r.User = c.user
+	data, err := c.Lists.Get(c.req.Context(), string(key), func(ctx context.Context) ([]byte, error) { return c.readList(ctx, r) })
+	if err != nil {
+		c.fail(rpc.FromStatus(err))
+		return
+	}
+	c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
+}
+
+func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) (data []byte, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := c.Objects.List(ctx, r)
 	for err == nil {
 		var chunk *registryv1.ListChunk
 		if chunk, err = stream.Recv(); err == nil {
@@ -194,10 +225,9 @@ func (c *call) listFromRegistry() {
 		}
 	}
 	if !errors.Is(err, io.EOF) {
-		c.fail(rpc.FromStatus(err))
-		return
+		return nil, err
 	}
-	c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
+	return data, nil
 }
 
 // watch keeps a client's stream open, over the loss of any number of replicas.
@@ -222,13 +252,17 @@ func (c *call) watch() {
 		c.fail(negotiation.NewNotAcceptableError(streams))
 		return
 	}
+	bookmarks := c.Watches.Config.BookmarkPeriod
+	if slices.Contains(c.user.GetGroups(), identity.ServicesGroup) { // they measure by them how fresh they are
+		bookmarks = 0
+	}
 	timeout := time.Duration(float64(c.MinRequestTimeout) * (rand.Float64() + 1))
 	if opts.TimeoutSeconds != nil && *opts.TimeoutSeconds != 0 { // a negative one is over at once
 		timeout = time.Duration(*opts.TimeoutSeconds) * time.Second
 	}
 	r := &watch.Request{WatchRequest: &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: version, ResourceVersionMatch: string(opts.ResourceVersionMatch),
 		AllowBookmarks: opts.AllowWatchBookmarks, SendInitialEvents: opts.SendInitialEvents},
-		Deadline: time.Now().Add(timeout), Stopping: c.Stopping, Moved: c.Authorize.Moved, Allowed: c.stillAllowed()}
+		Deadline: time.Now().Add(timeout), BookmarkPeriod: bookmarks, Stopping: c.Stopping, Moved: func() <-chan struct{} { return c.Authorize.Moved(c.namespace()) }, Allowed: c.stillAllowed()}
 	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
 		if wsstream.IsWebSocketRequest(c.req) {
 			c.overWebSocket(r)
@@ -257,7 +291,7 @@ func (c *call) stillAllowed() func(context.Context) bool {
 func (c *call) refuseWatch() {
 	r := c.read()
 	r.Output = &registryv1.Output{MediaType: runtime.ContentTypeJSON, As: c.out.As}
-	stream, err := c.Registry.List(c.req.Context(), r)
+	stream, err := c.Objects.List(c.req.Context(), r)
 	if err == nil {
 		_, err = stream.Recv()
 	}

@@ -21,6 +21,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/warning"
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -33,19 +34,18 @@ import (
 	"watershed.dev/services/gateway/watch"
 )
 
-// MaxBodyBytes is the largest request body, kube-apiserver's.
-const MaxBodyBytes = 3 << 20
-
 // Router serves /api and /apis.
 type Router struct {
 	Catalog   *Catalog
 	Interests *Interests
-	// Registry retries a call that did not reach a replica; Writes never sends one twice.
-	Registry registryv1.RegistryClient
-	Writes   registryv1.RegistryClient
-	Watches  *watch.Hub
+	// Objects retries a call that did not reach a replica; Writes never sends one twice.
+	Objects registryv1.ObjectsClient
+	Writes  registryv1.ObjectsClient
+	Watches *watch.Hub
 	// TierGets: the watch tier answers a GET of an object as it is stored.
-	TierGets  bool
+	TierGets bool
+	// Lists shares the lists that registry answers.
+	Lists     *coalesce.Group[[]byte]
 	Admission admissionv1.AdmissionClient
 	Authn     authnv1.AuthnClient
 	Authz     authzv1.AuthzClient
@@ -371,7 +371,7 @@ func (c *call) get() {
 		c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: body})
 		return
 	}
-	resp, err := c.Registry.Get(c.req.Context(), c.read())
+	resp, err := c.Objects.Get(c.req.Context(), c.read())
 	if err != nil {
 		c.fail(rpc.FromStatus(err))
 		return
@@ -412,8 +412,17 @@ func (c *call) write() {
 func (c *call) writeRequest() *registryv1.WriteRequest {
 	r := &registryv1.WriteRequest{Verb: c.info.Verb, Resource: c.entry.Resource, Namespace: c.namespace(), Name: c.info.Name, User: c.user,
 		Query: c.req.URL.RawQuery, UserAgent: c.req.UserAgent(), Path: c.req.URL.Path}
-	r.Admit, r.Validate = c.Interests.For(c.entry.Resource)
+	if !c.asksItself() {
+		r.Admit, r.Validate = c.Interests.For(c.entry.Resource)
+	}
 	return r
+}
+
+// asksItself says whether the request is a question that admission has while it reviews something else: it is not to be reviewed, which
+// might ask again without end. kube-apiserver's plugins ask its authorizer without a request.
+func (c *call) asksItself() bool {
+	return c.user.GetName() == identity.Admission && slices.Contains(c.user.GetGroups(), identity.ServicesGroup) &&
+		c.entry.Resource.GetGroup() == "authorization.k8s.io" && c.entry.Resource.GetResource() == "subjectaccessreviews"
 }
 
 // connect asks registry where the request goes, and carries it there.
@@ -422,7 +431,7 @@ func (c *call) connect() {
 	if c.entry.ConnectSubpath {
 		r.Subpath = c.subpath()
 	}
-	m, err := c.converse(r, c.Registry.Connect)
+	m, err := c.converse(r, c.Objects.Connect)
 	if err != nil {
 		c.fail(err)
 		return
@@ -520,10 +529,10 @@ func readBody(req *http.Request) ([]byte, error) {
 		return nil, nil
 	}
 	defer req.Body.Close()
-	limited := &io.LimitedReader{R: req.Body, N: MaxBodyBytes + 1}
+	limited := &io.LimitedReader{R: req.Body, N: edge.MaxBodyBytes + 1}
 	var data []byte
 	var err error
-	if n := req.ContentLength; n > 0 && n <= MaxBodyBytes {
+	if n := req.ContentLength; n > 0 && n <= edge.MaxBodyBytes {
 		data = make([]byte, n)
 		_, err = io.ReadFull(limited, data)
 	} else {
@@ -533,7 +542,7 @@ func readBody(req *http.Request) ([]byte, error) {
 		return nil, err
 	}
 	if limited.N <= 0 {
-		return nil, apierrors.NewRequestEntityTooLargeError(fmt.Sprintf("limit is %d", MaxBodyBytes))
+		return nil, apierrors.NewRequestEntityTooLargeError(fmt.Sprintf("limit is %d", edge.MaxBodyBytes))
 	}
 	return data, nil
 }

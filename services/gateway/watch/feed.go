@@ -60,6 +60,8 @@ type subscriber struct {
 	// wake tells the client's own goroutine that it has something to do.
 	wake      chan struct{}
 	bookmarks bool
+	// period is how often it gets one.
+	period time.Duration
 	// marks is which bookmark of the feed's it was sent last.
 	marks int64
 	// due is when the next bookmark is; zero for none.
@@ -72,7 +74,7 @@ type subscriber struct {
 func (f *feed) join(at position) *subscriber {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.ended || at.before(f.low) {
+	if f.ended || at.before(f.low) || at.foreign(f.high) {
 		return nil
 	}
 	i := sort.Search(len(f.entries), func(i int) bool { return at.before(f.entries[i].at) })
@@ -132,7 +134,7 @@ func (f *feed) close() {
 
 // next is what comes next for a client: events, or a bookmark that is due. Where there is nothing, events are from now on
 // written to its stream as they come, if it has one.
-func (f *feed) next(s *subscriber, bookmarkPeriod time.Duration) ([][]byte, error) {
+func (f *feed) next(s *subscriber) ([][]byte, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	s.direct = false // until it has seen everything; what this answers is written by the client's own goroutine
@@ -150,7 +152,7 @@ func (f *feed) next(s *subscriber, bookmarkPeriod time.Duration) ([][]byte, erro
 	delivered.Add(float64(len(parts)))
 	if now := time.Now(); f.owes(s, now) {
 		parts = append(parts, f.bookmark.data)
-		f.marked(s, now.Add(bookmarkPeriod))
+		f.marked(s, now.Add(s.period))
 	}
 	if len(parts) > 0 {
 		return parts, nil
@@ -181,7 +183,7 @@ func (f *feed) remind(s *subscriber) {
 }
 
 // publish takes what came from the watch tier and writes it to everyone who has seen all before it.
-func (f *feed) publish(m *watchfanoutv1.WatchFrame, bookmarkPeriod time.Duration) {
+func (f *feed) publish(m *watchfanoutv1.WatchFrame) {
 	began := time.Now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -197,7 +199,7 @@ func (f *feed) publish(m *watchfanoutv1.WatchFrame, bookmarkPeriod time.Duration
 			continue
 		}
 		f.entries = append(f.entries, e)
-		f.bytes += len(e.data) + entryBytes
+		f.hold(len(e.data) + entryBytes)
 	}
 	if p := positionOf(m.Position); f.high.before(p) {
 		f.high = p
@@ -207,7 +209,7 @@ func (f *feed) publish(m *watchfanoutv1.WatchFrame, bookmarkPeriod time.Duration
 		f.deliver(fresh)
 	}
 	if marked {
-		f.tell(time.Now(), bookmarkPeriod)
+		f.tell(time.Now())
 	}
 	f.trim()
 	for _, mark := range m.Marks {
@@ -241,13 +243,13 @@ func (f *feed) deliver(fresh []entry) {
 }
 
 // tell gives the newest bookmark to those who are due one.
-func (f *feed) tell(now time.Time, period time.Duration) {
+func (f *feed) tell(now time.Time) {
 	for _, s := range f.subs {
 		if !f.owes(s, now) {
 			continue
 		}
 		if s.direct && s.stream.Offer(f.bookmark.data) {
-			f.marked(s, now.Add(period))
+			f.marked(s, now.Add(s.period))
 			continue
 		}
 		f.rouse(s)
@@ -273,11 +275,30 @@ func (f *feed) rouse(s *subscriber) {
 	}
 }
 
-// trim forgets what is beyond the bound.
+// keptRecent is what a feed keeps of events that every client of it has seen: for those who come to join it.
+const keptRecent = 64 << 10
+
+// hold accounts for bytes that the feed begins or, below 0, ceases to keep.
+func (f *feed) hold(n int) {
+	f.bytes += n
+	feedBytes.Set(float64(f.hub.held.Add(int64(n))))
+}
+
+// trim forgets what is beyond the bounds: events that everyone has seen but for a few, what is too much for one feed, and where all
+// feeds together keep too much, what only those need who are behind. They go on with streams of their own.
 func (f *feed) trim() {
+	slowest := f.base + int64(len(f.entries))
+	for _, s := range f.subs {
+		slowest = min(slowest, s.cursor)
+	}
 	n := 0
-	for ; n < len(f.entries) && f.bytes > f.hub.Config.FeedBytes; n++ {
-		f.bytes -= len(f.entries[n].data) + entryBytes
+	for ; n < len(f.entries); n++ {
+		seen := f.base+int64(n) < slowest
+		over := f.bytes > f.hub.Config.FeedBytes || f.hub.held.Load() > f.hub.Config.FeedsBytes && f.bytes > keptRecent
+		if !over && (!seen || f.bytes <= keptRecent) {
+			break
+		}
+		f.hold(-len(f.entries[n].data) - entryBytes)
 		f.low = f.entries[n].at
 		f.entries[n] = entry{}
 	}
@@ -289,6 +310,7 @@ func (f *feed) trim() {
 func (f *feed) end() {
 	f.mu.Lock()
 	f.ended = true
+	f.hold(-f.bytes)
 	for _, s := range f.subs {
 		f.rouse(s)
 	}
@@ -333,7 +355,7 @@ func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive 
 			return io.EOF
 		}
 		alive()
-		f.publish(m, f.hub.Config.BookmarkPeriod)
+		f.publish(m)
 		if m.Position.GetRevision() > 0 {
 			r.ResumeAfter = m.Position
 		}

@@ -11,6 +11,7 @@ import (
 	"crypto/sha256"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -29,12 +30,15 @@ type Config struct {
 	WriteTimeout time.Duration
 	// FeedBytes bounds the recent events that a feed keeps for those who fall behind.
 	FeedBytes int
+	// FeedsBytes bounds what all feeds together keep.
+	FeedsBytes int64
 }
 
 // AddFlags adds them to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute, "How often a watch that allows bookmarks gets one.")
 	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second, "How long a watch's client may take no byte of what is due to it before its stream is ended.")
+	fs.Int64Var(&c.FeedsBytes, "watch-feeds-bytes", 256<<20, "How many bytes of recent events all shared streams together keep for clients that are behind.")
 	fs.IntVar(&c.FeedBytes, "watch-feed-bytes", 4<<20, "How many bytes of recent events are kept for the clients of one shared stream; who falls further behind goes on with a stream of its own.")
 }
 
@@ -75,6 +79,8 @@ type Hub struct {
 	Client watchfanoutv1.WatchClient
 	Config *Config
 
+	// held is what feeds keep, in bytes.
+	held  atomic.Int64
 	mu    sync.Mutex
 	feeds map[key]*feed
 }
@@ -86,6 +92,7 @@ var (
 	clients   = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients", Help: "Open watches of clients."})
 	shared    = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients_sharing", Help: "Open watches that share a stream from the watch tier with others that ask the same."})
 	feeds     = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_feeds", Help: "Shared streams from the watch tier."})
+	feedBytes = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_feed_bytes", Help: "Bytes of recent events that shared streams keep."})
 	delivered = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_events_total", Help: "Events written to clients from shared streams."})
 	resumed   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_resumes_total", Help: "Times that a stream went on with another replica of the watch tier, unseen by clients."})
 	cutOff    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_slow_clients_total", Help: "Watches ended because the client took nothing for --watch-write-timeout."})
@@ -93,7 +100,7 @@ var (
 
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{clients, shared, feeds, delivered, resumed, cutOff}
+	return []prometheus.Collector{clients, shared, feeds, feedBytes, delivered, resumed, cutOff}
 }
 
 // keyOf is everything that makes two watches' events the same.
@@ -143,7 +150,7 @@ func (h *Hub) joinable(k key, at position) bool {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return !f.ended && !at.before(f.low)
+	return !f.ended && !at.before(f.low) && !at.foreign(f.high)
 }
 
 // drop forgets a feed: it has ended.
@@ -161,25 +168,32 @@ func (h *Hub) drop(f *feed) {
 type position struct {
 	revision int64
 	index    int32
+	// history is that of etcd which the revision is of; empty where nobody has said.
+	history string
 }
 
 // lastIndex is past every event of a revision.
 const lastIndex = 1<<31 - 1
 
 func positionOf(p *watchfanoutv1.Position) position {
-	return position{p.GetRevision(), p.GetIndex()}
+	return position{p.GetRevision(), p.GetIndex(), p.GetHistory()}
 }
 
 func (p position) proto() *watchfanoutv1.Position {
-	return &watchfanoutv1.Position{Revision: p.revision, Index: p.index}
+	return &watchfanoutv1.Position{Revision: p.revision, Index: p.index, History: p.history}
 }
 
 func (p position) before(q position) bool {
 	return p.revision < q.revision || p.revision == q.revision && p.index < q.index
 }
 
+// foreign says whether the two are known to be of different histories of etcd: then neither is before the other.
+func (p position) foreign(q position) bool {
+	return p.history != "" && q.history != "" && p.history != q.history
+}
+
 // after is the place after everything of a resourceVersion; ok is false where it is none that a log has.
 func after(resourceVersion string) (position, bool) {
 	n, err := strconv.ParseInt(resourceVersion, 10, 64)
-	return position{n, lastIndex}, err == nil && n > 0
+	return position{revision: n, index: lastIndex}, err == nil && n > 0
 }

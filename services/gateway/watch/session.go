@@ -23,10 +23,12 @@ type Request struct {
 	*watchfanoutv1.WatchRequest
 	// Deadline is when its time is up.
 	Deadline time.Time
+	// BookmarkPeriod is how often it gets a bookmark, if it allows them; 0: as often as there is one.
+	BookmarkPeriod time.Duration
 	// Stopping ends it early: the gateway shuts down.
 	Stopping <-chan struct{}
-	// Moved is closed when permissions have changed, and Allowed then says whether the client may still watch. It is true
-	// where nobody can be asked: what is open stays open.
+	// Moved is closed when permissions may have been taken away, and Allowed then says whether the client may still watch. It waits, for
+	// a while, where nobody can be asked.
 	Moved   func() <-chan struct{}
 	Allowed func(ctx context.Context) bool
 }
@@ -35,7 +37,7 @@ type Request struct {
 func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	clients.Inc()
 	defer clients.Dec()
-	s := &session{hub: h, Request: r, out: out, due: time.Now().Add(min(h.Config.BookmarkPeriod, firstBookmark))}
+	s := &session{hub: h, Request: r, out: out, due: time.Now().Add(min(r.BookmarkPeriod, firstBookmark))}
 	s.table = r.Query.GetOutput().GetAs().GetKind() == "Table"
 	var err error
 	if s.key, err = keyOf(r.Query); err != nil {
@@ -179,12 +181,12 @@ func (s *session) share(ctx context.Context) error {
 	s.open()
 	s.take(ctx)
 	f.mu.Lock()
-	sub.stream, sub.bookmarks, sub.due = s.stream, s.AllowBookmarks, s.due
+	sub.stream, sub.bookmarks, sub.period, sub.due = s.stream, s.AllowBookmarks, s.BookmarkPeriod, s.due
 	f.mu.Unlock()
 	timer := time.NewTimer(time.Until(s.Deadline.Add(-beforeEnd)))
 	defer timer.Stop()
 	for {
-		parts, err := f.next(sub, s.hub.Config.BookmarkPeriod)
+		parts, err := f.next(sub)
 		if err != nil {
 			return err
 		}
@@ -371,7 +373,7 @@ func (s *session) wanted(m *watchfanoutv1.WatchFrame) []byte {
 			if now := time.Now(); !s.AllowBookmarks || now.Before(s.due) && now.Before(s.Deadline.Add(-beforeEnd)) {
 				continue
 			}
-			s.due = time.Now().Add(s.hub.Config.BookmarkPeriod)
+			s.due = time.Now().Add(s.BookmarkPeriod)
 		}
 		data = append(data, part...)
 	}

@@ -189,7 +189,7 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 	ctx, cancel := context.WithCancel(t.Context())
 	c.cancel = cancel
 	r := &Request{WatchRequest: &watchfanoutv1.WatchRequest{ResourceVersion: "5", Query: &watchfanoutv1.Query{Entry: &registryv1.ResourceEntry{StoredAs: "pods"}}},
-		Deadline: time.Now().Add(time.Minute), Moved: func() <-chan struct{} { return nil }, Allowed: func(context.Context) bool { return true }}
+		Deadline: time.Now().Add(time.Minute), BookmarkPeriod: h.Config.BookmarkPeriod, Moved: func() <-chan struct{} { return nil }, Allowed: func(context.Context) bool { return true }}
 	if change != nil {
 		change(r)
 	}
@@ -199,7 +199,7 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 }
 
 func hub(t *tier) *Hub {
-	return &Hub{Client: t, Config: &Config{BookmarkPeriod: time.Minute, WriteTimeout: time.Second, FeedBytes: 1 << 20}}
+	return &Hub{Client: t, Config: &Config{BookmarkPeriod: time.Minute, WriteTimeout: time.Second, FeedBytes: 1 << 20, FeedsBytes: 1 << 30}}
 }
 
 func TestThoseWhoAskTheSameShareOneStream(t *testing.T) {
@@ -395,14 +395,14 @@ func TestATableSharesAfterItsFirstRow(t *testing.T) {
 
 // A client that has seen more than the feed has come to is not set back by what it is spared.
 func TestJoiningAFeedThatIsBehindRepeatsNothing(t *testing.T) {
-	f := &feed{hub: hub(newTier()), low: position{80, 0}, high: position{90, 0}, cancel: func() {}}
-	s := f.join(position{100, lastIndex})
+	f := &feed{hub: hub(newTier()), low: position{revision: 80, index: 0}, high: position{revision: 90, index: 0}, cancel: func() {}}
+	s := f.join(position{revision: 100, index: lastIndex})
 	f.publish(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
-		Marks: []*watchfanoutv1.Mark{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}}, time.Minute)
-	if parts, err := f.next(s, time.Minute); len(parts) > 0 || err != nil {
+		Marks: []*watchfanoutv1.Mark{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}})
+	if parts, err := f.next(s); len(parts) > 0 || err != nil {
 		t.Errorf("%q %v", parts, err)
 	}
-	if at := f.leave(s); at != (position{100, lastIndex}) {
+	if at := f.leave(s); at != (position{revision: 100, index: lastIndex}) {
 		t.Errorf("set back to %v", at)
 	}
 }

@@ -218,7 +218,7 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 			continue
 		}
 		if p.GroupName() == "authentication.k8s.io" {
-			info.VersionedResourcesStorageMap["v1"]["tokenreviews"] = verbs.NewTokenReviews()
+			info.VersionedResourcesStorageMap["v1"]["tokenreviews"] = verbs.NewTokenReviews(d.TokenAudiences)
 		}
 		set.groups = append(set.groups, info)
 		if h, ok := p.(genericapiserver.PostStartHookProvider); ok {

@@ -27,7 +27,12 @@ func Elect(ctx context.Context, client *clientv3.Client, key, identity string, l
 			continue
 		}
 		slog.Info("Elected", "key", key, "identity", identity)
-		serve(ctx, client, *lease, lead)
+		if serve(ctx, client, *lease, lead) {
+			select { // it resigned: somebody else is to have a try
+			case <-ctx.Done():
+			case <-time.After(leaseSeconds * time.Second):
+			}
+		}
 	}
 	return ctx.Err()
 }
@@ -52,9 +57,15 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 	return &lease.ID, nil
 }
 
-func serve(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID, lead func(context.Context) error) {
+// serve leads until the lease is lost or ctx ends, or lead gives up, which is a resignation. A panic of lead gives the key up too.
+func serve(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID, lead func(context.Context) error) (resigned bool) {
 	leading, cancel := context.WithCancel(ctx)
-	defer cancel()
+	defer func() {
+		cancel()
+		revoke, done := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer done()
+		_, _ = client.Revoke(revoke, lease) // the next leader need not wait
+	}()
 	alive, err := client.KeepAlive(leading, lease)
 	if err == nil {
 		go func() {
@@ -62,12 +73,11 @@ func serve(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID,
 			}
 			cancel() // the lease ran out, or ctx ended
 		}()
-		if err := lead(leading); err != nil && ctx.Err() == nil {
-			slog.Warn("Leading ended", "error", err)
+		err := lead(leading)
+		resigned = leading.Err() == nil
+		if err != nil && ctx.Err() == nil {
+			slog.Warn("Leading ended", "resigned", resigned, "error", err)
 		}
 	}
-	cancel()
-	revoke, done := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
-	defer done()
-	_, _ = client.Revoke(revoke, lease) // the next leader need not wait
+	return resigned
 }

@@ -19,11 +19,11 @@ import (
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/customresources"
@@ -43,8 +43,16 @@ var (
 	refused    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_refused_total", Help: "Events that could not be decoded, or are too large for a message: readers are told to read the resource anew."})
 )
 
+var (
+	brokeOff = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_broke_off_total", Help: "Times that publishing broke off, because of NATS or etcd, and went on from the log's last message."})
+	reached  = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_publisher_revision", Help: "The revision up to which the log has everything, on the registry that publishes."})
+	leading  = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_publisher_leading", Help: "1 on the registry that publishes."})
+)
+
 // Metrics are this package's collectors.
-func Metrics() []prometheus.Collector { return []prometheus.Collector{published, resetCount, refused} }
+func Metrics() []prometheus.Collector {
+	return []prometheus.Collector{published, resetCount, refused, brokeOff, reached, leading}
+}
 
 // Publisher publishes while it is told to.
 type Publisher struct {
@@ -58,8 +66,8 @@ type Publisher struct {
 
 	// customs knows how custom resources are read at the revision that is being published.
 	customs *customresources.Follower
-	// published is the revision that the log has come to.
-	published atomic.Int64
+	// published is the revision that the log has come to; acknowledged counts its messages.
+	published, acknowledged atomic.Int64
 }
 
 // Run takes part in the election and publishes when elected, until ctx ends.
@@ -67,18 +75,34 @@ func (p *Publisher) Run(ctx context.Context) error {
 	return Elect(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead)
 }
 
+// resignAfter is for how long a leader may fail to publish before it lets another try, which may reach what it cannot.
+const resignAfter = 8 * time.Second
+
 func (p *Publisher) lead(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	if p.CompactionInterval > 0 {
-		go p.compact(ctx)
+		go func() {
+			defer rpc.Recover("compaction")
+			p.compact(ctx)
+		}()
 	}
+	leading.Set(1)
+	defer leading.Set(0)
+	var failing time.Time // since when nothing has been published
 	for {
+		before := p.acknowledged.Load()
 		err := p.publish(ctx)
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
+		brokeOff.Inc()
 		slog.Warn("Publishing broke off; going on from the log's last message", "error", err)
+		if failing.IsZero() || p.acknowledged.Load() != before {
+			failing = time.Now()
+		} else if time.Since(failing) > resignAfter {
+			return fmt.Errorf("nothing could be published for %v: %w", time.Since(failing).Round(time.Second), err)
+		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -118,8 +142,10 @@ func (p *Publisher) publish(ctx context.Context) error {
 	}
 	watchCtx := clientv3.WithRequireLeader(ctx)
 	watch := p.Storage.Client.Watch(watchCtx, p.Storage.Prefix(), clientv3.WithPrefix(), clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
-	idle := time.NewTicker(idleProgress)
+	idle, marks, checks := time.NewTicker(idleProgress), time.NewTicker(markPeriod), time.NewTicker(markCheck)
 	defer idle.Stop()
+	defer marks.Stop()
+	defer checks.Stop()
 	for {
 		select {
 		case <-ctx.Done():
@@ -128,6 +154,14 @@ func (p *Publisher) publish(ctx context.Context) error {
 			return err
 		case <-asked:
 			if err := p.Storage.Client.RequestProgress(watchCtx); err != nil {
+				return err
+			}
+		case <-checks.C:
+			if err := p.timed(ctx, c, p.unmarked); err != nil {
+				return err
+			}
+		case <-marks.C:
+			if err := p.timed(ctx, c, p.mark); err != nil {
 				return err
 			}
 		case <-idle.C:
@@ -154,6 +188,13 @@ func (p *Publisher) publish(ctx context.Context) error {
 	}
 }
 
+// timed bounds what is asked of etcd and NATS between two events.
+func (p *Publisher) timed(ctx context.Context, c *chain, what func(context.Context, *chain) error) error {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	return what(ctx, c)
+}
+
 // follow publishes one answer of the watch.
 func (p *Publisher) follow(ctx context.Context, c *chain, resp clientv3.WatchResponse) error {
 	if resp.IsProgressNotify() {
@@ -168,52 +209,45 @@ func (p *Publisher) follow(ctx context.Context, c *chain, resp clientv3.WatchRes
 			return err
 		}
 		events = events[n:]
+		c.whole = true
 	}
 	return nil
 }
 
-// transaction publishes the events of one revision: readers apply them together.
+// transaction publishes the events of one revision: readers apply them together. What is wrong with one of them is the matter of its
+// resource, which readers are told to read anew; an error here is one of NATS, of etcd, or of the past.
 func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv3.Event) error {
 	revision := events[0].Kv.ModRevision
 	var out, resets []*logv1.Event
+	refuse := func(storedAs, key string, err error) {
+		refused.Inc()
+		slog.Error("An event cannot be published; its resource is to be read anew", "key", key, "revision", revision, "error", err)
+		resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: storedAs})
+	}
 	for i, e := range events {
 		event, redefined, err := p.event(ctx, e)
 		if errors.Is(err, errUnknownPast) {
 			return err
 		}
-		if size := proto.Size(event); err == nil && int64(size) > p.NATS.MaxPayload()-headroom {
-			err = fmt.Errorf("it takes %d bytes, more than NATS takes in one message", size)
-		}
 		if redefined != "" {
 			resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: redefined, Redefined: true})
 		}
-		if err != nil {
-			refused.Inc()
-			slog.Error("An event cannot be published; its resource is to be read anew", "key", string(e.Kv.Key), "revision", revision, "error", err)
-			if st, ok := p.storedAt(string(e.Kv.Key)); ok {
-				resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: st.Name()})
-			}
-			continue
+		if st, ok := p.storedAt(string(e.Kv.Key)); err != nil && ok {
+			refuse(st.Name(), string(e.Kv.Key), err)
 		}
-		if event != nil {
-			event.Index, event.More = int32(i), true
+		if err == nil && event != nil {
+			event.Index = int32(i)
 			out = append(out, event)
 		}
 	}
-	if len(out) > 0 {
-		out[len(out)-1].More = len(resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
-	}
-	for _, event := range out {
-		span, traced := telemetry.BeginEvent(ctx, event.StoredAs, revision)
-		event.Trace = traced
+	for n, event := range out {
 		if !c.last.Mark && revision == c.last.Revision && event.Index <= c.last.Index {
 			continue // published before
 		}
-		if err := c.send(event); err != nil {
+		event.More = n < len(out)-1 || len(resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
+		if err := p.one(ctx, c, event, refuse); err != nil {
 			return err
 		}
-		span.End()
-		published.WithLabelValues(event.StoredAs).Inc()
 	}
 	for _, event := range resets {
 		if err := c.send(event); err != nil {
@@ -222,6 +256,30 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 	}
 	return nil
 }
+
+// one publishes one event. What cannot be a message is refused.
+func (p *Publisher) one(ctx context.Context, c *chain, event *logv1.Event, refuse func(storedAs, key string, err error)) error {
+	span, traced := telemetry.BeginEvent(ctx, event.StoredAs, event.Revision)
+	defer span.End()
+	event.Trace = traced
+	var bad *unsendable
+	switch err := c.send(event); {
+	case errors.As(err, &bad):
+		refuse(event.StoredAs, event.Namespace+"/"+event.Name, bad)
+	case err != nil:
+		return err
+	default:
+		published.WithLabelValues(event.StoredAs).Inc()
+	}
+	return nil
+}
+
+// unsendable is an event that can be no message: nothing was asked of NATS.
+type unsendable struct{ error }
+
+// stallWait is how long a publish waits for room among those that are not acknowledged yet: a NATS that stalls for less is no reason to
+// begin anew.
+const stallWait = 5 * time.Second
 
 // headroom is what a message's headers may take.
 const headroom = 4 << 10
@@ -246,6 +304,11 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Ev
 	if !ok {
 		return nil, "", nil
 	}
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("reading %q panicked: %v", key, r)
+		}
+	}()
 	out, obj, err := p.read(ctx, e, st)
 	if err == nil && customresources.Defines(st) {
 		redefined = p.customs.Changed(obj, e.Type == mvccpb.DELETE)
@@ -256,22 +319,23 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Ev
 func (p *Publisher) read(ctx context.Context, e *clientv3.Event, st *storage.Stored) (*logv1.Event, runtime.Object, error) {
 	key := string(e.Kv.Key)
 	out := &logv1.Event{Revision: e.Kv.ModRevision, StoredAs: st.Name(), ObservedUnixNano: time.Now().UnixNano()}
-	var obj runtime.Object
-	var err error
+	value := e.Kv.Value
 	switch {
 	case e.Type == mvccpb.DELETE:
 		out.Type = logv1.Type_TYPE_DELETED
 		if e.PrevKv == nil {
 			return nil, nil, errUnknownPast
 		}
-		obj, err = st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision) // its last state, at the revision of the deletion
+		value = e.PrevKv.Value // its last state, at the revision of the deletion
 	case e.IsCreate():
 		out.Type = logv1.Type_TYPE_ADDED
-		obj, err = st.Decode(ctx, key, e.Kv.Value, e.Kv.ModRevision)
 	default:
 		out.Type = logv1.Type_TYPE_MODIFIED
-		obj, err = st.Decode(ctx, key, e.Kv.Value, e.Kv.ModRevision)
+		if e.PrevKv == nil {
+			return nil, nil, errUnknownPast
+		}
 	}
+	obj, err := st.Decode(ctx, key, value, e.Kv.ModRevision)
 	if err != nil {
 		return nil, nil, err
 	}
@@ -283,23 +347,18 @@ func (p *Publisher) read(ctx context.Context, e *clientv3.Event, st *storage.Sto
 	if out.Object, err = st.Encode(obj); err != nil {
 		return nil, nil, err
 	}
-	if out.Type == logv1.Type_TYPE_MODIFIED && e.PrevKv == nil {
-		return nil, nil, errUnknownPast
+	if out.Type != logv1.Type_TYPE_MODIFIED {
+		return out, obj, nil
 	}
-	if out.Type == logv1.Type_TYPE_MODIFIED {
-		old, err := st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision)
-		if err != nil {
-			return nil, nil, err
-		}
-		changed, err := st.Changed(old, out.Object)
-		if err == nil && changed {
-			out.Previous, err = st.Encode(old)
-		}
-		if err != nil {
-			return nil, nil, err
-		}
+	old, err := st.Decode(ctx, key, e.PrevKv.Value, e.Kv.ModRevision)
+	if err != nil {
+		return nil, nil, err
 	}
-	return out, obj, nil
+	changed, err := st.Changed(old, out.Object)
+	if err == nil && changed {
+		out.Previous, err = st.Encode(old)
+	}
+	return out, obj, err
 }
 
 // reset starts the log anew at etcd's current revision, and says so in the log.
@@ -321,35 +380,51 @@ func (p *Publisher) reset(ctx context.Context, c *chain) error {
 	return errors.New("the log was reset")
 }
 
-// open reads where the log ends; an empty one is begun with a reset.
+// open reads where the log ends. An empty one is begun with a reset, and so is one of another history of etcd.
 func (p *Publisher) open(ctx context.Context) (*chain, error) {
-	openCtx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	stream, err := p.Log.Stream(openCtx, p.JS)
+	stream, err := p.Log.Stream(ctx, p.JS)
 	if err != nil {
 		return nil, err
 	}
-	last, sequence, ok, err := eventlog.Last(openCtx, stream)
+	last, sequence, ok, err := eventlog.Last(ctx, stream)
 	if err != nil {
 		return nil, err
 	}
-	c := &chain{js: p.JS, stored: &p.published, last: last, failed: make(chan error, 1), nonce: rand.Text()[:8] + "-"}
-	current, err := p.Storage.Client.Client.Get(openCtx, ElectionKey)
+	c := &chain{
+		js:           p.JS,
+		max:          p.NATS.MaxPayload() - headroom,
+		acknowledged: &p.acknowledged,
+		stored:       &p.published,
+		last:         last,
+		failed:       make(chan error, 1),
+		nonce:        rand.Text()[:8] + "-",
+	}
+	if ok {
+		h, reason, err := p.continues(ctx, stream, last)
+		if err != nil {
+			return nil, err
+		}
+		if reason == "" && h.ID != "" {
+			c.history, c.marker = h, h.Mark
+			return c, nil
+		}
+		slog.Warn("The event log begins anew: it is of another history of etcd", "reason", reason)
+	}
+	p.published.Store(0)
+	c.history = history{ID: rand.Text(), Mark: rand.Text()}
+	c.marker = c.history.Mark
+	revision, err := p.writeHistory(ctx, c.history)
 	if err != nil {
 		return nil, err
-	}
-	if ok && last.Revision <= current.Header.Revision {
-		return c, nil
-	}
-	if ok { // etcd is older than the log: it was restored from a backup
-		slog.Warn("etcd is behind the event log", "etcd", current.Header.Revision, "log", last.Revision)
 	}
 	c.expectSequence, c.begin = sequence, true
 	resetCount.Inc()
-	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: current.Header.Revision}); err != nil {
+	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}); err != nil {
 		return nil, err
 	}
-	return c, c.flush(openCtx)
+	return c, c.flush(ctx)
 }
 
 // compact removes revisions that are older than the interval. Only the leader does.
@@ -382,24 +457,38 @@ type chain struct {
 	last  eventlog.ID
 	nonce string
 	sent  int
+	// history is what etcd says at HistoryKey, as this publisher wrote it; marker and nextMarker are what the log says of it.
+	history            history
+	marker, nextMarker string
+	// whole: a transaction has been published to its end since the log was opened.
+	whole bool
 	// begin: the next message is the first that expects no id but a sequence.
 	begin          bool
 	expectSequence uint64
 	// forced: the next progress is published though nothing is new.
 	forced bool
 	failed chan error
-	// stored is the revision of the newest message that the log has acknowledged.
-	stored *atomic.Int64
+	// max is how large a message may be.
+	max int64
+	// acknowledged counts the log's messages, and stored is the revision of the newest message that the log has acknowledged.
+	acknowledged, stored *atomic.Int64
 }
 
 func (c *chain) send(e *logv1.Event) error {
+	e.History = c.history.ID
+	if e.StoredAs == "" {
+		e.Marker, e.NextMarker = c.marker, c.nextMarker
+	}
 	m, err := eventlog.Message(e)
+	if err == nil && int64(len(m.Data)) > c.max {
+		err = fmt.Errorf("it takes %d bytes, more than NATS takes in one message", len(m.Data))
+	}
 	if err != nil {
-		return err
+		return &unsendable{err}
 	}
 	c.sent++
 	id := eventlog.IDOf(e, c.nonce+strconv.Itoa(c.sent))
-	opts := []jetstream.PublishOpt{jetstream.WithMsgID(id.String())}
+	opts := []jetstream.PublishOpt{jetstream.WithMsgID(id.String()), jetstream.WithStallWait(stallWait)}
 	if c.begin {
 		opts, c.begin = append(opts, jetstream.WithExpectLastSequence(c.expectSequence)), false
 	} else {
@@ -413,8 +502,10 @@ func (c *chain) send(e *logv1.Event) error {
 	go func() {
 		select {
 		case <-ack.Ok(): // and so are all before it: each is refused without the one before
+			c.acknowledged.Add(1)
 			for was := c.stored.Load(); was < id.Revision && !c.stored.CompareAndSwap(was, id.Revision); was = c.stored.Load() {
 			}
+			reached.Set(float64(c.stored.Load()))
 		case err := <-ack.Err():
 			select {
 			case c.failed <- fmt.Errorf("publish %s: %w", id, err):

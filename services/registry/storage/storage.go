@@ -419,21 +419,46 @@ func Untyped(u *unstructured.Unstructured) ([]byte, error) {
 	return append(data, body[1:]...), nil
 }
 
-// Row decodes an etcd value and encodes it for the watch tier.
-func (s *Stored) Row(ctx context.Context, key string, data []byte, revision int64) (*registryv1.Row, error) {
+// Row decodes an etcd value and encodes it for the watch tier. What cannot be read is a row that says why.
+func (s *Stored) Row(ctx context.Context, key string, data []byte, revision int64) *registryv1.Row {
+	row := &registryv1.Row{Revision: revision}
+	obj, o, err := s.Read(ctx, key, data, revision)
+	if err != nil {
+		row.Namespace, row.Name = s.placeOf(key)
+		row.Unreadable = err.Error()
+		return row
+	}
+	row.Namespace, row.Name = obj.GetNamespace(), obj.GetName()
+	row.Labels, row.Fields, row.Json, row.Protobuf, row.Version = o.Labels, o.Fields, o.Json, o.Protobuf, o.Version
+	return row
+}
+
+// Read decodes an etcd value and encodes it. A panic of a type's own code, which a value of an unknown making may reach, is an
+// error like any other.
+func (s *Stored) Read(ctx context.Context, key string, data []byte, revision int64) (m metav1.Object, o *logv1.Object, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("reading %q panicked: %v", key, r)
+		}
+	}()
 	obj, err := s.Decode(ctx, key, data, revision)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	o, err := s.Encode(obj)
-	if err != nil {
-		return nil, err
+	if o, err = s.Encode(obj); err != nil {
+		return nil, nil, err
 	}
-	m, err := meta.Accessor(obj)
-	if err != nil {
-		return nil, err
+	m, err = meta.Accessor(obj)
+	return m, o, err
+}
+
+// placeOf is the namespace and name that an etcd key stands for, where the object itself cannot say.
+func (s *Stored) placeOf(key string) (namespace, name string) {
+	rest := strings.TrimPrefix(key, s.Prefix)
+	if i := strings.LastIndexByte(rest, '/'); i >= 0 {
+		return rest[:i], rest[i+1:]
 	}
-	return &registryv1.Row{Namespace: m.GetNamespace(), Name: m.GetName(), Revision: revision, Labels: o.Labels, Fields: o.Fields, Json: o.Json, Protobuf: o.Protobuf, Version: o.Version}, nil
+	return "", rest
 }
 
 // SelectableFields are the stored fields that the resource's objects have.

@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/registry/rest"
@@ -74,10 +75,19 @@ func (Authorizer) Authorize(ctx context.Context, a authorizer.Attributes) (autho
 
 // TokenReviews is the TokenReview resource. Upstream's storage asks with a context of its own making, in which there is
 // no Gate; all but that is upstream's.
-type TokenReviews struct{ *tokenreview.REST }
+type TokenReviews struct {
+	*tokenreview.REST
+	audiences authenticator.Audiences
+}
 
-// NewTokenReviews wraps upstream's storage.
-func NewTokenReviews() *TokenReviews { return &TokenReviews{tokenreview.NewREST(nil, nil)} }
+// NewTokenReviews wraps upstream's storage. audiences are the API's own, which a review without any is for.
+func NewTokenReviews(audiences []string) *TokenReviews {
+	return &TokenReviews{tokenreview.NewREST(nil, nil), audiences}
+}
+
+// errAudiences is upstream's answer to an authenticator that does not know of audiences
+// (k8s.io/kubernetes/pkg/registry/authentication/tokenreview, badAuthenticatorAuds).
+var errAudiences = apierrors.NewInternalError(errors.New("error validating audiences"))
 
 // Create implements rest.Creater.
 func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate rest.ValidateObjectFunc, opts *metav1.CreateOptions) (runtime.Object, error) {
@@ -93,6 +103,13 @@ func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate 
 	resp, err := g.ReviewToken(ctx, &authnv1.ReviewTokenRequest{Token: review.Spec.Token, Audiences: review.Spec.Audiences})
 	if err != nil {
 		return nil, apierrors.NewInternalError(err)
+	}
+	wanted := t.audiences
+	if len(review.Spec.Audiences) > 0 {
+		wanted = authenticator.Audiences(review.Spec.Audiences)
+	}
+	if len(wanted) > 0 && resp.Authenticated && len(wanted.Intersect(resp.Audiences)) == 0 {
+		return nil, errAudiences
 	}
 	review.Status.Authenticated, review.Status.Error = resp.Authenticated, resp.Error
 	if resp.Authenticated {

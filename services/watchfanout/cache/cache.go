@@ -5,43 +5,50 @@ package cache
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// Cache is every resource of one replica.
+// Cache is every resource of one replica. One goroutine applies the log to it; any number reads.
+//
+// Each resource has a lock of its own. An event is applied to its resource before progress says so: whoever reads progress first
+// and the resource afterwards misses nothing up to it.
 type Cache struct {
-	// RingBytes bounds the recent events kept for each resource.
+	// RingBytes bounds the recent events kept for each resource, with what was made of them.
 	RingBytes int
 	// IdleAfter is how long a resource that nobody reads is kept; 0 for ever.
 	IdleAfter time.Duration
 
-	mu        sync.Mutex
+	// whole is held for writing while everything is forgotten: no reader sees some of it gone.
+	whole    sync.RWMutex
+	progress atomic.Int64
+	history  atomic.Pointer[string]
+	resets   atomic.Int64
+	// observed is when the newest event was seen by the publisher, and applied when it was applied here.
+	observed, applied atomic.Int64
+
+	mu        sync.Mutex // guards what follows
 	resources map[string]*Resource
-	progress  int64
 	low       int64
 	started   bool
 	advanced  chan struct{}
-	pending   []*logv1.Event
-	resets    int64
-	// observed is when the newest event was seen by the publisher, and applied when it was applied here.
-	observed, applied int64
+
+	pending []*logv1.Event // belongs to the goroutine that applies
 }
 
 // New returns an empty cache.
 func New(ringBytes int, idleAfter time.Duration) *Cache {
-	return &Cache{RingBytes: ringBytes, IdleAfter: idleAfter, resources: map[string]*Resource{}, advanced: make(chan struct{})}
+	c := &Cache{RingBytes: ringBytes, IdleAfter: idleAfter, resources: map[string]*Resource{}, advanced: make(chan struct{})}
+	c.history.Store(new(string))
+	return c
 }
 
 // Resource finds or makes a resource's entry.
 func (c *Cache) Resource(name string) *Resource {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.resource(name)
-}
-
-func (c *Cache) resource(name string) *Resource {
 	r, ok := c.resources[name]
 	if !ok {
 		r = &Resource{Name: name, cache: c, low: c.low, topics: map[Topic]*topic{}, topicFields: map[string]int{}, used: time.Now()}
@@ -51,41 +58,46 @@ func (c *Cache) resource(name string) *Resource {
 	return r
 }
 
+// each calls f for every resource there is.
+func (c *Cache) each(f func(*Resource)) {
+	c.mu.Lock()
+	all := make([]*Resource, 0, len(c.resources))
+	for _, r := range c.resources {
+		all = append(all, r)
+	}
+	c.mu.Unlock()
+	for _, r := range all {
+		f(r)
+	}
+}
+
 // Apply takes the log's next message. The events of one transaction are applied together, at its last one.
 func (c *Cache) Apply(e *logv1.Event) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	switch {
-	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" && c.started: // of one resource, in its place among the events
+	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" && c.begun(): // of one resource, in its place among the events
 		c.applyPending()
-		r := c.resource(e.StoredAs)
-		r.reset(max(e.Revision, c.progress)) // published again, it must not say that what was not applied again is there
-		if e.Redefined {
-			r.redefined = e.Revision
-		} else {
-			c.resets++
+		// Published again, it must not say that what was not applied again is there.
+		c.Resource(e.StoredAs).forget(max(e.Revision, c.progress.Load()), e.Redefined, e.Revision)
+		if !e.Redefined {
+			c.resets.Add(1)
 		}
 		c.advance(e.Revision)
 		return
 	case e.Type == logv1.Type_TYPE_RESET:
-		c.reset(e.Revision)
-		c.resets++
+		c.reset(e.Revision, e.History)
+		c.resets.Add(1)
 		return
-	case !c.started:
-		c.started = true
-		c.low = e.Revision
-		if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Index == 0 {
-			c.low = e.Revision - 1
-		}
-		for _, r := range c.resources {
-			r.low = c.low
-		}
+	case e.History != "" && *c.history.Load() != "" && e.History != *c.history.Load():
+		c.reset(e.Revision, e.History) // the log was made anew, and its beginning is gone
+		c.resets.Add(1)
+	case !c.begun():
+		c.start(e)
 	}
 	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
 		c.advance(e.Revision)
 		return
 	}
-	if e.Revision <= c.progress { // published again, after the log had lost its end
+	if e.Revision <= c.progress.Load() { // published again, after the log had lost its end
 		return
 	}
 	c.pending = append(c.pending, e)
@@ -96,47 +108,90 @@ func (c *Cache) Apply(e *logv1.Event) {
 	c.advance(e.Revision)
 }
 
-func (c *Cache) applyPending() {
-	for _, p := range c.pending {
-		c.resource(p.StoredAs).apply(EventOf(p))
-		c.observed = p.ObservedUnixNano
+func (c *Cache) begun() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.started
+}
+
+// start takes the first message of a log whose beginning is gone.
+func (c *Cache) start(e *logv1.Event) {
+	low := e.Revision
+	if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Index == 0 {
+		low--
 	}
-	c.pending, c.applied = nil, time.Now().UnixNano()
+	c.history.Store(&e.History)
+	c.mu.Lock()
+	c.started, c.low = true, low
+	c.mu.Unlock()
+	c.each(func(r *Resource) { r.forget(low, false, 0) })
+}
+
+// applyPending applies a transaction: to each resource at once.
+func (c *Cache) applyPending() {
+	for len(c.pending) > 0 {
+		name := c.pending[0].StoredAs
+		var own []*Event
+		rest := c.pending[:0:0]
+		for _, p := range c.pending {
+			if p.StoredAs != name {
+				rest = append(rest, p)
+				continue
+			}
+			own = append(own, EventOf(p))
+			c.observed.Store(p.ObservedUnixNano)
+		}
+		c.Resource(name).apply(own)
+		c.pending = rest
+	}
+	c.pending = nil
+	c.applied.Store(time.Now().UnixNano())
 }
 
 func (c *Cache) advance(revision int64) {
-	if revision > c.progress {
-		c.progress = revision
-		close(c.advanced)
-		c.advanced = make(chan struct{})
+	if revision > c.progress.Load() {
+		c.progress.Store(revision)
+		c.moved()
 	}
 }
 
-// reset forgets everything: there may be a gap before revision.
-func (c *Cache) reset(revision int64) {
-	c.started, c.low, c.pending = true, revision, nil
-	for _, r := range c.resources {
-		r.reset(revision)
-	}
-	c.progress = revision // it may be less than before: etcd was restored from a backup
+func (c *Cache) moved() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	close(c.advanced)
 	c.advanced = make(chan struct{})
 }
 
-// Progress is the revision up to which everything has been applied.
-func (c *Cache) Progress() int64 {
+// reset forgets everything: there may be a gap before revision, which may be less than before where etcd was restored from a backup.
+func (c *Cache) reset(revision int64, history string) {
+	c.whole.Lock()
+	defer c.whole.Unlock()
+	c.pending = nil
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.progress
+	c.started, c.low = true, revision
+	c.mu.Unlock()
+	if history != "" {
+		c.history.Store(&history)
+	}
+	c.progress.Store(revision)
+	c.each(func(r *Resource) { r.forget(revision, false, 0) })
+	c.moved()
 }
+
+// Progress is the revision up to which everything has been applied.
+func (c *Cache) Progress() int64 { return c.progress.Load() }
+
+// History names the history of etcd that revisions are of; empty where the log does not say. A cursor that was got before it changed
+// has been overrun.
+func (c *Cache) History() string { return *c.history.Load() }
 
 // Wait waits until everything up to revision has been applied. ask is called when that does not come by itself.
 func (c *Cache) Wait(ctx context.Context, revision int64, ask func(ctx context.Context, advanced <-chan struct{})) error {
 	for {
 		c.mu.Lock()
-		progress, advanced := c.progress, c.advanced
+		advanced := c.advanced
 		c.mu.Unlock()
-		if progress >= revision {
+		if c.progress.Load() >= revision {
 			return nil
 		}
 		if err := ctx.Err(); err != nil {

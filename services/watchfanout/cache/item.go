@@ -1,6 +1,7 @@
 package cache
 
 import (
+	"fmt"
 	"slices"
 	"sync"
 
@@ -35,13 +36,38 @@ type Event struct {
 	// Trace is the event's span; empty where it is not traced.
 	Trace string
 
-	frames derived
+	resource *Resource // whose ring it is in
+	frames   derived
+}
+
+// size is what the event takes before anything is made of it.
+func (e *Event) size() int {
+	n := e.Item.Size() + eventBytes
+	if e.Previous != nil {
+		n += e.Previous.Size()
+	}
+	return n
+}
+
+// eventBytes is what an event takes beside its objects.
+const eventBytes = 200
+
+// release takes the event out of its ring's account, and answers what it stood there for. Frames made later are their maker's.
+func (e *Event) release() int {
+	e.frames.mu.Lock()
+	defer e.frames.mu.Unlock()
+	n := e.size() + e.frames.bytes
+	e.frames.released = true
+	return n
 }
 
 // derived keeps what was made of an event, so that it is made once for all who want it.
 type derived struct {
 	mu   sync.Mutex
 	made []*made
+	// bytes is what was made, until the event is released.
+	bytes    int
+	released bool
 }
 
 type made struct {
@@ -52,7 +78,7 @@ type made struct {
 }
 
 // get makes what is not there. Who wants the same waits for it; who wants something else does not.
-func (d *derived) get(key any, build func() ([]byte, error)) ([]byte, error) {
+func (d *derived) get(key any, build func() ([]byte, error), grown func(int)) ([]byte, error) {
 	d.mu.Lock()
 	for _, m := range d.made {
 		if m.key == key {
@@ -65,17 +91,35 @@ func (d *derived) get(key any, build func() ([]byte, error)) ([]byte, error) {
 	d.made = append(d.made, m)
 	d.mu.Unlock()
 	defer close(m.done)
-	if m.bytes, m.err = build(); m.err != nil { // the next one tries again
-		d.mu.Lock()
+	m.bytes, m.err = guarded(build)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if m.err != nil { // the next one tries again
 		d.made = slices.DeleteFunc(d.made, func(o *made) bool { return o == m })
-		d.mu.Unlock()
+	} else if !d.released {
+		d.bytes += len(m.bytes)
+		grown(len(m.bytes))
 	}
 	return m.bytes, m.err
 }
 
-// Frame is a frame of the event, made at most once for each key.
-func (e *Event) Frame(key any, make func() ([]byte, error)) ([]byte, error) {
-	return e.frames.get(key, make)
+// guarded makes a panic an error: others wait for the frame.
+func guarded(build func() ([]byte, error)) (data []byte, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("making a frame panicked: %v", p)
+		}
+	}()
+	return build()
+}
+
+// Frame is a frame of the event, made at most once for each key. It counts among what the resource's ring holds.
+func (e *Event) Frame(key any, build func() ([]byte, error)) ([]byte, error) {
+	return e.frames.get(key, build, func(n int) {
+		if e.resource != nil {
+			e.resource.ringBytes.Add(int64(n))
+		}
+	})
 }
 
 // EventOf is the log's event as the cache has it.

@@ -2,7 +2,11 @@ package cache
 
 import (
 	"context"
+	"fmt"
+	"maps"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/btree"
@@ -11,19 +15,27 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// Resource is one stored resource's objects and events, all guarded by the cache's lock.
+// Resource is one stored resource's objects and events.
 type Resource struct {
 	Name  string
 	cache *Cache
+	// churn counts the bytes of objects that were replaced or deleted: what a snapshot from before keeps alive.
+	churn atomic.Int64
+	// ringBytes is what the recent events take, and what was made of them: frames, as watches ask for them.
+	ringBytes atomic.Int64
 
+	mu       sync.Mutex           // guards what follows
 	tree     *btree.BTreeG[*Item] // nil until loaded
 	indexes  map[string]*btree.BTreeG[indexed]
 	snapshot *Snapshot // of the tree, good until the next change
 	bytes    int
+	// unreadable are the objects that are there and cannot be read, by key. They are in no tree.
+	unreadable map[string]string
+	applied    int64 // the newest event's revision
 
 	all         ring
-	ringBytes   int
 	low         int64 // events after this revision are all in the ring
+	stale       int   // events that topics still hold though the ring has forgotten them
 	redefined   int64 // where the definition last changed
 	topics      map[Topic]*topic
 	topicFields map[string]int
@@ -36,6 +48,8 @@ type Resource struct {
 type load struct {
 	done chan struct{}
 	err  error
+	// from: what came after it is kept in the ring until the load is done.
+	from int64
 }
 
 func less(a, b *Item) bool { return a.Key < b.Key }
@@ -53,22 +67,35 @@ func lessIndexed(a, b indexed) bool {
 // maxIndexes bounds the fields of one resource that are indexed; they are indexed when they are first selected by.
 const maxIndexes = 4
 
-func (r *Resource) apply(e *Event) {
-	if r.tree != nil {
-		r.change(e)
+// apply takes the events of one transaction.
+func (r *Resource) apply(events []*Event) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, e := range events {
+		if r.tree != nil {
+			r.change(e)
+		}
+		r.applied = e.Revision
+		e.resource = r
+		r.all.add(e)
+		r.ringBytes.Add(int64(e.size()))
+		r.publish(e)
 	}
-	r.all.add(e)
-	r.ringBytes += e.Item.Size()
-	r.publish(e)
 	r.trim(r.bound())
 	r.all.notify()
 }
 
-// idleShare is what part of the ring's bound is kept for a resource that nobody reads.
-const idleShare = 16
+const (
+	// idleShare is what part of the ring's bound is kept for a resource that nobody reads.
+	idleShare = 16
+	// loadShare is how many times the ring's bound may be kept while the resource is being loaded: what came meanwhile belongs to the load.
+	loadShare = 8
+	// staleTopics is how many events topics may hold beyond the ring before they are gone through.
+	staleTopics = 256
+)
 
 func (r *Resource) bound() int {
-	if r.followers == 0 && r.cache.IdleAfter > 0 && time.Since(r.used) > r.cache.IdleAfter {
+	if r.followers == 0 && r.loading == nil && r.cache.IdleAfter > 0 && time.Since(r.used) > r.cache.IdleAfter {
 		return r.cache.RingBytes / idleShare
 	}
 	return r.cache.RingBytes
@@ -76,20 +103,33 @@ func (r *Resource) bound() int {
 
 // trim forgets the oldest events beyond the bound; a revision goes whole.
 func (r *Resource) trim(bound int) {
-	forgotten := false
-	for n := len(r.all.events); n > 1 && (r.ringBytes > bound || r.all.events[0].Revision == r.low); n-- {
-		first := r.all.events[0]
-		r.low, forgotten = first.Revision, true
-		r.ringBytes -= first.Item.Size()
+	forgotten := 0
+	for n := len(r.all.events); n > 1; n-- {
+		first, over := r.all.events[0], r.ringBytes.Load()
+		if r.loading != nil && first.Revision > r.loading.from && over <= int64(loadShare*r.cache.RingBytes) {
+			break
+		}
+		if over <= int64(bound) && first.Revision != r.low {
+			break
+		}
+		r.low = first.Revision
+		forgotten++
+		r.ringBytes.Add(-int64(first.release()))
 		r.all.events[0] = nil
 		r.all.events = r.all.events[1:]
 		r.all.base++
 	}
-	if forgotten {
-		for _, t := range r.topics {
-			t.forget(r.low)
-		}
+	if r.stale += forgotten; r.stale > staleTopics {
+		r.forgetTopics()
 	}
+}
+
+// forgetTopics lets topics go of what the ring has forgotten.
+func (r *Resource) forgetTopics() {
+	for _, t := range r.topics {
+		t.forget(r.low)
+	}
+	r.stale = 0
 }
 
 func (r *Resource) change(e *Event) {
@@ -102,8 +142,10 @@ func (r *Resource) change(e *Event) {
 		old, had = r.tree.ReplaceOrInsert(e.Item)
 		r.bytes += e.Item.Size()
 	}
+	delete(r.unreadable, e.Item.Key)
 	if had {
 		r.bytes -= old.Size()
+		r.churn.Add(int64(old.Size()))
 	}
 	for field, index := range r.indexes {
 		if had {
@@ -116,23 +158,35 @@ func (r *Resource) change(e *Event) {
 }
 
 // drop forgets the objects; the next reader brings them back.
-func (r *Resource) drop() { r.tree, r.indexes, r.snapshot, r.bytes = nil, nil, nil, 0 }
+func (r *Resource) drop() {
+	r.churn.Add(int64(r.bytes))
+	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil
+}
 
 // Redefined is the revision at which the resource's definition last changed, as far as this replica has seen.
 func (r *Resource) Redefined() int64 {
-	r.cache.mu.Lock()
-	defer r.cache.mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	return r.redefined
 }
 
-// reset forgets everything: there may be a gap before revision.
-func (r *Resource) reset(revision int64) {
+// forget forgets everything: there may be a gap before revision.
+func (r *Resource) forget(revision int64, redefined bool, at int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	r.drop()
+	for _, e := range r.all.events {
+		e.release()
+	}
 	r.all.reset()
 	for _, t := range r.topics {
 		t.reset()
 	}
-	r.ringBytes, r.low = 0, revision
+	r.ringBytes.Store(0)
+	r.low, r.stale, r.applied = revision, 0, 0
+	if redefined {
+		r.redefined = at
+	}
 }
 
 // Snapshot is a resource as it was at one revision.
@@ -140,6 +194,23 @@ type Snapshot struct {
 	Revision int64
 	tree     *btree.BTreeG[*Item]
 	indexes  map[string]*btree.BTreeG[indexed]
+	// unreadable is shared with the resource's other snapshots, and does not change.
+	unreadable map[string]string
+	resource   *Resource
+	churn      int64
+}
+
+// Pinned is about how many bytes of objects only this snapshot keeps alive, and those as old.
+func (s *Snapshot) Pinned() int64 { return s.resource.churn.Load() - s.churn }
+
+// Unreadable says why an object whose key begins with prefix cannot be read, if there is one: a list that it belongs to has no answer here.
+func (s *Snapshot) Unreadable(prefix string) (key, reason string, found bool) {
+	for key, reason := range s.unreadable {
+		if strings.HasPrefix(key, prefix) {
+			return key, reason, true
+		}
+	}
+	return "", "", false
 }
 
 // Len is how many objects there are.
@@ -182,7 +253,7 @@ func (r *Resource) now(field string) *Snapshot {
 		r.snapshot = nil
 	}
 	if r.snapshot == nil {
-		r.snapshot = &Snapshot{tree: r.tree.Clone()}
+		r.snapshot = &Snapshot{tree: r.tree.Clone(), unreadable: maps.Clone(r.unreadable), resource: r, churn: r.churn.Load()}
 		for f, index := range r.indexes {
 			if r.snapshot.indexes == nil {
 				r.snapshot.indexes = map[string]*btree.BTreeG[indexed]{}
@@ -190,7 +261,6 @@ func (r *Resource) now(field string) *Snapshot {
 			r.snapshot.indexes[f] = index.Clone()
 		}
 	}
-	r.used = time.Now()
 	s := *r.snapshot
 	return &s
 }
@@ -201,20 +271,10 @@ type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64
 // Snapshot is the resource now; it is loaded first if it is not there. A field that is named is indexed.
 func (r *Resource) Snapshot(ctx context.Context, field string, source Source, wait func(context.Context, int64) error) (*Snapshot, error) {
 	for {
-		r.cache.mu.Lock()
-		if r.tree != nil {
-			s := r.now(field)
-			s.Revision = r.cache.progress
-			r.cache.mu.Unlock()
+		s, l := r.loaded(ctx, field, source, wait)
+		if s != nil {
 			return s, nil
 		}
-		l := r.loading
-		if l == nil {
-			l = &load{done: make(chan struct{})}
-			r.loading = l
-			go r.load(context.WithoutCancel(ctx), l, source, wait)
-		}
-		r.cache.mu.Unlock()
 		select {
 		case <-l.done:
 			if l.err != nil {
@@ -226,15 +286,35 @@ func (r *Resource) Snapshot(ctx context.Context, field string, source Source, wa
 	}
 }
 
+// loaded is the snapshot, or the load under way.
+func (r *Resource) loaded(ctx context.Context, field string, source Source, wait func(context.Context, int64) error) (*Snapshot, *load) {
+	r.cache.whole.RLock()
+	defer r.cache.whole.RUnlock()
+	progress := r.cache.progress.Load()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.used = time.Now()
+	if r.tree != nil {
+		s := r.now(field)
+		s.Revision = max(progress, r.applied)
+		return s, nil
+	}
+	if r.loading == nil {
+		r.loading = &load{done: make(chan struct{}), from: progress}
+		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
+	}
+	return nil, r.loading
+}
+
 // SnapshotAt is the resource as it was at a revision, where it is loaded and has not changed since. It lets a replica go on
 // with a list that another one began.
 func (r *Resource) SnapshotAt(revision int64) (*Snapshot, bool) {
-	r.cache.mu.Lock()
-	defer r.cache.mu.Unlock()
-	if r.tree == nil || revision < r.low || r.cache.progress < revision {
-		return nil, false
-	}
-	if n := len(r.all.events); n > 0 && r.all.events[n-1].Revision > revision {
+	r.cache.whole.RLock()
+	defer r.cache.whole.RUnlock()
+	progress := r.cache.progress.Load()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.tree == nil || revision < r.low || progress < revision || r.applied > revision {
 		return nil, false
 	}
 	s := r.now("")
@@ -247,15 +327,10 @@ const loadTimeout = time.Minute
 
 // load reads a snapshot and adds the events that came after it.
 func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(context.Context, int64) error) {
-	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
-	defer cancel()
-	rows, revision, err := source(ctx, r.Name)
-	if err == nil {
-		err = wait(ctx, revision) // the log must have passed the snapshot, lest the cache be newer than it says
-	}
-	r.cache.mu.Lock()
-	defer r.cache.mu.Unlock()
 	defer close(l.done)
+	tree, bad, bytes, revision, err := read(ctx, r.Name, source, wait)
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	r.loading = nil
 	if err != nil {
 		l.err = err
@@ -265,15 +340,40 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 		return // the events after the snapshot are gone from the ring: whoever waits loads again
 	}
 	r.drop()
-	r.tree = btree.NewG(64, less)
-	for _, row := range rows {
-		i := itemOfRow(row)
-		r.tree.ReplaceOrInsert(i)
-		r.bytes += i.Size()
-	}
+	r.tree, r.unreadable, r.bytes = tree, bad, bytes
 	for _, e := range r.all.events {
 		if e.Revision > revision {
 			r.change(e)
 		}
 	}
+	r.trim(r.bound())
+}
+
+// read reads a whole resource, and waits until the log has passed it, lest the cache be newer than it says.
+func read(ctx context.Context, name string, source Source, wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], bad map[string]string, bytes int, revision int64, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("loading %s panicked: %v", name, p)
+		}
+	}()
+	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
+	defer cancel()
+	rows, revision, err := source(ctx, name)
+	if err == nil {
+		err = wait(ctx, revision)
+	}
+	if err != nil {
+		return nil, nil, 0, 0, err
+	}
+	tree, bad = btree.NewG(64, less), map[string]string{}
+	for _, row := range rows {
+		if row.Unreadable != "" {
+			bad[Key(row.Namespace, row.Name)] = row.Unreadable
+			continue
+		}
+		i := itemOfRow(row)
+		tree.ReplaceOrInsert(i)
+		bytes += i.Size()
+	}
+	return tree, bad, bytes, revision, nil
 }

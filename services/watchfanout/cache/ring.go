@@ -87,24 +87,52 @@ type Follower struct {
 
 // Follow begins to follow a topic; the zero one is every event. Close it.
 func (r *Resource) Follow(t Topic) *Follower {
-	r.cache.mu.Lock()
-	defer r.cache.mu.Unlock()
+	r.mu.Lock()
 	r.followers++
 	if t == (Topic{}) {
+		defer r.mu.Unlock()
 		return &Follower{resource: r, ring: &r.all}
 	}
+	if own := r.topics[t]; own != nil {
+		defer r.mu.Unlock()
+		return r.join(t, own)
+	}
+	past, base := slices.Clone(r.all.events), r.all.base
+	r.mu.Unlock()
+	var concerned []*Event // the whole ring is gone through, with nobody waiting for that
+	for _, e := range past {
+		if t.has(e) {
+			concerned = append(concerned, e)
+		}
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	own := r.topics[t]
 	if own == nil {
 		own = &topic{}
 		own.changed = make(chan struct{})
-		for _, e := range r.all.events {
-			if t.has(e) {
-				own.add(e)
+		if seen := base + int64(len(past)); r.all.base <= seen {
+			own.events = concerned
+			for _, e := range r.all.events[seen-r.all.base:] {
+				if t.has(e) {
+					own.add(e)
+				}
+			}
+			own.forget(r.low)
+		} else { // it has been reset meanwhile, or all of it has gone by
+			for _, e := range r.all.events {
+				if t.has(e) {
+					own.add(e)
+				}
 			}
 		}
 		r.topics[t] = own
 		r.topicFields[t.Field]++
 	}
+	return r.join(t, own)
+}
+
+func (r *Resource) join(t Topic, own *topic) *Follower {
 	own.followers++
 	return &Follower{resource: r, topic: t, ring: &own.ring}
 }
@@ -112,8 +140,8 @@ func (r *Resource) Follow(t Topic) *Follower {
 // Close ends the following.
 func (f *Follower) Close() {
 	r := f.resource
-	r.cache.mu.Lock()
-	defer r.cache.mu.Unlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	r.followers--
 	r.used = time.Now()
 	if own := r.topics[f.topic]; own != nil {
@@ -153,11 +181,14 @@ type Cursor int64
 // oldest revision that can be resumed from.
 func (f *Follower) After(revision int64, index int32) (cur Cursor, low int64, ok bool) {
 	r := f.resource
-	r.cache.mu.Lock()
-	defer r.cache.mu.Unlock()
+	r.cache.whole.RLock()
+	defer r.cache.whole.RUnlock()
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	if revision < r.low {
 		return 0, r.low, false
 	}
+	f.ring.forget(r.low)
 	i := sort.Search(len(f.ring.events), func(i int) bool {
 		e := f.ring.events[i]
 		return e.Revision > revision || e.Revision == revision && e.Index > index
@@ -166,28 +197,30 @@ func (f *Follower) After(revision int64, index int32) (cur Cursor, low int64, ok
 }
 
 // Next is what came after the cursor, at most n events, and where to go on. Where nothing came, changed is closed when
-// something does. progress is the revision that has been reached once the events are seen. ok is false where the
-// cursor was overrun.
+// something does. progress is the revision that has been reached once the events are seen, 0 where more is to come at once. ok is
+// false where the cursor was overrun.
 func (f *Follower) Next(cur Cursor, n int) (events []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
-	c := f.resource.cache
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	r := f.resource
+	r.cache.whole.RLock()
+	defer r.cache.whole.RUnlock()
+	progress = r.cache.progress.Load()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	f.ring.forget(r.low)
 	if int64(cur) < f.ring.base {
 		return nil, cur, 0, nil, false
 	}
 	start := int(int64(cur) - f.ring.base)
 	end := min(len(f.ring.events), start+n)
-	progress = c.progress
 	if end < len(f.ring.events) {
-		progress = 0 // more is to come
+		progress = 0
 	}
 	return slices.Clone(f.ring.events[start:end]), cur + Cursor(end-start), progress, f.ring.changed, true
 }
 
 // Behind is how many events wait after a cursor.
 func (f *Follower) Behind(cur Cursor) int64 {
-	c := f.resource.cache
-	c.mu.Lock()
-	defer c.mu.Unlock()
+	f.resource.mu.Lock()
+	defer f.resource.mu.Unlock()
 	return max(0, f.ring.base+int64(len(f.ring.events))-int64(cur))
 }

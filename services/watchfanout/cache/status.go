@@ -17,56 +17,61 @@ type Status struct {
 	Watches         int    `json:"watches"`
 	Topics          int    `json:"topics"`
 	Indexes         int    `json:"indexes"`
+	Unreadable      int    `json:"unreadable"`
 }
 
 // Resources lists the resources by name.
 func (c *Cache) Resources() []Status {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	var all []Status
-	for _, r := range c.resources {
-		s := Status{Name: r.Name, Loaded: r.tree != nil, Bytes: r.bytes, Events: len(r.all.events), EventBytes: r.ringBytes, OldestResumable: r.low,
-			Watches: r.followers, Topics: len(r.topics), Indexes: len(r.indexes)}
+	c.each(func(r *Resource) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		s := Status{
+			Name:            r.Name,
+			Loaded:          r.tree != nil,
+			Bytes:           r.bytes,
+			Events:          len(r.all.events),
+			EventBytes:      int(r.ringBytes.Load()),
+			OldestResumable: r.low,
+			Watches:         r.followers,
+			Topics:          len(r.topics),
+			Indexes:         len(r.indexes),
+			Unreadable:      len(r.unreadable),
+		}
 		if r.tree != nil {
 			s.Objects = r.tree.Len()
 		}
 		all = append(all, s)
-	}
+	})
 	sort.Slice(all, func(i, j int) bool { return all[i].Name < all[j].Name })
 	return all
 }
 
 // Resets is how often something had to be forgotten because the log had a gap, or held what could not be read.
-func (c *Cache) Resets() int64 {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.resets
-}
+func (c *Cache) Resets() int64 { return c.resets.Load() }
 
 // Lag is how long the newest event took from the publisher to here.
 func (c *Cache) Lag() time.Duration {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.observed == 0 {
+	observed := c.observed.Load()
+	if observed == 0 {
 		return 0
 	}
-	return max(0, time.Duration(c.applied-c.observed))
+	return max(0, time.Duration(c.applied.Load()-observed))
 }
 
-// Sweep forgets the objects of resources that nobody has read for IdleAfter, and most of their events.
+// Sweep forgets the objects of resources that nobody has read for IdleAfter, and most of their events; and of every resource what
+// frames have made too much of its events, and what topics hold that the ring has forgotten.
 func (c *Cache) Sweep() (dropped []string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, r := range c.resources {
-		if c.IdleAfter <= 0 || time.Since(r.used) <= c.IdleAfter {
-			continue
-		}
-		if r.tree != nil {
+	c.each(func(r *Resource) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.tree != nil && r.loading == nil && c.IdleAfter > 0 && time.Since(r.used) > c.IdleAfter {
 			r.drop()
 			dropped = append(dropped, r.Name)
 		}
 		r.trim(r.bound())
-	}
+		r.forgetTopics()
+	})
 	sort.Strings(dropped)
 	return dropped
 }

@@ -81,21 +81,21 @@ func (Operation) EnumDescriptor() ([]byte, []int) {
 
 type Review struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
-	Operation Operation              `protobuf:"varint,1,opt,name=operation,proto3,enum=watershed.admission.v1.Operation" json:"operation,omitempty"`
-	Kind      *v1.Kind               `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
-	Resource  *v1.Resource           `protobuf:"bytes,3,opt,name=resource,proto3" json:"resource,omitempty"`
-	Namespace string                 `protobuf:"bytes,4,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name      string                 `protobuf:"bytes,5,opt,name=name,proto3" json:"name,omitempty"`
-	User      *v1.User               `protobuf:"bytes,6,opt,name=user,proto3" json:"user,omitempty"`
-	DryRun    bool                   `protobuf:"varint,7,opt,name=dry_run,json=dryRun,proto3" json:"dry_run,omitempty"`
+	Operation Operation              `protobuf:"varint,1,opt,name=operation,enum=watershed.admission.v1.Operation" json:"operation,omitempty"`
+	Kind      *v1.Kind               `protobuf:"bytes,2,opt,name=kind" json:"kind,omitempty"`
+	Resource  *v1.Resource           `protobuf:"bytes,3,opt,name=resource" json:"resource,omitempty"`
+	Namespace string                 `protobuf:"bytes,4,opt,name=namespace" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,5,opt,name=name" json:"name,omitempty"`
+	User      *v1.User               `protobuf:"bytes,6,opt,name=user" json:"user,omitempty"`
+	DryRun    bool                   `protobuf:"varint,7,opt,name=dry_run,json=dryRun" json:"dry_run,omitempty"`
 	// CreateOptions, UpdateOptions, PatchOptions or DeleteOptions in JSON.
-	Options []byte `protobuf:"bytes,8,opt,name=options,proto3" json:"options,omitempty"`
+	Options []byte `protobuf:"bytes,8,opt,name=options" json:"options,omitempty"`
 	// The objects, in the version of kind, encoded as media_type.
-	Object    []byte `protobuf:"bytes,9,opt,name=object,proto3" json:"object,omitempty"`
-	OldObject []byte `protobuf:"bytes,10,opt,name=old_object,json=oldObject,proto3" json:"old_object,omitempty"`
-	MediaType string `protobuf:"bytes,11,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
+	Object    []byte `protobuf:"bytes,9,opt,name=object" json:"object,omitempty"`
+	OldObject []byte `protobuf:"bytes,10,opt,name=old_object,json=oldObject" json:"old_object,omitempty"`
+	MediaType string `protobuf:"bytes,11,opt,name=media_type,json=mediaType" json:"media_type,omitempty"`
 	// The same resource in other versions, and their kinds: a webhook may ask for one of these.
-	Equivalents   []*Equivalent `protobuf:"bytes,12,rep,name=equivalents,proto3" json:"equivalents,omitempty"`
+	Equivalents   []*Equivalent `protobuf:"bytes,12,rep,name=equivalents" json:"equivalents,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -216,8 +216,8 @@ func (x *Review) GetEquivalents() []*Equivalent {
 
 type Equivalent struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Resource      *v1.Resource           `protobuf:"bytes,1,opt,name=resource,proto3" json:"resource,omitempty"`
-	Kind          *v1.Kind               `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	Resource      *v1.Resource           `protobuf:"bytes,1,opt,name=resource" json:"resource,omitempty"`
+	Kind          *v1.Kind               `protobuf:"bytes,2,opt,name=kind" json:"kind,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -269,9 +269,9 @@ func (x *Equivalent) GetKind() *v1.Kind {
 type Verdict struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The object as the chain left it; empty where nothing changed it.
-	Object           []byte            `protobuf:"bytes,1,opt,name=object,proto3" json:"object,omitempty"`
-	Warnings         []string          `protobuf:"bytes,2,rep,name=warnings,proto3" json:"warnings,omitempty"`
-	AuditAnnotations map[string]string `protobuf:"bytes,3,rep,name=audit_annotations,json=auditAnnotations,proto3" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Object           []byte            `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
+	Warnings         []string          `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
+	AuditAnnotations map[string]string `protobuf:"bytes,3,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -366,8 +366,8 @@ func (*InterestsRequest) Descriptor() ([]byte, []int) {
 // InterestSet lists the requests that need the admission hop; every other one is spared it.
 type InterestSet struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Admit         []*Interest            `protobuf:"bytes,1,rep,name=admit,proto3" json:"admit,omitempty"`
-	Validate      []*Interest            `protobuf:"bytes,2,rep,name=validate,proto3" json:"validate,omitempty"`
+	Admit         []*Interest            `protobuf:"bytes,1,rep,name=admit" json:"admit,omitempty"`
+	Validate      []*Interest            `protobuf:"bytes,2,rep,name=validate" json:"validate,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -419,10 +419,10 @@ func (x *InterestSet) GetValidate() []*Interest {
 // Interest matches requests; "*" matches anything.
 type Interest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Group         string                 `protobuf:"bytes,1,opt,name=group,proto3" json:"group,omitempty"`
-	Resource      string                 `protobuf:"bytes,2,opt,name=resource,proto3" json:"resource,omitempty"`
-	Subresource   string                 `protobuf:"bytes,3,opt,name=subresource,proto3" json:"subresource,omitempty"`
-	Operations    []Operation            `protobuf:"varint,4,rep,packed,name=operations,proto3,enum=watershed.admission.v1.Operation" json:"operations,omitempty"`
+	Group         string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
+	Resource      string                 `protobuf:"bytes,2,opt,name=resource" json:"resource,omitempty"`
+	Subresource   string                 `protobuf:"bytes,3,opt,name=subresource" json:"subresource,omitempty"`
+	Operations    []Operation            `protobuf:"varint,4,rep,packed,name=operations,enum=watershed.admission.v1.Operation" json:"operations,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -537,7 +537,7 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\tAdmission\x12H\n" +
 	"\x05Admit\x12\x1e.watershed.admission.v1.Review\x1a\x1f.watershed.admission.v1.Verdict\x12K\n" +
 	"\bValidate\x12\x1e.watershed.admission.v1.Review\x1a\x1f.watershed.admission.v1.Verdict\x12\\\n" +
-	"\tInterests\x12(.watershed.admission.v1.InterestsRequest\x1a#.watershed.admission.v1.InterestSet0\x01B8Z6watershed.dev/proto/watershed/admission/v1;admissionv1b\x06proto3"
+	"\tInterests\x12(.watershed.admission.v1.InterestsRequest\x1a#.watershed.admission.v1.InterestSet0\x01B?Z6watershed.dev/proto/watershed/admission/v1;admissionv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_admission_v1_admission_proto_rawDescOnce sync.Once

@@ -27,12 +27,12 @@ const (
 type AuthenticateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The client's verified-by-nobody certificate chain, DER, leaf first, as the TLS handshake gave it.
-	PeerCertificates [][]byte `protobuf:"bytes,1,rep,name=peer_certificates,json=peerCertificates,proto3" json:"peer_certificates,omitempty"`
+	PeerCertificates [][]byte `protobuf:"bytes,1,rep,name=peer_certificates,json=peerCertificates" json:"peer_certificates,omitempty"`
 	// The request's headers that an authenticator may look at, canonical names.
-	Headers map[string]*v1.Values `protobuf:"bytes,2,rep,name=headers,proto3" json:"headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Headers map[string]*v1.Values `protobuf:"bytes,2,rep,name=headers" json:"headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The URL path; anonymous access may be limited to some paths.
-	Path          string   `protobuf:"bytes,3,opt,name=path,proto3" json:"path,omitempty"`
-	Audiences     []string `protobuf:"bytes,4,rep,name=audiences,proto3" json:"audiences,omitempty"`
+	Path          string   `protobuf:"bytes,3,opt,name=path" json:"path,omitempty"`
+	Audiences     []string `protobuf:"bytes,4,rep,name=audiences" json:"audiences,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -97,8 +97,8 @@ func (x *AuthenticateRequest) GetAudiences() []string {
 
 type ReviewTokenRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Token         string                 `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"`
-	Audiences     []string               `protobuf:"bytes,2,rep,name=audiences,proto3" json:"audiences,omitempty"`
+	Token         string                 `protobuf:"bytes,1,opt,name=token" json:"token,omitempty"`
+	Audiences     []string               `protobuf:"bytes,2,rep,name=audiences" json:"audiences,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -149,15 +149,18 @@ func (x *ReviewTokenRequest) GetAudiences() []string {
 
 type AuthenticateResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Authenticated bool                   `protobuf:"varint,1,opt,name=authenticated,proto3" json:"authenticated,omitempty"`
-	User          *v1.User               `protobuf:"bytes,2,opt,name=user,proto3" json:"user,omitempty"`
-	Audiences     []string               `protobuf:"bytes,3,rep,name=audiences,proto3" json:"audiences,omitempty"`
+	Authenticated bool                   `protobuf:"varint,1,opt,name=authenticated" json:"authenticated,omitempty"`
+	User          *v1.User               `protobuf:"bytes,2,opt,name=user" json:"user,omitempty"`
+	Audiences     []string               `protobuf:"bytes,3,rep,name=audiences" json:"audiences,omitempty"`
 	// Why no one was authenticated, for the log and for TokenReview.status.error; never sent to an unauthenticated client.
-	Error string `protobuf:"bytes,4,opt,name=error,proto3" json:"error,omitempty"`
-	// How long, in milliseconds, the caller may reuse this answer for the same credentials; 0: not at all.
-	CacheMilliseconds int64 `protobuf:"varint,5,opt,name=cache_milliseconds,json=cacheMilliseconds,proto3" json:"cache_milliseconds,omitempty"`
-	// Headers that carried the credentials and must not travel on.
-	ConsumedHeaders []string `protobuf:"bytes,6,rep,name=consumed_headers,json=consumedHeaders,proto3" json:"consumed_headers,omitempty"`
+	Error string `protobuf:"bytes,4,opt,name=error" json:"error,omitempty"`
+	// How long, in milliseconds, the caller may reuse this answer for the same headers and certificates; 0: not at all, as for an
+	// anonymous user, who may be one for some paths only. It is the least of the configured time, what is left of the token's exp
+	// and what is left of the certificate.
+	CacheMilliseconds int64 `protobuf:"varint,5,opt,name=cache_milliseconds,json=cacheMilliseconds" json:"cache_milliseconds,omitempty"`
+	// What the request's headers are to be before it travels on, by canonical name; one without values is removed. A credential
+	// never travels on.
+	ReplacedHeaders map[string]*v1.Values `protobuf:"bytes,7,rep,name=replaced_headers,json=replacedHeaders" json:"replaced_headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -227,9 +230,9 @@ func (x *AuthenticateResponse) GetCacheMilliseconds() int64 {
 	return 0
 }
 
-func (x *AuthenticateResponse) GetConsumedHeaders() []string {
+func (x *AuthenticateResponse) GetReplacedHeaders() map[string]*v1.Values {
 	if x != nil {
-		return x.ConsumedHeaders
+		return x.ReplacedHeaders
 	}
 	return nil
 }
@@ -237,7 +240,7 @@ func (x *AuthenticateResponse) GetConsumedHeaders() []string {
 type IssuerDocumentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "/.well-known/openid-configuration" or "/openid/v1/jwks".
-	Path          string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	Path          string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -281,10 +284,10 @@ func (x *IssuerDocumentRequest) GetPath() string {
 
 type IssuerDocumentResponse struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
-	Body        []byte                 `protobuf:"bytes,1,opt,name=body,proto3" json:"body,omitempty"`
-	ContentType string                 `protobuf:"bytes,2,opt,name=content_type,json=contentType,proto3" json:"content_type,omitempty"`
+	Body        []byte                 `protobuf:"bytes,1,opt,name=body" json:"body,omitempty"`
+	ContentType string                 `protobuf:"bytes,2,opt,name=content_type,json=contentType" json:"content_type,omitempty"`
 	// How long, in seconds, a client may keep it.
-	MaxAgeSeconds int64 `protobuf:"varint,3,opt,name=max_age_seconds,json=maxAgeSeconds,proto3" json:"max_age_seconds,omitempty"`
+	MaxAgeSeconds int64 `protobuf:"varint,3,opt,name=max_age_seconds,json=maxAgeSeconds" json:"max_age_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -355,14 +358,17 @@ const file_watershed_authn_v1_authn_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01\"H\n" +
 	"\x12ReviewTokenRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x1c\n" +
-	"\taudiences\x18\x02 \x03(\tR\taudiences\"\xf9\x01\n" +
+	"\taudiences\x18\x02 \x03(\tR\taudiences\"\x9f\x03\n" +
 	"\x14AuthenticateResponse\x12$\n" +
 	"\rauthenticated\x18\x01 \x01(\bR\rauthenticated\x12-\n" +
 	"\x04user\x18\x02 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
 	"\taudiences\x18\x03 \x03(\tR\taudiences\x12\x14\n" +
 	"\x05error\x18\x04 \x01(\tR\x05error\x12-\n" +
-	"\x12cache_milliseconds\x18\x05 \x01(\x03R\x11cacheMilliseconds\x12)\n" +
-	"\x10consumed_headers\x18\x06 \x03(\tR\x0fconsumedHeaders\"+\n" +
+	"\x12cache_milliseconds\x18\x05 \x01(\x03R\x11cacheMilliseconds\x12h\n" +
+	"\x10replaced_headers\x18\a \x03(\v2=.watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntryR\x0freplacedHeaders\x1a_\n" +
+	"\x14ReplacedHeadersEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x121\n" +
+	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01J\x04\b\x06\x10\a\"+\n" +
 	"\x15IssuerDocumentRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\"w\n" +
 	"\x16IssuerDocumentResponse\x12\x12\n" +
@@ -372,7 +378,7 @@ const file_watershed_authn_v1_authn_proto_rawDesc = "" +
 	"\x05Authn\x12a\n" +
 	"\fAuthenticate\x12'.watershed.authn.v1.AuthenticateRequest\x1a(.watershed.authn.v1.AuthenticateResponse\x12_\n" +
 	"\vReviewToken\x12&.watershed.authn.v1.ReviewTokenRequest\x1a(.watershed.authn.v1.AuthenticateResponse\x12g\n" +
-	"\x0eIssuerDocument\x12).watershed.authn.v1.IssuerDocumentRequest\x1a*.watershed.authn.v1.IssuerDocumentResponseB0Z.watershed.dev/proto/watershed/authn/v1;authnv1b\x06proto3"
+	"\x0eIssuerDocument\x12).watershed.authn.v1.IssuerDocumentRequest\x1a*.watershed.authn.v1.IssuerDocumentResponseB7Z.watershed.dev/proto/watershed/authn/v1;authnv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_authn_v1_authn_proto_rawDescOnce sync.Once
@@ -386,7 +392,7 @@ func file_watershed_authn_v1_authn_proto_rawDescGZIP() []byte {
 	return file_watershed_authn_v1_authn_proto_rawDescData
 }
 
-var file_watershed_authn_v1_authn_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_watershed_authn_v1_authn_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_watershed_authn_v1_authn_proto_goTypes = []any{
 	(*AuthenticateRequest)(nil),    // 0: watershed.authn.v1.AuthenticateRequest
 	(*ReviewTokenRequest)(nil),     // 1: watershed.authn.v1.ReviewTokenRequest
@@ -394,24 +400,27 @@ var file_watershed_authn_v1_authn_proto_goTypes = []any{
 	(*IssuerDocumentRequest)(nil),  // 3: watershed.authn.v1.IssuerDocumentRequest
 	(*IssuerDocumentResponse)(nil), // 4: watershed.authn.v1.IssuerDocumentResponse
 	nil,                            // 5: watershed.authn.v1.AuthenticateRequest.HeadersEntry
-	(*v1.User)(nil),                // 6: watershed.common.v1.User
-	(*v1.Values)(nil),              // 7: watershed.common.v1.Values
+	nil,                            // 6: watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntry
+	(*v1.User)(nil),                // 7: watershed.common.v1.User
+	(*v1.Values)(nil),              // 8: watershed.common.v1.Values
 }
 var file_watershed_authn_v1_authn_proto_depIdxs = []int32{
 	5, // 0: watershed.authn.v1.AuthenticateRequest.headers:type_name -> watershed.authn.v1.AuthenticateRequest.HeadersEntry
-	6, // 1: watershed.authn.v1.AuthenticateResponse.user:type_name -> watershed.common.v1.User
-	7, // 2: watershed.authn.v1.AuthenticateRequest.HeadersEntry.value:type_name -> watershed.common.v1.Values
-	0, // 3: watershed.authn.v1.Authn.Authenticate:input_type -> watershed.authn.v1.AuthenticateRequest
-	1, // 4: watershed.authn.v1.Authn.ReviewToken:input_type -> watershed.authn.v1.ReviewTokenRequest
-	3, // 5: watershed.authn.v1.Authn.IssuerDocument:input_type -> watershed.authn.v1.IssuerDocumentRequest
-	2, // 6: watershed.authn.v1.Authn.Authenticate:output_type -> watershed.authn.v1.AuthenticateResponse
-	2, // 7: watershed.authn.v1.Authn.ReviewToken:output_type -> watershed.authn.v1.AuthenticateResponse
-	4, // 8: watershed.authn.v1.Authn.IssuerDocument:output_type -> watershed.authn.v1.IssuerDocumentResponse
-	6, // [6:9] is the sub-list for method output_type
-	3, // [3:6] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	7, // 1: watershed.authn.v1.AuthenticateResponse.user:type_name -> watershed.common.v1.User
+	6, // 2: watershed.authn.v1.AuthenticateResponse.replaced_headers:type_name -> watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntry
+	8, // 3: watershed.authn.v1.AuthenticateRequest.HeadersEntry.value:type_name -> watershed.common.v1.Values
+	8, // 4: watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntry.value:type_name -> watershed.common.v1.Values
+	0, // 5: watershed.authn.v1.Authn.Authenticate:input_type -> watershed.authn.v1.AuthenticateRequest
+	1, // 6: watershed.authn.v1.Authn.ReviewToken:input_type -> watershed.authn.v1.ReviewTokenRequest
+	3, // 7: watershed.authn.v1.Authn.IssuerDocument:input_type -> watershed.authn.v1.IssuerDocumentRequest
+	2, // 8: watershed.authn.v1.Authn.Authenticate:output_type -> watershed.authn.v1.AuthenticateResponse
+	2, // 9: watershed.authn.v1.Authn.ReviewToken:output_type -> watershed.authn.v1.AuthenticateResponse
+	4, // 10: watershed.authn.v1.Authn.IssuerDocument:output_type -> watershed.authn.v1.IssuerDocumentResponse
+	8, // [8:11] is the sub-list for method output_type
+	5, // [5:8] is the sub-list for method input_type
+	5, // [5:5] is the sub-list for extension type_name
+	5, // [5:5] is the sub-list for extension extendee
+	0, // [0:5] is the sub-list for field type_name
 }
 
 func init() { file_watershed_authn_v1_authn_proto_init() }
@@ -425,7 +434,7 @@ func file_watershed_authn_v1_authn_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_authn_v1_authn_proto_rawDesc), len(file_watershed_authn_v1_authn_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

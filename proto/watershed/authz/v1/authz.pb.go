@@ -76,7 +76,7 @@ func (Decision) EnumDescriptor() ([]byte, []int) {
 
 type AuthorizeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Attributes    *v1.Attributes         `protobuf:"bytes,1,opt,name=attributes,proto3" json:"attributes,omitempty"`
+	Attributes    *v1.Attributes         `protobuf:"bytes,1,opt,name=attributes" json:"attributes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -120,15 +120,18 @@ func (x *AuthorizeRequest) GetAttributes() *v1.Attributes {
 
 type AuthorizeResponse struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
-	Decision        Decision               `protobuf:"varint,1,opt,name=decision,proto3,enum=watershed.authz.v1.Decision" json:"decision,omitempty"`
-	Reason          string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
-	EvaluationError string                 `protobuf:"bytes,3,opt,name=evaluation_error,json=evaluationError,proto3" json:"evaluation_error,omitempty"`
-	// The policy generation that the decision was made at; 0: the decision must not be cached.
-	Generation uint64 `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
+	Decision        Decision               `protobuf:"varint,1,opt,name=decision,enum=watershed.authz.v1.Decision" json:"decision,omitempty"`
+	Reason          string                 `protobuf:"bytes,2,opt,name=reason" json:"reason,omitempty"`
+	EvaluationError string                 `protobuf:"bytes,3,opt,name=evaluation_error,json=evaluationError" json:"evaluation_error,omitempty"`
+	// The policy generation that the decision was made at; 0: it depends on none.
+	Generation uint64 `protobuf:"varint,4,opt,name=generation" json:"generation,omitempty"`
 	// The replica that counted it: generations of different replicas cannot be compared.
-	Replica       string `protobuf:"bytes,5,opt,name=replica,proto3" json:"replica,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Replica string `protobuf:"bytes,5,opt,name=replica" json:"replica,omitempty"`
+	// How long, in milliseconds, the decision may be kept at most. 0: for as long as its generation stands, and where it has none, not at
+	// all.
+	CacheMilliseconds int64 `protobuf:"varint,6,opt,name=cache_milliseconds,json=cacheMilliseconds" json:"cache_milliseconds,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *AuthorizeResponse) Reset() {
@@ -196,10 +199,17 @@ func (x *AuthorizeResponse) GetReplica() string {
 	return ""
 }
 
+func (x *AuthorizeResponse) GetCacheMilliseconds() int64 {
+	if x != nil {
+		return x.CacheMilliseconds
+	}
+	return 0
+}
+
 type RulesRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	User          *v1.User               `protobuf:"bytes,1,opt,name=user,proto3" json:"user,omitempty"`
-	Namespace     string                 `protobuf:"bytes,2,opt,name=namespace,proto3" json:"namespace,omitempty"`
+	User          *v1.User               `protobuf:"bytes,1,opt,name=user" json:"user,omitempty"`
+	Namespace     string                 `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -250,10 +260,10 @@ func (x *RulesRequest) GetNamespace() string {
 
 type ResourceRule struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Verbs         []string               `protobuf:"bytes,1,rep,name=verbs,proto3" json:"verbs,omitempty"`
-	ApiGroups     []string               `protobuf:"bytes,2,rep,name=api_groups,json=apiGroups,proto3" json:"api_groups,omitempty"`
-	Resources     []string               `protobuf:"bytes,3,rep,name=resources,proto3" json:"resources,omitempty"`
-	ResourceNames []string               `protobuf:"bytes,4,rep,name=resource_names,json=resourceNames,proto3" json:"resource_names,omitempty"`
+	Verbs         []string               `protobuf:"bytes,1,rep,name=verbs" json:"verbs,omitempty"`
+	ApiGroups     []string               `protobuf:"bytes,2,rep,name=api_groups,json=apiGroups" json:"api_groups,omitempty"`
+	Resources     []string               `protobuf:"bytes,3,rep,name=resources" json:"resources,omitempty"`
+	ResourceNames []string               `protobuf:"bytes,4,rep,name=resource_names,json=resourceNames" json:"resource_names,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -318,8 +328,8 @@ func (x *ResourceRule) GetResourceNames() []string {
 
 type NonResourceRule struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
-	Verbs           []string               `protobuf:"bytes,1,rep,name=verbs,proto3" json:"verbs,omitempty"`
-	NonResourceUrls []string               `protobuf:"bytes,2,rep,name=non_resource_urls,json=nonResourceUrls,proto3" json:"non_resource_urls,omitempty"`
+	Verbs           []string               `protobuf:"bytes,1,rep,name=verbs" json:"verbs,omitempty"`
+	NonResourceUrls []string               `protobuf:"bytes,2,rep,name=non_resource_urls,json=nonResourceUrls" json:"non_resource_urls,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -370,10 +380,10 @@ func (x *NonResourceRule) GetNonResourceUrls() []string {
 
 type RulesResponse struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
-	ResourceRules    []*ResourceRule        `protobuf:"bytes,1,rep,name=resource_rules,json=resourceRules,proto3" json:"resource_rules,omitempty"`
-	NonResourceRules []*NonResourceRule     `protobuf:"bytes,2,rep,name=non_resource_rules,json=nonResourceRules,proto3" json:"non_resource_rules,omitempty"`
-	Incomplete       bool                   `protobuf:"varint,3,opt,name=incomplete,proto3" json:"incomplete,omitempty"`
-	EvaluationError  string                 `protobuf:"bytes,4,opt,name=evaluation_error,json=evaluationError,proto3" json:"evaluation_error,omitempty"`
+	ResourceRules    []*ResourceRule        `protobuf:"bytes,1,rep,name=resource_rules,json=resourceRules" json:"resource_rules,omitempty"`
+	NonResourceRules []*NonResourceRule     `protobuf:"bytes,2,rep,name=non_resource_rules,json=nonResourceRules" json:"non_resource_rules,omitempty"`
+	Incomplete       bool                   `protobuf:"varint,3,opt,name=incomplete" json:"incomplete,omitempty"`
+	EvaluationError  string                 `protobuf:"bytes,4,opt,name=evaluation_error,json=evaluationError" json:"evaluation_error,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -473,9 +483,16 @@ func (*GenerationsRequest) Descriptor() ([]byte, []int) {
 }
 
 type Generation struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Generation    uint64                 `protobuf:"varint,1,opt,name=generation,proto3" json:"generation,omitempty"`
-	Replica       string                 `protobuf:"bytes,2,opt,name=replica,proto3" json:"replica,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One count for all scopes.
+	Generation uint64 `protobuf:"varint,1,opt,name=generation" json:"generation,omitempty"`
+	Replica    string `protobuf:"bytes,2,opt,name=replica" json:"replica,omitempty"`
+	// What has changed: the policy of one namespace, or with an empty one the policy of all.
+	Namespace string `protobuf:"bytes,3,opt,name=namespace" json:"namespace,omitempty"`
+	// The change may have taken a permission away. Without it, only refusals are void.
+	MayRevoke bool `protobuf:"varint,4,opt,name=may_revoke,json=mayRevoke" json:"may_revoke,omitempty"`
+	// Nothing has changed since the message before.
+	Heartbeat     bool `protobuf:"varint,5,opt,name=heartbeat" json:"heartbeat,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -524,6 +541,27 @@ func (x *Generation) GetReplica() string {
 	return ""
 }
 
+func (x *Generation) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *Generation) GetMayRevoke() bool {
+	if x != nil {
+		return x.MayRevoke
+	}
+	return false
+}
+
+func (x *Generation) GetHeartbeat() bool {
+	if x != nil {
+		return x.Heartbeat
+	}
+	return false
+}
+
 var File_watershed_authz_v1_authz_proto protoreflect.FileDescriptor
 
 const file_watershed_authz_v1_authz_proto_rawDesc = "" +
@@ -532,7 +570,7 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\x10AuthorizeRequest\x12?\n" +
 	"\n" +
 	"attributes\x18\x01 \x01(\v2\x1f.watershed.common.v1.AttributesR\n" +
-	"attributes\"\xca\x01\n" +
+	"attributes\"\xf9\x01\n" +
 	"\x11AuthorizeResponse\x128\n" +
 	"\bdecision\x18\x01 \x01(\x0e2\x1c.watershed.authz.v1.DecisionR\bdecision\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12)\n" +
@@ -540,7 +578,8 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\n" +
 	"generation\x18\x04 \x01(\x04R\n" +
 	"generation\x12\x18\n" +
-	"\areplica\x18\x05 \x01(\tR\areplica\"[\n" +
+	"\areplica\x18\x05 \x01(\tR\areplica\x12-\n" +
+	"\x12cache_milliseconds\x18\x06 \x01(\x03R\x11cacheMilliseconds\"[\n" +
 	"\fRulesRequest\x12-\n" +
 	"\x04user\x18\x01 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\"\x88\x01\n" +
@@ -560,13 +599,17 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"incomplete\x18\x03 \x01(\bR\n" +
 	"incomplete\x12)\n" +
 	"\x10evaluation_error\x18\x04 \x01(\tR\x0fevaluationError\"\x14\n" +
-	"\x12GenerationsRequest\"F\n" +
+	"\x12GenerationsRequest\"\xa1\x01\n" +
 	"\n" +
 	"Generation\x12\x1e\n" +
 	"\n" +
 	"generation\x18\x01 \x01(\x04R\n" +
 	"generation\x12\x18\n" +
-	"\areplica\x18\x02 \x01(\tR\areplica*K\n" +
+	"\areplica\x18\x02 \x01(\tR\areplica\x12\x1c\n" +
+	"\tnamespace\x18\x03 \x01(\tR\tnamespace\x12\x1d\n" +
+	"\n" +
+	"may_revoke\x18\x04 \x01(\bR\tmayRevoke\x12\x1c\n" +
+	"\theartbeat\x18\x05 \x01(\bR\theartbeat*K\n" +
 	"\bDecision\x12\x18\n" +
 	"\x14DECISION_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eDECISION_ALLOW\x10\x01\x12\x11\n" +
@@ -574,7 +617,7 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\x05Authz\x12X\n" +
 	"\tAuthorize\x12$.watershed.authz.v1.AuthorizeRequest\x1a%.watershed.authz.v1.AuthorizeResponse\x12L\n" +
 	"\x05Rules\x12 .watershed.authz.v1.RulesRequest\x1a!.watershed.authz.v1.RulesResponse\x12W\n" +
-	"\vGenerations\x12&.watershed.authz.v1.GenerationsRequest\x1a\x1e.watershed.authz.v1.Generation0\x01B0Z.watershed.dev/proto/watershed/authz/v1;authzv1b\x06proto3"
+	"\vGenerations\x12&.watershed.authz.v1.GenerationsRequest\x1a\x1e.watershed.authz.v1.Generation0\x01B7Z.watershed.dev/proto/watershed/authz/v1;authzv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_authz_v1_authz_proto_rawDescOnce sync.Once

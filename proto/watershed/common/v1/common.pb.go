@@ -26,10 +26,10 @@ const (
 // User is who a request is made as: authentication/v1 UserInfo.
 type User struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	Uid           string                 `protobuf:"bytes,2,opt,name=uid,proto3" json:"uid,omitempty"`
-	Groups        []string               `protobuf:"bytes,3,rep,name=groups,proto3" json:"groups,omitempty"`
-	Extra         map[string]*Values     `protobuf:"bytes,4,rep,name=extra,proto3" json:"extra,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name" json:"name,omitempty"`
+	Uid           string                 `protobuf:"bytes,2,opt,name=uid" json:"uid,omitempty"`
+	Groups        []string               `protobuf:"bytes,3,rep,name=groups" json:"groups,omitempty"`
+	Extra         map[string]*Values     `protobuf:"bytes,4,rep,name=extra" json:"extra,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -94,7 +94,7 @@ func (x *User) GetExtra() map[string]*Values {
 
 type Values struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Values        []string               `protobuf:"bytes,1,rep,name=values,proto3" json:"values,omitempty"`
+	Values        []string               `protobuf:"bytes,1,rep,name=values" json:"values,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -139,10 +139,10 @@ func (x *Values) GetValues() []string {
 // Resource names one served resource and, optionally, a subresource of it.
 type Resource struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Group         string                 `protobuf:"bytes,1,opt,name=group,proto3" json:"group,omitempty"`
-	Version       string                 `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
-	Resource      string                 `protobuf:"bytes,3,opt,name=resource,proto3" json:"resource,omitempty"`
-	Subresource   string                 `protobuf:"bytes,4,opt,name=subresource,proto3" json:"subresource,omitempty"`
+	Group         string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
+	Version       string                 `protobuf:"bytes,2,opt,name=version" json:"version,omitempty"`
+	Resource      string                 `protobuf:"bytes,3,opt,name=resource" json:"resource,omitempty"`
+	Subresource   string                 `protobuf:"bytes,4,opt,name=subresource" json:"subresource,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -207,9 +207,9 @@ func (x *Resource) GetSubresource() string {
 
 type Kind struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Group         string                 `protobuf:"bytes,1,opt,name=group,proto3" json:"group,omitempty"`
-	Version       string                 `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
-	Kind          string                 `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
+	Group         string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
+	Version       string                 `protobuf:"bytes,2,opt,name=version" json:"version,omitempty"`
+	Kind          string                 `protobuf:"bytes,3,opt,name=kind" json:"kind,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -268,16 +268,16 @@ func (x *Kind) GetKind() string {
 // Attributes is what authorization decides on: authorizer.Attributes.
 type Attributes struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
-	User            *User                  `protobuf:"bytes,1,opt,name=user,proto3" json:"user,omitempty"`
-	Verb            string                 `protobuf:"bytes,2,opt,name=verb,proto3" json:"verb,omitempty"`
-	ResourceRequest bool                   `protobuf:"varint,3,opt,name=resource_request,json=resourceRequest,proto3" json:"resource_request,omitempty"`
-	Path            string                 `protobuf:"bytes,4,opt,name=path,proto3" json:"path,omitempty"`
-	Resource        *Resource              `protobuf:"bytes,5,opt,name=resource,proto3" json:"resource,omitempty"`
-	Namespace       string                 `protobuf:"bytes,6,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name            string                 `protobuf:"bytes,7,opt,name=name,proto3" json:"name,omitempty"`
+	User            *User                  `protobuf:"bytes,1,opt,name=user" json:"user,omitempty"`
+	Verb            string                 `protobuf:"bytes,2,opt,name=verb" json:"verb,omitempty"`
+	ResourceRequest bool                   `protobuf:"varint,3,opt,name=resource_request,json=resourceRequest" json:"resource_request,omitempty"`
+	Path            string                 `protobuf:"bytes,4,opt,name=path" json:"path,omitempty"`
+	Resource        *Resource              `protobuf:"bytes,5,opt,name=resource" json:"resource,omitempty"`
+	Namespace       string                 `protobuf:"bytes,6,opt,name=namespace" json:"namespace,omitempty"`
+	Name            string                 `protobuf:"bytes,7,opt,name=name" json:"name,omitempty"`
 	// The request's own selectors, which an authorizer may use to allow a narrower read.
-	LabelSelector string `protobuf:"bytes,8,opt,name=label_selector,json=labelSelector,proto3" json:"label_selector,omitempty"`
-	FieldSelector string `protobuf:"bytes,9,opt,name=field_selector,json=fieldSelector,proto3" json:"field_selector,omitempty"`
+	LabelSelector string `protobuf:"bytes,8,opt,name=label_selector,json=labelSelector" json:"label_selector,omitempty"`
+	FieldSelector string `protobuf:"bytes,9,opt,name=field_selector,json=fieldSelector" json:"field_selector,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -379,9 +379,9 @@ func (x *Attributes) GetFieldSelector() string {
 type Status struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The metav1.Status in JSON.
-	Json []byte `protobuf:"bytes,1,opt,name=json,proto3" json:"json,omitempty"`
+	Json []byte `protobuf:"bytes,1,opt,name=json" json:"json,omitempty"`
 	// Warnings that were given before the error.
-	Warnings      []string `protobuf:"bytes,2,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	Warnings      []string `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -468,7 +468,7 @@ const file_watershed_common_v1_common_proto_rawDesc = "" +
 	"\x0efield_selector\x18\t \x01(\tR\rfieldSelector\"8\n" +
 	"\x06Status\x12\x12\n" +
 	"\x04json\x18\x01 \x01(\fR\x04json\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarningsB2Z0watershed.dev/proto/watershed/common/v1;commonv1b\x06proto3"
+	"\bwarnings\x18\x02 \x03(\tR\bwarningsB9Z0watershed.dev/proto/watershed/common/v1;commonv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_common_v1_common_proto_rawDescOnce sync.Once

@@ -84,26 +84,33 @@ func (Type) EnumDescriptor() ([]byte, []int) {
 // Event carries whatever a replica needs so as never to decode an object.
 type Event struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
-	Type     Type                   `protobuf:"varint,1,opt,name=type,proto3,enum=watershed.log.v1.Type" json:"type,omitempty"`
-	Revision int64                  `protobuf:"varint,2,opt,name=revision,proto3" json:"revision,omitempty"`
+	Type     Type                   `protobuf:"varint,1,opt,name=type,enum=watershed.log.v1.Type" json:"type,omitempty"`
+	Revision int64                  `protobuf:"varint,2,opt,name=revision" json:"revision,omitempty"`
 	// The event's place in its etcd transaction.
-	Index     int32  `protobuf:"varint,3,opt,name=index,proto3" json:"index,omitempty"`
-	StoredAs  string `protobuf:"bytes,4,opt,name=stored_as,json=storedAs,proto3" json:"stored_as,omitempty"`
-	Namespace string `protobuf:"bytes,5,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name      string `protobuf:"bytes,6,opt,name=name,proto3" json:"name,omitempty"`
+	Index     int32  `protobuf:"varint,3,opt,name=index" json:"index,omitempty"`
+	StoredAs  string `protobuf:"bytes,4,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
+	Namespace string `protobuf:"bytes,5,opt,name=namespace" json:"namespace,omitempty"`
+	Name      string `protobuf:"bytes,6,opt,name=name" json:"name,omitempty"`
 	// The object after the event; for DELETED its last state, at the revision of the deletion.
-	Object *Object `protobuf:"bytes,7,opt,name=object,proto3" json:"object,omitempty"`
+	Object *Object `protobuf:"bytes,7,opt,name=object" json:"object,omitempty"`
 	// The object before the event, at the event's revision; only where labels or fields changed, since
 	// then a selector may have been left.
-	Previous *Object `protobuf:"bytes,8,opt,name=previous,proto3" json:"previous,omitempty"`
+	Previous *Object `protobuf:"bytes,8,opt,name=previous" json:"previous,omitempty"`
 	// When etcd's event reached the publisher, in nanoseconds since 1970.
-	ObservedUnixNano int64 `protobuf:"varint,9,opt,name=observed_unix_nano,json=observedUnixNano,proto3" json:"observed_unix_nano,omitempty"`
+	ObservedUnixNano int64 `protobuf:"varint,9,opt,name=observed_unix_nano,json=observedUnixNano" json:"observed_unix_nano,omitempty"`
 	// More events of the same transaction follow: a reader applies them together.
-	More bool `protobuf:"varint,10,opt,name=more,proto3" json:"more,omitempty"`
+	More bool `protobuf:"varint,10,opt,name=more" json:"more,omitempty"`
 	// The event's span, as W3C trace context writes it; empty where it is not traced.
-	Trace string `protobuf:"bytes,11,opt,name=trace,proto3" json:"trace,omitempty"`
+	Trace string `protobuf:"bytes,11,opt,name=trace" json:"trace,omitempty"`
 	// Of a RESET with stored_as: objects are read in another way from here on, since their definition changed. Open watches end.
-	Redefined     bool `protobuf:"varint,12,opt,name=redefined,proto3" json:"redefined,omitempty"`
+	Redefined bool `protobuf:"varint,12,opt,name=redefined" json:"redefined,omitempty"`
+	// Which history of etcd the revision is of: one restored from a backup has another. Revisions of two histories cannot be
+	// compared.
+	History string `protobuf:"bytes,13,opt,name=history" json:"history,omitempty"`
+	// Of progress and resets: what /watershed/history in etcd says, or is about to say. A publisher that finds something else there
+	// has an etcd before it that is not the one that the log was written from.
+	Marker        string `protobuf:"bytes,14,opt,name=marker" json:"marker,omitempty"`
+	NextMarker    string `protobuf:"bytes,15,opt,name=next_marker,json=nextMarker" json:"next_marker,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -222,15 +229,36 @@ func (x *Event) GetRedefined() bool {
 	return false
 }
 
+func (x *Event) GetHistory() string {
+	if x != nil {
+		return x.History
+	}
+	return ""
+}
+
+func (x *Event) GetMarker() string {
+	if x != nil {
+		return x.Marker
+	}
+	return ""
+}
+
+func (x *Event) GetNextMarker() string {
+	if x != nil {
+		return x.NextMarker
+	}
+	return ""
+}
+
 type Object struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
-	Labels map[string]string      `protobuf:"bytes,1,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Fields map[string]string      `protobuf:"bytes,2,rep,name=fields,proto3" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Json   []byte                 `protobuf:"bytes,3,opt,name=json,proto3" json:"json,omitempty"`
+	Labels map[string]string      `protobuf:"bytes,1,rep,name=labels" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Fields map[string]string      `protobuf:"bytes,2,rep,name=fields" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Json   []byte                 `protobuf:"bytes,3,opt,name=json" json:"json,omitempty"`
 	// Of an object without a Go type: its metadata alone.
-	Protobuf []byte `protobuf:"bytes,4,opt,name=protobuf,proto3" json:"protobuf,omitempty"`
+	Protobuf []byte `protobuf:"bytes,4,opt,name=protobuf" json:"protobuf,omitempty"`
 	// The version that json is in, where the resource's objects may be in several: those of custom resources are as they are stored.
-	Version       string `protobuf:"bytes,5,opt,name=version,proto3" json:"version,omitempty"`
+	Version       string `protobuf:"bytes,5,opt,name=version" json:"version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -304,7 +332,7 @@ var File_watershed_log_v1_log_proto protoreflect.FileDescriptor
 
 const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\x92\x03\n" +
+	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\xe5\x03\n" +
 	"\x05Event\x12*\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x16.watershed.log.v1.TypeR\x04type\x12\x1a\n" +
 	"\brevision\x18\x02 \x01(\x03R\brevision\x12\x14\n" +
@@ -318,7 +346,11 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\x04more\x18\n" +
 	" \x01(\bR\x04more\x12\x14\n" +
 	"\x05trace\x18\v \x01(\tR\x05trace\x12\x1c\n" +
-	"\tredefined\x18\f \x01(\bR\tredefined\"\xc4\x02\n" +
+	"\tredefined\x18\f \x01(\bR\tredefined\x12\x18\n" +
+	"\ahistory\x18\r \x01(\tR\ahistory\x12\x16\n" +
+	"\x06marker\x18\x0e \x01(\tR\x06marker\x12\x1f\n" +
+	"\vnext_marker\x18\x0f \x01(\tR\n" +
+	"nextMarker\"\xc4\x02\n" +
 	"\x06Object\x12<\n" +
 	"\x06labels\x18\x01 \x03(\v2$.watershed.log.v1.Object.LabelsEntryR\x06labels\x12<\n" +
 	"\x06fields\x18\x02 \x03(\v2$.watershed.log.v1.Object.FieldsEntryR\x06fields\x12\x12\n" +
@@ -338,7 +370,7 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\rTYPE_MODIFIED\x10\x02\x12\x10\n" +
 	"\fTYPE_DELETED\x10\x03\x12\x0e\n" +
 	"\n" +
-	"TYPE_RESET\x10\x04B,Z*watershed.dev/proto/watershed/log/v1;logv1b\x06proto3"
+	"TYPE_RESET\x10\x04B3Z*watershed.dev/proto/watershed/log/v1;logv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_log_v1_log_proto_rawDescOnce sync.Once

@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: watershed/registry/v1/registry.proto
 
-// registry owns the objects: verbs over storage, and the only connection to etcd.
+// registry owns the objects: verbs over storage, and the only connection to etcd. Its contract is three services by who calls
+// them: Objects (the gateway), Source (the watch tier) and Catalog. Who may call which method is told in platform/rpc/callers.go.
 
 package registryv1
 
@@ -135,10 +136,10 @@ func (Transport) EnumDescriptor() ([]byte, []int) {
 type Output struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// application/json, application/yaml, application/vnd.kubernetes.protobuf or application/cbor.
-	MediaType string `protobuf:"bytes,1,opt,name=media_type,json=mediaType,proto3" json:"media_type,omitempty"`
+	MediaType string `protobuf:"bytes,1,opt,name=media_type,json=mediaType" json:"media_type,omitempty"`
 	// Table or PartialObjectMetadata(List), with its version; empty for the object itself.
-	As            *v1.Kind `protobuf:"bytes,2,opt,name=as,proto3" json:"as,omitempty"`
-	Pretty        bool     `protobuf:"varint,3,opt,name=pretty,proto3" json:"pretty,omitempty"`
+	As            *v1.Kind `protobuf:"bytes,2,opt,name=as" json:"as,omitempty"`
+	Pretty        bool     `protobuf:"varint,3,opt,name=pretty" json:"pretty,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -196,16 +197,16 @@ func (x *Output) GetPretty() bool {
 
 type GetRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
-	Resource  *v1.Resource           `protobuf:"bytes,1,opt,name=resource,proto3" json:"resource,omitempty"`
-	Namespace string                 `protobuf:"bytes,2,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name      string                 `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
-	User      *v1.User               `protobuf:"bytes,4,opt,name=user,proto3" json:"user,omitempty"`
+	Resource  *v1.Resource           `protobuf:"bytes,1,opt,name=resource" json:"resource,omitempty"`
+	Namespace string                 `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,3,opt,name=name" json:"name,omitempty"`
+	User      *v1.User               `protobuf:"bytes,4,opt,name=user" json:"user,omitempty"`
 	// The URL's query, undecoded: the registry answers kube-apiserver's own errors for it.
-	Query  string  `protobuf:"bytes,5,opt,name=query,proto3" json:"query,omitempty"`
-	Output *Output `protobuf:"bytes,6,opt,name=output,proto3" json:"output,omitempty"`
+	Query  string  `protobuf:"bytes,5,opt,name=query" json:"query,omitempty"`
+	Output *Output `protobuf:"bytes,6,opt,name=output" json:"output,omitempty"`
 	// What follows the name and subresource in the path, for proxy.
-	Subpath       string `protobuf:"bytes,7,opt,name=subpath,proto3" json:"subpath,omitempty"`
-	Method        string `protobuf:"bytes,8,opt,name=method,proto3" json:"method,omitempty"`
+	Subpath       string `protobuf:"bytes,7,opt,name=subpath" json:"subpath,omitempty"`
+	Method        string `protobuf:"bytes,8,opt,name=method" json:"method,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -298,10 +299,10 @@ func (x *GetRequest) GetMethod() string {
 
 type ObjectResponse struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
-	Code             int32                  `protobuf:"varint,1,opt,name=code,proto3" json:"code,omitempty"`
-	Body             []byte                 `protobuf:"bytes,2,opt,name=body,proto3" json:"body,omitempty"`
-	Warnings         []string               `protobuf:"bytes,3,rep,name=warnings,proto3" json:"warnings,omitempty"`
-	AuditAnnotations map[string]string      `protobuf:"bytes,4,rep,name=audit_annotations,json=auditAnnotations,proto3" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Code             int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
+	Body             []byte                 `protobuf:"bytes,2,opt,name=body" json:"body,omitempty"`
+	Warnings         []string               `protobuf:"bytes,3,rep,name=warnings" json:"warnings,omitempty"`
+	AuditAnnotations map[string]string      `protobuf:"bytes,4,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -366,8 +367,8 @@ func (x *ObjectResponse) GetAuditAnnotations() map[string]string {
 
 type ListChunk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
-	Warnings      []string               `protobuf:"bytes,2,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
+	Warnings      []string               `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -419,24 +420,24 @@ func (x *ListChunk) GetWarnings() []string {
 type WriteRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// create, update, patch, delete or deletecollection.
-	Verb      string       `protobuf:"bytes,1,opt,name=verb,proto3" json:"verb,omitempty"`
-	Resource  *v1.Resource `protobuf:"bytes,2,opt,name=resource,proto3" json:"resource,omitempty"`
-	Namespace string       `protobuf:"bytes,3,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name      string       `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`
-	User      *v1.User     `protobuf:"bytes,5,opt,name=user,proto3" json:"user,omitempty"`
-	Query     string       `protobuf:"bytes,6,opt,name=query,proto3" json:"query,omitempty"`
+	Verb      string       `protobuf:"bytes,1,opt,name=verb" json:"verb,omitempty"`
+	Resource  *v1.Resource `protobuf:"bytes,2,opt,name=resource" json:"resource,omitempty"`
+	Namespace string       `protobuf:"bytes,3,opt,name=namespace" json:"namespace,omitempty"`
+	Name      string       `protobuf:"bytes,4,opt,name=name" json:"name,omitempty"`
+	User      *v1.User     `protobuf:"bytes,5,opt,name=user" json:"user,omitempty"`
+	Query     string       `protobuf:"bytes,6,opt,name=query" json:"query,omitempty"`
 	// The body and its Content-Type header, undecoded.
-	ContentType string  `protobuf:"bytes,7,opt,name=content_type,json=contentType,proto3" json:"content_type,omitempty"`
-	Body        []byte  `protobuf:"bytes,8,opt,name=body,proto3" json:"body,omitempty"`
-	Output      *Output `protobuf:"bytes,9,opt,name=output,proto3" json:"output,omitempty"`
-	UserAgent   string  `protobuf:"bytes,10,opt,name=user_agent,json=userAgent,proto3" json:"user_agent,omitempty"`
-	Path        string  `protobuf:"bytes,11,opt,name=path,proto3" json:"path,omitempty"`
+	ContentType string  `protobuf:"bytes,7,opt,name=content_type,json=contentType" json:"content_type,omitempty"`
+	Body        []byte  `protobuf:"bytes,8,opt,name=body" json:"body,omitempty"`
+	Output      *Output `protobuf:"bytes,9,opt,name=output" json:"output,omitempty"`
+	UserAgent   string  `protobuf:"bytes,10,opt,name=user_agent,json=userAgent" json:"user_agent,omitempty"`
+	Path        string  `protobuf:"bytes,11,opt,name=path" json:"path,omitempty"`
 	// The operations, in each phase, that something in the admission chain looks at. For any other operation the
 	// registry does not ask.
-	Admit    []v11.Operation `protobuf:"varint,12,rep,packed,name=admit,proto3,enum=watershed.admission.v1.Operation" json:"admit,omitempty"`
-	Validate []v11.Operation `protobuf:"varint,13,rep,packed,name=validate,proto3,enum=watershed.admission.v1.Operation" json:"validate,omitempty"`
+	Admit    []v11.Operation `protobuf:"varint,12,rep,packed,name=admit,enum=watershed.admission.v1.Operation" json:"admit,omitempty"`
+	Validate []v11.Operation `protobuf:"varint,13,rep,packed,name=validate,enum=watershed.admission.v1.Operation" json:"validate,omitempty"`
 	// What follows the name and subresource in the path, for proxy.
-	Subpath       string `protobuf:"bytes,14,opt,name=subpath,proto3" json:"subpath,omitempty"`
+	Subpath       string `protobuf:"bytes,14,opt,name=subpath" json:"subpath,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -670,23 +671,23 @@ type isWriteCall_Call interface {
 }
 
 type WriteCall_Request struct {
-	Request *WriteRequest `protobuf:"bytes,1,opt,name=request,proto3,oneof"`
+	Request *WriteRequest `protobuf:"bytes,1,opt,name=request,oneof"`
 }
 
 type WriteCall_Admission struct {
-	Admission *AdmissionResult `protobuf:"bytes,2,opt,name=admission,proto3,oneof"`
+	Admission *AdmissionResult `protobuf:"bytes,2,opt,name=admission,oneof"`
 }
 
 type WriteCall_Authorization struct {
-	Authorization *AuthorizationResult `protobuf:"bytes,3,opt,name=authorization,proto3,oneof"`
+	Authorization *AuthorizationResult `protobuf:"bytes,3,opt,name=authorization,oneof"`
 }
 
 type WriteCall_Token struct {
-	Token *v12.AuthenticateResponse `protobuf:"bytes,4,opt,name=token,proto3,oneof"`
+	Token *v12.AuthenticateResponse `protobuf:"bytes,4,opt,name=token,oneof"`
 }
 
 type WriteCall_Rules struct {
-	Rules *v13.RulesResponse `protobuf:"bytes,5,opt,name=rules,proto3,oneof"`
+	Rules *v13.RulesResponse `protobuf:"bytes,5,opt,name=rules,oneof"`
 }
 
 func (*WriteCall_Request) isWriteCall_Call() {}
@@ -810,27 +811,27 @@ type isWriteReply_Reply interface {
 }
 
 type WriteReply_Result struct {
-	Result *ObjectResponse `protobuf:"bytes,1,opt,name=result,proto3,oneof"`
+	Result *ObjectResponse `protobuf:"bytes,1,opt,name=result,oneof"`
 }
 
 type WriteReply_Admission struct {
-	Admission *AdmissionNeeded `protobuf:"bytes,2,opt,name=admission,proto3,oneof"`
+	Admission *AdmissionNeeded `protobuf:"bytes,2,opt,name=admission,oneof"`
 }
 
 type WriteReply_Authorization struct {
-	Authorization *v1.Attributes `protobuf:"bytes,3,opt,name=authorization,proto3,oneof"`
+	Authorization *v1.Attributes `protobuf:"bytes,3,opt,name=authorization,oneof"`
 }
 
 type WriteReply_Token struct {
-	Token *v12.ReviewTokenRequest `protobuf:"bytes,4,opt,name=token,proto3,oneof"`
+	Token *v12.ReviewTokenRequest `protobuf:"bytes,4,opt,name=token,oneof"`
 }
 
 type WriteReply_Rules struct {
-	Rules *v13.RulesRequest `protobuf:"bytes,5,opt,name=rules,proto3,oneof"`
+	Rules *v13.RulesRequest `protobuf:"bytes,5,opt,name=rules,oneof"`
 }
 
 type WriteReply_Connection struct {
-	Connection *Connection `protobuf:"bytes,6,opt,name=connection,proto3,oneof"`
+	Connection *Connection `protobuf:"bytes,6,opt,name=connection,oneof"`
 }
 
 func (*WriteReply_Result) isWriteReply_Reply() {}
@@ -847,8 +848,8 @@ func (*WriteReply_Connection) isWriteReply_Reply() {}
 
 type AdmissionNeeded struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Phase         Phase                  `protobuf:"varint,1,opt,name=phase,proto3,enum=watershed.registry.v1.Phase" json:"phase,omitempty"`
-	Review        *v11.Review            `protobuf:"bytes,2,opt,name=review,proto3" json:"review,omitempty"`
+	Phase         Phase                  `protobuf:"varint,1,opt,name=phase,enum=watershed.registry.v1.Phase" json:"phase,omitempty"`
+	Review        *v11.Review            `protobuf:"bytes,2,opt,name=review" json:"review,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -899,9 +900,9 @@ func (x *AdmissionNeeded) GetReview() *v11.Review {
 
 type AdmissionResult struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
-	Verdict *v11.Verdict           `protobuf:"bytes,1,opt,name=verdict,proto3" json:"verdict,omitempty"`
+	Verdict *v11.Verdict           `protobuf:"bytes,1,opt,name=verdict" json:"verdict,omitempty"`
 	// Set where admission refused or could not be asked.
-	Refusal       *v1.Status `protobuf:"bytes,2,opt,name=refusal,proto3" json:"refusal,omitempty"`
+	Refusal       *v1.Status `protobuf:"bytes,2,opt,name=refusal" json:"refusal,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -952,8 +953,8 @@ func (x *AdmissionResult) GetRefusal() *v1.Status {
 
 type AuthorizationResult struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Decision      *v13.AuthorizeResponse `protobuf:"bytes,1,opt,name=decision,proto3" json:"decision,omitempty"`
-	Error         string                 `protobuf:"bytes,2,opt,name=error,proto3" json:"error,omitempty"`
+	Decision      *v13.AuthorizeResponse `protobuf:"bytes,1,opt,name=decision" json:"decision,omitempty"`
+	Error         string                 `protobuf:"bytes,2,opt,name=error" json:"error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1040,17 +1041,17 @@ func (*CatalogRequest) Descriptor() ([]byte, []int) {
 
 type CatalogResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
-	Groups []*Group               `protobuf:"bytes,1,rep,name=groups,proto3" json:"groups,omitempty"`
+	Groups []*Group               `protobuf:"bytes,1,rep,name=groups" json:"groups,omitempty"`
 	// Built-in resources and those of established definitions.
-	Resources []*ResourceEntry `protobuf:"bytes,2,rep,name=resources,proto3" json:"resources,omitempty"`
+	Resources []*ResourceEntry `protobuf:"bytes,2,rep,name=resources" json:"resources,omitempty"`
 	// The documents of OpenAPI that registry has, "v2" and "v3/apis/apps/v1", and a hash of what each one says.
-	Openapi map[string]string `protobuf:"bytes,3,rep,name=openapi,proto3" json:"openapi,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Openapi map[string]string `protobuf:"bytes,3,rep,name=openapi" json:"openapi,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Group versions that another server answers for.
-	Remotes []*Remote `protobuf:"bytes,4,rep,name=remotes,proto3" json:"remotes,omitempty"`
+	Remotes []*Remote `protobuf:"bytes,4,rep,name=remotes" json:"remotes,omitempty"`
 	// Not the first of its stream: resources and openapi are what is new or other than in the message before, and these are gone.
-	Delta          bool           `protobuf:"varint,5,opt,name=delta,proto3" json:"delta,omitempty"`
-	Removed        []*v1.Resource `protobuf:"bytes,6,rep,name=removed,proto3" json:"removed,omitempty"`
-	OpenapiRemoved []string       `protobuf:"bytes,7,rep,name=openapi_removed,json=openapiRemoved,proto3" json:"openapi_removed,omitempty"`
+	Delta          bool           `protobuf:"varint,5,opt,name=delta" json:"delta,omitempty"`
+	Removed        []*v1.Resource `protobuf:"bytes,6,rep,name=removed" json:"removed,omitempty"`
+	OpenapiRemoved []string       `protobuf:"bytes,7,rep,name=openapi_removed,json=openapiRemoved" json:"openapi_removed,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
 }
@@ -1137,17 +1138,17 @@ func (x *CatalogResponse) GetOpenapiRemoved() []string {
 // Remote is an APIService with a service behind it.
 type Remote struct {
 	state                 protoimpl.MessageState `protogen:"open.v1"`
-	Group                 string                 `protobuf:"bytes,1,opt,name=group,proto3" json:"group,omitempty"`
-	Version               string                 `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
-	ServiceNamespace      string                 `protobuf:"bytes,3,opt,name=service_namespace,json=serviceNamespace,proto3" json:"service_namespace,omitempty"`
-	ServiceName           string                 `protobuf:"bytes,4,opt,name=service_name,json=serviceName,proto3" json:"service_name,omitempty"`
-	Port                  int32                  `protobuf:"varint,5,opt,name=port,proto3" json:"port,omitempty"`
-	InsecureSkipTlsVerify bool                   `protobuf:"varint,6,opt,name=insecure_skip_tls_verify,json=insecureSkipTlsVerify,proto3" json:"insecure_skip_tls_verify,omitempty"`
-	CaBundle              []byte                 `protobuf:"bytes,7,opt,name=ca_bundle,json=caBundle,proto3" json:"ca_bundle,omitempty"`
+	Group                 string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
+	Version               string                 `protobuf:"bytes,2,opt,name=version" json:"version,omitempty"`
+	ServiceNamespace      string                 `protobuf:"bytes,3,opt,name=service_namespace,json=serviceNamespace" json:"service_namespace,omitempty"`
+	ServiceName           string                 `protobuf:"bytes,4,opt,name=service_name,json=serviceName" json:"service_name,omitempty"`
+	Port                  int32                  `protobuf:"varint,5,opt,name=port" json:"port,omitempty"`
+	InsecureSkipTlsVerify bool                   `protobuf:"varint,6,opt,name=insecure_skip_tls_verify,json=insecureSkipTlsVerify" json:"insecure_skip_tls_verify,omitempty"`
+	CaBundle              []byte                 `protobuf:"bytes,7,opt,name=ca_bundle,json=caBundle" json:"ca_bundle,omitempty"`
 	// Whether the service answered last time, and what it lacks if not.
-	Available bool `protobuf:"varint,8,opt,name=available,proto3" json:"available,omitempty"`
+	Available bool `protobuf:"varint,8,opt,name=available" json:"available,omitempty"`
 	// host:port of whatever serves it now: the service's own address, those of its endpoints, or an external name.
-	Addresses     []string `protobuf:"bytes,9,rep,name=addresses,proto3" json:"addresses,omitempty"`
+	Addresses     []string `protobuf:"bytes,9,rep,name=addresses" json:"addresses,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1248,11 +1249,11 @@ func (x *Remote) GetAddresses() []string {
 // Group is one API group in discovery's order.
 type Group struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Name  string                 `protobuf:"bytes,1,opt,name=name" json:"name,omitempty"`
 	// Served versions, the preferred one first.
-	Versions []string `protobuf:"bytes,2,rep,name=versions,proto3" json:"versions,omitempty"`
+	Versions []string `protobuf:"bytes,2,rep,name=versions" json:"versions,omitempty"`
 	// kube-aggregator's priorities: they order groups in /apis.
-	GroupPriorityMinimum int32 `protobuf:"varint,3,opt,name=group_priority_minimum,json=groupPriorityMinimum,proto3" json:"group_priority_minimum,omitempty"`
+	GroupPriorityMinimum int32 `protobuf:"varint,3,opt,name=group_priority_minimum,json=groupPriorityMinimum" json:"group_priority_minimum,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
 }
@@ -1311,44 +1312,44 @@ func (x *Group) GetGroupPriorityMinimum() int32 {
 // ResourceEntry is one served resource or subresource in one version.
 type ResourceEntry struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
-	Resource   *v1.Resource           `protobuf:"bytes,1,opt,name=resource,proto3" json:"resource,omitempty"`
-	Namespaced bool                   `protobuf:"varint,2,opt,name=namespaced,proto3" json:"namespaced,omitempty"`
+	Resource   *v1.Resource           `protobuf:"bytes,1,opt,name=resource" json:"resource,omitempty"`
+	Namespaced bool                   `protobuf:"varint,2,opt,name=namespaced" json:"namespaced,omitempty"`
 	// The kind of a request's body and answer; its group may differ from the resource's (scale).
-	Kind               *v1.Kind `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
-	Verbs              []string `protobuf:"bytes,4,rep,name=verbs,proto3" json:"verbs,omitempty"`
-	ShortNames         []string `protobuf:"bytes,5,rep,name=short_names,json=shortNames,proto3" json:"short_names,omitempty"`
-	Categories         []string `protobuf:"bytes,6,rep,name=categories,proto3" json:"categories,omitempty"`
-	Singular           string   `protobuf:"bytes,7,opt,name=singular,proto3" json:"singular,omitempty"`
-	StorageVersionHash string   `protobuf:"bytes,8,opt,name=storage_version_hash,json=storageVersionHash,proto3" json:"storage_version_hash,omitempty"`
-	ListKind           string   `protobuf:"bytes,9,opt,name=list_kind,json=listKind,proto3" json:"list_kind,omitempty"`
+	Kind               *v1.Kind `protobuf:"bytes,3,opt,name=kind" json:"kind,omitempty"`
+	Verbs              []string `protobuf:"bytes,4,rep,name=verbs" json:"verbs,omitempty"`
+	ShortNames         []string `protobuf:"bytes,5,rep,name=short_names,json=shortNames" json:"short_names,omitempty"`
+	Categories         []string `protobuf:"bytes,6,rep,name=categories" json:"categories,omitempty"`
+	Singular           string   `protobuf:"bytes,7,opt,name=singular" json:"singular,omitempty"`
+	StorageVersionHash string   `protobuf:"bytes,8,opt,name=storage_version_hash,json=storageVersionHash" json:"storage_version_hash,omitempty"`
+	ListKind           string   `protobuf:"bytes,9,opt,name=list_kind,json=listKind" json:"list_kind,omitempty"`
 	// The stored resource whose log and cache serve reads of this one; empty where it is not stored.
-	StoredAs string `protobuf:"bytes,10,opt,name=stored_as,json=storedAs,proto3" json:"stored_as,omitempty"`
+	StoredAs string `protobuf:"bytes,10,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
 	// The version that the log's encodings are in.
-	StoredKind *v1.Kind `protobuf:"bytes,11,opt,name=stored_kind,json=storedKind,proto3" json:"stored_kind,omitempty"`
+	StoredKind *v1.Kind `protobuf:"bytes,11,opt,name=stored_kind,json=storedKind" json:"stored_kind,omitempty"`
 	// Field labels that a selector may use, and the stored field that each one means.
-	SelectableFields map[string]string `protobuf:"bytes,12,rep,name=selectable_fields,json=selectableFields,proto3" json:"selectable_fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	SelectableFields map[string]string `protobuf:"bytes,12,rep,name=selectable_fields,json=selectableFields" json:"selectable_fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Whether the registry can answer Table rows.
-	Table bool `protobuf:"varint,13,opt,name=table,proto3" json:"table,omitempty"`
+	Table bool `protobuf:"varint,13,opt,name=table" json:"table,omitempty"`
 	// Not empty: every answer carries this Warning header.
-	Deprecation string   `protobuf:"bytes,14,opt,name=deprecation,proto3" json:"deprecation,omitempty"`
-	MediaTypes  []string `protobuf:"bytes,15,rep,name=media_types,json=mediaTypes,proto3" json:"media_types,omitempty"`
+	Deprecation string   `protobuf:"bytes,14,opt,name=deprecation" json:"deprecation,omitempty"`
+	MediaTypes  []string `protobuf:"bytes,15,rep,name=media_types,json=mediaTypes" json:"media_types,omitempty"`
 	// rest.Connecter and GetterWithOptions take a subpath.
-	ConnectSubpath bool     `protobuf:"varint,16,opt,name=connect_subpath,json=connectSubpath,proto3" json:"connect_subpath,omitempty"`
-	ConnectMethods []string `protobuf:"bytes,17,rep,name=connect_methods,json=connectMethods,proto3" json:"connect_methods,omitempty"`
+	ConnectSubpath bool     `protobuf:"varint,16,opt,name=connect_subpath,json=connectSubpath" json:"connect_subpath,omitempty"`
+	ConnectMethods []string `protobuf:"bytes,17,rep,name=connect_methods,json=connectMethods" json:"connect_methods,omitempty"`
 	// Whether a write creates (NamedCreater: the name comes from the URL).
-	NamedCreater   bool `protobuf:"varint,18,opt,name=named_creater,json=namedCreater,proto3" json:"named_creater,omitempty"`
-	GetWithOptions bool `protobuf:"varint,19,opt,name=get_with_options,json=getWithOptions,proto3" json:"get_with_options,omitempty"`
+	NamedCreater   bool `protobuf:"varint,18,opt,name=named_creater,json=namedCreater" json:"named_creater,omitempty"`
+	GetWithOptions bool `protobuf:"varint,19,opt,name=get_with_options,json=getWithOptions" json:"get_with_options,omitempty"`
 	// The name segment that group discovery uses for the kind where it differs from kind.
-	DiscoveryKind string `protobuf:"bytes,20,opt,name=discovery_kind,json=discoveryKind,proto3" json:"discovery_kind,omitempty"`
+	DiscoveryKind string `protobuf:"bytes,20,opt,name=discovery_kind,json=discoveryKind" json:"discovery_kind,omitempty"`
 	// A custom resource: objects have no Go type. They are served in JSON and YAML, their metadata also in protobuf, and each
 	// may be stored in another version than stored_kind.
-	Untyped bool `protobuf:"varint,21,opt,name=untyped,proto3" json:"untyped,omitempty"`
+	Untyped bool `protobuf:"varint,21,opt,name=untyped" json:"untyped,omitempty"`
 	// Served, but not told of yet: the definition's names are accepted and it is not established.
-	Hidden bool `protobuf:"varint,22,opt,name=hidden,proto3" json:"hidden,omitempty"`
+	Hidden bool `protobuf:"varint,22,opt,name=hidden" json:"hidden,omitempty"`
 	// Every answer carries these Warning headers too.
-	Warnings []string `protobuf:"bytes,23,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	Warnings []string `protobuf:"bytes,23,rep,name=warnings" json:"warnings,omitempty"`
 	// What a selectable field is in this version only converting can say, by asking a webhook.
-	ConvertedFields bool `protobuf:"varint,24,opt,name=converted_fields,json=convertedFields,proto3" json:"converted_fields,omitempty"`
+	ConvertedFields bool `protobuf:"varint,24,opt,name=converted_fields,json=convertedFields" json:"converted_fields,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -1553,7 +1554,7 @@ func (x *ResourceEntry) GetConvertedFields() bool {
 
 type SnapshotRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	StoredAs      string                 `protobuf:"bytes,1,opt,name=stored_as,json=storedAs,proto3" json:"stored_as,omitempty"`
+	StoredAs      string                 `protobuf:"bytes,1,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1597,9 +1598,10 @@ func (x *SnapshotRequest) GetStoredAs() string {
 
 type SnapshotChunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The revision that the whole snapshot is at; the same in every chunk.
-	Revision      int64  `protobuf:"varint,1,opt,name=revision,proto3" json:"revision,omitempty"`
-	Rows          []*Row `protobuf:"bytes,2,rep,name=rows,proto3" json:"rows,omitempty"`
+	// The revision that the whole snapshot is at; the same in every chunk. A chunk holds at least one row, and about 4 MB at most
+	// where it holds more.
+	Revision      int64  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
+	Rows          []*Row `protobuf:"bytes,2,rep,name=rows" json:"rows,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1651,17 +1653,19 @@ func (x *SnapshotChunk) GetRows() []*Row {
 // Row is one object: what a selector may ask of it, and its encodings.
 type Row struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
-	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	Revision  int64                  `protobuf:"varint,3,opt,name=revision,proto3" json:"revision,omitempty"`
-	Labels    map[string]string      `protobuf:"bytes,4,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Fields    map[string]string      `protobuf:"bytes,5,rep,name=fields,proto3" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=namespace" json:"namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name" json:"name,omitempty"`
+	Revision  int64                  `protobuf:"varint,3,opt,name=revision" json:"revision,omitempty"`
+	Labels    map[string]string      `protobuf:"bytes,4,rep,name=labels" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Fields    map[string]string      `protobuf:"bytes,5,rep,name=fields" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The object in JSON without apiVersion and kind, in the stored kind's version.
-	Json []byte `protobuf:"bytes,6,opt,name=json,proto3" json:"json,omitempty"`
+	Json []byte `protobuf:"bytes,6,opt,name=json" json:"json,omitempty"`
 	// The message of the object in Kubernetes protobuf, without the k8s\0 envelope; empty where the type has none.
-	Protobuf []byte `protobuf:"bytes,7,opt,name=protobuf,proto3" json:"protobuf,omitempty"`
+	Protobuf []byte `protobuf:"bytes,7,opt,name=protobuf" json:"protobuf,omitempty"`
 	// As an Object's in the log.
-	Version       string `protobuf:"bytes,8,opt,name=version,proto3" json:"version,omitempty"`
+	Version string `protobuf:"bytes,8,opt,name=version" json:"version,omitempty"`
+	// Why the object cannot be read; it then has no encodings, labels or fields. Whoever asks for it is answered by registry.
+	Unreadable    string `protobuf:"bytes,9,opt,name=unreadable" json:"unreadable,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1752,21 +1756,28 @@ func (x *Row) GetVersion() string {
 	return ""
 }
 
+func (x *Row) GetUnreadable() string {
+	if x != nil {
+		return x.Unreadable
+	}
+	return ""
+}
+
 type EncodeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The stored kind's encodings: JSON without apiVersion and kind.
-	StoredAs string   `protobuf:"bytes,1,opt,name=stored_as,json=storedAs,proto3" json:"stored_as,omitempty"`
-	Json     [][]byte `protobuf:"bytes,2,rep,name=json,proto3" json:"json,omitempty"`
-	Protobuf [][]byte `protobuf:"bytes,3,rep,name=protobuf,proto3" json:"protobuf,omitempty"`
+	StoredAs string   `protobuf:"bytes,1,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
+	Json     [][]byte `protobuf:"bytes,2,rep,name=json" json:"json,omitempty"`
+	Protobuf [][]byte `protobuf:"bytes,3,rep,name=protobuf" json:"protobuf,omitempty"`
 	// What to encode into: the resource's version, and Table or not.
-	Resource *v1.Resource `protobuf:"bytes,4,opt,name=resource,proto3" json:"resource,omitempty"`
-	Output   *Output      `protobuf:"bytes,5,opt,name=output,proto3" json:"output,omitempty"`
+	Resource *v1.Resource `protobuf:"bytes,4,opt,name=resource" json:"resource,omitempty"`
+	Output   *Output      `protobuf:"bytes,5,opt,name=output" json:"output,omitempty"`
 	// Table's includeObject: None, Metadata or Object.
-	IncludeObject string `protobuf:"bytes,6,opt,name=include_object,json=includeObject,proto3" json:"include_object,omitempty"`
+	IncludeObject string `protobuf:"bytes,6,opt,name=include_object,json=includeObject" json:"include_object,omitempty"`
 	// The version that each object is in, where that is not the stored kind's.
-	Versions []string `protobuf:"bytes,7,rep,name=versions,proto3" json:"versions,omitempty"`
+	Versions []string `protobuf:"bytes,7,rep,name=versions" json:"versions,omitempty"`
 	// Where a custom resource's definition last changed, as far as the caller knows: it must not be an older one that converts.
-	DefinedAt     int64 `protobuf:"varint,8,opt,name=defined_at,json=definedAt,proto3" json:"defined_at,omitempty"`
+	DefinedAt     int64 `protobuf:"varint,8,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1861,11 +1872,11 @@ type EncodeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// One for each object asked for, as a list holds it: JSON without apiVersion and kind, a protobuf message, or a Table row,
 	// whose object is null unless the whole object is to be included: metadata is for the caller to put in.
-	Objects [][]byte `protobuf:"bytes,1,rep,name=objects,proto3" json:"objects,omitempty"`
+	Objects [][]byte `protobuf:"bytes,1,rep,name=objects" json:"objects,omitempty"`
 	// Table's columnDefinitions in JSON.
-	Columns []byte `protobuf:"bytes,2,opt,name=columns,proto3" json:"columns,omitempty"`
+	Columns []byte `protobuf:"bytes,2,opt,name=columns" json:"columns,omitempty"`
 	// What a selector may ask of each object in the version asked for; only for entries with converted_fields.
-	Fields        []*Fields `protobuf:"bytes,3,rep,name=fields,proto3" json:"fields,omitempty"`
+	Fields        []*Fields `protobuf:"bytes,3,rep,name=fields" json:"fields,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1923,7 +1934,7 @@ func (x *EncodeResponse) GetFields() []*Fields {
 
 type Fields struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Fields        map[string]string      `protobuf:"bytes,1,rep,name=fields,proto3" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Fields        map[string]string      `protobuf:"bytes,1,rep,name=fields" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2003,7 +2014,7 @@ func (*RevisionRequest) Descriptor() ([]byte, []int) {
 
 type RevisionResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Revision      int64                  `protobuf:"varint,1,opt,name=revision,proto3" json:"revision,omitempty"`
+	Revision      int64                  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2048,9 +2059,9 @@ func (x *RevisionResponse) GetRevision() int64 {
 type OpenAPIRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "v2", "v3" for the index, or "v3/apis/apps/v1".
-	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
+	Path string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
 	// application/json or the protobuf of the document.
-	Protobuf      bool `protobuf:"varint,2,opt,name=protobuf,proto3" json:"protobuf,omitempty"`
+	Protobuf      bool `protobuf:"varint,2,opt,name=protobuf" json:"protobuf,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2101,8 +2112,8 @@ func (x *OpenAPIRequest) GetProtobuf() bool {
 
 type OpenAPIChunk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
-	Etag          string                 `protobuf:"bytes,2,opt,name=etag,proto3" json:"etag,omitempty"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
+	Etag          string                 `protobuf:"bytes,2,opt,name=etag" json:"etag,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2154,18 +2165,18 @@ func (x *OpenAPIChunk) GetEtag() string {
 // Connection is where to dial and how to carry bytes.
 type Connection struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
-	Url       string                 `protobuf:"bytes,1,opt,name=url,proto3" json:"url,omitempty"`
-	Transport Transport              `protobuf:"varint,2,opt,name=transport,proto3,enum=watershed.registry.v1.Transport" json:"transport,omitempty"`
+	Url       string                 `protobuf:"bytes,1,opt,name=url" json:"url,omitempty"`
+	Transport Transport              `protobuf:"varint,2,opt,name=transport,enum=watershed.registry.v1.Transport" json:"transport,omitempty"`
 	// exec, attach and port-forward begin with an upgrade.
-	UpgradeRequired bool `protobuf:"varint,3,opt,name=upgrade_required,json=upgradeRequired,proto3" json:"upgrade_required,omitempty"`
+	UpgradeRequired bool `protobuf:"varint,3,opt,name=upgrade_required,json=upgradeRequired" json:"upgrade_required,omitempty"`
 	// Links in answers are rewritten to lead through here: proxy.
-	Rewrite bool `protobuf:"varint,4,opt,name=rewrite,proto3" json:"rewrite,omitempty"`
+	Rewrite bool `protobuf:"varint,4,opt,name=rewrite" json:"rewrite,omitempty"`
 	// A WebSocket client is understood here and spoken to the other side for in SPDY.
-	Translate *Streams `protobuf:"bytes,5,opt,name=translate,proto3" json:"translate,omitempty"`
+	Translate *Streams `protobuf:"bytes,5,opt,name=translate" json:"translate,omitempty"`
 	// What the answer is, where it is a log; redirects and errors are then not the client's to see.
-	ContentType   string   `protobuf:"bytes,6,opt,name=content_type,json=contentType,proto3" json:"content_type,omitempty"`
-	Flush         bool     `protobuf:"varint,7,opt,name=flush,proto3" json:"flush,omitempty"`
-	Warnings      []string `protobuf:"bytes,8,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	ContentType   string   `protobuf:"bytes,6,opt,name=content_type,json=contentType" json:"content_type,omitempty"`
+	Flush         bool     `protobuf:"varint,7,opt,name=flush" json:"flush,omitempty"`
+	Warnings      []string `protobuf:"bytes,8,rep,name=warnings" json:"warnings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2259,11 +2270,11 @@ func (x *Connection) GetWarnings() []string {
 // Streams are the channels of an exec or attach; or a port-forward's.
 type Streams struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Stdin         bool                   `protobuf:"varint,1,opt,name=stdin,proto3" json:"stdin,omitempty"`
-	Stdout        bool                   `protobuf:"varint,2,opt,name=stdout,proto3" json:"stdout,omitempty"`
-	Stderr        bool                   `protobuf:"varint,3,opt,name=stderr,proto3" json:"stderr,omitempty"`
-	Tty           bool                   `protobuf:"varint,4,opt,name=tty,proto3" json:"tty,omitempty"`
-	PortForward   bool                   `protobuf:"varint,5,opt,name=port_forward,json=portForward,proto3" json:"port_forward,omitempty"`
+	Stdin         bool                   `protobuf:"varint,1,opt,name=stdin" json:"stdin,omitempty"`
+	Stdout        bool                   `protobuf:"varint,2,opt,name=stdout" json:"stdout,omitempty"`
+	Stderr        bool                   `protobuf:"varint,3,opt,name=stderr" json:"stderr,omitempty"`
+	Tty           bool                   `protobuf:"varint,4,opt,name=tty" json:"tty,omitempty"`
+	PortForward   bool                   `protobuf:"varint,5,opt,name=port_forward,json=portForward" json:"port_forward,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2474,7 +2485,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\"[\n" +
 	"\rSnapshotChunk\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12.\n" +
-	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\x93\x03\n" +
+	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\xb3\x03\n" +
 	"\x03Row\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1a\n" +
@@ -2483,7 +2494,10 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x06fields\x18\x05 \x03(\v2&.watershed.registry.v1.Row.FieldsEntryR\x06fields\x12\x12\n" +
 	"\x04json\x18\x06 \x01(\fR\x04json\x12\x1a\n" +
 	"\bprotobuf\x18\a \x01(\fR\bprotobuf\x12\x18\n" +
-	"\aversion\x18\b \x01(\tR\aversion\x1a9\n" +
+	"\aversion\x18\b \x01(\tR\aversion\x12\x1e\n" +
+	"\n" +
+	"unreadable\x18\t \x01(\tR\n" +
+	"unreadable\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
@@ -2542,17 +2556,19 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11TRANSPORT_KUBELET\x10\x01\x12\x1e\n" +
 	"\x1aTRANSPORT_KUBELET_INSECURE\x10\x02\x12\x13\n" +
-	"\x0fTRANSPORT_PROXY\x10\x032\x95\x06\n" +
-	"\bRegistry\x12O\n" +
+	"\x0fTRANSPORT_PROXY\x10\x032\xcf\x02\n" +
+	"\aObjects\x12O\n" +
 	"\x03Get\x12!.watershed.registry.v1.GetRequest\x1a%.watershed.registry.v1.ObjectResponse\x12M\n" +
 	"\x04List\x12!.watershed.registry.v1.GetRequest\x1a .watershed.registry.v1.ListChunk0\x01\x12P\n" +
-	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12Z\n" +
-	"\aCatalog\x12%.watershed.registry.v1.CatalogRequest\x1a&.watershed.registry.v1.CatalogResponse0\x01\x12Z\n" +
+	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12R\n" +
+	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\xbd\x01\n" +
+	"\aCatalog\x12Y\n" +
+	"\x06Follow\x12%.watershed.registry.v1.CatalogRequest\x1a&.watershed.registry.v1.CatalogResponse0\x01\x12W\n" +
+	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x012\x98\x02\n" +
+	"\x06Source\x12Z\n" +
 	"\bSnapshot\x12&.watershed.registry.v1.SnapshotRequest\x1a$.watershed.registry.v1.SnapshotChunk0\x01\x12U\n" +
 	"\x06Encode\x12$.watershed.registry.v1.EncodeRequest\x1a%.watershed.registry.v1.EncodeResponse\x12[\n" +
-	"\bRevision\x12&.watershed.registry.v1.RevisionRequest\x1a'.watershed.registry.v1.RevisionResponse\x12W\n" +
-	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x01\x12R\n" +
-	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01B6Z4watershed.dev/proto/watershed/registry/v1;registryv1b\x06proto3"
+	"\bRevision\x12&.watershed.registry.v1.RevisionRequest\x1a'.watershed.registry.v1.RevisionResponseB=Z4watershed.dev/proto/watershed/registry/v1;registryv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_registry_v1_registry_proto_rawDescOnce sync.Once
@@ -2663,24 +2679,24 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	34, // 41: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
 	1,  // 42: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
 	28, // 43: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 44: watershed.registry.v1.Registry.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 45: watershed.registry.v1.Registry.List:input_type -> watershed.registry.v1.GetRequest
-	7,  // 46: watershed.registry.v1.Registry.Write:input_type -> watershed.registry.v1.WriteCall
-	12, // 47: watershed.registry.v1.Registry.Catalog:input_type -> watershed.registry.v1.CatalogRequest
-	17, // 48: watershed.registry.v1.Registry.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	20, // 49: watershed.registry.v1.Registry.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	23, // 50: watershed.registry.v1.Registry.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	25, // 51: watershed.registry.v1.Registry.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	7,  // 52: watershed.registry.v1.Registry.Connect:input_type -> watershed.registry.v1.WriteCall
-	4,  // 53: watershed.registry.v1.Registry.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 54: watershed.registry.v1.Registry.List:output_type -> watershed.registry.v1.ListChunk
-	8,  // 55: watershed.registry.v1.Registry.Write:output_type -> watershed.registry.v1.WriteReply
-	13, // 56: watershed.registry.v1.Registry.Catalog:output_type -> watershed.registry.v1.CatalogResponse
-	18, // 57: watershed.registry.v1.Registry.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	21, // 58: watershed.registry.v1.Registry.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	24, // 59: watershed.registry.v1.Registry.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	26, // 60: watershed.registry.v1.Registry.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	8,  // 61: watershed.registry.v1.Registry.Connect:output_type -> watershed.registry.v1.WriteReply
+	3,  // 44: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 45: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	7,  // 46: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	7,  // 47: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	12, // 48: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
+	25, // 49: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	17, // 50: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	20, // 51: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	23, // 52: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	4,  // 53: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 54: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	8,  // 55: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	8,  // 56: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	13, // 57: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	26, // 58: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	18, // 59: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	21, // 60: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	24, // 61: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
 	53, // [53:62] is the sub-list for method output_type
 	44, // [44:53] is the sub-list for method input_type
 	44, // [44:44] is the sub-list for extension type_name
@@ -2716,7 +2732,7 @@ func file_watershed_registry_v1_registry_proto_init() {
 			NumEnums:      2,
 			NumMessages:   33,
 			NumExtensions: 0,
-			NumServices:   1,
+			NumServices:   3,
 		},
 		GoTypes:           file_watershed_registry_v1_registry_proto_goTypes,
 		DependencyIndexes: file_watershed_registry_v1_registry_proto_depIdxs,

@@ -4,7 +4,8 @@
 // - protoc             (unknown)
 // source: watershed/registry/v1/registry.proto
 
-// registry owns the objects: verbs over storage, and the only connection to etcd.
+// registry owns the objects: verbs over storage, and the only connection to etcd. Its contract is three services by who calls
+// them: Objects (the gateway), Source (the watch tier) and Catalog. Who may call which method is told in platform/rpc/callers.go.
 
 package registryv1
 
@@ -21,62 +22,50 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Registry_Get_FullMethodName      = "/watershed.registry.v1.Registry/Get"
-	Registry_List_FullMethodName     = "/watershed.registry.v1.Registry/List"
-	Registry_Write_FullMethodName    = "/watershed.registry.v1.Registry/Write"
-	Registry_Catalog_FullMethodName  = "/watershed.registry.v1.Registry/Catalog"
-	Registry_Snapshot_FullMethodName = "/watershed.registry.v1.Registry/Snapshot"
-	Registry_Encode_FullMethodName   = "/watershed.registry.v1.Registry/Encode"
-	Registry_Revision_FullMethodName = "/watershed.registry.v1.Registry/Revision"
-	Registry_OpenAPI_FullMethodName  = "/watershed.registry.v1.Registry/OpenAPI"
-	Registry_Connect_FullMethodName  = "/watershed.registry.v1.Registry/Connect"
+	Objects_Get_FullMethodName     = "/watershed.registry.v1.Objects/Get"
+	Objects_List_FullMethodName    = "/watershed.registry.v1.Objects/List"
+	Objects_Write_FullMethodName   = "/watershed.registry.v1.Objects/Write"
+	Objects_Connect_FullMethodName = "/watershed.registry.v1.Objects/Connect"
 )
 
-// RegistryClient is the client API for Registry service.
+// ObjectsClient is the client API for Objects service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
-type RegistryClient interface {
+//
+// Objects is reading and writing on behalf of users.
+type ObjectsClient interface {
 	Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*ObjectResponse, error)
 	// List reads from etcd: the fallback of the watch tier, and exact old revisions.
 	List(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
 	// authorization in the same stream as often as it needs them, and ends with one WriteResult or an error.
 	Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
-	// Catalog sends everything that is served, at once, and what has changed whenever it changes.
-	Catalog(ctx context.Context, in *CatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CatalogResponse], error)
-	// Snapshot sends every object of a stored resource at one revision.
-	Snapshot(ctx context.Context, in *SnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotChunk], error)
-	// Encode turns stored encodings into another version or into Table rows.
-	Encode(ctx context.Context, in *EncodeRequest, opts ...grpc.CallOption) (*EncodeResponse, error)
-	// Revision answers etcd's current revision; concurrent callers share one read.
-	Revision(ctx context.Context, in *RevisionRequest, opts ...grpc.CallOption) (*RevisionResponse, error)
-	OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error)
 	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
 	// write it asks back in its stream, and it ends with one Connection or an error.
 	Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
 }
 
-type registryClient struct {
+type objectsClient struct {
 	cc grpc.ClientConnInterface
 }
 
-func NewRegistryClient(cc grpc.ClientConnInterface) RegistryClient {
-	return &registryClient{cc}
+func NewObjectsClient(cc grpc.ClientConnInterface) ObjectsClient {
+	return &objectsClient{cc}
 }
 
-func (c *registryClient) Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*ObjectResponse, error) {
+func (c *objectsClient) Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*ObjectResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(ObjectResponse)
-	err := c.cc.Invoke(ctx, Registry_Get_FullMethodName, in, out, cOpts...)
+	err := c.cc.Invoke(ctx, Objects_Get_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
 	return out, nil
 }
 
-func (c *registryClient) List(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error) {
+func (c *objectsClient) List(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Registry_ServiceDesc.Streams[0], Registry_List_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Objects_ServiceDesc.Streams[0], Objects_List_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -91,11 +80,11 @@ func (c *registryClient) List(ctx context.Context, in *GetRequest, opts ...grpc.
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_ListClient = grpc.ServerStreamingClient[ListChunk]
+type Objects_ListClient = grpc.ServerStreamingClient[ListChunk]
 
-func (c *registryClient) Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error) {
+func (c *objectsClient) Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Registry_ServiceDesc.Streams[1], Registry_Write_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Objects_ServiceDesc.Streams[1], Objects_Write_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -104,11 +93,183 @@ func (c *registryClient) Write(ctx context.Context, opts ...grpc.CallOption) (gr
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_WriteClient = grpc.BidiStreamingClient[WriteCall, WriteReply]
+type Objects_WriteClient = grpc.BidiStreamingClient[WriteCall, WriteReply]
 
-func (c *registryClient) Catalog(ctx context.Context, in *CatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CatalogResponse], error) {
+func (c *objectsClient) Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Registry_ServiceDesc.Streams[2], Registry_Catalog_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Objects_ServiceDesc.Streams[2], Objects_Connect_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WriteCall, WriteReply]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Objects_ConnectClient = grpc.BidiStreamingClient[WriteCall, WriteReply]
+
+// ObjectsServer is the server API for Objects service.
+// All implementations must embed UnimplementedObjectsServer
+// for forward compatibility.
+//
+// Objects is reading and writing on behalf of users.
+type ObjectsServer interface {
+	Get(context.Context, *GetRequest) (*ObjectResponse, error)
+	// List reads from etcd: the fallback of the watch tier, and exact old revisions.
+	List(*GetRequest, grpc.ServerStreamingServer[ListChunk]) error
+	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
+	// authorization in the same stream as often as it needs them, and ends with one WriteResult or an error.
+	Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
+	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
+	// write it asks back in its stream, and it ends with one Connection or an error.
+	Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
+	mustEmbedUnimplementedObjectsServer()
+}
+
+// UnimplementedObjectsServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedObjectsServer struct{}
+
+func (UnimplementedObjectsServer) Get(context.Context, *GetRequest) (*ObjectResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Get not implemented")
+}
+func (UnimplementedObjectsServer) List(*GetRequest, grpc.ServerStreamingServer[ListChunk]) error {
+	return status.Error(codes.Unimplemented, "method List not implemented")
+}
+func (UnimplementedObjectsServer) Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
+	return status.Error(codes.Unimplemented, "method Write not implemented")
+}
+func (UnimplementedObjectsServer) Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
+	return status.Error(codes.Unimplemented, "method Connect not implemented")
+}
+func (UnimplementedObjectsServer) mustEmbedUnimplementedObjectsServer() {}
+func (UnimplementedObjectsServer) testEmbeddedByValue()                 {}
+
+// UnsafeObjectsServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to ObjectsServer will
+// result in compilation errors.
+type UnsafeObjectsServer interface {
+	mustEmbedUnimplementedObjectsServer()
+}
+
+func RegisterObjectsServer(s grpc.ServiceRegistrar, srv ObjectsServer) {
+	// If the following call panics, it indicates UnimplementedObjectsServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&Objects_ServiceDesc, srv)
+}
+
+func _Objects_Get_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GetRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ObjectsServer).Get(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Objects_Get_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ObjectsServer).Get(ctx, req.(*GetRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _Objects_List_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(GetRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(ObjectsServer).List(m, &grpc.GenericServerStream[GetRequest, ListChunk]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Objects_ListServer = grpc.ServerStreamingServer[ListChunk]
+
+func _Objects_Write_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(ObjectsServer).Write(&grpc.GenericServerStream[WriteCall, WriteReply]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Objects_WriteServer = grpc.BidiStreamingServer[WriteCall, WriteReply]
+
+func _Objects_Connect_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(ObjectsServer).Connect(&grpc.GenericServerStream[WriteCall, WriteReply]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Objects_ConnectServer = grpc.BidiStreamingServer[WriteCall, WriteReply]
+
+// Objects_ServiceDesc is the grpc.ServiceDesc for Objects service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var Objects_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "watershed.registry.v1.Objects",
+	HandlerType: (*ObjectsServer)(nil),
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Get",
+			Handler:    _Objects_Get_Handler,
+		},
+	},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "List",
+			Handler:       _Objects_List_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "Write",
+			Handler:       _Objects_Write_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+		{
+			StreamName:    "Connect",
+			Handler:       _Objects_Connect_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+	},
+	Metadata: "watershed/registry/v1/registry.proto",
+}
+
+const (
+	Catalog_Follow_FullMethodName  = "/watershed.registry.v1.Catalog/Follow"
+	Catalog_OpenAPI_FullMethodName = "/watershed.registry.v1.Catalog/OpenAPI"
+)
+
+// CatalogClient is the client API for Catalog service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Catalog is what is served, and its documents.
+type CatalogClient interface {
+	// Follow sends everything that is served, at once, and what has changed whenever it changes.
+	Follow(ctx context.Context, in *CatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CatalogResponse], error)
+	OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error)
+}
+
+type catalogClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewCatalogClient(cc grpc.ClientConnInterface) CatalogClient {
+	return &catalogClient{cc}
+}
+
+func (c *catalogClient) Follow(ctx context.Context, in *CatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CatalogResponse], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Catalog_ServiceDesc.Streams[0], Catalog_Follow_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -123,50 +284,11 @@ func (c *registryClient) Catalog(ctx context.Context, in *CatalogRequest, opts .
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_CatalogClient = grpc.ServerStreamingClient[CatalogResponse]
+type Catalog_FollowClient = grpc.ServerStreamingClient[CatalogResponse]
 
-func (c *registryClient) Snapshot(ctx context.Context, in *SnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotChunk], error) {
+func (c *catalogClient) OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Registry_ServiceDesc.Streams[3], Registry_Snapshot_FullMethodName, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	x := &grpc.GenericClientStream[SnapshotRequest, SnapshotChunk]{ClientStream: stream}
-	if err := x.ClientStream.SendMsg(in); err != nil {
-		return nil, err
-	}
-	if err := x.ClientStream.CloseSend(); err != nil {
-		return nil, err
-	}
-	return x, nil
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_SnapshotClient = grpc.ServerStreamingClient[SnapshotChunk]
-
-func (c *registryClient) Encode(ctx context.Context, in *EncodeRequest, opts ...grpc.CallOption) (*EncodeResponse, error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(EncodeResponse)
-	err := c.cc.Invoke(ctx, Registry_Encode_FullMethodName, in, out, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	return out, nil
-}
-
-func (c *registryClient) Revision(ctx context.Context, in *RevisionRequest, opts ...grpc.CallOption) (*RevisionResponse, error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(RevisionResponse)
-	err := c.cc.Invoke(ctx, Registry_Revision_FullMethodName, in, out, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	return out, nil
-}
-
-func (c *registryClient) OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Registry_ServiceDesc.Streams[4], Registry_OpenAPI_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Catalog_ServiceDesc.Streams[1], Catalog_OpenAPI_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -181,265 +303,285 @@ func (c *registryClient) OpenAPI(ctx context.Context, in *OpenAPIRequest, opts .
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_OpenAPIClient = grpc.ServerStreamingClient[OpenAPIChunk]
+type Catalog_OpenAPIClient = grpc.ServerStreamingClient[OpenAPIChunk]
 
-func (c *registryClient) Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error) {
-	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Registry_ServiceDesc.Streams[5], Registry_Connect_FullMethodName, cOpts...)
-	if err != nil {
-		return nil, err
-	}
-	x := &grpc.GenericClientStream[WriteCall, WriteReply]{ClientStream: stream}
-	return x, nil
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_ConnectClient = grpc.BidiStreamingClient[WriteCall, WriteReply]
-
-// RegistryServer is the server API for Registry service.
-// All implementations must embed UnimplementedRegistryServer
+// CatalogServer is the server API for Catalog service.
+// All implementations must embed UnimplementedCatalogServer
 // for forward compatibility.
-type RegistryServer interface {
-	Get(context.Context, *GetRequest) (*ObjectResponse, error)
-	// List reads from etcd: the fallback of the watch tier, and exact old revisions.
-	List(*GetRequest, grpc.ServerStreamingServer[ListChunk]) error
-	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
-	// authorization in the same stream as often as it needs them, and ends with one WriteResult or an error.
-	Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
-	// Catalog sends everything that is served, at once, and what has changed whenever it changes.
-	Catalog(*CatalogRequest, grpc.ServerStreamingServer[CatalogResponse]) error
-	// Snapshot sends every object of a stored resource at one revision.
-	Snapshot(*SnapshotRequest, grpc.ServerStreamingServer[SnapshotChunk]) error
-	// Encode turns stored encodings into another version or into Table rows.
-	Encode(context.Context, *EncodeRequest) (*EncodeResponse, error)
-	// Revision answers etcd's current revision; concurrent callers share one read.
-	Revision(context.Context, *RevisionRequest) (*RevisionResponse, error)
+//
+// Catalog is what is served, and its documents.
+type CatalogServer interface {
+	// Follow sends everything that is served, at once, and what has changed whenever it changes.
+	Follow(*CatalogRequest, grpc.ServerStreamingServer[CatalogResponse]) error
 	OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error
-	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
-	// write it asks back in its stream, and it ends with one Connection or an error.
-	Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
-	mustEmbedUnimplementedRegistryServer()
+	mustEmbedUnimplementedCatalogServer()
 }
 
-// UnimplementedRegistryServer must be embedded to have
+// UnimplementedCatalogServer must be embedded to have
 // forward compatible implementations.
 //
 // NOTE: this should be embedded by value instead of pointer to avoid a nil
 // pointer dereference when methods are called.
-type UnimplementedRegistryServer struct{}
+type UnimplementedCatalogServer struct{}
 
-func (UnimplementedRegistryServer) Get(context.Context, *GetRequest) (*ObjectResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "method Get not implemented")
+func (UnimplementedCatalogServer) Follow(*CatalogRequest, grpc.ServerStreamingServer[CatalogResponse]) error {
+	return status.Error(codes.Unimplemented, "method Follow not implemented")
 }
-func (UnimplementedRegistryServer) List(*GetRequest, grpc.ServerStreamingServer[ListChunk]) error {
-	return status.Error(codes.Unimplemented, "method List not implemented")
-}
-func (UnimplementedRegistryServer) Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
-	return status.Error(codes.Unimplemented, "method Write not implemented")
-}
-func (UnimplementedRegistryServer) Catalog(*CatalogRequest, grpc.ServerStreamingServer[CatalogResponse]) error {
-	return status.Error(codes.Unimplemented, "method Catalog not implemented")
-}
-func (UnimplementedRegistryServer) Snapshot(*SnapshotRequest, grpc.ServerStreamingServer[SnapshotChunk]) error {
-	return status.Error(codes.Unimplemented, "method Snapshot not implemented")
-}
-func (UnimplementedRegistryServer) Encode(context.Context, *EncodeRequest) (*EncodeResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "method Encode not implemented")
-}
-func (UnimplementedRegistryServer) Revision(context.Context, *RevisionRequest) (*RevisionResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "method Revision not implemented")
-}
-func (UnimplementedRegistryServer) OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error {
+func (UnimplementedCatalogServer) OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error {
 	return status.Error(codes.Unimplemented, "method OpenAPI not implemented")
 }
-func (UnimplementedRegistryServer) Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
-	return status.Error(codes.Unimplemented, "method Connect not implemented")
-}
-func (UnimplementedRegistryServer) mustEmbedUnimplementedRegistryServer() {}
-func (UnimplementedRegistryServer) testEmbeddedByValue()                  {}
+func (UnimplementedCatalogServer) mustEmbedUnimplementedCatalogServer() {}
+func (UnimplementedCatalogServer) testEmbeddedByValue()                 {}
 
-// UnsafeRegistryServer may be embedded to opt out of forward compatibility for this service.
-// Use of this interface is not recommended, as added methods to RegistryServer will
+// UnsafeCatalogServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to CatalogServer will
 // result in compilation errors.
-type UnsafeRegistryServer interface {
-	mustEmbedUnimplementedRegistryServer()
+type UnsafeCatalogServer interface {
+	mustEmbedUnimplementedCatalogServer()
 }
 
-func RegisterRegistryServer(s grpc.ServiceRegistrar, srv RegistryServer) {
-	// If the following call panics, it indicates UnimplementedRegistryServer was
+func RegisterCatalogServer(s grpc.ServiceRegistrar, srv CatalogServer) {
+	// If the following call panics, it indicates UnimplementedCatalogServer was
 	// embedded by pointer and is nil.  This will cause panics if an
 	// unimplemented method is ever invoked, so we test this at initialization
 	// time to prevent it from happening at runtime later due to I/O.
 	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
 		t.testEmbeddedByValue()
 	}
-	s.RegisterService(&Registry_ServiceDesc, srv)
+	s.RegisterService(&Catalog_ServiceDesc, srv)
 }
 
-func _Registry_Get_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(GetRequest)
-	if err := dec(in); err != nil {
-		return nil, err
-	}
-	if interceptor == nil {
-		return srv.(RegistryServer).Get(ctx, in)
-	}
-	info := &grpc.UnaryServerInfo{
-		Server:     srv,
-		FullMethod: Registry_Get_FullMethodName,
-	}
-	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RegistryServer).Get(ctx, req.(*GetRequest))
-	}
-	return interceptor(ctx, in, info, handler)
-}
-
-func _Registry_List_Handler(srv interface{}, stream grpc.ServerStream) error {
-	m := new(GetRequest)
-	if err := stream.RecvMsg(m); err != nil {
-		return err
-	}
-	return srv.(RegistryServer).List(m, &grpc.GenericServerStream[GetRequest, ListChunk]{ServerStream: stream})
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_ListServer = grpc.ServerStreamingServer[ListChunk]
-
-func _Registry_Write_Handler(srv interface{}, stream grpc.ServerStream) error {
-	return srv.(RegistryServer).Write(&grpc.GenericServerStream[WriteCall, WriteReply]{ServerStream: stream})
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_WriteServer = grpc.BidiStreamingServer[WriteCall, WriteReply]
-
-func _Registry_Catalog_Handler(srv interface{}, stream grpc.ServerStream) error {
+func _Catalog_Follow_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(CatalogRequest)
 	if err := stream.RecvMsg(m); err != nil {
 		return err
 	}
-	return srv.(RegistryServer).Catalog(m, &grpc.GenericServerStream[CatalogRequest, CatalogResponse]{ServerStream: stream})
+	return srv.(CatalogServer).Follow(m, &grpc.GenericServerStream[CatalogRequest, CatalogResponse]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_CatalogServer = grpc.ServerStreamingServer[CatalogResponse]
+type Catalog_FollowServer = grpc.ServerStreamingServer[CatalogResponse]
 
-func _Registry_Snapshot_Handler(srv interface{}, stream grpc.ServerStream) error {
+func _Catalog_OpenAPI_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(OpenAPIRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(CatalogServer).OpenAPI(m, &grpc.GenericServerStream[OpenAPIRequest, OpenAPIChunk]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Catalog_OpenAPIServer = grpc.ServerStreamingServer[OpenAPIChunk]
+
+// Catalog_ServiceDesc is the grpc.ServiceDesc for Catalog service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var Catalog_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "watershed.registry.v1.Catalog",
+	HandlerType: (*CatalogServer)(nil),
+	Methods:     []grpc.MethodDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "Follow",
+			Handler:       _Catalog_Follow_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "OpenAPI",
+			Handler:       _Catalog_OpenAPI_Handler,
+			ServerStreams: true,
+		},
+	},
+	Metadata: "watershed/registry/v1/registry.proto",
+}
+
+const (
+	Source_Snapshot_FullMethodName = "/watershed.registry.v1.Source/Snapshot"
+	Source_Encode_FullMethodName   = "/watershed.registry.v1.Source/Encode"
+	Source_Revision_FullMethodName = "/watershed.registry.v1.Source/Revision"
+)
+
+// SourceClient is the client API for Source service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Source is what the watch tier is filled from.
+type SourceClient interface {
+	// Snapshot sends every object of a stored resource at one revision.
+	Snapshot(ctx context.Context, in *SnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotChunk], error)
+	// Encode turns stored encodings into another version or into Table rows.
+	Encode(ctx context.Context, in *EncodeRequest, opts ...grpc.CallOption) (*EncodeResponse, error)
+	// Revision answers etcd's current revision; concurrent callers share one read.
+	Revision(ctx context.Context, in *RevisionRequest, opts ...grpc.CallOption) (*RevisionResponse, error)
+}
+
+type sourceClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewSourceClient(cc grpc.ClientConnInterface) SourceClient {
+	return &sourceClient{cc}
+}
+
+func (c *sourceClient) Snapshot(ctx context.Context, in *SnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotChunk], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Source_ServiceDesc.Streams[0], Source_Snapshot_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[SnapshotRequest, SnapshotChunk]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Source_SnapshotClient = grpc.ServerStreamingClient[SnapshotChunk]
+
+func (c *sourceClient) Encode(ctx context.Context, in *EncodeRequest, opts ...grpc.CallOption) (*EncodeResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(EncodeResponse)
+	err := c.cc.Invoke(ctx, Source_Encode_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *sourceClient) Revision(ctx context.Context, in *RevisionRequest, opts ...grpc.CallOption) (*RevisionResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RevisionResponse)
+	err := c.cc.Invoke(ctx, Source_Revision_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// SourceServer is the server API for Source service.
+// All implementations must embed UnimplementedSourceServer
+// for forward compatibility.
+//
+// Source is what the watch tier is filled from.
+type SourceServer interface {
+	// Snapshot sends every object of a stored resource at one revision.
+	Snapshot(*SnapshotRequest, grpc.ServerStreamingServer[SnapshotChunk]) error
+	// Encode turns stored encodings into another version or into Table rows.
+	Encode(context.Context, *EncodeRequest) (*EncodeResponse, error)
+	// Revision answers etcd's current revision; concurrent callers share one read.
+	Revision(context.Context, *RevisionRequest) (*RevisionResponse, error)
+	mustEmbedUnimplementedSourceServer()
+}
+
+// UnimplementedSourceServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedSourceServer struct{}
+
+func (UnimplementedSourceServer) Snapshot(*SnapshotRequest, grpc.ServerStreamingServer[SnapshotChunk]) error {
+	return status.Error(codes.Unimplemented, "method Snapshot not implemented")
+}
+func (UnimplementedSourceServer) Encode(context.Context, *EncodeRequest) (*EncodeResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Encode not implemented")
+}
+func (UnimplementedSourceServer) Revision(context.Context, *RevisionRequest) (*RevisionResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Revision not implemented")
+}
+func (UnimplementedSourceServer) mustEmbedUnimplementedSourceServer() {}
+func (UnimplementedSourceServer) testEmbeddedByValue()                {}
+
+// UnsafeSourceServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to SourceServer will
+// result in compilation errors.
+type UnsafeSourceServer interface {
+	mustEmbedUnimplementedSourceServer()
+}
+
+func RegisterSourceServer(s grpc.ServiceRegistrar, srv SourceServer) {
+	// If the following call panics, it indicates UnimplementedSourceServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&Source_ServiceDesc, srv)
+}
+
+func _Source_Snapshot_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(SnapshotRequest)
 	if err := stream.RecvMsg(m); err != nil {
 		return err
 	}
-	return srv.(RegistryServer).Snapshot(m, &grpc.GenericServerStream[SnapshotRequest, SnapshotChunk]{ServerStream: stream})
+	return srv.(SourceServer).Snapshot(m, &grpc.GenericServerStream[SnapshotRequest, SnapshotChunk]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_SnapshotServer = grpc.ServerStreamingServer[SnapshotChunk]
+type Source_SnapshotServer = grpc.ServerStreamingServer[SnapshotChunk]
 
-func _Registry_Encode_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+func _Source_Encode_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(EncodeRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
 	if interceptor == nil {
-		return srv.(RegistryServer).Encode(ctx, in)
+		return srv.(SourceServer).Encode(ctx, in)
 	}
 	info := &grpc.UnaryServerInfo{
 		Server:     srv,
-		FullMethod: Registry_Encode_FullMethodName,
+		FullMethod: Source_Encode_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RegistryServer).Encode(ctx, req.(*EncodeRequest))
+		return srv.(SourceServer).Encode(ctx, req.(*EncodeRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
 
-func _Registry_Revision_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+func _Source_Revision_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(RevisionRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
 	if interceptor == nil {
-		return srv.(RegistryServer).Revision(ctx, in)
+		return srv.(SourceServer).Revision(ctx, in)
 	}
 	info := &grpc.UnaryServerInfo{
 		Server:     srv,
-		FullMethod: Registry_Revision_FullMethodName,
+		FullMethod: Source_Revision_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(RegistryServer).Revision(ctx, req.(*RevisionRequest))
+		return srv.(SourceServer).Revision(ctx, req.(*RevisionRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
 
-func _Registry_OpenAPI_Handler(srv interface{}, stream grpc.ServerStream) error {
-	m := new(OpenAPIRequest)
-	if err := stream.RecvMsg(m); err != nil {
-		return err
-	}
-	return srv.(RegistryServer).OpenAPI(m, &grpc.GenericServerStream[OpenAPIRequest, OpenAPIChunk]{ServerStream: stream})
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_OpenAPIServer = grpc.ServerStreamingServer[OpenAPIChunk]
-
-func _Registry_Connect_Handler(srv interface{}, stream grpc.ServerStream) error {
-	return srv.(RegistryServer).Connect(&grpc.GenericServerStream[WriteCall, WriteReply]{ServerStream: stream})
-}
-
-// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Registry_ConnectServer = grpc.BidiStreamingServer[WriteCall, WriteReply]
-
-// Registry_ServiceDesc is the grpc.ServiceDesc for Registry service.
+// Source_ServiceDesc is the grpc.ServiceDesc for Source service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
-var Registry_ServiceDesc = grpc.ServiceDesc{
-	ServiceName: "watershed.registry.v1.Registry",
-	HandlerType: (*RegistryServer)(nil),
+var Source_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "watershed.registry.v1.Source",
+	HandlerType: (*SourceServer)(nil),
 	Methods: []grpc.MethodDesc{
 		{
-			MethodName: "Get",
-			Handler:    _Registry_Get_Handler,
-		},
-		{
 			MethodName: "Encode",
-			Handler:    _Registry_Encode_Handler,
+			Handler:    _Source_Encode_Handler,
 		},
 		{
 			MethodName: "Revision",
-			Handler:    _Registry_Revision_Handler,
+			Handler:    _Source_Revision_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
-			StreamName:    "List",
-			Handler:       _Registry_List_Handler,
-			ServerStreams: true,
-		},
-		{
-			StreamName:    "Write",
-			Handler:       _Registry_Write_Handler,
-			ServerStreams: true,
-			ClientStreams: true,
-		},
-		{
-			StreamName:    "Catalog",
-			Handler:       _Registry_Catalog_Handler,
-			ServerStreams: true,
-		},
-		{
 			StreamName:    "Snapshot",
-			Handler:       _Registry_Snapshot_Handler,
+			Handler:       _Source_Snapshot_Handler,
 			ServerStreams: true,
-		},
-		{
-			StreamName:    "OpenAPI",
-			Handler:       _Registry_OpenAPI_Handler,
-			ServerStreams: true,
-		},
-		{
-			StreamName:    "Connect",
-			Handler:       _Registry_Connect_Handler,
-			ServerStreams: true,
-			ClientStreams: true,
 		},
 	},
 	Metadata: "watershed/registry/v1/registry.proto",

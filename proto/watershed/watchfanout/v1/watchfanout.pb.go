@@ -29,15 +29,17 @@ const (
 type Query struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The catalogue's entry: which resource, in which version, stored where.
-	Entry         *v1.ResourceEntry `protobuf:"bytes,1,opt,name=entry,proto3" json:"entry,omitempty"`
-	Namespace     string            `protobuf:"bytes,2,opt,name=namespace,proto3" json:"namespace,omitempty"`
-	LabelSelector string            `protobuf:"bytes,3,opt,name=label_selector,json=labelSelector,proto3" json:"label_selector,omitempty"`
+	Entry         *v1.ResourceEntry `protobuf:"bytes,1,opt,name=entry" json:"entry,omitempty"`
+	Namespace     string            `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
+	LabelSelector string            `protobuf:"bytes,3,opt,name=label_selector,json=labelSelector" json:"label_selector,omitempty"`
 	// In stored fields: the caller has translated field labels.
-	FieldSelector string     `protobuf:"bytes,4,opt,name=field_selector,json=fieldSelector,proto3" json:"field_selector,omitempty"`
-	Output        *v1.Output `protobuf:"bytes,5,opt,name=output,proto3" json:"output,omitempty"`
-	IncludeObject string     `protobuf:"bytes,6,opt,name=include_object,json=includeObject,proto3" json:"include_object,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	FieldSelector string     `protobuf:"bytes,4,opt,name=field_selector,json=fieldSelector" json:"field_selector,omitempty"`
+	Output        *v1.Output `protobuf:"bytes,5,opt,name=output" json:"output,omitempty"`
+	IncludeObject string     `protobuf:"bytes,6,opt,name=include_object,json=includeObject" json:"include_object,omitempty"`
+	// A list leaves out what cannot be read, in place of being refused.
+	SkipUnreadable bool `protobuf:"varint,7,opt,name=skip_unreadable,json=skipUnreadable" json:"skip_unreadable,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Query) Reset() {
@@ -112,12 +114,19 @@ func (x *Query) GetIncludeObject() string {
 	return ""
 }
 
+func (x *Query) GetSkipUnreadable() bool {
+	if x != nil {
+		return x.SkipUnreadable
+	}
+	return false
+}
+
 type GetRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Query *Query                 `protobuf:"bytes,1,opt,name=query,proto3" json:"query,omitempty"`
-	Name  string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Query *Query                 `protobuf:"bytes,1,opt,name=query" json:"query,omitempty"`
+	Name  string                 `protobuf:"bytes,2,opt,name=name" json:"name,omitempty"`
 	// Empty: as fresh as etcd. "0": as it is here. Else: not older than this.
-	ResourceVersion string `protobuf:"bytes,3,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
+	ResourceVersion string `protobuf:"bytes,3,opt,name=resource_version,json=resourceVersion" json:"resource_version,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
 }
@@ -175,7 +184,7 @@ func (x *GetRequest) GetResourceVersion() string {
 
 type GetResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Body          []byte                 `protobuf:"bytes,1,opt,name=body,proto3" json:"body,omitempty"`
+	Body          []byte                 `protobuf:"bytes,1,opt,name=body" json:"body,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -219,11 +228,11 @@ func (x *GetResponse) GetBody() []byte {
 
 type ListRequest struct {
 	state                protoimpl.MessageState `protogen:"open.v1"`
-	Query                *Query                 `protobuf:"bytes,1,opt,name=query,proto3" json:"query,omitempty"`
-	ResourceVersion      string                 `protobuf:"bytes,2,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
-	ResourceVersionMatch string                 `protobuf:"bytes,3,opt,name=resource_version_match,json=resourceVersionMatch,proto3" json:"resource_version_match,omitempty"`
-	Limit                int64                  `protobuf:"varint,4,opt,name=limit,proto3" json:"limit,omitempty"`
-	Continue             string                 `protobuf:"bytes,5,opt,name=continue,proto3" json:"continue,omitempty"`
+	Query                *Query                 `protobuf:"bytes,1,opt,name=query" json:"query,omitempty"`
+	ResourceVersion      string                 `protobuf:"bytes,2,opt,name=resource_version,json=resourceVersion" json:"resource_version,omitempty"`
+	ResourceVersionMatch string                 `protobuf:"bytes,3,opt,name=resource_version_match,json=resourceVersionMatch" json:"resource_version_match,omitempty"`
+	Limit                int64                  `protobuf:"varint,4,opt,name=limit" json:"limit,omitempty"`
+	Continue             string                 `protobuf:"bytes,5,opt,name=continue" json:"continue,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
 }
@@ -296,9 +305,9 @@ func (x *ListRequest) GetContinue() string {
 // ListChunk is the next bytes of the answer's body, in pieces that follow each other.
 type ListChunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Data  [][]byte               `protobuf:"bytes,1,rep,name=data,proto3" json:"data,omitempty"`
+	Data  [][]byte               `protobuf:"bytes,1,rep,name=data" json:"data,omitempty"`
 	// The whole body's size in bytes, in the first chunk.
-	Size          int64 `protobuf:"varint,2,opt,name=size,proto3" json:"size,omitempty"`
+	Size          int64 `protobuf:"varint,2,opt,name=size" json:"size,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -349,18 +358,18 @@ func (x *ListChunk) GetSize() int64 {
 
 type WatchRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
-	Query           *Query                 `protobuf:"bytes,1,opt,name=query,proto3" json:"query,omitempty"`
-	ResourceVersion string                 `protobuf:"bytes,2,opt,name=resource_version,json=resourceVersion,proto3" json:"resource_version,omitempty"`
-	AllowBookmarks  bool                   `protobuf:"varint,3,opt,name=allow_bookmarks,json=allowBookmarks,proto3" json:"allow_bookmarks,omitempty"`
+	Query           *Query                 `protobuf:"bytes,1,opt,name=query" json:"query,omitempty"`
+	ResourceVersion string                 `protobuf:"bytes,2,opt,name=resource_version,json=resourceVersion" json:"resource_version,omitempty"`
+	AllowBookmarks  bool                   `protobuf:"varint,3,opt,name=allow_bookmarks,json=allowBookmarks" json:"allow_bookmarks,omitempty"`
 	// Unset: decided by resource_version, as the watch API does.
-	SendInitialEvents    *bool  `protobuf:"varint,4,opt,name=send_initial_events,json=sendInitialEvents,proto3,oneof" json:"send_initial_events,omitempty"`
-	ResourceVersionMatch string `protobuf:"bytes,5,opt,name=resource_version_match,json=resourceVersionMatch,proto3" json:"resource_version_match,omitempty"`
+	SendInitialEvents    *bool  `protobuf:"varint,4,opt,name=send_initial_events,json=sendInitialEvents" json:"send_initial_events,omitempty"`
+	ResourceVersionMatch string `protobuf:"bytes,5,opt,name=resource_version_match,json=resourceVersionMatch" json:"resource_version_match,omitempty"`
 	// Resuming inside a client's open response: events up to and with this position were already sent.
-	ResumeAfter *Position `protobuf:"bytes,6,opt,name=resume_after,json=resumeAfter,proto3" json:"resume_after,omitempty"`
+	ResumeAfter *Position `protobuf:"bytes,6,opt,name=resume_after,json=resumeAfter" json:"resume_after,omitempty"`
 	// The initial events were all sent before the stream broke; resume_after says from where.
-	InitialEventsDone bool `protobuf:"varint,7,opt,name=initial_events_done,json=initialEventsDone,proto3" json:"initial_events_done,omitempty"`
+	InitialEventsDone bool `protobuf:"varint,7,opt,name=initial_events_done,json=initialEventsDone" json:"initial_events_done,omitempty"`
 	// A Table's columns have been sent before: the next row comes without them.
-	ColumnsSent   bool `protobuf:"varint,8,opt,name=columns_sent,json=columnsSent,proto3" json:"columns_sent,omitempty"`
+	ColumnsSent   bool `protobuf:"varint,8,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -453,9 +462,11 @@ func (x *WatchRequest) GetColumnsSent() bool {
 
 // Position is a place in the log: the revision and, as one transaction may change several keys, the event's index in it.
 type Position struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Revision      int64                  `protobuf:"varint,1,opt,name=revision,proto3" json:"revision,omitempty"`
-	Index         int32                  `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Revision int64                  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
+	Index    int32                  `protobuf:"varint,2,opt,name=index" json:"index,omitempty"`
+	// The history of etcd that the revision is of, where it is known. A watch does not go on from another history: it has expired.
+	History       string `protobuf:"bytes,3,opt,name=history" json:"history,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -504,22 +515,29 @@ func (x *Position) GetIndex() int32 {
 	return 0
 }
 
+func (x *Position) GetHistory() string {
+	if x != nil {
+		return x.History
+	}
+	return ""
+}
+
 // WatchFrame is one or more whole frames, ready for the client's socket.
 type WatchFrame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Data  []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	Data  []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
 	// The position of the last event in data; a resumed stream goes on after it.
-	Position *Position `protobuf:"bytes,2,opt,name=position,proto3" json:"position,omitempty"`
+	Position *Position `protobuf:"bytes,2,opt,name=position" json:"position,omitempty"`
 	// All initial events are in this frame or before it.
-	InitialEventsDone bool `protobuf:"varint,3,opt,name=initial_events_done,json=initialEventsDone,proto3" json:"initial_events_done,omitempty"`
+	InitialEventsDone bool `protobuf:"varint,3,opt,name=initial_events_done,json=initialEventsDone" json:"initial_events_done,omitempty"`
 	// Set in the last frame: the stream is at its end (an ERROR event was sent), do not resume.
-	End bool `protobuf:"varint,4,opt,name=end,proto3" json:"end,omitempty"`
+	End bool `protobuf:"varint,4,opt,name=end" json:"end,omitempty"`
 	// Where each event of data ends, so that whoever shares the stream can begin after any of them. Absent for initial events.
-	Marks []*Mark `protobuf:"bytes,5,rep,name=marks,proto3" json:"marks,omitempty"`
+	Marks []*Mark `protobuf:"bytes,5,rep,name=marks" json:"marks,omitempty"`
 	// A Table's columns are in this frame or before it.
-	ColumnsSent bool `protobuf:"varint,6,opt,name=columns_sent,json=columnsSent,proto3" json:"columns_sent,omitempty"`
+	ColumnsSent bool `protobuf:"varint,6,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`
 	// Initial events, in pieces that follow each other; they come before data.
-	Initial       [][]byte `protobuf:"bytes,7,rep,name=initial,proto3" json:"initial,omitempty"`
+	Initial       [][]byte `protobuf:"bytes,7,rep,name=initial" json:"initial,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -607,11 +625,11 @@ func (x *WatchFrame) GetInitial() [][]byte {
 type Mark struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The length of data up to the event's end.
-	End      int32     `protobuf:"varint,1,opt,name=end,proto3" json:"end,omitempty"`
-	Position *Position `protobuf:"bytes,2,opt,name=position,proto3" json:"position,omitempty"`
-	Bookmark bool      `protobuf:"varint,3,opt,name=bookmark,proto3" json:"bookmark,omitempty"`
+	End      int32     `protobuf:"varint,1,opt,name=end" json:"end,omitempty"`
+	Position *Position `protobuf:"bytes,2,opt,name=position" json:"position,omitempty"`
+	Bookmark bool      `protobuf:"varint,3,opt,name=bookmark" json:"bookmark,omitempty"`
 	// The event's span, as W3C trace context writes it; empty where it is not traced.
-	Trace         string `protobuf:"bytes,4,opt,name=trace,proto3" json:"trace,omitempty"`
+	Trace         string `protobuf:"bytes,4,opt,name=trace" json:"trace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -678,14 +696,15 @@ var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\n" +
-	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\x8d\x02\n" +
+	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xb6\x02\n" +
 	"\x05Query\x12:\n" +
 	"\x05entry\x18\x01 \x01(\v2$.watershed.registry.v1.ResourceEntryR\x05entry\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12%\n" +
 	"\x0elabel_selector\x18\x03 \x01(\tR\rlabelSelector\x12%\n" +
 	"\x0efield_selector\x18\x04 \x01(\tR\rfieldSelector\x125\n" +
 	"\x06output\x18\x05 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12%\n" +
-	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\"\x82\x01\n" +
+	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12'\n" +
+	"\x0fskip_unreadable\x18\a \x01(\bR\x0eskipUnreadable\"\x82\x01\n" +
 	"\n" +
 	"GetRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12\x12\n" +
@@ -701,20 +720,20 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\bcontinue\x18\x05 \x01(\tR\bcontinue\"3\n" +
 	"\tListChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x03(\fR\x04data\x12\x12\n" +
-	"\x04size\x18\x02 \x01(\x03R\x04size\"\xb6\x03\n" +
+	"\x04size\x18\x02 \x01(\x03R\x04size\"\xa0\x03\n" +
 	"\fWatchRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x12'\n" +
-	"\x0fallow_bookmarks\x18\x03 \x01(\bR\x0eallowBookmarks\x123\n" +
-	"\x13send_initial_events\x18\x04 \x01(\bH\x00R\x11sendInitialEvents\x88\x01\x01\x124\n" +
+	"\x0fallow_bookmarks\x18\x03 \x01(\bR\x0eallowBookmarks\x125\n" +
+	"\x13send_initial_events\x18\x04 \x01(\bB\x05\xaa\x01\x02\b\x01R\x11sendInitialEvents\x124\n" +
 	"\x16resource_version_match\x18\x05 \x01(\tR\x14resourceVersionMatch\x12E\n" +
 	"\fresume_after\x18\x06 \x01(\v2\".watershed.watchfanout.v1.PositionR\vresumeAfter\x12.\n" +
 	"\x13initial_events_done\x18\a \x01(\bR\x11initialEventsDone\x12!\n" +
-	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSentB\x16\n" +
-	"\x14_send_initial_events\"<\n" +
+	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSent\"V\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
-	"\x05index\x18\x02 \x01(\x05R\x05index\"\x95\x02\n" +
+	"\x05index\x18\x02 \x01(\x05R\x05index\x12\x18\n" +
+	"\ahistory\x18\x03 \x01(\tR\ahistory\"\x95\x02\n" +
 	"\n" +
 	"WatchFrame\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12>\n" +
@@ -732,7 +751,7 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x05Watch\x12R\n" +
 	"\x03Get\x12$.watershed.watchfanout.v1.GetRequest\x1a%.watershed.watchfanout.v1.GetResponse\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
-	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x01B<Z:watershed.dev/proto/watershed/watchfanout/v1;watchfanoutv1b\x06proto3"
+	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x01BCZ:watershed.dev/proto/watershed/watchfanout/v1;watchfanoutv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_watchfanout_v1_watchfanout_proto_rawDescOnce sync.Once
@@ -788,7 +807,6 @@ func file_watershed_watchfanout_v1_watchfanout_proto_init() {
 	if File_watershed_watchfanout_v1_watchfanout_proto != nil {
 		return
 	}
-	file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[5].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

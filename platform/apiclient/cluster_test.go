@@ -1,0 +1,148 @@
+package apiclient
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+)
+
+// server is an API whose watches say nothing, as behind a log that has stalled, while lists tell the truth.
+type server struct {
+	mu       sync.Mutex
+	revision int
+	roles    map[string]int // name to revision
+	down     bool
+	versions []string // the resourceVersions that lists have asked for
+}
+
+func (s *server) set(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.revision++
+	f()
+}
+
+func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	s.mu.Lock()
+	if s.down {
+		s.mu.Unlock()
+		http.Error(w, "down", http.StatusServiceUnavailable)
+		return
+	}
+	if req.URL.Query().Get("watch") != "" {
+		s.mu.Unlock()
+		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
+		w.(http.Flusher).Flush()
+		<-req.Context().Done()
+		return
+	}
+	defer s.mu.Unlock()
+	s.versions = append(s.versions, req.URL.Query().Get("resourceVersion"))
+	if strings.HasSuffix(req.URL.Path, "/namespaces") {
+		_ = json.NewEncoder(w).Encode(metav1.PartialObjectMetadataList{ListMeta: metav1.ListMeta{ResourceVersion: fmt.Sprint(s.revision)}})
+		return
+	}
+	list := &rbacv1.RoleList{ListMeta: metav1.ListMeta{ResourceVersion: fmt.Sprint(s.revision)}}
+	for name, revision := range s.roles {
+		list.Items = append(list.Items, rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Namespace: "x", Name: name, ResourceVersion: fmt.Sprint(revision)}})
+	}
+	info, _ := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
+	data, err := runtime.Encode(scheme.Codecs.EncoderForVersion(info.Serializer, rbacv1.SchemeGroupVersion), list)
+	if err != nil {
+		panic(err)
+	}
+	w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
+	_, _ = w.Write(data)
+}
+
+// Where watches bring nothing, what is known is brought up to date with lists: what came, what changed and what is gone. Where lists fail
+// too, it is said that nothing is known to be fresh.
+func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
+	s := &server{revision: 10, roles: map[string]int{"kept": 5, "changed": 6, "gone": 7}}
+	srv := httptest.NewServer(s)
+	defer srv.Close()
+	c, err := NewCluster(&rest.Config{Host: srv.URL, QPS: -1}, Freshness{Bound: 7 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	roles := c.Informers.Rbac().V1().Roles()
+	c.Follow("/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer())
+	if c.Err() == nil {
+		t.Error("what was never read is fresh")
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); _ = c.Run(ctx) }()
+	defer func() { cancel(); srv.CloseClientConnections(); <-done }()
+	wait := func(what string, within time.Duration, f func() bool) {
+		t.Helper()
+		for until := time.Now().Add(within); !f(); time.Sleep(10 * time.Millisecond) {
+			if time.Now().After(until) {
+				t.Fatalf("%s: not within %v", what, within)
+			}
+		}
+	}
+	wait("read", 5*time.Second, func() bool { return c.Err() == nil })
+	s.set(func() {
+		delete(s.roles, "gone")
+		s.roles["changed"], s.roles["new"] = s.revision, s.revision
+	})
+	wait("brought up to date", 15*time.Second, func() bool {
+		l := roles.Lister().Roles("x")
+		_, kept := l.Get("kept")
+		_, fresh := l.Get("new")
+		_, gone := l.Get("gone")
+		changed, err := l.Get("changed")
+		return kept == nil && fresh == nil && gone != nil && err == nil && changed.ResourceVersion != "6"
+	})
+	if err := c.Err(); err != nil {
+		t.Errorf("though it was read in time: %v", err)
+	}
+	s.mu.Lock()
+	for _, v := range s.versions {
+		if v != "" {
+			t.Errorf("a list is content with %q", v)
+		}
+	}
+	s.down = true
+	s.mu.Unlock()
+	wait("not fresh", 15*time.Second, func() bool { return c.Err() != nil })
+	s.mu.Lock()
+	s.down = false
+	s.mu.Unlock()
+	wait("fresh again", 15*time.Second, func() bool { return c.Err() == nil })
+}
+
+// What is injected comes after a whole frame, in whatever pieces frames are read.
+func TestFramesAreInjectedBetweenFrames(t *testing.T) {
+	st := &stream{}
+	frame := []byte{0, 0, 0, 3, 'a', 'b', 'c'}
+	two := append(append([]byte{}, frame...), frame...)
+	for i := range two {
+		st.passed(two[i : i+1])
+		if between := st.left == 0 && len(st.head) == 0; between != ((i+1)%len(frame) == 0) {
+			t.Errorf("after %d bytes: between frames %v", i+1, between)
+		}
+	}
+	data, err := framesOf([]watch.Event{{Type: watch.Deleted, Object: &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Name: "x"}}}}, &rbacv1.RoleList{}, "42")
+	if err != nil {
+		t.Fatal(err)
+	}
+	st.passed(data)
+	if st.left != 0 || len(st.head) != 0 || !strings.Contains(string(data), "BOOKMARK") || !strings.Contains(string(data), "DELETED") {
+		t.Errorf("%q", data)
+	}
+}

@@ -1,0 +1,199 @@
+package apiclient
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"reflect"
+	"sync"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes/scheme"
+)
+
+// streams are the watches that a client has open.
+type streams struct {
+	mu   sync.Mutex
+	open map[*stream]struct{}
+}
+
+// stream is the body of a watch. What is injected comes after what was read, at the next frame's beginning, and ends it.
+type stream struct {
+	owner *streams
+	path  string
+	query url.Values
+	body  io.ReadCloser
+
+	mu sync.Mutex
+	// left is how many bytes of a frame are still to be read, and head what has been read of its length.
+	left     int
+	head     []byte
+	injected *bytes.Reader
+}
+
+// wrap notes the watches of a client.
+func (s *streams) wrap(next http.RoundTripper) http.RoundTripper {
+	return roundTripper(func(req *http.Request) (*http.Response, error) {
+		q := req.URL.Query()
+		watches := req.Method == http.MethodGet && (q.Get("watch") == "true" || q.Get("watch") == "1")
+		if req.Method == http.MethodGet && !watches && q.Get("resourceVersion") != "" {
+			// An informer that lists anew would be content with what the watch tier has. It is to be told the truth.
+			q.Del("resourceVersion")
+			q.Del("resourceVersionMatch")
+			req = req.Clone(req.Context())
+			req.URL.RawQuery = q.Encode()
+		}
+		resp, err := next.RoundTrip(req)
+		if err != nil || !watches || resp.StatusCode != http.StatusOK {
+			return resp, err
+		}
+		st := &stream{owner: s, path: req.URL.Path, query: q, body: resp.Body}
+		s.mu.Lock()
+		s.open[st] = struct{}{}
+		s.mu.Unlock()
+		resp.Body = st
+		return resp, nil
+	})
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+// RoundTrip implements http.RoundTripper.
+func (f roundTripper) RoundTrip(req *http.Request) (*http.Response, error) { return f(req) }
+
+// Read implements io.Reader. Frames are four bytes of length and that many bytes.
+func (s *stream) Read(p []byte) (int, error) {
+	if n, err, done := s.readInjected(p); done {
+		return n, err
+	}
+	n, err := s.body.Read(p)
+	s.mu.Lock()
+	s.passed(p[:n])
+	injected := s.injected != nil
+	between := s.left == 0 && len(s.head) == 0
+	s.mu.Unlock()
+	if err != nil && injected && between { // the body was closed for what is injected
+		err = nil
+	}
+	return n, err
+}
+
+func (s *stream) readInjected(p []byte) (n int, err error, done bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.injected == nil || s.left > 0 || len(s.head) > 0 {
+		return 0, nil, false
+	}
+	n, err = s.injected.Read(p)
+	return n, err, true
+}
+
+// passed follows the frames; the lock is held.
+func (s *stream) passed(p []byte) {
+	for len(p) > 0 {
+		if s.left > 0 {
+			n := min(s.left, len(p))
+			s.left -= n
+			p = p[n:]
+			continue
+		}
+		n := min(4-len(s.head), len(p))
+		s.head = append(s.head, p[:n]...)
+		p = p[n:]
+		if len(s.head) == 4 {
+			s.left = int(binary.BigEndian.Uint32(s.head))
+			s.head = s.head[:0]
+		}
+	}
+}
+
+// Close implements io.Closer.
+func (s *stream) Close() error {
+	s.owner.mu.Lock()
+	delete(s.owner.open, s)
+	s.owner.mu.Unlock()
+	return s.body.Close()
+}
+
+var errNoStream = errors.New("no watch is open; the informer lists by itself")
+
+// inject ends the watch of a path with frames.
+func (s *streams) inject(path, query string, frames []byte) error {
+	want, err := url.ParseQuery(query)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for st := range s.open {
+		if st.path != path || !reflect.DeepEqual(st.query["fieldSelector"], want["fieldSelector"]) {
+			continue
+		}
+		st.mu.Lock()
+		mid := st.left > 0 || len(st.head) > 0
+		if !mid {
+			st.injected = bytes.NewReader(frames)
+		}
+		st.mu.Unlock()
+		if mid { // a frame is on its way: there is movement
+			continue
+		}
+		_ = st.body.Close() // whoever reads it wakes
+		return nil
+	}
+	return errNoStream
+}
+
+// framesOf writes events as the watch of a typed client reads them, and after them a bookmark at a revision. list is of the objects' type.
+func framesOf(events []watch.Event, list runtime.Object, revision string) ([]byte, error) {
+	kinds, _, err := scheme.Scheme.ObjectKinds(list)
+	if err != nil {
+		return nil, err
+	}
+	gvk := kinds[0]
+	gvk.Kind = gvk.Kind[:len(gvk.Kind)-len("List")]
+	mark, err := scheme.Scheme.New(gvk)
+	if err != nil {
+		return nil, err
+	}
+	m, err := meta.Accessor(mark)
+	if err != nil {
+		return nil, err
+	}
+	m.SetResourceVersion(revision)
+	var out bytes.Buffer
+	for _, e := range append(events, watch.Event{Type: watch.Bookmark, Object: mark}) {
+		if err := frameOf(&out, e, gvk); err != nil {
+			return nil, err
+		}
+	}
+	return out.Bytes(), nil
+}
+
+func frameOf(out *bytes.Buffer, e watch.Event, gvk schema.GroupVersionKind) error {
+	info, ok := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
+	if !ok {
+		return fmt.Errorf("no serializer for %s", runtime.ContentTypeProtobuf)
+	}
+	raw, err := runtime.Encode(scheme.Codecs.EncoderForVersion(info.Serializer, gvk.GroupVersion()), e.Object)
+	if err != nil {
+		return err
+	}
+	data, err := (&metav1.WatchEvent{Type: string(e.Type), Object: runtime.RawExtension{Raw: raw}}).Marshal()
+	if err != nil {
+		return err
+	}
+	var length [4]byte
+	binary.BigEndian.PutUint32(length[:], uint32(len(data)))
+	out.Write(length[:])
+	out.Write(data)
+	return nil
+}

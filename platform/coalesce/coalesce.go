@@ -1,0 +1,120 @@
+// Package coalesce shares readings of what changes: a caller gets the answer of a reading that began after it asked, so the answer is as
+// fresh as one of its own. All who ask for the same while one reading is under way share the next.
+package coalesce
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// Group shares readings by key. Its zero value bounds nothing; set its fields before the first use.
+type Group[T any] struct {
+	// Limit is how many readings, of all keys, are under way at a time; 0: any number. Those beyond it wait.
+	Limit int
+	// Timeout bounds one reading, which is nobody's own: whoever asked may have left. 0: a minute.
+	Timeout time.Duration
+
+	mu    sync.Mutex
+	keys  map[string]*key[T]
+	slots chan struct{}
+}
+
+type key[T any] struct {
+	busy bool
+	next *flight[T]
+}
+
+type flight[T any] struct {
+	done    chan struct{}
+	read    func(context.Context) (T, error)
+	value   T
+	err     error
+	waiting int
+}
+
+// Get is what read answers, or what that of another caller does who asks for the same key. The answer is shared: it must not be changed.
+func (g *Group[T]) Get(ctx context.Context, name string, read func(context.Context) (T, error)) (T, error) {
+	g.mu.Lock()
+	if g.keys == nil {
+		g.keys = map[string]*key[T]{}
+		if g.Limit > 0 {
+			g.slots = make(chan struct{}, g.Limit)
+		}
+	}
+	k := g.keys[name]
+	if k == nil {
+		k = &key[T]{}
+		g.keys[name] = k
+	}
+	if k.next == nil {
+		k.next = &flight[T]{done: make(chan struct{}), read: read}
+	}
+	f := k.next
+	f.waiting++
+	if !k.busy {
+		k.busy = true
+		go g.run(name, k)
+	}
+	g.mu.Unlock()
+	select {
+	case <-f.done:
+		return f.value, f.err
+	case <-ctx.Done():
+		g.mu.Lock()
+		f.waiting--
+		g.mu.Unlock()
+		var none T
+		return none, ctx.Err()
+	}
+}
+
+// run makes one reading after the other for as long as anybody waits for one.
+func (g *Group[T]) run(name string, k *key[T]) {
+	for {
+		if g.slots != nil {
+			g.slots <- struct{}{}
+		}
+		g.mu.Lock()
+		f := k.next
+		k.next = nil
+		if f == nil {
+			delete(g.keys, name)
+		}
+		idle := f != nil && f.waiting == 0
+		g.mu.Unlock()
+		if f != nil && !idle {
+			f.value, f.err = g.one(f)
+		} else if idle {
+			f.err = context.Canceled
+		}
+		if g.slots != nil {
+			<-g.slots
+		}
+		if f == nil {
+			return
+		}
+		close(f.done)
+	}
+}
+
+func (g *Group[T]) one(f *flight[T]) (value T, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("panic: %v", r)
+		}
+	}()
+	timeout := g.Timeout
+	if timeout <= 0 {
+		timeout = time.Minute
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	value, err = f.read(ctx)
+	if err == nil && ctx.Err() != nil {
+		err = errors.New("the reading took too long")
+	}
+	return value, err
+}

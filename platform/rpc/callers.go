@@ -1,0 +1,40 @@
+package rpc
+
+import "time"
+
+// Callers names, for every method that a service offers, the services that may call it: the common names of their certificates on
+// the inner network. What is not here may be called by nobody. docs/security.md is made from it, and a test holds it against the
+// contracts.
+var Callers = map[string][]string{
+	"/watershed.authn.v1.Authn/Authenticate":   {"gateway"},
+	"/watershed.authn.v1.Authn/ReviewToken":    {"gateway"},
+	"/watershed.authn.v1.Authn/IssuerDocument": {"gateway"},
+
+	"/watershed.authz.v1.Authz/Authorize":   {"gateway"},
+	"/watershed.authz.v1.Authz/Rules":       {"gateway"},
+	"/watershed.authz.v1.Authz/Generations": {"gateway"},
+
+	"/watershed.admission.v1.Admission/Admit":     {"gateway"},
+	"/watershed.admission.v1.Admission/Validate":  {"gateway"},
+	"/watershed.admission.v1.Admission/Interests": {"gateway"},
+
+	"/watershed.registry.v1.Objects/Get":     {"gateway"},
+	"/watershed.registry.v1.Objects/List":    {"gateway"},
+	"/watershed.registry.v1.Objects/Write":   {"gateway"},
+	"/watershed.registry.v1.Objects/Connect": {"gateway"},
+
+	"/watershed.registry.v1.Catalog/Follow":  {"gateway"},
+	"/watershed.registry.v1.Catalog/OpenAPI": {"gateway"},
+
+	"/watershed.registry.v1.Source/Snapshot": {"watchfanout"},
+	"/watershed.registry.v1.Source/Encode":   {"watchfanout"},
+	"/watershed.registry.v1.Source/Revision": {"watchfanout", "gateway"},
+
+	"/watershed.watchfanout.v1.Watch/Get":   {"gateway"},
+	"/watershed.watchfanout.v1.Watch/List":  {"gateway"},
+	"/watershed.watchfanout.v1.Watch/Watch": {"gateway"},
+}
+
+// GenerationLease is for how long a message of Authz.Generations is good: a gateway that has heard nothing for so long keeps no
+// decision, since the replica that it listens to may be frozen.
+const GenerationLease = 3 * time.Second

@@ -1,0 +1,80 @@
+package rpc
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+
+	_ "watershed.dev/proto/watershed/admission/v1"
+	_ "watershed.dev/proto/watershed/authn/v1"
+	_ "watershed.dev/proto/watershed/authz/v1"
+	_ "watershed.dev/proto/watershed/registry/v1"
+	_ "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// The table names every method of every contract, and nothing else.
+func TestEveryMethodNamesItsCallers(t *testing.T) {
+	methods := map[string]bool{}
+	protoregistry.GlobalFiles.RangeFilesByPackage("watershed", func(protoreflect.FileDescriptor) bool { return true })
+	protoregistry.GlobalFiles.RangeFiles(func(f protoreflect.FileDescriptor) bool {
+		if !strings.HasPrefix(string(f.Package()), "watershed.") {
+			return true
+		}
+		for i := range f.Services().Len() {
+			s := f.Services().Get(i)
+			for j := range s.Methods().Len() {
+				methods["/"+string(s.FullName())+"/"+string(s.Methods().Get(j).Name())] = true
+			}
+		}
+		return true
+	})
+	if len(methods) < 20 {
+		t.Fatalf("only %d methods were found", len(methods))
+	}
+	for m := range methods {
+		if len(Callers[m]) == 0 {
+			t.Errorf("nobody may call %s", m)
+		}
+	}
+	for m := range Callers {
+		if !methods[m] {
+			t.Errorf("there is no %s", m)
+		}
+	}
+}
+
+func TestAServiceCallsOnlyWhatIsItsOwn(t *testing.T) {
+	as := func(name string) context.Context {
+		cert := &x509.Certificate{Subject: pkix.Name{CommonName: name}}
+		return peer.NewContext(t.Context(), &peer.Peer{AuthInfo: credentials.TLSInfo{State: tls.ConnectionState{PeerCertificates: []*x509.Certificate{cert}}}})
+	}
+	for _, name := range []string{"gateway", "watchfanout", "authn", "authz", "admission", "registry", "etcd", "nats", "", "kubernetes-admin"} {
+		for method, callers := range Callers {
+			want := codes.PermissionDenied
+			for _, c := range callers {
+				if c == name {
+					want = codes.OK
+				}
+			}
+			if got := status.Code(allowed(as(name), method)); got != want {
+				t.Errorf("%q calls %s: %v, want %v", name, method, got, want)
+			}
+		}
+	}
+	if got := status.Code(allowed(as("gateway"), "/watershed.registry.v1.Objects/Unheard")); got != codes.PermissionDenied {
+		t.Errorf("a method that the table lacks: %v", got)
+	}
+	if got := status.Code(allowed(t.Context(), "/watershed.registry.v1.Objects/Get")); got != codes.Unauthenticated {
+		t.Errorf("without a certificate: %v", got)
+	}
+}

@@ -1,0 +1,103 @@
+package admission
+
+import (
+	"context"
+
+	authorizationv1 "k8s.io/api/authorization/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/selection"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/client-go/kubernetes"
+)
+
+// remoteAuthorizer asks the gateway, as any client may: services do not call each other. The gateway does not ask for admission of these
+// reviews (gateway/routing, asksItself): a webhook whose match condition authorizes would otherwise be asked about its own question.
+type remoteAuthorizer struct{ client kubernetes.Interface }
+
+// Authorize implements authorizer.Authorizer.
+func (r remoteAuthorizer) Authorize(ctx context.Context, a authorizer.Attributes) (authorizer.Decision, string, error) {
+	got, err := r.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, reviewOf(a), metav1.CreateOptions{})
+	switch {
+	case err != nil:
+		return authorizer.DecisionDeny, "", err
+	case got.Status.Allowed:
+		return authorizer.DecisionAllow, got.Status.Reason, nil
+	case got.Status.Denied:
+		return authorizer.DecisionDeny, got.Status.Reason, nil
+	}
+	return authorizer.DecisionNoOpinion, got.Status.Reason, nil
+}
+
+func reviewOf(a authorizer.Attributes) *authorizationv1.SubjectAccessReview {
+	u := a.GetUser()
+	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: u.GetName(), UID: u.GetUID(), Groups: u.GetGroups()}}
+	for k, v := range u.GetExtra() {
+		if review.Spec.Extra == nil {
+			review.Spec.Extra = map[string]authorizationv1.ExtraValue{}
+		}
+		review.Spec.Extra[k] = v
+	}
+	if !a.IsResourceRequest() {
+		review.Spec.NonResourceAttributes = &authorizationv1.NonResourceAttributes{Path: a.GetPath(), Verb: a.GetVerb()}
+		return review
+	}
+	review.Spec.ResourceAttributes = &authorizationv1.ResourceAttributes{
+		Namespace:     a.GetNamespace(),
+		Verb:          a.GetVerb(),
+		Group:         a.GetAPIGroup(),
+		Version:       a.GetAPIVersion(),
+		Resource:      a.GetResource(),
+		Subresource:   a.GetSubresource(),
+		Name:          a.GetName(),
+		FieldSelector: fieldSelector(a),
+		LabelSelector: labelSelector(a),
+	}
+	return review
+}
+
+// fieldSelector is the request's, where it parses: without it an authorizer may only allow less.
+func fieldSelector(a authorizer.Attributes) *authorizationv1.FieldSelectorAttributes {
+	all, err := a.GetFieldSelector()
+	if err != nil || len(all) == 0 {
+		return nil
+	}
+	out := &authorizationv1.FieldSelectorAttributes{}
+	for _, r := range all {
+		out.Requirements = append(out.Requirements, fieldRequirement(r))
+	}
+	return out
+}
+
+func fieldRequirement(r fields.Requirement) metav1.FieldSelectorRequirement {
+	op := metav1.FieldSelectorOpIn
+	if r.Operator == selection.NotEquals {
+		op = metav1.FieldSelectorOpNotIn
+	}
+	return metav1.FieldSelectorRequirement{Key: r.Field, Operator: op, Values: []string{r.Value}}
+}
+
+func labelSelector(a authorizer.Attributes) *authorizationv1.LabelSelectorAttributes {
+	all, err := a.GetLabelSelector()
+	if err != nil || len(all) == 0 {
+		return nil
+	}
+	out := &authorizationv1.LabelSelectorAttributes{}
+	for _, r := range all {
+		if req, ok := labelRequirement(r); ok {
+			out.Requirements = append(out.Requirements, req)
+		}
+	}
+	return out
+}
+
+func labelRequirement(r labels.Requirement) (metav1.LabelSelectorRequirement, bool) {
+	ops := map[selection.Operator]metav1.LabelSelectorOperator{
+		selection.In: metav1.LabelSelectorOpIn, selection.Equals: metav1.LabelSelectorOpIn, selection.DoubleEquals: metav1.LabelSelectorOpIn,
+		selection.NotIn: metav1.LabelSelectorOpNotIn, selection.NotEquals: metav1.LabelSelectorOpNotIn,
+		selection.Exists: metav1.LabelSelectorOpExists, selection.DoesNotExist: metav1.LabelSelectorOpDoesNotExist,
+	}
+	op, ok := ops[r.Operator()] // a label selector of the API cannot say more or less than
+	return metav1.LabelSelectorRequirement{Key: r.Key(), Operator: op, Values: r.ValuesUnsorted()}, ok
+}

@@ -1,0 +1,116 @@
+package authn
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
+
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+const (
+	protocolHeader = "Sec-Websocket-Protocol"
+	// bearerProtocol begins the subprotocol that carries a token (k8s.io/apiserver/pkg/authentication/request/websocket).
+	bearerProtocol = "base64url.bearer.authorization.k8s.io."
+)
+
+// boundTokenTTL bounds how long an answer for a JWT is kept: a service account's ends with what it is bound to.
+const boundTokenTTL = time.Second
+
+// withoutCredentials takes every credential out of h, whichever authenticator it was that took the request: who a request is passed on
+// to is not to have any.
+func (s *Service) withoutCredentials(h http.Header) {
+	h.Del("Authorization")
+	if v := withoutBearer(h.Values(protocolHeader)); len(v) == 0 {
+		h.Del(protocolHeader)
+	} else {
+		h[protocolHeader] = v
+	}
+	if o := s.config.Options.RequestHeader; o != nil { // only a front proxy may send these
+		headerrequest.ClearAuthenticationHeaders(h, headerrequest.StaticStringSlice(o.UsernameHeaders), headerrequest.StaticStringSlice(o.UIDHeaders),
+			headerrequest.StaticStringSlice(o.GroupHeaders), headerrequest.StaticStringSlice(o.ExtraHeaderPrefixes))
+	}
+}
+
+// withoutBearer are the values of Sec-WebSocket-Protocol without the subprotocols that carry a token.
+func withoutBearer(values []string) (out []string) {
+	for _, v := range values {
+		var protocols []string
+		for _, p := range strings.Split(v, ",") {
+			if p = strings.TrimSpace(p); !strings.HasPrefix(p, bearerProtocol) {
+				protocols = append(protocols, p)
+			}
+		}
+		if len(protocols) > 0 {
+			out = append(out, strings.Join(protocols, ","))
+		}
+	}
+	return out
+}
+
+// replaced are the headers that differ after authentication: what they are to be, or no values where they are gone.
+func replaced(before, after http.Header) map[string]*commonv1.Values {
+	out := map[string]*commonv1.Values{}
+	for name, v := range before {
+		if now := after[name]; !slices.Equal(v, now) {
+			out[name] = &commonv1.Values{Values: now}
+		}
+	}
+	return out
+}
+
+// cacheable is how long an answer may be kept: no longer than what it rests on is good.
+func (s *Service) cacheable(r *authnv1.AuthenticateRequest, certificates []*certificate) time.Duration {
+	ttl := s.config.CacheTTL
+	for _, c := range certificates {
+		ttl = min(ttl, time.Until(c.NotAfter))
+	}
+	for _, token := range tokensOf(r) {
+		parts := strings.Split(token, ".")
+		if len(parts) != 3 {
+			continue
+		}
+		ttl = min(ttl, boundTokenTTL)
+		if exp, ok := expiry(parts[1]); ok {
+			ttl = min(ttl, time.Until(exp))
+		}
+	}
+	return max(0, ttl)
+}
+
+// tokensOf are the bearer tokens of a request, wherever they are.
+func tokensOf(r *authnv1.AuthenticateRequest) (tokens []string) {
+	for _, v := range r.Headers["Authorization"].GetValues() {
+		if scheme, token, ok := strings.Cut(strings.TrimSpace(v), " "); ok && strings.EqualFold(scheme, "bearer") {
+			tokens = append(tokens, strings.TrimSpace(token))
+		}
+	}
+	for _, v := range r.Headers[protocolHeader].GetValues() {
+		for _, p := range strings.Split(v, ",") {
+			if encoded, ok := strings.CutPrefix(strings.TrimSpace(p), bearerProtocol); ok {
+				if token, err := base64.RawURLEncoding.DecodeString(encoded); err == nil {
+					tokens = append(tokens, string(token))
+				}
+			}
+		}
+	}
+	return tokens
+}
+
+// expiry reads exp from the claims of a JWT that has been verified.
+func expiry(claims string) (time.Time, bool) {
+	data, err := base64.RawURLEncoding.DecodeString(claims)
+	var c struct {
+		Exp *float64 `json:"exp"`
+	}
+	if err != nil || json.Unmarshal(data, &c) != nil || c.Exp == nil {
+		return time.Time{}, false
+	}
+	return time.Unix(int64(*c.Exp), 0), true
+}

@@ -1,0 +1,210 @@
+package authz
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"sync/atomic"
+	"testing"
+
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/tools/cache"
+	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
+
+	"watershed.dev/platform/identity"
+)
+
+// hook is an authorization webhook that says what it is told to.
+type hook struct {
+	allow, broken atomic.Bool
+	asked         atomic.Int32
+	kubeconfig    string
+}
+
+func newHook(t *testing.T) *hook {
+	h := &hook{}
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		h.asked.Add(1)
+		if h.broken.Load() {
+			http.Error(w, "no", http.StatusInternalServerError)
+			return
+		}
+		var r map[string]any
+		_ = json.NewDecoder(req.Body).Decode(&r)
+		r["status"] = map[string]any{"allowed": h.allow.Load()}
+		w.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(w).Encode(r)
+	}))
+	t.Cleanup(srv.Close)
+	h.kubeconfig = filepath.Join(t.TempDir(), "webhook")
+	err := os.WriteFile(h.kubeconfig, []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Config","current-context":"c","clusters":[{"name":"c","cluster":{"server":%q}}],
+"users":[{"name":"u","user":{}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`, srv.URL)), 0o600)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+func chainOf(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions)) *chain {
+	t.Helper()
+	o := kubeoptions.NewBuiltInAuthorizationOptions()
+	set(o)
+	if errs := append(o.Complete(), o.Validate()...); len(errs) > 0 {
+		t.Fatal(errors.Join(errs...))
+	}
+	c, err := o.ToAuthorizationConfig(informers.NewSharedInformerFactory(fake.NewClientset(), 0))
+	if err != nil {
+		t.Fatal(err)
+	}
+	h, err := newChain(t.Context(), c, func() {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+func by(name string, groups ...string) authorizer.AttributesRecord {
+	return authorizer.AttributesRecord{User: &user.DefaultInfo{Name: name, Groups: groups}, Verb: "list", ResourceRequest: true, Resource: "pods", Namespace: "x"}
+}
+
+// What a webhook says is kept by nobody but its own authorizer, and nothing is kept while one errs (S3).
+func TestAWebhooksDecisionIsNotKept(t *testing.T) {
+	h := newHook(t)
+	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.Modes, o.WebhookConfigFile = []string{"RBAC", "Webhook"}, h.kubeconfig
+		o.WebhookCacheAuthorizedTTL, o.WebhookCacheUnauthorizedTTL = 0, 0
+		o.WebhookRetryBackoff.Steps = 1
+	})
+	h.allow.Store(true)
+	if d, _, keep, err := c.decide(t.Context(), by("bob")); d != authorizer.DecisionAllow || keep || err != nil {
+		t.Errorf("%v, kept %v, %v", d, keep, err)
+	}
+	h.allow.Store(false)
+	if d, _, keep, _ := c.decide(t.Context(), by("bob")); d == authorizer.DecisionAllow || keep {
+		t.Errorf("%v, kept %v: what the webhook took back", d, keep)
+	}
+	h.broken.Store(true)
+	if d, _, keep, err := c.decide(t.Context(), by("eve")); d == authorizer.DecisionAllow || keep || err == nil {
+		t.Errorf("%v, kept %v, %v: while it errs", d, keep, err)
+	}
+}
+
+func TestADecisionWithoutAWebhookIsKept(t *testing.T) {
+	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"RBAC", "AlwaysAllow"} })
+	if d, _, keep, err := c.decide(t.Context(), by("bob")); d != authorizer.DecisionAllow || !keep || err != nil {
+		t.Errorf("%v, kept %v, %v", d, keep, err)
+	}
+}
+
+// A configuration that changes is in force, and said to be; a bad one leaves what was (S3).
+func TestAConfigurationIsReadAnew(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "authz.yaml")
+	write := func(types ...string) {
+		text := "apiVersion: apiserver.config.k8s.io/v1\nkind: AuthorizationConfiguration\nauthorizers:\n"
+		for _, x := range types {
+			text += "- {type: " + x + ", name: " + map[string]string{"RBAC": "rbac", "AlwaysAllow": "alwaysallow", "AlwaysDeny": "alwaysdeny", "Node": "node"}[x] + "}\n"
+		}
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("RBAC")
+	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.AuthorizationConfigurationFile = file })
+	reloads := 0
+	c.reloaded = func() { reloads++ }
+	decided := func() authorizer.Decision {
+		d, _, _, _ := c.decide(t.Context(), by("bob"))
+		return d
+	}
+	if err := c.reload(t.Context()); err != nil || reloads != 0 || decided() == authorizer.DecisionAllow {
+		t.Errorf("unchanged: %v, %d reloads", err, reloads)
+	}
+	write("RBAC", "AlwaysAllow")
+	if err := c.reload(t.Context()); err != nil || reloads != 1 || decided() != authorizer.DecisionAllow {
+		t.Errorf("changed: %v, %d reloads, %v", err, reloads, decided())
+	}
+	for _, bad := range [][]string{{"AlwaysAllow"}, {"RBAC", "Node"}, {"RBAC", "Nonsense"}} {
+		write(bad...)
+		if err := c.reload(t.Context()); err == nil || reloads != 1 || decided() != authorizer.DecisionAllow {
+			t.Errorf("%v: %v, %d reloads", bad, err, reloads)
+		}
+	}
+}
+
+// The services of the system may do what the table says, and nobody else by their names.
+func TestTheServicesMayReadWhatIsTheirs(t *testing.T) {
+	secrets := func(name, selector string, groups ...string) authorizer.Attributes {
+		a := by(name, groups...)
+		a.Resource, a.Namespace = "secrets", ""
+		if selector != "" {
+			a.FieldSelectorRequirements = fields.ParseSelectorOrDie(selector).Requirements()
+		}
+		return a
+	}
+	of := func(name, verb, group, resource string) authorizer.Attributes {
+		a := by(name, identity.ServicesGroup)
+		a.Verb, a.APIGroup, a.Resource = verb, group, resource
+		return a
+	}
+	for what, x := range map[string]struct {
+		a    authorizer.Attributes
+		want bool
+	}{
+		"authn's token secrets":            {secrets(identity.Authn, "type=kubernetes.io/service-account-token", identity.ServicesGroup), true},
+		"authn's other secrets":            {secrets(identity.Authn, "type=Opaque", identity.ServicesGroup), false},
+		"secrets that are not of a type":   {secrets(identity.Authn, "type!=kubernetes.io/service-account-token", identity.ServicesGroup), false},
+		"all secrets":                      {secrets(identity.Authn, "", identity.ServicesGroup), false},
+		"authn's name without the group":   {secrets(identity.Authn, "type=kubernetes.io/service-account-token"), false},
+		"the group without a name":         {secrets("mallory", "type=kubernetes.io/service-account-token", identity.ServicesGroup), false},
+		"authz reads roles":                {of(identity.Authz, "watch", "rbac.authorization.k8s.io", "roles"), true},
+		"authz writes roles":               {of(identity.Authz, "create", "rbac.authorization.k8s.io", "roles"), false},
+		"authz reads secrets":              {of(identity.Authz, "list", "", "secrets"), false},
+		"admission reads anything":         {of(identity.Admission, "get", "example.com", "parameters"), true},
+		"admission writes pods":            {of(identity.Admission, "create", "", "pods"), false},
+		"admission binds cluster roles":    {of(identity.Admission, "create", "rbac.authorization.k8s.io", "clusterrolebindings"), false},
+		"admission asks what somebody may": {of(identity.Admission, "create", "authorization.k8s.io", "subjectaccessreviews"), true},
+		"admission impersonates":           {of(identity.Admission, "impersonate", "", "users"), false},
+	} {
+		if got, _ := mayRead(x.a); got != x.want {
+			t.Errorf("%s: %v", what, got)
+		}
+	}
+}
+
+func TestChangesAreToldByScope(t *testing.T) {
+	g := newGenerations()
+	h := g.handler()
+	role := &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Namespace: "mine", ResourceVersion: "1"}}
+	newer := role.DeepCopy()
+	newer.ResourceVersion = "2"
+	began := g.current()
+	h.OnAdd(role, false)
+	h.OnUpdate(role, role) // a resync
+	h.OnUpdate(role, newer)
+	h.OnDelete(cache.DeletedFinalStateUnknown{Obj: newer})
+	h.OnDelete(&rbacv1.ClusterRoleBinding{})
+	changes, whole, _ := g.after(began)
+	got := ""
+	for _, c := range changes {
+		got += fmt.Sprintf("%s/%v ", c.Namespace, c.MayRevoke)
+	}
+	if got != "mine/false mine/true mine/true /true " || whole != nil {
+		t.Errorf("%q", got)
+	}
+	for range 2 * maxChanges {
+		g.change("x", true)
+	}
+	if changes, whole, _ := g.after(began); whole == nil || !whole.MayRevoke || whole.Namespace != "" || len(changes) > 0 {
+		t.Error("a stream that is too slow is not told that everything has changed")
+	}
+}

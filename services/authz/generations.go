@@ -1,0 +1,139 @@
+package authz
+
+import (
+	"context"
+	"crypto/rand"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/tools/cache"
+
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+)
+
+// heartbeat is how often a stream of generations says that nothing has changed: well within rpc.GenerationLease.
+const heartbeat = time.Second
+
+// maxChanges bounds the changes that a slow stream can be told one by one; beyond them it is told that everything has changed.
+const maxChanges = 4096
+
+// generations counts the changes of policy that this replica has seen, in the order that it saw them, by whom they concern.
+type generations struct {
+	replica string
+
+	mu     sync.Mutex
+	count  uint64
+	recent []*authzv1.Generation // the newest last
+	moved  chan struct{}
+}
+
+func newGenerations() *generations {
+	return &generations{replica: rand.Text(), count: 1, moved: make(chan struct{})}
+}
+
+// change notes that the policy of a namespace has changed, or with an empty one everybody's. revokes says that it may have taken a
+// permission away, and not only given one.
+func (g *generations) change(namespace string, revokes bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.count++
+	g.recent = append(g.recent, &authzv1.Generation{Generation: g.count, Replica: g.replica, Namespace: namespace, MayRevoke: revokes})
+	if len(g.recent) > maxChanges {
+		g.recent = append([]*authzv1.Generation(nil), g.recent[maxChanges/2:]...)
+	}
+	close(g.moved)
+	g.moved = make(chan struct{})
+}
+
+func (g *generations) current() uint64 {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.count
+}
+
+// after are the changes after a count; whole is set instead where they are not all known any more.
+func (g *generations) after(count uint64) (changes []*authzv1.Generation, whole *authzv1.Generation, moved <-chan struct{}) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	n := int(g.count - count)
+	if n > len(g.recent) {
+		return nil, &authzv1.Generation{Generation: g.count, Replica: g.replica, MayRevoke: true}, g.moved
+	}
+	return g.recent[len(g.recent)-n:], nil, g.moved
+}
+
+// handler counts the changes of RBAC objects.
+func (g *generations) handler() cache.ResourceEventHandler {
+	return cache.ResourceEventHandlerFuncs{
+		AddFunc: func(obj any) { g.change(scopeOf(obj), false) },
+		UpdateFunc: func(old, newer any) {
+			if revisionOf(old) != revisionOf(newer) { // a resync changes nothing
+				g.change(scopeOf(newer), true)
+			}
+		},
+		DeleteFunc: func(obj any) { g.change(scopeOf(obj), true) },
+	}
+}
+
+// scopeOf is the namespace whose decisions an RBAC object has a part in. A Role or RoleBinding has one in those of its own alone.
+func scopeOf(obj any) string {
+	if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+		obj = gone.Obj
+	}
+	switch o := obj.(type) {
+	case *rbacv1.Role:
+		return o.Namespace
+	case *rbacv1.RoleBinding:
+		return o.Namespace
+	}
+	return ""
+}
+
+func revisionOf(obj any) string {
+	m, err := meta.Accessor(obj)
+	if err != nil {
+		return ""
+	}
+	return m.GetResourceVersion()
+}
+
+// Generations implements authzv1.AuthzServer. It ends where the policy is not known to be fresh: nothing may be kept then.
+func (s *Service) Generations(_ *authzv1.GenerationsRequest, stream grpc.ServerStreamingServer[authzv1.Generation]) error {
+	ctx := stream.Context()
+	g := s.generations
+	sent := g.current()
+	if err := stream.Send(&authzv1.Generation{Generation: sent, Replica: g.replica, MayRevoke: true}); err != nil {
+		return err
+	}
+	beat := time.NewTicker(heartbeat)
+	defer beat.Stop()
+	for {
+		if err := s.fresh(); err != nil {
+			return status.Error(codes.Unavailable, err.Error())
+		}
+		changes, whole, moved := g.after(sent)
+		if whole != nil {
+			changes = []*authzv1.Generation{whole}
+		}
+		for _, c := range changes {
+			if err := stream.Send(c); err != nil {
+				return err
+			}
+			sent = c.Generation
+		}
+		select {
+		case <-moved:
+		case <-beat.C:
+			if err := stream.Send(&authzv1.Generation{Generation: sent, Replica: g.replica, Heartbeat: true}); err != nil {
+				return err
+			}
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+}

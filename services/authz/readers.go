@@ -1,0 +1,92 @@
+package authz
+
+import (
+	"slices"
+
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/selection"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+
+	"watershed.dev/platform/identity"
+)
+
+// rule is what a service of the system may do, whatever the cluster's policy says: it has to read the policy before there is one.
+type rule struct {
+	verbs     []string
+	group     string
+	resources []string
+	// field and values: only where a field selector names one of these.
+	field  string
+	values []string
+}
+
+var (
+	reads = []string{"get", "list", "watch"}
+
+	// readers are the services' rights, by user name. docs/security.md shows them.
+	readers = map[string][]rule{
+		identity.Authn: {
+			{verbs: reads, resources: []string{"namespaces", "serviceaccounts"}},
+			{verbs: []string{"get"}, resources: []string{"pods", "nodes"}},
+			{verbs: []string{"list", "watch"}, resources: []string{"secrets"}, field: "type", values: []string{"kubernetes.io/service-account-token", "bootstrap.kubernetes.io/token"}},
+			// A legacy token is looked up where the watch has not told of it yet, and says in its secret that it is used (k8s.io/kubernetes/pkg/serviceaccount/legacy.go).
+			{verbs: []string{"get", "patch"}, resources: []string{"secrets"}},
+		},
+		identity.Authz: {
+			{verbs: reads, resources: []string{"namespaces", "nodes", "pods", "persistentvolumes", "serviceaccounts"}},
+			{verbs: reads, group: "rbac.authorization.k8s.io", resources: []string{"roles", "rolebindings", "clusterroles", "clusterrolebindings"}},
+			{verbs: reads, group: "storage.k8s.io", resources: []string{"volumeattachments"}},
+			{verbs: reads, group: "resource.k8s.io", resources: []string{"resourceslices"}},
+			{verbs: reads, group: "certificates.k8s.io", resources: []string{"podcertificaterequests"}},
+		},
+		identity.Admission: {
+			// A policy's parameters may be of any kind.
+			{verbs: reads, group: "*", resources: []string{"*"}},
+			{verbs: []string{"update"}, resources: []string{"resourcequotas/status"}},
+			{verbs: []string{"create"}, resources: []string{"namespaces"}}, // NamespaceAutoProvision
+			{verbs: []string{"create"}, group: "authorization.k8s.io", resources: []string{"subjectaccessreviews"}},
+		},
+	}
+)
+
+// discovery is what every one of them may read beside: discovery.
+var discovery = []string{"/api", "/api/*", "/apis", "/apis/*", "/version"}
+
+// mayRead says whether a user is a service of the system that may do a thing by the table. known is false for anybody else.
+func mayRead(a authorizer.Attributes) (allowed, known bool) {
+	u := a.GetUser()
+	if u == nil || !slices.Contains(u.GetGroups(), identity.ServicesGroup) {
+		return false, false
+	}
+	rules, known := readers[u.GetName()]
+	if !known {
+		return false, false
+	}
+	if !a.IsResourceRequest() {
+		return a.GetVerb() == "get" && slices.ContainsFunc(discovery, func(p string) bool {
+			if n := len(p) - 1; p[n] == '*' {
+				return len(a.GetPath()) >= n && a.GetPath()[:n] == p[:n]
+			}
+			return a.GetPath() == p
+		}), true
+	}
+	return slices.ContainsFunc(rules, func(r rule) bool { return r.allows(a) }), true
+}
+
+func (r rule) allows(a authorizer.Attributes) bool {
+	resource := a.GetResource()
+	if s := a.GetSubresource(); s != "" {
+		resource += "/" + s
+	}
+	any := r.group == "*" && a.GetSubresource() == ""
+	if !slices.Contains(r.verbs, a.GetVerb()) || !any && (r.group != a.GetAPIGroup() || !slices.Contains(r.resources, resource)) {
+		return false
+	}
+	if r.field == "" {
+		return true
+	}
+	selector, err := a.GetFieldSelector()
+	return err == nil && slices.ContainsFunc(selector, func(f fields.Requirement) bool {
+		return f.Field == r.field && (f.Operator == selection.Equals || f.Operator == selection.DoubleEquals) && slices.Contains(r.values, f.Value)
+	})
+}

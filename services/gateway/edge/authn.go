@@ -1,0 +1,190 @@
+package edge
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authentication/user"
+
+	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// rpcTimeout bounds one question to authn or authz.
+const rpcTimeout = 10 * time.Second
+
+const (
+	// knownBytes bounds what is remembered of who is who, and knownShare what of it is one user's.
+	knownBytes = 32 << 20
+	knownShare = 1 << 20
+)
+
+var (
+	keptGauge = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "watershed_gateway_kept_bytes",
+		Help: "Bytes of answers of authn and authz that are kept, by which of them.",
+	}, []string{"of"})
+	unsettledWatches = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_gateway_watches_unsettled_total",
+		Help: "Open watches that were ended because nobody could say within the bound whether they are still allowed.",
+	})
+)
+
+// Metrics are this package's collectors.
+func Metrics() []prometheus.Collector {
+	return []prometheus.Collector{keptGauge, unsettledWatches, bodiesGauge}
+}
+
+// Authenticator asks authn, and keeps its answers for as long as authn says. What a stranger sends leaves nothing behind: neither a
+// refusal nor an anonymous user is kept.
+type Authenticator struct {
+	client authnv1.AuthnClient
+	// names and prefixes are of the headers that carry identities beside Authorization: the front proxy's.
+	names, prefixes []string
+	known           *kept[*knownUser]
+}
+
+// NewAuthenticator returns one that passes on, beside credentials, the headers of those names or whose names begin with a prefix.
+func NewAuthenticator(client authnv1.AuthnClient, names, prefixes []string) *Authenticator {
+	return &Authenticator{client: client, names: names, prefixes: prefixes, known: newKept[*knownUser](knownBytes, knownShare, keptGauge.WithLabelValues("authn"))}
+}
+
+// knownUser is an answer. It does not change.
+type knownUser struct {
+	response *authenticator.Response
+	// replaced are headers as they are to be from here on; one without values is removed.
+	replaced map[string][]string
+}
+
+// AuthenticateRequest implements authenticator.Request. It fails closed: an authn that cannot be asked is an error.
+func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
+	r := a.question(req)
+	key, keepable := keyOfQuestion(r)
+	if keepable {
+		if k, ok := a.known.get(key); ok {
+			return finish(req, k), true, nil
+		}
+	}
+	ctx, cancel := context.WithTimeout(req.Context(), rpcTimeout)
+	defer cancel()
+	resp, err := a.client.Authenticate(ctx, r)
+	if err != nil {
+		return nil, false, rpc.FromStatus(err)
+	}
+	if !resp.Authenticated {
+		if resp.Error != "" {
+			return nil, false, errors.New(resp.Error)
+		}
+		return nil, false, nil
+	}
+	k := &knownUser{response: &authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences}}
+	size := userBytes(k.response.User)
+	for name, v := range resp.ReplacedHeaders {
+		if k.replaced == nil {
+			k.replaced = map[string][]string{}
+		}
+		k.replaced[name] = v.GetValues()
+		for _, s := range v.GetValues() {
+			size += len(s)
+		}
+	}
+	if keepable && resp.CacheMilliseconds > 0 && !stranger(k.response.User) {
+		a.known.put(key, k.response.User.GetName(), k, size, time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
+	}
+	return finish(req, k), true, nil
+}
+
+// question is what authn needs to know of a request.
+func (a *Authenticator) question(req *http.Request) *authnv1.AuthenticateRequest {
+	r := &authnv1.AuthenticateRequest{Path: req.URL.Path, Headers: map[string]*commonv1.Values{}}
+	add := func(name string) {
+		if v := req.Header.Values(name); len(v) > 0 {
+			r.Headers[name] = &commonv1.Values{Values: v}
+		}
+	}
+	add("Authorization")
+	if slices.ContainsFunc(req.Header.Values("Sec-Websocket-Protocol"), func(v string) bool { return strings.Contains(v, "base64url.bearer") }) {
+		add("Sec-Websocket-Protocol")
+		add("Connection")
+		add("Upgrade")
+	}
+	if len(a.names)+len(a.prefixes) > 0 {
+		for name := range req.Header {
+			if slices.ContainsFunc(a.names, func(n string) bool { return strings.EqualFold(n, name) }) || slices.ContainsFunc(a.prefixes, func(p string) bool {
+				return len(name) >= len(p) && strings.EqualFold(name[:len(p)], p)
+			}) {
+				add(name)
+			}
+		}
+	}
+	if req.TLS != nil {
+		for _, c := range req.TLS.PeerCertificates {
+			r.PeerCertificates = append(r.PeerCertificates, c.Raw)
+		}
+	}
+	return r
+}
+
+// keyOfQuestion is all that an answer that may be kept depends on. Without credentials there is none.
+func keyOfQuestion(r *authnv1.AuthenticateRequest) (key digest, ok bool) {
+	if len(r.Headers) == 0 && len(r.PeerCertificates) == 0 {
+		return key, false
+	}
+	d := newDigester()
+	d.number(len(r.PeerCertificates))
+	for _, c := range r.PeerCertificates {
+		d.part(string(c))
+	}
+	names := make([]string, 0, len(r.Headers))
+	for name := range r.Headers {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		d.part(name)
+		d.number(len(r.Headers[name].Values))
+		for _, v := range r.Headers[name].Values {
+			d.part(v)
+		}
+	}
+	return d.sum()
+}
+
+// stranger says whether a user is nobody in particular.
+func stranger(u user.Info) bool {
+	return u == nil || u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
+}
+
+func userBytes(u user.Info) int {
+	n := 200 + len(u.GetName()) + len(u.GetUID())
+	for _, g := range u.GetGroups() {
+		n += len(g) + 16
+	}
+	for k, all := range u.GetExtra() {
+		n += len(k) + 64
+		for _, v := range all {
+			n += len(v) + 16
+		}
+	}
+	return n
+}
+
+// finish takes the credentials out of the request, lest they travel on.
+func finish(req *http.Request, k *knownUser) *authenticator.Response {
+	for name, values := range k.replaced {
+		if len(values) == 0 {
+			req.Header.Del(name)
+		} else {
+			req.Header[http.CanonicalHeaderKey(name)] = slices.Clone(values)
+		}
+	}
+	return &authenticator.Response{User: k.response.User, Audiences: k.response.Audiences}
+}

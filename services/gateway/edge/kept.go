@@ -1,0 +1,153 @@
+package edge
+
+import (
+	"container/list"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// kept remembers answers for a while, in a bounded number of bytes, of which one owner may take a part. What was used least lately goes
+// first. Its methods may be called by any number of goroutines.
+type kept[V any] struct {
+	// limit bounds all entries in bytes, and share those of one owner.
+	limit, share int
+	size         prometheus.Gauge
+
+	mu      sync.Mutex
+	entries map[digest]*keptEntry[V]
+	used    list.List // of *keptEntry[V], the newest first
+	owners  map[string]*keptOwner
+	bytes   int
+}
+
+type keptOwner struct {
+	used  list.List
+	bytes int
+}
+
+type keptEntry[V any] struct {
+	key            digest
+	owner          string
+	value          V
+	until          time.Time
+	bytes          int
+	inAll, inOwner *list.Element
+}
+
+// keptBytes is about what an entry takes beside its value: its key, its places in two lists and in two maps.
+const keptBytes = 400
+
+func newKept[V any](limit, share int, size prometheus.Gauge) *kept[V] {
+	return &kept[V]{limit: limit, share: share, size: size, entries: map[digest]*keptEntry[V]{}, owners: map[string]*keptOwner{}}
+}
+
+// get is what was kept under a key and has not expired.
+func (k *kept[V]) get(key digest) (V, bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	e := k.entries[key]
+	if e != nil && time.Now().After(e.until) {
+		k.remove(e)
+		e = nil
+	}
+	if e == nil {
+		var none V
+		return none, false
+	}
+	k.used.MoveToFront(e.inAll)
+	k.owners[e.owner].used.MoveToFront(e.inOwner)
+	return e.value, true
+}
+
+// put keeps a value of some bytes for an owner.
+func (k *kept[V]) put(key digest, owner string, value V, bytes int, until time.Time) {
+	bytes += keptBytes + len(owner)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if old := k.entries[key]; old != nil {
+		k.remove(old)
+	}
+	if bytes > k.share {
+		return
+	}
+	for o := k.owners[owner]; o != nil && o.bytes+bytes > k.share; o = k.owners[owner] {
+		k.remove(o.used.Back().Value.(*keptEntry[V]))
+	}
+	for k.bytes+bytes > k.limit {
+		k.remove(k.used.Back().Value.(*keptEntry[V]))
+	}
+	o := k.owners[owner]
+	if o == nil {
+		o = &keptOwner{}
+		k.owners[owner] = o
+	}
+	e := &keptEntry[V]{key: key, owner: owner, value: value, until: until, bytes: bytes}
+	e.inAll, e.inOwner = k.used.PushFront(e), o.used.PushFront(e)
+	k.entries[key] = e
+	o.bytes += bytes
+	k.bytes += bytes
+	k.size.Set(float64(k.bytes))
+}
+
+func (k *kept[V]) remove(e *keptEntry[V]) {
+	o := k.owners[e.owner]
+	k.used.Remove(e.inAll)
+	o.used.Remove(e.inOwner)
+	delete(k.entries, e.key)
+	k.bytes -= e.bytes
+	if o.bytes -= e.bytes; o.used.Len() == 0 {
+		delete(k.owners, e.owner)
+	}
+	k.size.Set(float64(k.bytes))
+}
+
+// digest is a key of what is kept: of a length that strangers do not choose, and such that neither credentials can be read from memory
+// nor two of one digest be found.
+type digest [sha256.Size]byte
+
+// digestKey is this process's own.
+var digestKey = func() (key [32]byte) {
+	_, _ = rand.Read(key[:]) // never fails
+	return key
+}()
+
+// maxDigested is from how many bytes on nothing is kept under a key: nobody who means well asks so.
+const maxDigested = 16 << 10
+
+// digester makes a digest of parts. Each is preceded by its length: no two sequences of parts are the same.
+type digester struct{ data []byte }
+
+var digesters = sync.Pool{New: func() any { return &digester{data: make([]byte, 0, 4<<10)} }}
+
+func newDigester() *digester {
+	d := digesters.Get().(*digester)
+	d.data = append(d.data[:0], digestKey[:]...)
+	return d
+}
+
+func (d *digester) part(s string) {
+	d.number(len(s))
+	if len(d.data) <= maxDigested { // beyond it nothing will be kept
+		d.data = append(d.data, s...)
+	}
+}
+
+func (d *digester) number(n int) { d.data = binary.BigEndian.AppendUint32(d.data, uint32(n)) }
+
+// sum is the digest; ok is false where the parts are too long to be kept under one. The digester must not be used afterwards.
+func (d *digester) sum() (sum digest, ok bool) {
+	ok = len(d.data) <= maxDigested
+	if ok {
+		sum = sha256.Sum256(d.data)
+	}
+	if cap(d.data) <= 2*maxDigested {
+		clear(d.data)
+		digesters.Put(d)
+	}
+	return sum, ok
+}

@@ -1,0 +1,186 @@
+package publisher
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/platform/eventlog"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// HistoryKey is where etcd says which history it is of, outside of what kube-apiserver stores.
+//
+// An etcd that is restored from a backup counts revisions that the log has with another meaning, and nothing in etcd itself tells:
+// writes may carry it past the log's end before any publisher looks. So the publisher keeps a mark here that it changes every
+// markPeriod, and writes to the log what the mark is about to be before it changes it. Where the two differ, or the log's last event is
+// not in etcd at its revision, this is another history: it gets an id of its own, and nothing is carried over.
+const HistoryKey = "/watershed/history"
+
+const (
+	markPeriod = 10 * time.Second
+	// markCheck is how often the leader looks whether the mark is still its own.
+	markCheck = 2 * time.Second
+)
+
+// history is the value of HistoryKey.
+type history struct {
+	ID   string `json:"id"`
+	Mark string `json:"mark"`
+}
+
+var errHistory = errors.New("etcd has another history than the log, or somebody else publishes")
+
+// readHistory is what etcd says; the zero value where it says nothing.
+func readHistory(ctx context.Context, client *clientv3.Client) (h history, revision int64, err error) {
+	resp, err := client.Get(ctx, HistoryKey)
+	if err != nil {
+		return h, 0, err
+	}
+	if len(resp.Kvs) > 0 {
+		if err := json.Unmarshal(resp.Kvs[0].Value, &h); err != nil {
+			slog.Warn("What etcd says of its history cannot be read; it begins anew", "key", HistoryKey, "error", err)
+			h = history{}
+		}
+	}
+	return h, resp.Header.Revision, nil
+}
+
+// writeHistory says it, for as long as this publisher is the one that is elected.
+func (p *Publisher) writeHistory(ctx context.Context, h history) (revision int64, err error) {
+	data, err := json.Marshal(h)
+	if err != nil {
+		return 0, err
+	}
+	elected := clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity)
+	resp, err := p.Storage.Client.Txn(ctx).If(elected).Then(clientv3.OpPut(HistoryKey, string(data))).Commit()
+	if err != nil {
+		return 0, err
+	}
+	if !resp.Succeeded {
+		return 0, errHistory
+	}
+	return resp.Header.Revision, nil
+}
+
+// continues says whether etcd is at a later point of the history that the log was written from. A reason is why not.
+func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last eventlog.ID) (h history, reason string, err error) {
+	client := p.Storage.Client.Client
+	h, revision, err := readHistory(ctx, client)
+	if err != nil {
+		return h, "", err
+	}
+	if last.Revision > revision {
+		return h, fmt.Sprintf("etcd is at revision %d, the log at %d", revision, last.Revision), nil
+	}
+	mark, err := lastMark(ctx, stream)
+	if err != nil {
+		return h, "", err
+	}
+	switch {
+	case mark == nil: // none within the log's retention: its events say the rest
+	case mark.History != h.ID:
+		return h, fmt.Sprintf("etcd's history is %q, the log's %q", h.ID, mark.History), nil
+	case h.Mark != mark.Marker && (mark.NextMarker == "" || h.Mark != mark.NextMarker):
+		return h, "etcd's mark is not the log's last", nil
+	}
+	same, err := p.holds(ctx, stream)
+	if err == nil && !same {
+		reason = "etcd does not hold the log's last event"
+	}
+	return h, reason, err
+}
+
+// lastMark is the log's last progress or reset of everything; nil where there is none.
+func lastMark(ctx context.Context, stream jetstream.Stream) (*logv1.Event, error) {
+	m, err := stream.GetLastMsgForSubject(ctx, eventlog.ProgressSubject)
+	if errors.Is(err, jetstream.ErrMsgNotFound) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	return eventlog.Event(m.Header, m.Data)
+}
+
+// lastEvents is how far back the last event is looked for.
+const lastEvents = 32
+
+// holds says whether etcd has the log's last event at its revision.
+func (p *Publisher) holds(ctx context.Context, stream jetstream.Stream) (bool, error) {
+	info, err := stream.Info(ctx)
+	if err != nil {
+		return false, err
+	}
+	for n, seq := 0, info.State.LastSeq; n < lastEvents && seq >= info.State.FirstSeq && seq > 0; n, seq = n+1, seq-1 {
+		m, err := stream.GetMsg(ctx, seq)
+		if err != nil {
+			return false, err
+		}
+		e, err := eventlog.Event(m.Header, m.Data)
+		if err != nil || e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET {
+			continue
+		}
+		st, ok := p.Storage.ByName(e.StoredAs)
+		if !ok {
+			continue // a custom resource's, whose definition would have to be known as it was
+		}
+		key := st.Prefix + e.Name
+		if e.Namespace != "" {
+			key = st.Prefix + e.Namespace + "/" + e.Name
+		}
+		resp, err := p.Storage.Client.Client.Get(ctx, key, clientv3.WithRev(e.Revision), clientv3.WithKeysOnly())
+		switch {
+		case errors.Is(err, rpctypes.ErrCompacted):
+			return true, nil // nobody can say
+		case err != nil:
+			return false, err
+		case e.Type == logv1.Type_TYPE_DELETED:
+			return len(resp.Kvs) == 0, nil
+		}
+		return len(resp.Kvs) == 1 && resp.Kvs[0].ModRevision == e.Revision, nil
+	}
+	return true, nil
+}
+
+// mark changes the mark: what it is about to be is in the log first, so that whoever finds either knows it. It is done between two
+// transactions only, since it says that everything up to the log's last revision has been published.
+func (p *Publisher) mark(ctx context.Context, c *chain) error {
+	if !c.last.Mark && !c.whole {
+		return nil
+	}
+	next := rand.Text()
+	c.marker, c.nextMarker = c.history.Mark, next
+	if err := c.send(&logv1.Event{Revision: c.last.Revision}); err != nil {
+		return err
+	}
+	if err := c.flush(ctx); err != nil {
+		return err
+	}
+	h := history{ID: c.history.ID, Mark: next}
+	if _, err := p.writeHistory(ctx, h); err != nil {
+		return err
+	}
+	c.history, c.marker, c.nextMarker = h, next, ""
+	return c.send(&logv1.Event{Revision: c.last.Revision})
+}
+
+// unmarked is errHistory once the mark is not what this publisher wrote, or etcd has gone back.
+func (p *Publisher) unmarked(ctx context.Context, c *chain) error {
+	h, revision, err := readHistory(ctx, p.Storage.Client.Client)
+	if err != nil {
+		return err
+	}
+	if h != c.history || revision < c.last.Revision {
+		return errHistory
+	}
+	return nil
+}

@@ -1,0 +1,68 @@
+package watchfanout
+
+import (
+	"context"
+	"log/slog"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+const (
+	// verifyPeriod is how often a replica compares itself with etcd.
+	verifyPeriod = time.Second
+	// staleAfter is for how long the log may not bring what etcd is known to have, until the replica says that it is stale: its
+	// streams go to another one, and its health turns.
+	staleAfter = 4 * time.Second
+)
+
+// freshness is what a replica knows of its own age. A registry that cannot be asked says nothing about it: then nothing can have
+// changed that the replica should know of.
+type freshness struct {
+	// since is when etcd first had what has not come; nil while nothing is missing.
+	since atomic.Pointer[time.Time]
+}
+
+// err says since when the replica is stale, or is nil.
+func (f *freshness) err() error {
+	if since := f.since.Load(); since != nil {
+		return status.Errorf(codes.Unavailable, "the event log has not brought what etcd has for %v", time.Since(*since).Round(time.Second))
+	}
+	return nil
+}
+
+// verify compares the replica with etcd until ctx is done.
+func (s *Service) verify(ctx context.Context) error {
+	tick := time.NewTicker(verifyPeriod)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+		asked := time.Now()
+		one, cancel := context.WithTimeout(ctx, staleAfter)
+		r, err := s.registry.Revision(one, &registryv1.RevisionRequest{})
+		if err != nil {
+			cancel()
+			continue
+		}
+		err = s.wait(one, r.Revision)
+		cancel()
+		switch {
+		case ctx.Err() != nil:
+		case err != nil && s.freshness.since.CompareAndSwap(nil, &asked):
+			slog.Warn("The event log does not bring what etcd has", "revision", s.cache.Progress(), "etcd", r.Revision)
+		case err == nil && s.freshness.since.Swap(nil) != nil:
+			slog.Info("The event log has come as far as etcd again", "revision", s.cache.Progress())
+		}
+	}
+}
+
+// serving refuses a call where the replica is stale: another one may not be.
+func (s *Service) serving() error { return s.freshness.err() }
