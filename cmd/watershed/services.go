@@ -12,10 +12,10 @@ import (
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 	"k8s.io/component-base/metrics/legacyregistry"
-	"k8s.io/component-base/version"
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/kubeversion"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
@@ -194,7 +194,7 @@ func serviceCommand(name string, args []string) error {
 	if err != nil {
 		return err
 	}
-	parts := []lifecycle.Part{{Name: name, Run: s.Run}}
+	parts := []lifecycle.Part{{Name: name, Run: s.Run, StopTimeout: stopTimeout(s)}}
 	metrics := registerMetrics(s)
 	if d.serves {
 		server, err := rpc.NewServer(p.id)
@@ -212,6 +212,14 @@ func serviceCommand(name string, args []string) error {
 	}
 	parts = append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error { return p.telemetry.ServeDebug(ctx, metrics, pages(s)) }})
 	return lifecycle.Run(ctx, parts, nil, nil)
+}
+
+// stopTimeout is how long a service says that it takes to stop; 0 where it does not say.
+func stopTimeout(s service) time.Duration {
+	if t, ok := s.(interface{ StopTimeout() time.Duration }); ok {
+		return t.StopTimeout()
+	}
+	return 0
 }
 
 // announce turns the health of the RPC server with the service's readiness.
@@ -259,7 +267,7 @@ func help(err error) error {
 }
 
 func versionLine() string {
-	return "watershed " + release + " (Kubernetes " + version.Get().GitVersion + ")"
+	return "watershed " + release + " (Kubernetes " + kubeversion.Info().GitVersion + ")"
 }
 
 // release is set when the binary is built.

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// Group shares readings by key. Its zero value bounds nothing; set its fields before the first use.
+// Group shares readings by key. Its zero value bounds how many by nothing; set its fields before the first use.
 type Group[T any] struct {
 	// Limit is how many readings, of all keys, are under way at a time; 0: any number. Those beyond it wait.
 	Limit int
@@ -74,29 +74,25 @@ func (g *Group[T]) Get(ctx context.Context, name string, read func(context.Conte
 // run makes one reading after the other for as long as anybody waits for one.
 func (g *Group[T]) run(name string, k *key[T]) {
 	for {
+		g.mu.Lock()
+		if k.next == nil || k.next.waiting == 0 {
+			delete(g.keys, name)
+			g.mu.Unlock()
+			return
+		}
+		g.mu.Unlock()
 		if g.slots != nil {
 			g.slots <- struct{}{}
 		}
-		g.mu.Lock()
+		g.mu.Lock() // whoever has come while it waited for its turn comes along
 		f := k.next
 		k.next = nil
-		if f == nil {
-			delete(g.keys, name)
-		}
-		idle := f != nil && f.waiting == 0
 		g.mu.Unlock()
-		if f != nil && !idle {
-			f.value, f.err = g.one(f)
-		} else if idle {
-			f.err = context.Canceled
-		}
+		f.value, f.err = g.one(f)
+		close(f.done)
 		if g.slots != nil {
 			<-g.slots
 		}
-		if f == nil {
-			return
-		}
-		close(f.done)
 	}
 }
 

@@ -2,7 +2,9 @@
 package identity
 
 import (
+	"slices"
 	"strings"
+	"time"
 
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
@@ -14,13 +16,22 @@ import (
 )
 
 // The services that read the cluster are users of it, in a group of their own. What they may do is told in services/authz, and holds
-// whatever the cluster's policy says; nobody else is to have these names.
+// whatever the cluster's policy says. Whoever the client CA signs these names for, or who may impersonate the group, is one of them.
 const (
 	ServicesGroup = "system:watershed"
 	Authn         = "system:watershed:authn"
 	Authz         = "system:watershed:authz"
 	Admission     = "system:watershed:admission"
 )
+
+// GenerationLease is for how long a message of Authz.Generations is good: a gateway that has heard nothing for so long keeps no
+// decision, since the replica that it listens to may be frozen.
+const GenerationLease = 3 * time.Second
+
+// Stranger says whether a user is nobody in particular: anonymous, by name or by group.
+func Stranger(u user.Info) bool {
+	return u == nil || u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
+}
 
 // UserProto makes u fit for the wire; nil stays nil.
 func UserProto(u user.Info) *commonv1.User {

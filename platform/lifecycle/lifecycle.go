@@ -3,6 +3,7 @@
 package lifecycle
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -20,9 +21,11 @@ type Part struct {
 	Run func(ctx context.Context) error
 	// Ready is polled before the next part starts; nil means ready at once.
 	Ready func(ctx context.Context) error
+	// StopTimeout bounds how long it may take to stop; 0: StopTimeout of the package.
+	StopTimeout time.Duration
 }
 
-// StopTimeout bounds how long one part may take to stop.
+// StopTimeout bounds how long a part may take to stop that does not say.
 const StopTimeout = 30 * time.Second
 
 // Run starts parts in order, calls started, waits for ctx's end or a part's, and stops them in the opposite order.
@@ -32,6 +35,7 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 		name   string
 		cancel context.CancelFunc
 		done   chan struct{}
+		stop   time.Duration
 	}
 	var all []running
 	failed := make(chan error, len(parts))
@@ -40,7 +44,7 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 			all[i].cancel()
 			select {
 			case <-all[i].done:
-			case <-time.After(StopTimeout):
+			case <-time.After(all[i].stop):
 				slog.Error("A part does not stop", "part", all[i].name)
 			}
 		}
@@ -50,7 +54,7 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 			starting(p.Name)
 		}
 		partCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
-		r := running{p.Name, cancel, make(chan struct{})}
+		r := running{p.Name, cancel, make(chan struct{}), cmp.Or(p.StopTimeout, StopTimeout)}
 		all = append(all, r)
 		go func() {
 			defer close(r.done)

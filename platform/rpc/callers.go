@@ -1,7 +1,5 @@
 package rpc
 
-import "time"
-
 // Callers names, for every method that a service offers, the services that may call it: the common names of their certificates on
 // the inner network. What is not here may be called by nobody. docs/security.md is made from it, and a test holds it against the
 // contracts.
@@ -34,7 +32,3 @@ var Callers = map[string][]string{
 	"/watershed.watchfanout.v1.Watch/List":  {"gateway"},
 	"/watershed.watchfanout.v1.Watch/Watch": {"gateway"},
 }
-
-// GenerationLease is for how long a message of Authz.Generations is good: a gateway that has heard nothing for so long keeps no
-// decision, since the replica that it listens to may be frozen.
-const GenerationLease = 3 * time.Second

@@ -49,7 +49,11 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 // Start sets up logging to w and tracing for the named service. stop flushes.
 func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop func(), err error) {
 	var h slog.Handler
-	level := slog.Level(-o.Verbosity)
+	modules, err := parseModules(o.VModule)
+	if err != nil {
+		return nil, err
+	}
+	level := slog.Level(-max(o.Verbosity, modules.most()))
 	switch o.LogFormat {
 	case "text", "":
 		h = slog.NewTextHandler(w, &slog.HandlerOptions{Level: level})
@@ -57,6 +61,9 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 		h = slog.NewJSONHandler(w, &slog.HandlerOptions{Level: level})
 	default:
 		return nil, fmt.Errorf(`--logging-format %q: want "text" or "json"`, o.LogFormat)
+	}
+	if len(modules) > 0 {
+		h = &byModule{Handler: h, verbosity: o.Verbosity, modules: modules}
 	}
 	slog.SetDefault(slog.New(h).With("service", service))
 	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)

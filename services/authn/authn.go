@@ -12,7 +12,6 @@ import (
 	"net/http"
 	"net/textproto"
 	"net/url"
-	"slices"
 	"strings"
 	"time"
 
@@ -255,8 +254,8 @@ func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateReque
 		return nil, err
 	}
 	out.User, out.Audiences = identity.UserProto(resp.User), resp.Audiences
-	if resp.User.GetName() != user.Anonymous && !slices.Contains(resp.User.GetGroups(), user.AllUnauthenticated) {
-		var certificates []*certificate
+	if !identity.Stranger(resp.User) {
+		var certificates []*x509.Certificate
 		if req.TLS != nil {
 			certificates = req.TLS.PeerCertificates
 		}
@@ -266,8 +265,6 @@ func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateReque
 	out.ReplacedHeaders = replaced(before, req.Header)
 	return out, nil
 }
-
-type certificate = x509.Certificate
 
 // trusted refuses a user whom only a look into the cluster could vouch for, where what is known of the cluster is too old: a token may
 // have been revoked. Certificates, static tokens and other issuers' do not depend on it, and the services of the system come with

@@ -1,6 +1,7 @@
 package authn
 
 import (
+	"crypto/x509"
 	"encoding/base64"
 	"encoding/json"
 	"net/http"
@@ -66,7 +67,7 @@ func replaced(before, after http.Header) map[string]*commonv1.Values {
 }
 
 // cacheable is how long an answer may be kept: no longer than what it rests on is good.
-func (s *Service) cacheable(r *authnv1.AuthenticateRequest, certificates []*certificate) time.Duration {
+func (s *Service) cacheable(r *authnv1.AuthenticateRequest, certificates []*x509.Certificate) time.Duration {
 	ttl := s.config.CacheTTL
 	for _, c := range certificates {
 		ttl = min(ttl, time.Until(c.NotAfter))

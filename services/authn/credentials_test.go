@@ -105,7 +105,7 @@ func TestAnAnswerEndsWithItsCredential(t *testing.T) {
 	hour := time.Now().Add(time.Hour)
 	for name, x := range map[string]struct {
 		request      *authnv1.AuthenticateRequest
-		certificates []*certificate
+		certificates []*x509.Certificate
 		most, least  time.Duration
 	}{
 		"an opaque token":          {with("Authorization", "Bearer abc"), nil, 10 * time.Second, 10 * time.Second},
@@ -113,9 +113,9 @@ func TestAnAnswerEndsWithItsCredential(t *testing.T) {
 		"a JWT, lower case":        {with("Authorization", "bearer "+jwt(hour)), nil, time.Second, time.Second},
 		"a JWT over a socket":      {with("Sec-Websocket-Protocol", bearerProtocol+encoded(jwt(hour))), nil, time.Second, time.Second},
 		"a JWT that has ended":     {with("Authorization", "Bearer "+jwt(time.Now().Add(-time.Second))), nil, 0, 0},
-		"a certificate":            {&authnv1.AuthenticateRequest{}, []*certificate{{NotAfter: hour}}, 10 * time.Second, 10 * time.Second},
-		"one that is about to end": {&authnv1.AuthenticateRequest{}, []*certificate{{NotAfter: time.Now().Add(2 * time.Second)}}, 2 * time.Second, time.Second},
-		"one that has ended":       {&authnv1.AuthenticateRequest{}, []*certificate{{NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
+		"a certificate":            {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: hour}}, 10 * time.Second, 10 * time.Second},
+		"one that is about to end": {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: time.Now().Add(2 * time.Second)}}, 2 * time.Second, time.Second},
+		"one that has ended":       {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
 		"its issuer is to end":     {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: hour}, {NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
 	} {
 		if got := s.cacheable(x.request, x.certificates); got > x.most || got < x.least {

@@ -175,7 +175,7 @@ func TestTheServicesMayReadWhatIsTheirs(t *testing.T) {
 		"admission asks what somebody may": {of(identity.Admission, "create", "authorization.k8s.io", "subjectaccessreviews"), true},
 		"admission impersonates":           {of(identity.Admission, "impersonate", "", "users"), false},
 	} {
-		if got, _ := mayRead(x.a); got != x.want {
+		if got, _ := mayDo(x.a); got != x.want {
 			t.Errorf("%s: %v", what, got)
 		}
 	}

@@ -16,7 +16,7 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
-// heartbeat is how often a stream of generations says that nothing has changed: well within rpc.GenerationLease.
+// heartbeat is how often a stream of generations says that nothing has changed: well within identity.GenerationLease.
 const heartbeat = time.Second
 
 // maxChanges bounds the changes that a slow stream can be told one by one; beyond them it is told that everything has changed.

@@ -4,7 +4,6 @@ package gateway
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/http"
 	"strings"
@@ -15,13 +14,14 @@ import (
 	"github.com/spf13/pflag"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
-	"k8s.io/apiserver/pkg/server/healthz"
-	"k8s.io/apiserver/pkg/util/compatibility"
 	"k8s.io/component-base/metrics/legacyregistry"
+	"k8s.io/component-base/metrics/prometheus/slis"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/features"
+	"watershed.dev/platform/kubeversion"
+	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -85,6 +85,7 @@ type Service struct {
 	remotes   *aggregation.Proxy
 	learner   *aggregation.Learner
 	handler   http.Handler
+	health    map[string]*check
 }
 
 // New builds a gateway over the other services.
@@ -127,7 +128,7 @@ func New(c *Config, s Services) (*Service, error) {
 		told(v)
 	}}
 	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Objects: s.Objects, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Lists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, Admission: s.Admission,
-		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Stopping}
+		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Wave}
 	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight, g.own)
 	return g, nil
 }
@@ -143,10 +144,9 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 		own.HandleFunc("GET "+p, g.issuerDocument)
 	}
 	debug(own)
-	checks := g.checks()
-	healthz.InstallHandler(own, checks...)
-	healthz.InstallLivezHandler(own, checks[:1]...)
-	healthz.InstallReadyzHandler(own, append(checks, healthz.NewShutdownHealthz(g.server.Stopping))...)
+	slis.SLIMetricsWithReset{}.Install(own)
+	g.health = g.checks()
+	g.installHealth(own)
 	own.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		if req.URL.Path != "/" {
 			edge.NotFound(w, req)
@@ -196,45 +196,6 @@ func groupVersion(path string) (group, version string) {
 
 func under(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
 
-// checks are the named health checks: can each other service be asked?
-func (g *Service) checks() []healthz.HealthChecker {
-	ask := func(name string, f func(ctx context.Context) error) healthz.HealthChecker {
-		return healthz.NamedCheck(name, func(r *http.Request) error {
-			ctx, cancel := context.WithTimeout(r.Context(), 3*time.Second)
-			defer cancel()
-			return f(ctx)
-		})
-	}
-	return []healthz.HealthChecker{
-		healthz.PingHealthz,
-		ask("catalog", func(context.Context) error {
-			if g.catalog.View() == nil {
-				return errors.New("registry has not said what is served")
-			}
-			return nil
-		}),
-		ask("etcd", func(ctx context.Context) error {
-			_, err := g.services.Source.Revision(ctx, &registryv1.RevisionRequest{})
-			return err
-		}),
-		ask("authn", func(ctx context.Context) error {
-			_, err := g.services.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})
-			return err
-		}),
-		ask("authz", func(ctx context.Context) error {
-			_, err := g.services.Authz.Rules(ctx, &authzv1.RulesRequest{})
-			return err
-		}),
-		ask("admission", func(ctx context.Context) error {
-			stream, err := g.services.Admission.Interests(ctx, &admissionv1.InterestsRequest{})
-			if err == nil {
-				_, err = stream.Recv()
-			}
-			return err
-		}),
-	}
-}
-
 func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 	d, err := g.services.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{Path: req.URL.Path})
 	if err != nil {
@@ -251,19 +212,8 @@ func (g *Service) Collectors() []prometheus.Collector {
 	return append(watch.Metrics(), edge.Metrics()...)
 }
 
-// Ready says why the gateway cannot serve yet, or nil.
-func (g *Service) Ready(ctx context.Context) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "/readyz", nil)
-	if err != nil {
-		return err
-	}
-	for _, c := range g.checks() {
-		if err := c.Check(req); err != nil {
-			return fmt.Errorf("%s: %w", c.Name(), err)
-		}
-	}
-	return nil
-}
+// StopTimeout is how long the gateway takes to stop at most.
+func (g *Service) StopTimeout() time.Duration { return g.config.Edge.StopTimeout() }
 
 // Run serves until ctx is done.
 func (g *Service) Run(ctx context.Context) error {
@@ -279,13 +229,16 @@ func (g *Service) Run(ctx context.Context) error {
 	return err
 }
 
+// tierRoute leads a question to the replicas that namespaces are on.
+func tierRoute(ctx context.Context) context.Context { return rpc.Routed(ctx, "namespaces") }
+
 func writeVersion(w http.ResponseWriter, req *http.Request) {
 	if req.Method != http.MethodGet {
 		edge.WriteCode(w, req, http.StatusMethodNotAllowed, "Method Not Allowed")
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
-	writeJSON(w, compatibility.DefaultBuildEffectiveVersion().Info())
+	writeJSON(w, kubeversion.Info())
 }
 
 // index lists the paths that are served.

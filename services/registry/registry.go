@@ -21,6 +21,7 @@ import (
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
+	etcdmetrics "k8s.io/apiserver/pkg/storage/etcd3/metrics"
 	"k8s.io/apiserver/pkg/util/proxy"
 	"k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/informers"
@@ -110,6 +111,7 @@ func New(ctx context.Context, c *Config, id rpc.TLS) (*Service, error) {
 	s.catalogue = newCatalogue(s.makeCatalog)
 	host, _ := os.Hostname()
 	s.identity = fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano())
+	etcdmetrics.Register()
 	if s.store, err = storage.Open(c.Storage, resources); err != nil {
 		return nil, err
 	}

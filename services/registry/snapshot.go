@@ -23,8 +23,8 @@ const (
 	firstPage = 20
 	maxPage   = 2000
 	pageBytes = 8 << 20
-	// chunkRows is about how many bytes of rows one message holds: one row at least, whatever it takes.
-	chunkRows = 4 << 20
+	// rowsBytes is about how many bytes of rows one message holds: one row at least, whatever it takes.
+	rowsBytes = 4 << 20
 )
 
 // Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row that says so:
@@ -43,7 +43,7 @@ func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStre
 	out := &snapshotChunks{stream: stream, revision: revision}
 	err = s.pages(ctx, st, revision, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
-			n := batch(kvs, chunkRows, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
+			n := batch(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
 			for _, row := range rowsOf(ctx, st, kvs[:n]) {
 				if err := out.add(row); err != nil {
 					return err
@@ -98,7 +98,7 @@ type snapshotChunks struct {
 
 func (c *snapshotChunks) add(row *registryv1.Row) error {
 	size := len(row.Json) + len(row.Protobuf)
-	if len(c.rows) > 0 && c.bytes+size > chunkRows {
+	if len(c.rows) > 0 && c.bytes+size > rowsBytes {
 		if err := c.flush(); err != nil {
 			return err
 		}

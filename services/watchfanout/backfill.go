@@ -46,12 +46,17 @@ type backfill struct {
 
 // backfill answers the resource's events after a revision, as far as fits, for anybody who asks. low is where memory goes on.
 func (s *Service) backfill(ctx context.Context, storedAs string, after, low int64) (*backfill, error) {
-	b := s.backfills.find(storedAs, s.cache.History(), after, func(b *backfill) { go s.fill(b, low) })
-	select {
-	case <-b.done:
+	for {
+		b := s.backfills.find(storedAs, s.cache.History(), after, func(b *backfill) { go s.fill(b, low) })
+		select {
+		case <-b.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+		if b.after < after && (b.err != nil || b.upTo <= after) { // begun from further back, and it has not come as far: one of its own
+			continue
+		}
 		return b, b.err
-	case <-ctx.Done():
-		return nil, ctx.Err()
 	}
 }
 
@@ -59,9 +64,6 @@ func (s *Service) backfill(ctx context.Context, storedAs string, after, low int6
 func (b *backfills) find(storedAs, history string, after int64, begin func(*backfill)) *backfill {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.reads == nil {
-		b.reads = make(chan struct{}, backfillReads)
-	}
 	var kept []*backfill
 	var found *backfill
 	for _, f := range b.all {

@@ -20,8 +20,7 @@ const (
 	staleAfter = 4 * time.Second
 )
 
-// freshness is what a replica knows of its own age. A registry that cannot be asked says nothing about it: then nothing can have
-// changed that the replica should know of.
+// freshness is what a replica knows of its own age. Where registry cannot be asked the replica cannot tell, and goes on serving.
 type freshness struct {
 	// since is when etcd first had what has not come; nil while nothing is missing.
 	since atomic.Pointer[time.Time]

@@ -126,8 +126,11 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 	more := false
 	var lastKey string
 	if name, ok := q.exactName(); ok && r.Continue == "" {
-		if i, ok := snapshot.Get(cache.Key(q.namespace, name)); ok && q.matches(i) {
+		key := cache.Key(q.namespace, name)
+		if i, ok := snapshot.Get(key); ok && q.matches(i) {
 			p.items = append(p.items, i)
+		} else if snapshot.IsUnreadable(key) && !q.skips {
+			return nil, errElsewhere
 		}
 		return p, nil
 	}

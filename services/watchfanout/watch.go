@@ -14,7 +14,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 
@@ -278,7 +277,7 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	if err != nil {
 		return 0, err
 	}
-	if key, reason, bad := snapshot.Unreadable(w.prefix()); bad {
+	if key, reason, bad := snapshot.Unreadable(w.prefix()); bad && !w.skips {
 		return 0, apierrors.NewInternalError(fmt.Errorf("unable to transform key %q: %s", key, reason))
 	}
 	var items []*cache.Item
@@ -328,7 +327,7 @@ func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
 		switch {
 		case w.partial || len(i.JSON) <= 2:
 			var data []byte
-			if data, err = w.frame("ADDED", i, i.JSON, i.Protobuf); err == nil {
+			if data, err = w.frame("ADDED", i.JSON, i.Protobuf); err == nil {
 				err = out.pieces(data)
 			}
 		case w.protobuf:
@@ -532,12 +531,12 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 			}
 			return w.wrap(kind, parts[0], parts[0])
 		}
-		return w.frame(kind, item, item.JSON, item.Protobuf)
+		return w.frame(kind, item.JSON, item.Protobuf)
 	})
 }
 
 // frame wraps an item's own encoding.
-func (w *watcher) frame(kind string, _ *cache.Item, body, message []byte) ([]byte, error) {
+func (w *watcher) frame(kind string, body, message []byte) ([]byte, error) {
 	if !w.partial {
 		return w.wrap(kind, body, message)
 	}
@@ -632,8 +631,6 @@ func (w *watcher) fail(err error) error {
 	}
 	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
 }
-
-var _ apierrors.APIStatus = &apierrors.StatusError{ErrStatus: metav1.Status{}}
 
 // frames gathers frames into messages.
 type frames struct {

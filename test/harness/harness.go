@@ -449,3 +449,18 @@ func (s *Server) Log() string {
 	b, _ := os.ReadFile(filepath.Join(s.Dir, "watershed.log"))
 	return string(b)
 }
+
+// Get asks for a path as the administrator, and answers the code and the body.
+func (s *Server) Get(path string) (int, string) {
+	c, err := rest.HTTPClientFor(s.Config())
+	if err != nil {
+		return 0, err.Error()
+	}
+	resp, err := c.Get(s.Config().Host + path)
+	if err != nil {
+		return 0, err.Error()
+	}
+	defer resp.Body.Close()
+	body, _ := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(body)
+}

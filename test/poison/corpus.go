@@ -81,9 +81,9 @@ func Values() ([]Value, error) {
 		for _, name := range slices.Sorted(maps.Keys(poisons)) {
 			odd := obj.DeepCopyObject()
 			n := 0
-			fill(reflect.ValueOf(odd), func(string) string { n++; return "x" }, 0)
+			fill(reflect.ValueOf(odd), func() string { n++; return "x" }, 0)
 			s := poisons[name](max(n, 1))
-			fill(reflect.ValueOf(odd), func(string) string { return s }, 0)
+			fill(reflect.ValueOf(odd), func() string { return s }, 0)
 			named(odd, name, strings.HasSuffix(dir, "/"+Namespace))
 			value, err := encode(odd)
 			if err != nil {
@@ -184,7 +184,7 @@ func named(obj runtime.Object, name string, namespaced bool) {
 }
 
 // fill sets every string that a value holds or could hold, pointers and one element of each slice and map among them.
-func fill(v reflect.Value, with func(path string) string, depth int) {
+func fill(v reflect.Value, with func() string, depth int) {
 	const deepest = 9
 	if depth > deepest {
 		return
@@ -209,7 +209,7 @@ func fill(v reflect.Value, with func(path string) string, depth int) {
 		}
 	case reflect.String:
 		if v.CanSet() {
-			v.SetString(with(""))
+			v.SetString(with())
 		}
 	case reflect.Slice:
 		if v.Type().Elem().Kind() == reflect.Uint8 || !v.CanSet() {

@@ -54,6 +54,14 @@ type scope struct {
 	any, revoked uint64
 }
 
+func (s scope) moved(g *authzv1.Generation) scope {
+	s.any = max(s.any, g.Generation)
+	if g.MayRevoke {
+		s.revoked = s.any
+	}
+	return s
+}
+
 // decision is what authz said. It does not change.
 type decision struct {
 	decision   authorizer.Decision
@@ -105,21 +113,16 @@ func (a *Authorizer) moved(g *authzv1.Generation, first bool) {
 	if g.Heartbeat {
 		return
 	}
-	s := a.spaces[g.Namespace]
-	if g.Namespace == "" || len(a.spaces) >= maxScopes {
-		s = a.all
-	}
-	s.any = max(s.any, g.Generation)
-	if g.MayRevoke {
-		s.revoked = s.any
-	}
+	_, known := a.spaces[g.Namespace]
 	switch {
 	case g.Namespace == "":
-		a.all = s
-	case len(a.spaces) >= maxScopes:
-		a.all, a.spaces = s, map[string]scope{}
+		a.all = a.all.moved(g)
+	case !known && len(a.spaces) >= maxScopes: // too many to tell apart: everything is void, and it begins anew
+		a.all, a.spaces = scope{g.Generation, g.Generation}, map[string]scope{}
+		a.wake("")
+		return
 	default:
-		a.spaces[g.Namespace] = s
+		a.spaces[g.Namespace] = a.spaces[g.Namespace].moved(g)
 	}
 	if g.MayRevoke {
 		a.wake(g.Namespace)
@@ -159,7 +162,7 @@ func (a *Authorizer) stands(d decision) bool {
 	}
 	a.mu.RLock()
 	defer a.mu.RUnlock()
-	if a.replica == "" || d.replica != a.replica || time.Since(a.heard) > rpc.GenerationLease {
+	if a.replica == "" || d.replica != a.replica || time.Since(a.heard) > identity.GenerationLease {
 		return false
 	}
 	space := a.spaces[d.namespace]
@@ -240,7 +243,7 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 	if resp.EvaluationError != "" {
 		return d.decision, d.reason, errors.New(resp.EvaluationError)
 	}
-	if keepable && (d.generation != 0 || resp.CacheMilliseconds > 0) && !stranger(attrs.GetUser()) && a.stands(d) {
+	if keepable && (d.generation != 0 || resp.CacheMilliseconds > 0) && !identity.Stranger(attrs.GetUser()) && a.stands(d) {
 		ttl := time.Duration(math.MaxInt64)
 		if resp.CacheMilliseconds > 0 {
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond

@@ -96,7 +96,7 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 			size += len(s)
 		}
 	}
-	if keepable && resp.CacheMilliseconds > 0 && !stranger(k.response.User) {
+	if keepable && resp.CacheMilliseconds > 0 && !identity.Stranger(k.response.User) {
 		a.known.put(key, k.response.User.GetName(), k, size, time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
 	}
 	return finish(req, k), true, nil
@@ -156,11 +156,6 @@ func keyOfQuestion(r *authnv1.AuthenticateRequest) (key digest, ok bool) {
 		}
 	}
 	return d.sum()
-}
-
-// stranger says whether a user is nobody in particular.
-func stranger(u user.Info) bool {
-	return u == nil || u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
 }
 
 func userBytes(u user.Info) int {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"maps"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -51,6 +52,7 @@ type Config struct {
 	HTTP2MaxStreams            uint32
 	PermitPortSharing          bool
 	ShutdownDelay              time.Duration
+	WatchGrace                 time.Duration
 	RequestHeaderUserHeaders   []string
 	RequestHeaderUIDHeaders    []string
 	RequestHeaderGroupHeaders  []string
@@ -75,6 +77,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil, "Identifiers of the API.")
 	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", 1000, "The maximum number of streams in an HTTP/2 connection.")
 	fs.DurationVar(&c.ShutdownDelay, "shutdown-delay-duration", 0, "How long to go on serving after SIGTERM while /readyz fails.")
+	fs.DurationVar(&c.WatchGrace, "shutdown-watch-termination-grace-period", 0, "Over how long watches are ended after --shutdown-delay-duration, so that their clients do not all come back at once. 0: at once.")
 	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"}, "Request headers to inspect for usernames.")
 	fs.StringSliceVar(&c.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil, "Request headers to inspect for UIDs.")
 	fs.StringSliceVar(&c.RequestHeaderGroupHeaders, "requestheader-group-headers", []string{"X-Remote-Group"}, "Request headers to inspect for groups.")
@@ -171,15 +174,23 @@ func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 // Server serves HTTPS.
 type Server struct {
 	config *Config
-	// Stopping is closed when the server begins to shut down.
-	Stopping chan struct{}
-	InFlight *waitgroup.SafeWaitGroup
-	once     sync.Once
+	// ShuttingDown is closed when the server is told to stop: it is not ready any more, and serves on for --shutdown-delay-duration.
+	ShuttingDown chan struct{}
+	InFlight     *waitgroup.SafeWaitGroup
+	// waves are closed one after the other, over the watches' grace period.
+	waves [64]chan struct{}
 }
+
+// Wave is what a watch ends by when the server stops: one of many, so that clients do not all come back at once.
+func (s *Server) Wave() <-chan struct{} { return s.waves[rand.IntN(len(s.waves))] }
 
 // NewServer returns a server of h.
 func NewServer(c *Config) *Server {
-	return &Server{config: c, Stopping: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup)}
+	s := &Server{config: c, ShuttingDown: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup)}
+	for i := range s.waves {
+		s.waves[i] = make(chan struct{})
+	}
+	return s
 }
 
 // Run listens until ctx is done, then lets the requests in flight end.
@@ -209,14 +220,27 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 		return err
 	case <-ctx.Done():
 	}
-	s.once.Do(func() { close(s.Stopping) })
+	// The order is kube-apiserver's (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served on for the delay; no new
+	// connections, and GOAWAY on those there are; requests end by themselves, watches over their grace period.
+	close(s.ShuttingDown)
 	time.Sleep(c.ShutdownDelay)
-	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout)
+	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout+c.WatchGrace)
 	defer cancel()
+	go func() {
+		for _, w := range s.waves {
+			close(w)
+			time.Sleep(c.WatchGrace / time.Duration(len(s.waves)))
+		}
+	}()
 	if err := srv.Shutdown(drain); err != nil {
 		return srv.Close()
 	}
 	return nil
+}
+
+// StopTimeout is how long a server takes to stop at most.
+func (c *Config) StopTimeout() time.Duration {
+	return c.ShutdownDelay + c.WatchGrace + c.RequestTimeout + 5*time.Second
 }
 
 // connectionPatience is how long a connection's peer may take nothing before the connection is closed: it is gone, or as good

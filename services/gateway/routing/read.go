@@ -262,7 +262,7 @@ func (c *call) watch() {
 	}
 	r := &watch.Request{WatchRequest: &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: version, ResourceVersionMatch: string(opts.ResourceVersionMatch),
 		AllowBookmarks: opts.AllowWatchBookmarks, SendInitialEvents: opts.SendInitialEvents},
-		Deadline: time.Now().Add(timeout), BookmarkPeriod: bookmarks, Stopping: c.Stopping, Moved: func() <-chan struct{} { return c.Authorize.Moved(c.namespace()) }, Allowed: c.stillAllowed()}
+		Deadline: time.Now().Add(timeout), BookmarkPeriod: bookmarks, Stopping: c.Stopping(), Moved: func() <-chan struct{} { return c.Authorize.Moved(c.namespace()) }, Allowed: c.stillAllowed()}
 	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
 		if wsstream.IsWebSocketRequest(c.req) {
 			c.overWebSocket(r)

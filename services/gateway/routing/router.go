@@ -54,8 +54,8 @@ type Router struct {
 	Carrier *streaming.Carrier
 	// MinRequestTimeout is the least time that a watch without timeoutSeconds stays open.
 	MinRequestTimeout time.Duration
-	// Stopping ends watches when it is closed.
-	Stopping <-chan struct{}
+	// Stopping answers what ends a watch when it is closed: the gateway is shutting down.
+	Stopping func() <-chan struct{}
 }
 
 // call is one request for a resource.
@@ -92,8 +92,8 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 	u, _ := request.UserFrom(req.Context())
 	c := &call{Router: r, w: w, req: req, info: info, entry: entry, user: identity.UserProto(u)}
-	scope := "cluster"
-	if info.Name != "" {
+	scope := "cluster" // as k8s.io/apiserver/pkg/endpoints/installer.go has it
+	if info.Name != "" || info.Verb == "create" {
 		scope = "resource"
 	} else if info.Namespace != "" {
 		scope = "namespace"

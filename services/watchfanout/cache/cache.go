@@ -129,11 +129,13 @@ func (c *Cache) start(e *logv1.Event) {
 
 // applyPending applies a transaction: to each resource at once.
 func (c *Cache) applyPending() {
-	for len(c.pending) > 0 {
-		name := c.pending[0].StoredAs
+	pending := c.pending
+	c.pending = nil // also of what cannot be applied: it is forgotten with its resource
+	for len(pending) > 0 {
+		name := pending[0].StoredAs
 		var own []*Event
-		rest := c.pending[:0:0]
-		for _, p := range c.pending {
+		rest := pending[:0:0]
+		for _, p := range pending {
 			if p.StoredAs != name {
 				rest = append(rest, p)
 				continue
@@ -142,9 +144,8 @@ func (c *Cache) applyPending() {
 			c.observed.Store(p.ObservedUnixNano)
 		}
 		c.Resource(name).apply(own)
-		c.pending = rest
+		pending = rest
 	}
-	c.pending = nil
 	c.applied.Store(time.Now().UnixNano())
 }
 

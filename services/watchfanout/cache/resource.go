@@ -213,6 +213,12 @@ func (s *Snapshot) Unreadable(prefix string) (key, reason string, found bool) {
 	return "", "", false
 }
 
+// IsUnreadable says whether the object with the key is there and cannot be read.
+func (s *Snapshot) IsUnreadable(key string) bool {
+	_, bad := s.unreadable[key]
+	return bad
+}
+
 // Len is how many objects there are.
 func (s *Snapshot) Len() int { return s.tree.Len() }
 

@@ -111,21 +111,16 @@ func (r *Resource) Follow(t Topic) *Follower {
 	if own == nil {
 		own = &topic{}
 		own.changed = make(chan struct{})
+		rest := r.all.events // all of them, where the ring has been reset meanwhile or what was seen of it has gone by
 		if seen := base + int64(len(past)); r.all.base <= seen {
-			own.events = concerned
-			for _, e := range r.all.events[seen-r.all.base:] {
-				if t.has(e) {
-					own.add(e)
-				}
-			}
-			own.forget(r.low)
-		} else { // it has been reset meanwhile, or all of it has gone by
-			for _, e := range r.all.events {
-				if t.has(e) {
-					own.add(e)
-				}
+			own.events, rest = concerned, rest[seen-r.all.base:]
+		}
+		for _, e := range rest {
+			if t.has(e) {
+				own.add(e)
 			}
 		}
+		own.forget(r.low)
 		r.topics[t] = own
 		r.topicFields[t.Field]++
 	}

@@ -33,7 +33,7 @@ type AuthzClient interface {
 	Authorize(ctx context.Context, in *AuthorizeRequest, opts ...grpc.CallOption) (*AuthorizeResponse, error)
 	Rules(ctx context.Context, in *RulesRequest, opts ...grpc.CallOption) (*RulesResponse, error)
 	// Generations sends the policy's generation at once, whenever it moves, and every second. A decision made at an older generation
-	// of its scope is void; so is every decision once nothing has been heard for GenerationLease (platform/rpc).
+	// of its scope is void; so is every decision once nothing has been heard for GenerationLease (platform/identity).
 	Generations(ctx context.Context, in *GenerationsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Generation], error)
 }
 
@@ -91,7 +91,7 @@ type AuthzServer interface {
 	Authorize(context.Context, *AuthorizeRequest) (*AuthorizeResponse, error)
 	Rules(context.Context, *RulesRequest) (*RulesResponse, error)
 	// Generations sends the policy's generation at once, whenever it moves, and every second. A decision made at an older generation
-	// of its scope is void; so is every decision once nothing has been heard for GenerationLease (platform/rpc).
+	// of its scope is void; so is every decision once nothing has been heard for GenerationLease (platform/identity).
 	Generations(*GenerationsRequest, grpc.ServerStreamingServer[Generation]) error
 	mustEmbedUnimplementedAuthzServer()
 }

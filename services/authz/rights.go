@@ -23,8 +23,8 @@ type rule struct {
 var (
 	reads = []string{"get", "list", "watch"}
 
-	// readers are the services' rights, by user name. docs/security.md shows them.
-	readers = map[string][]rule{
+	// rights are the services' rights, by user name. docs/security.md shows them.
+	rights = map[string][]rule{
 		identity.Authn: {
 			{verbs: reads, resources: []string{"namespaces", "serviceaccounts"}},
 			{verbs: []string{"get"}, resources: []string{"pods", "nodes"}},
@@ -52,13 +52,13 @@ var (
 // discovery is what every one of them may read beside: discovery.
 var discovery = []string{"/api", "/api/*", "/apis", "/apis/*", "/version"}
 
-// mayRead says whether a user is a service of the system that may do a thing by the table. known is false for anybody else.
-func mayRead(a authorizer.Attributes) (allowed, known bool) {
+// mayDo says whether a user is a service of the system that may do a thing by the table. known is false for anybody else.
+func mayDo(a authorizer.Attributes) (allowed, known bool) {
 	u := a.GetUser()
 	if u == nil || !slices.Contains(u.GetGroups(), identity.ServicesGroup) {
 		return false, false
 	}
-	rules, known := readers[u.GetName()]
+	rules, known := rights[u.GetName()]
 	if !known {
 		return false, false
 	}

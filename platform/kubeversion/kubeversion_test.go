@@ -1,0 +1,21 @@
+package kubeversion
+
+import (
+	"os"
+	"strings"
+	"testing"
+)
+
+// A test is built as go build builds: without flags.
+func TestAPlainBuildKnowsItsVersion(t *testing.T) {
+	if i := Info(); i.GitVersion != Kubernetes || i.Major != "1" || i.Minor != "36" {
+		t.Errorf("%+v", i)
+	}
+	mod, err := os.ReadFile("../go.mod")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := "k8s.io/apiserver v0" + strings.TrimPrefix(Kubernetes, "v1"); !strings.Contains(string(mod), want) {
+		t.Errorf("go.mod does not have %s", want)
+	}
+}

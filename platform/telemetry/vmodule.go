@@ -1,0 +1,85 @@
+package telemetry
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"path"
+	"runtime"
+	"strconv"
+	"strings"
+)
+
+// module is one part of --vmodule: files whose name, without .go, matches the pattern log up to a verbosity
+// (k8s.io/klog/v2, moduleSpec).
+type module struct {
+	pattern   string
+	verbosity int
+}
+
+type modules []module
+
+func parseModules(s string) (modules, error) {
+	var all modules
+	for _, part := range strings.Split(s, ",") {
+		if part == "" {
+			continue
+		}
+		pattern, n, ok := strings.Cut(part, "=")
+		v, err := strconv.Atoi(n)
+		if _, bad := path.Match(pattern, ""); !ok || pattern == "" || err != nil || v < 0 || bad != nil {
+			return nil, fmt.Errorf("--vmodule %q: %q: want pattern=N, comma separated", s, part)
+		}
+		all = append(all, module{pattern, v})
+	}
+	return all, nil
+}
+
+// most is the highest verbosity of any.
+func (m modules) most() int {
+	n := 0
+	for _, x := range m {
+		n = max(n, x.verbosity)
+	}
+	return n
+}
+
+// of is the verbosity of a file; ok is false where no pattern matches.
+func (m modules) of(file string) (verbosity int, ok bool) {
+	name := strings.TrimSuffix(path.Base(file), ".go")
+	for _, x := range m {
+		if match, _ := path.Match(x.pattern, name); match {
+			return x.verbosity, true
+		}
+	}
+	return 0, false
+}
+
+// byModule lets through what is beyond the verbosity where --vmodule asks for it. klog filters by -v and --vmodule before it hands a line
+// on, but a logger taken from a context does not.
+type byModule struct {
+	slog.Handler
+	verbosity int
+	modules   modules
+}
+
+// Handle implements slog.Handler.
+func (h *byModule) Handle(ctx context.Context, r slog.Record) error {
+	if int(r.Level) < -h.verbosity {
+		frame, _ := runtime.CallersFrames([]uintptr{r.PC}).Next()
+		if v, ok := h.modules.of(frame.File); !ok || int(r.Level) < -v {
+			return nil
+		}
+	}
+	return h.Handler.Handle(ctx, r)
+}
+
+// WithAttrs implements slog.Handler.
+func (h *byModule) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &byModule{h.Handler.WithAttrs(attrs), h.verbosity, h.modules}
+}
+
+// WithGroup implements slog.Handler.
+func (h *byModule) WithGroup(name string) slog.Handler {
+	return &byModule{h.Handler.WithGroup(name), h.verbosity, h.modules}
+}

@@ -1,0 +1,190 @@
+package gateway
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/apiserver/pkg/server/healthz"
+
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// hooks are the health checks of kube-apiserver's start hooks, under their names (k8s.io/apiserver/pkg/server, AddPostStartHook), and the
+// check of ours that says the same: what a hook starts there runs in a service here, and the service is ready once it does.
+var hooks = map[string]string{
+	"poststarthook/start-apiserver-admission-initializer":         "admission",
+	"poststarthook/generic-apiserver-start-informers":             "etcd",
+	"poststarthook/storage-readiness":                             "etcd",
+	"poststarthook/start-apiextensions-informers":                 "etcd",
+	"poststarthook/start-apiextensions-controllers":               "etcd",
+	"poststarthook/crd-informer-synced":                           "etcd",
+	"poststarthook/bootstrap-controller":                          "etcd",
+	"poststarthook/start-system-namespaces-controller":            "etcd",
+	"poststarthook/start-kubernetes-service-cidr-controller":      "etcd",
+	"poststarthook/start-service-ip-repair-controllers":           "etcd",
+	"poststarthook/start-legacy-token-tracking-controller":        "etcd",
+	"poststarthook/rbac/bootstrap-roles":                          "authz",
+	"poststarthook/scheduling/bootstrap-system-priority-classes":  "etcd",
+	"poststarthook/start-cluster-authentication-info-controller":  "etcd",
+	"poststarthook/start-kube-aggregator-informers":               "etcd",
+	"poststarthook/apiservice-registration-controller":            "catalog",
+	"poststarthook/apiservice-discovery-controller":               "catalog",
+	"poststarthook/apiservice-status-local-available-controller":  "etcd",
+	"poststarthook/apiservice-status-remote-available-controller": "etcd",
+	"poststarthook/kube-apiserver-autoregistration":               "catalog",
+	"poststarthook/apiservice-openapi-controller":                 "catalog",
+	"poststarthook/apiservice-openapiv3-controller":               "catalog",
+	"autoregister-completion":                                     "catalog",
+}
+
+const (
+	// checkTimeout bounds one check, and checkedFor is for how long its answer is good: many names ask the same.
+	checkTimeout = 3 * time.Second
+	checkedFor   = time.Second
+)
+
+// check is one of ours, asked at most once in a while.
+type check struct {
+	ask func(context.Context) error
+
+	mu  sync.Mutex
+	at  time.Time
+	err error
+}
+
+func (c *check) get(r *http.Request) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if time.Since(c.at) > checkedFor {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), checkTimeout)
+		c.err = c.ask(ctx)
+		cancel()
+		c.at = time.Now()
+	}
+	return c.err
+}
+
+// checks are what says whether each other service can be asked, by name.
+func (g *Service) checks() map[string]*check {
+	return map[string]*check{
+		"catalog": {ask: func(context.Context) error {
+			if g.catalog.View() == nil {
+				return errors.New("registry has not said what is served")
+			}
+			return nil
+		}},
+		"etcd": {ask: func(ctx context.Context) error {
+			_, err := g.services.Source.Revision(ctx, &registryv1.RevisionRequest{})
+			return err
+		}},
+		"authn": {ask: func(ctx context.Context) error {
+			_, err := g.services.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})
+			return err
+		}},
+		"authz": {ask: func(ctx context.Context) error {
+			_, err := g.services.Authz.Rules(ctx, &authzv1.RulesRequest{})
+			return err
+		}},
+		"admission": {ask: func(ctx context.Context) error {
+			stream, err := g.services.Admission.Interests(ctx, &admissionv1.InterestsRequest{})
+			if err == nil {
+				_, err = stream.Recv()
+			}
+			return err
+		}},
+	}
+}
+
+// needed are the checks without which a gateway has nothing to answer with.
+var needed = []string{"catalog", "etcd", "authn", "authz", "admission"}
+
+// started is a check that has come true: a start hook has run once it has, whatever comes later.
+func (c *check) started() healthz.HealthChecker {
+	var done atomic.Bool
+	return healthz.NamedCheck("", func(r *http.Request) error {
+		if done.Load() {
+			return nil
+		}
+		err := c.get(r)
+		done.Store(err == nil)
+		return err
+	})
+}
+
+// installHealth serves /healthz, /livez and /readyz with kube-apiserver's names. Whether the other services can be asked is a matter of
+// /healthz and /readyz: a gateway is not started again because another service is away.
+func (g *Service) installHealth(mux *http.ServeMux) {
+	var common, services []healthz.HealthChecker
+	for _, name := range needed {
+		if name != "etcd" {
+			services = append(services, healthz.NamedCheck(name, g.health[name].get))
+		}
+	}
+	names := make([]string, 0, len(hooks))
+	for name := range hooks {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		common = append(common, healthz.NamedCheck(name, g.health[hooks[name]].started().Check))
+	}
+	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz, healthz.NamedCheck("etcd", g.health["etcd"].get)}
+	ready := []healthz.HealthChecker{
+		healthz.NamedCheck("etcd-readiness", g.health["etcd"].get),
+		healthz.NamedCheck("informer-sync", g.health["etcd"].get),
+		healthz.NewShutdownHealthz(g.server.ShuttingDown),
+	}
+	healthz.InstallHandler(mux, slices.Concat(first, services, common)...)
+	healthz.InstallLivezHandler(mux, slices.Concat(first, common)...)
+	healthz.InstallReadyzHandler(mux, slices.Concat(first, services, common, ready)...)
+	// Beside /readyz, since the API works without it: whether the watch tier is as far as etcd.
+	mux.HandleFunc("/readyz/watch-tier", func(w http.ResponseWriter, req *http.Request) {
+		ctx, cancel := context.WithTimeout(req.Context(), checkTimeout)
+		defer cancel()
+		if err := g.tier(ctx); err != nil {
+			http.Error(w, "internal server error: "+err.Error(), http.StatusInternalServerError)
+			return
+		}
+		_, _ = w.Write([]byte("ok"))
+	})
+}
+
+// tier says why the watch tier cannot be read from, or is nil.
+func (g *Service) tier(ctx context.Context) error {
+	v := g.catalog.View()
+	if v == nil {
+		return errors.New("registry has not said what is served")
+	}
+	entry, ok := v.Entry("", "v1", "namespaces", "")
+	if !ok {
+		return errors.New("namespaces are not served")
+	}
+	stream, err := g.services.Watch.List(tierRoute(ctx), &watchfanoutv1.ListRequest{
+		Query: &watchfanoutv1.Query{Entry: entry, Output: &registryv1.Output{MediaType: "application/json"}}, Limit: 1})
+	if err == nil {
+		_, err = stream.Recv()
+	}
+	return err
+}
+
+// Ready says why the gateway cannot serve yet, or nil.
+func (g *Service) Ready(ctx context.Context) error {
+	for _, name := range needed {
+		one, cancel := context.WithTimeout(ctx, checkTimeout)
+		err := g.health[name].ask(one)
+		cancel()
+		if err != nil {
+			return errors.New(name + ": " + err.Error())
+		}
+	}
+	return nil
+}

@@ -1,0 +1,205 @@
+package e2e
+
+import (
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+
+	"watershed.dev/test/harness"
+)
+
+// impersonator is a client that asks as somebody else, over a connection of its own.
+func impersonator(t *testing.T, s *harness.Server, name string) *kubernetes.Clientset {
+	t.Helper()
+	c := s.Config()
+	c.Impersonate = rest.ImpersonationConfig{UserName: name}
+	c.Dial = s.Dialer()
+	client, err := kubernetes.NewForConfig(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return client
+}
+
+func bind(t *testing.T, s *harness.Server, user string) {
+	t.Helper()
+	_, err := s.Client().RbacV1().ClusterRoleBindings().Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user},
+		RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"}, Subjects: []rbacv1.Subject{{Kind: "User", APIGroup: rbacv1.GroupName, Name: user}}}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func reads(t *testing.T, c *kubernetes.Clientset) bool {
+	_, err := c.CoreV1().ConfigMaps("kube-public").List(t.Context(), metav1.ListOptions{Limit: 1})
+	return err == nil
+}
+
+// A permission that is taken away is gone at every gateway, though decisions are kept there. How soon is printed; it is a measurement, not
+// a promise of this machine's. REVOCATIONS sets how many.
+func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
+	s := harness.Split(t, "", "--replicas", "gateway=3,authz=2")
+	rounds := 10
+	if n, err := strconv.Atoi(os.Getenv("REVOCATIONS")); err == nil {
+		rounds = n
+	}
+	const connections = 9 // more than enough that each of the three gateways has some
+	var took []time.Duration
+	for round := range rounds {
+		user := fmt.Sprintf("user-%d", round)
+		var clients []*kubernetes.Clientset
+		for range connections {
+			clients = append(clients, impersonator(t, s, user))
+		}
+		bind(t, s, user)
+		for _, c := range clients {
+			harness.Eventually(t, 10*time.Second, func() error {
+				if !reads(t, c) {
+					return fmt.Errorf("%s may not read yet", user)
+				}
+				return nil
+			})
+		}
+		if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), user, metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		revoked := time.Now()
+		until := make([]time.Duration, connections)
+		var wg sync.WaitGroup
+		for i, c := range clients {
+			wg.Go(func() {
+				for time.Since(revoked) < 20*time.Second {
+					asked := time.Since(revoked)
+					if !reads(t, c) {
+						until[i] = asked
+						return
+					}
+				}
+				until[i] = time.Hour
+			})
+		}
+		wg.Wait()
+		worst := slices.Max(until)
+		if worst == time.Hour {
+			t.Fatalf("%s may still read after 20 s", user)
+		}
+		took = append(took, worst)
+	}
+	slices.Sort(took)
+	t.Logf("%d revocations at 3 gateways and 2 authz, over %d connections: the last request that was answered began p50 %v, p99 %v, at most %v after the deletion was acknowledged",
+		rounds, connections, took[len(took)/2].Round(100*time.Microsecond), took[len(took)*99/100].Round(100*time.Microsecond), took[len(took)-1].Round(100*time.Microsecond))
+}
+
+// With NATS stopped, writes go on, and so does what they say of permissions: policies reach those who decide by another way, within the
+// bound that is told (S4).
+func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
+	s := harness.Split(t, "")
+	bob := impersonator(t, s, "bob")
+	bind(t, s, "bob")
+	harness.Eventually(t, 10*time.Second, func() error {
+		if !reads(t, bob) {
+			return fmt.Errorf("bob may not read yet")
+		}
+		return nil
+	})
+	nats := pid(t, s, "nats-0")
+	if err := syscall.Kill(nats, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = syscall.Kill(nats, syscall.SIGCONT) })
+	if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	revoked := time.Now()
+	const bound = 10 * time.Second // --policy-freshness-bound
+	harness.Eventually(t, bound+10*time.Second, func() error {
+		if reads(t, bob) {
+			return fmt.Errorf("bob still reads")
+		}
+		return nil
+	})
+	t.Logf("refused %v after the deletion, with NATS stopped", time.Since(revoked).Round(100*time.Millisecond))
+	// Everybody else goes on, for as long as it is stopped: what is decided by is read with lists.
+	bind(t, s, "alice")
+	alice := impersonator(t, s, "alice")
+	harness.Eventually(t, bound+10*time.Second, func() error {
+		if !reads(t, alice) {
+			return fmt.Errorf("alice, who was given a permission meanwhile, may not read")
+		}
+		return nil
+	})
+	for until := time.Now().Add(2 * bound); time.Now().Before(until); time.Sleep(time.Second) {
+		if !reads(t, alice) {
+			t.Fatal("alice is refused while NATS is stopped")
+		}
+		if _, err := s.Client().CoreV1().ConfigMaps("kube-public").List(t.Context(), metav1.ListOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if code, body := s.Get("/readyz/watch-tier"); code == http.StatusOK {
+		t.Errorf("the watch tier is told to be as far as etcd: %s", body)
+	}
+	if err := syscall.Kill(nats, syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	harness.Eventually(t, 30*time.Second, func() error {
+		if code, body := s.Get("/readyz/watch-tier"); code != http.StatusOK {
+			return fmt.Errorf("%d %s", code, body)
+		}
+		return nil
+	})
+}
+
+// Nothing of a Secret is in what NATS stores (S10).
+func TestTheLogIsEncryptedOnDisk(t *testing.T) {
+	s := harness.Up(t, "")
+	s.Kubectl("create", "secret", "generic", "s", "--from-literal=k=SUPERSECRET")
+	_, _ = s.TryKubectl("", "get", "secrets", "--watch", "--request-timeout=1s") // it has gone through the log
+	for i := range 50 {
+		s.Kubectl("create", "configmap", fmt.Sprint("c", i), "--from-literal=k=SUPERSECRET")
+	}
+	s.Stop()
+	found := 0
+	err := filepath.Walk(filepath.Join(s.Dir, "nats"), func(path string, info os.FileInfo, err error) error {
+		if err != nil || info.IsDir() {
+			return err
+		}
+		found++
+		data, err := os.ReadFile(path)
+		for _, plain := range []string{"SUPERSECRET", "U1VQRVJTRUNSRVQ", "configmaps"} {
+			if strings.Contains(string(data), plain) {
+				t.Errorf("%s holds %q", path, plain)
+			}
+		}
+		return err
+	})
+	if err != nil || found == 0 {
+		t.Errorf("%d files, %v", found, err)
+	}
+}
+
+func pid(t *testing.T, s *harness.Server, name string) int {
+	t.Helper()
+	data, err := os.ReadFile(filepath.Join(s.Dir, name+".pid"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n, err := strconv.Atoi(strings.TrimSpace(string(data)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
