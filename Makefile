@@ -44,7 +44,7 @@ e2e: build peers ## real clients and controllers against both forms, and against
 	cd test && go test -count=1 -timeout 30m ./...
 
 # What the tests run against, each from its own module.
-peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kwok etcd etcdctl sample-apiserver) ## real peers for the tests
+peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kwok etcd etcdctl etcdutl sample-apiserver) ## real peers for the tests
 
 $(PEERS)/kube-%: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kube-$*
@@ -58,6 +58,8 @@ $(PEERS)/etcd: test/go.mod
 	cd test && go build -o ../$@ go.etcd.io/etcd/server/v3
 $(PEERS)/etcdctl: test/go.mod
 	cd test && go build -o ../$@ go.etcd.io/etcd/etcdctl/v3
+$(PEERS)/etcdutl: test/go.mod
+	cd test && go build -o ../$@ go.etcd.io/etcd/etcdutl/v3
 # What a real node is made of.
 node-peers: $(addprefix $(PEERS)/,kubelet kube-proxy agnhost resource-consumer pause etcd-static sample-apiserver containerd containerd-shim-runc-v2 ctr)
 

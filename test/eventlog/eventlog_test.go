@@ -2,6 +2,7 @@
 package eventlog
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -10,7 +11,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/klauspost/compress/s2"
 	natsserver "github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
 	"watershed.dev/platform/eventlog"
@@ -56,7 +59,7 @@ func start(t *testing.T) *cluster {
 }
 
 func (c *cluster) run() {
-	s, err := natsserver.NewServer(&natsserver.Options{JetStream: true, StoreDir: c.dir, DontListen: true, NoLog: true, NoSigs: true, MaxPayload: 8 << 20})
+	s, err := natsserver.NewServer(&natsserver.Options{JetStream: true, StoreDir: c.dir, DontListen: true, NoLog: true, NoSigs: true, MaxPayload: 32 << 20})
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -267,4 +270,84 @@ func TestReplayIsWhatCameAfter(t *testing.T) {
 	if got, err := replay(50, 72); !errors.Is(err, eventlog.ErrForgotten) {
 		t.Errorf("over a reset: %q, %v", got, err)
 	}
+}
+
+// A replay that retention overtakes says so; what it has given until then has no gap (F2).
+func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
+	c := start(t)
+	c.write(reset(10))
+	const last = 10 + 700
+	for r := int64(11); r <= last; r++ {
+		c.write(added(r, "pods"))
+	}
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	next, purged := int64(11), false
+	err = eventlog.Replay(t.Context(), c.js, "pods", 10, func(e *logv1.Event) (bool, error) {
+		if e.Revision != next {
+			t.Fatalf("after %d came %d", next-1, e.Revision)
+		}
+		next++
+		if !purged { // what comes a good deal later is forgotten
+			purged = true
+			if err := stream.Purge(t.Context(), jetstream.WithPurgeSequence(650)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return e.Revision < last, nil
+	})
+	if !errors.Is(err, eventlog.ErrForgotten) {
+		t.Errorf("it ended at %d with %v", next-1, err)
+	}
+}
+
+// A message of any size that an object may have comes back as it was, and one that claims to be larger is corrupt.
+func TestLargeEventsComeBack(t *testing.T) {
+	c := start(t)
+	big := added(11, "pods")
+	big.Object.Json = bytes.Repeat([]byte(`\u003c`), 3<<20)
+	big.Object.Labels = map[string]string{"odd": "\xff\xfe"}
+	big.Name = "\xff"
+	c.write(reset(10), big)
+	var got *logv1.Event
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	_ = eventlog.Read(ctx, c.js, func(e *logv1.Event) error {
+		if e.Revision == 11 {
+			got = e
+			return errors.New("enough")
+		}
+		return nil
+	})
+	if got == nil || !bytes.Equal(got.Object.Json, big.Object.Json) || got.Name != big.Name || got.Object.Labels["odd"] != "\xff\xfe" {
+		t.Error("it did not come back as it was")
+	}
+	bomb := s2.Encode(nil, make([]byte, 100<<20))
+	if _, err := eventlog.Event(nats.Header{"Content-Encoding": {"s2"}}, bomb); err == nil {
+		t.Error("a message unpacks to 100 MB")
+	}
+}
+
+// Readers leave no consumer behind (F8).
+func TestReadersLeaveNoConsumerBehind(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 20 {
+		if err := eventlog.Replay(t.Context(), c.js, "pods", 10, func(*logv1.Event) (bool, error) { return false, nil }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	harness.Eventually(t, 10*time.Second, func() error {
+		info, err := stream.Info(t.Context())
+		if err == nil && info.State.Consumers > 0 {
+			err = fmt.Errorf("%d consumers", info.State.Consumers)
+		}
+		return err
+	})
 }

@@ -1,0 +1,233 @@
+package cache
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+func large(revision int64, name string, n int) *logv1.Event {
+	e := event(logv1.Type_TYPE_MODIFIED, revision, name)
+	e.Object.Json = []byte(`{"x":"` + strings.Repeat("x", n) + `"}`)
+	return e
+}
+
+// A ring holds no more than its bound, with the states before and with what was made of its events (F9).
+func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
+	const bound = 1 << 20
+	c := New(bound, 0)
+	c.Apply(reset(10))
+	r := c.Resource("pods")
+	f := r.Follow(Topic{})
+	defer f.Close()
+	for i := range int64(400) {
+		e := large(11+i, "a", 10_000)
+		e.Previous = &logv1.Object{Json: e.Object.Json, Labels: map[string]string{"a": "b"}}
+		c.Apply(e)
+		cur, _, ok := f.After(10+i, lastOf)
+		if !ok {
+			t.Fatal("the newest event is not there")
+		}
+		events, _, _, _, _ := f.Next(cur, 10)
+		for _, e := range events {
+			for form := range 5 {
+				if _, err := e.Frame(form, func() ([]byte, error) { return make([]byte, 20_000), nil }); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+	c.Sweep() // frames of the newest came after its applying
+	s := c.Resources()[0]
+	if held := s.EventBytes; held > bound+200_000 || s.Events > 12 {
+		t.Errorf("%d events hold %d bytes of %d", s.Events, held, bound)
+	}
+	real := 0
+	for _, e := range r.all.events {
+		real += e.size() + e.frames.bytes
+	}
+	if int64(real) != r.ringBytes.Load() {
+		t.Errorf("%d bytes are held, %d are told", real, r.ringBytes.Load())
+	}
+}
+
+// However much happens while a resource is being loaded, the load comes to an end (F6).
+func TestALoadIsNotStarvedByItsRing(t *testing.T) {
+	c := New(100_000, 0)
+	c.Apply(reset(10))
+	began, going := make(chan struct{}), make(chan struct{})
+	loads := 0
+	slow := func(context.Context, string) ([]*registryv1.Row, int64, error) {
+		if loads++; loads == 1 {
+			close(began)
+		}
+		<-going
+		return []*registryv1.Row{{Namespace: "ns", Name: "old", Json: []byte("{}")}}, 10, nil
+	}
+	done := make(chan *Snapshot)
+	go func() {
+		s, err := c.Resource("pods").Snapshot(t.Context(), "", slow, at(c))
+		if err != nil {
+			t.Error(err)
+		}
+		done <- s
+	}()
+	<-began
+	for i := range int64(50) { // five times what the ring holds
+		c.Apply(large(11+i, fmt.Sprint("p", i), 10_000))
+	}
+	close(going)
+	if s := <-done; s.Len() != 51 || loads != 1 {
+		t.Errorf("%d objects after %d loads", s.Len(), loads)
+	}
+	c.Apply(large(100, "after", 10))
+	if s := c.Resources()[0]; s.EventBytes > 150_000 {
+		t.Errorf("%d bytes are kept after the load", s.EventBytes)
+	}
+}
+
+// What cannot be read is said of those that ask for it, and of nobody else; it is forgotten when it is written anew.
+func TestWhatCannotBeReadIsItsOwnMatter(t *testing.T) {
+	c := New(1<<20, 0)
+	c.Apply(reset(10))
+	rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
+		return []*registryv1.Row{{Namespace: "ns", Name: "fine", Json: []byte("{}")}, {Namespace: "bad", Name: "x", Unreadable: "rubbish"}}, 10, nil
+	}
+	read := func() *Snapshot {
+		s, err := c.Resource("pods").Snapshot(t.Context(), "", rows, at(c))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s
+	}
+	s := read()
+	if _, _, bad := s.Unreadable("ns/"); bad || s.Len() != 1 {
+		t.Error("another namespace hears of it")
+	}
+	for _, prefix := range []string{"", "bad/"} {
+		if key, why, bad := s.Unreadable(prefix); !bad || key != "bad/x" || why != "rubbish" {
+			t.Errorf("%q: %v %q %q", prefix, bad, key, why)
+		}
+	}
+	e := event(logv1.Type_TYPE_MODIFIED, 11, "x")
+	e.Namespace = "bad"
+	c.Apply(e)
+	if _, _, bad := read().Unreadable(""); bad {
+		t.Error("it is still unreadable though it was written anew")
+	}
+	if _, _, bad := s.Unreadable(""); !bad {
+		t.Error("a snapshot changed")
+	}
+}
+
+// Cursors of another history of etcd are overrun, also where its revisions are smaller (F3).
+func TestAnotherHistoryOverrunsEveryCursor(t *testing.T) {
+	c := New(1<<20, 0)
+	first := reset(1000)
+	first.History = "a"
+	c.Apply(first)
+	r := follow(c, "pods")
+	cur, _, ok := r.After(1000, lastOf)
+	if !ok || c.History() != "a" {
+		t.Fatal(c.History())
+	}
+	second := reset(500)
+	second.History = "b"
+	c.Apply(second)
+	if _, _, _, _, ok := r.Next(cur, 1); ok || c.History() != "b" || c.Progress() != 500 {
+		t.Errorf("a cursor goes on in history %q at %d", c.History(), c.Progress())
+	}
+	// Also where the reset itself has been forgotten by the log.
+	cur, _, _ = r.After(500, lastOf)
+	third := event(logv1.Type_TYPE_ADDED, 400, "x")
+	third.History = "c"
+	c.Apply(third)
+	if _, _, _, _, ok := r.Next(cur, 1); ok || c.History() != "c" {
+		t.Errorf("a cursor goes on in history %q", c.History())
+	}
+}
+
+// An event that cannot be applied is forgotten with its resource; it is not met again.
+func TestWhatCannotBeAppliedIsNotAppliedAgain(t *testing.T) {
+	c := New(1<<20, 0)
+	c.Apply(reset(10))
+	broken := &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 11, StoredAs: "pods"} // without an object
+	apply := func(e *logv1.Event) (panicked bool) {
+		defer func() { panicked = recover() != nil }()
+		c.Apply(e)
+		return false
+	}
+	if !apply(broken) {
+		t.Skip("it can be applied") // and then there is nothing to say
+	}
+	if apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 11, StoredAs: "pods"}) || apply(event(logv1.Type_TYPE_ADDED, 12, "a")) {
+		t.Error("it is met again")
+	}
+	if c.Progress() != 12 {
+		t.Errorf("progress %d", c.Progress())
+	}
+}
+
+// A frame that panics is an error for those who want it, and can be made again.
+func TestAFrameThatPanicsIsAnError(t *testing.T) {
+	e := &Event{Item: &Item{}}
+	if _, err := e.Frame("k", func() ([]byte, error) { panic("boom") }); err == nil {
+		t.Error("no error")
+	}
+	if b, err := e.Frame("k", func() ([]byte, error) { return []byte("x"), nil }); err != nil || string(b) != "x" {
+		t.Errorf("%s %v", b, err)
+	}
+}
+
+// Many readers, a writer, loads, drops and resets do not disturb each other, and no list is older than it says.
+func TestListsAreNeverOlderThanTheySay(t *testing.T) {
+	c := New(10_000, time.Nanosecond)
+	c.Apply(reset(10))
+	stop := make(chan struct{})
+	failed := make(chan error, 100)
+	for n := range 4 {
+		name := fmt.Sprint("r", n%2)
+		go func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				floor := c.Progress()
+				s, err := c.Resource(name).Snapshot(t.Context(), "", func(context.Context, string) ([]*registryv1.Row, int64, error) {
+					return nil, c.Progress(), nil
+				}, at(c))
+				if err != nil {
+					failed <- err
+					return
+				}
+				if s.Revision < floor {
+					failed <- fmt.Errorf("a list at %d, though %d had been reached", s.Revision, floor)
+				}
+			}
+		}()
+	}
+	for i := range int64(3000) {
+		e := event(logv1.Type_TYPE_ADDED, 11+i, fmt.Sprint("p", i%20))
+		e.StoredAs = fmt.Sprint("r", i%2)
+		c.Apply(e)
+		if i%500 == 0 {
+			c.Sweep()
+		}
+	}
+	close(stop)
+	select {
+	case err := <-failed:
+		if !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	default:
+	}
+}

@@ -1,0 +1,126 @@
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+
+	"watershed.dev/test/harness"
+)
+
+// An etcd that is restored from a backup counts revisions anew, and writes may carry it past the log's end before anybody looks. Nothing of
+// the two histories mixes: open watches end, lists say what etcd has, and who names a revision that etcd has not come to is told so (F3).
+func TestARestoredEtcdIsAnotherHistory(t *testing.T) {
+	dir := harness.TempDir(t)
+	etcd := harness.NewMember(t, dir)
+	s := harness.Up(t, "", "--etcd-servers="+etcd.URL)
+	create := func(names ...string) (last *corev1.ConfigMap) {
+		t.Helper()
+		for _, n := range names {
+			harness.Eventually(t, 30*time.Second, func() (err error) {
+				last, err = s.Client().CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: n}}, metav1.CreateOptions{})
+				if apierrors.IsAlreadyExists(err) {
+					err = nil
+				}
+				return err
+			})
+		}
+		return last
+	}
+	create("before")
+	backup := filepath.Join(dir, "backup.db")
+	if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd.URL, "snapshot", "save", backup).CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	var lost *corev1.ConfigMap
+	for i := range 40 {
+		lost = create(fmt.Sprint("lost-", i))
+	}
+	w, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(), metav1.ListOptions{ResourceVersion: lost.ResourceVersion})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Stop()
+	etcd.Stop()
+	etcd.Restore(backup)
+	etcd.Start()
+	for i := range 60 { // past where the log had been
+		create(fmt.Sprint("new-", i))
+	}
+	for until := time.After(40 * time.Second); ; {
+		select {
+		case e, ok := <-w.ResultChan():
+			if ok && e.Type != watch.Error {
+				if e.Type != watch.Bookmark {
+					t.Errorf("a watch of the history before hears of %v", e.Object)
+				}
+				continue
+			}
+		case <-until:
+			t.Fatal("a watch of the history before goes on")
+		}
+		break
+	}
+	harness.Eventually(t, 30*time.Second, func() error {
+		list, err := s.Client().CoreV1().ConfigMaps("default").List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		names := map[string]bool{}
+		for _, c := range list.Items {
+			names[c.Name] = true
+		}
+		for i := range 60 {
+			if !names[fmt.Sprint("new-", i)] {
+				return fmt.Errorf("new-%d is missing of %d", i, len(names))
+			}
+		}
+		for i := range 40 {
+			if names[fmt.Sprint("lost-", i)] {
+				return fmt.Errorf("lost-%d is listed", i)
+			}
+		}
+		if !names["before"] {
+			return fmt.Errorf("what was before the backup is missing")
+		}
+		return nil
+	})
+	// A revision that etcd has not come to is of another history.
+	future, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(), metav1.ListOptions{ResourceVersion: "1000000000"})
+	if err == nil {
+		select {
+		case e := <-future.ResultChan():
+			if st, ok := e.Object.(*metav1.Status); !ok || st.Code != 410 {
+				t.Errorf("a watch from the future begins with %v", e)
+			}
+		case <-time.After(10 * time.Second):
+			t.Error("a watch from the future waits")
+		}
+		future.Stop()
+	}
+	// And the watch that begins anew hears of what comes.
+	fresh, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer fresh.Stop()
+	create("after")
+	for until := time.After(20 * time.Second); ; {
+		select {
+		case e := <-fresh.ResultChan():
+			if c, ok := e.Object.(*corev1.ConfigMap); ok && c.Name == "after" {
+				return
+			}
+		case <-until:
+			t.Fatal("a new watch hears of nothing")
+		}
+	}
+}
