@@ -14,7 +14,7 @@ PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 # The race detector needs a C compiler; everything else here does without.
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 
-.PHONY: build up split test unit e2e lint generate peers conformance differential node-peers robustness robustness-broken bench clean help
+.PHONY: build up split test unit e2e lint generate peers conformance differential node-peers robustness robustness-broken bench fuzz clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,12 @@ robustness-broken: build ## the same against a Watershed that is broken on purpo
 
 bench: build peers ## Watershed beside kube-apiserver; rewrites docs/performance.md's table
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(ARGS)
+
+FUZZ_TIME  ?= 1m
+
+fuzz: ## each fuzz target for FUZZ_TIME (a minute): what parses strangers' bytes and is ours
+	@for p in ./services/gateway/wire ./services/gateway/routing ./services/watchfanout ./services/watchfanout/frame ./platform/eventlog; do \
+	  for f in $$(go test -list '^Fuzz' $$p | grep ^Fuzz); do echo "$$p $$f"; go test -run '^$$' -fuzz "^$$f$$" -fuzztime $(FUZZ_TIME) $$p || exit 1; done; done
 
 generate: ## Go code from proto/
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf generate

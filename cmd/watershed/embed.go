@@ -176,8 +176,6 @@ func natsUsers() []*natsserver.User {
 	read := []string{
 		api + "STREAM.INFO." + eventlog.StreamName,
 		api + "STREAM.MSG.GET." + eventlog.StreamName,
-		api + "DIRECT.GET." + eventlog.StreamName,
-		api + "DIRECT.GET." + eventlog.StreamName + ".>",
 		consumer + ".*",
 		api + "CONSUMER.DELETE." + eventlog.StreamName + ".*", // names are random, and nobody may list them
 		api + "CONSUMER.MSG.NEXT." + eventlog.StreamName + ".*",

@@ -127,7 +127,7 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	}
 	return js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
 		Name: StreamName, Subjects: []string{events + ">", ProgressSubject}, Storage: storage, Replicas: max(o.Replicas, 1),
-		MaxAge: o.Retention, MaxBytes: o.MaxBytes, Discard: jetstream.DiscardOld, Duplicates: min(o.Retention, time.Second), AllowDirect: true,
+		MaxAge: o.Retention, MaxBytes: o.MaxBytes, Discard: jetstream.DiscardOld, Duplicates: min(o.Retention, time.Second), // and no direct gets: a follower may be behind
 	})
 }
 

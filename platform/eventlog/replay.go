@@ -17,8 +17,9 @@ import (
 var ErrForgotten = errors.New("the event log does not go back so far")
 
 const (
-	// replayBatch is how many messages are read before the log is asked whether it still held them all.
+	// replayBatch and replayBytes are how many messages, and bytes of them, are read before the log is asked whether it still held them all.
 	replayBatch = 256
+	replayBytes = 4 << 20
 	// replayIdle is how long NATS keeps a replay's consumer once nobody reads: the replay has ended.
 	replayIdle = 5 * time.Second
 )
@@ -77,9 +78,10 @@ type replay struct {
 	after int64
 	each  func(*logv1.Event) (bool, error)
 	given bool
-	// held are messages that have come since.
-	held []*logv1.Event
-	last uint64
+	// held are messages that have come since, as they came: what one unpacks to may be a hundred times as much.
+	held  []jetstream.Msg
+	bytes int
+	last  uint64
 }
 
 // take holds a message until what has come is known to have no gap: at the end of a batch, and where nothing more is waiting.
@@ -88,12 +90,9 @@ func (r *replay) take(ctx context.Context, m jetstream.Msg) (more bool, err erro
 	if err != nil {
 		return false, err
 	}
-	e, err := Event(m.Headers(), m.Data())
-	if err != nil { // what it said cannot be known
-		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: math.MaxInt64}
-	}
-	r.held, r.last = append(r.held, e), meta.Sequence.Stream
-	if len(r.held) < replayBatch && meta.NumPending > 0 {
+	r.held, r.last = append(r.held, m), meta.Sequence.Stream
+	r.bytes += len(m.Data())
+	if len(r.held) < replayBatch && r.bytes < replayBytes && meta.NumPending > 0 {
 		return true, nil
 	}
 	info, err := r.stream.Info(ctx)
@@ -105,8 +104,12 @@ func (r *replay) take(ctx context.Context, m jetstream.Msg) (more bool, err erro
 	}
 	r.whole = r.last
 	held := r.held
-	r.held = nil
-	for _, e := range held {
+	r.held, r.bytes = nil, 0
+	for _, m := range held {
+		e, err := Event(m.Headers(), m.Data())
+		if err != nil { // what it said cannot be known
+			e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: math.MaxInt64}
+		}
 		switch {
 		case e.Type == logv1.Type_TYPE_RESET && (r.given || e.Revision > r.after):
 			return false, ErrForgotten

@@ -127,7 +127,7 @@ func New(c *Config, s Services) (*Service, error) {
 		}
 		told(v)
 	}}
-	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Objects: s.Objects, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Lists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, Admission: s.Admission,
+	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Objects: s.Objects, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Lists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, FirstLists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, Admission: s.Admission,
 		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Wave}
 	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight, g.own)
 	return g, nil

@@ -44,7 +44,7 @@ func (s *Service) verify(ctx context.Context) error {
 			return ctx.Err()
 		case <-tick.C:
 		}
-		asked := time.Now()
+		asked, before := time.Now(), s.cache.Progress()
 		one, cancel := context.WithTimeout(ctx, staleAfter)
 		r, err := s.registry.Revision(one, &registryv1.RevisionRequest{})
 		if err != nil {
@@ -55,6 +55,7 @@ func (s *Service) verify(ctx context.Context) error {
 		cancel()
 		switch {
 		case ctx.Err() != nil:
+		case err != nil && s.cache.Progress() > before: // it is late, and comes: everybody is, and another replica is not ahead
 		case err != nil && s.freshness.since.CompareAndSwap(nil, &asked):
 			slog.Warn("The event log does not bring what etcd has", "revision", s.cache.Progress(), "etcd", r.Revision)
 		case err == nil && s.freshness.since.Swap(nil) != nil:

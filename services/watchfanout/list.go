@@ -248,9 +248,9 @@ func (s *Service) reach(ctx context.Context, revision int64) error {
 
 // keptSnapshot lets the next page of a list be read at the first page's revision.
 type keptSnapshot struct {
-	storedAs string
-	snapshot *cache.Snapshot
-	at       time.Time
+	storedAs, history string
+	snapshot          *cache.Snapshot
+	at                time.Time
 }
 
 const (
@@ -271,11 +271,11 @@ func (s *Service) keep(storedAs string, snapshot *cache.Snapshot) {
 	if len(s.snapshots) >= keptSnapshots {
 		s.snapshots = slices.Delete(s.snapshots, 0, 1)
 	}
-	s.snapshots = append(s.snapshots, keptSnapshot{storedAs, snapshot, now})
+	s.snapshots = append(s.snapshots, keptSnapshot{storedAs, s.cache.History(), snapshot, now})
 	s.unpin()
 }
 
-// unpin forgets the oldest snapshots until they hold little that nobody else does.
+// unpin forgets the snapshots that hold most that nobody else does, until all of them hold little.
 func (s *Service) unpin() {
 	for len(s.snapshots) > 0 {
 		pinned := map[string]int64{}
@@ -306,7 +306,7 @@ func (s *Service) kept(storedAs string, revision int64) (*cache.Snapshot, bool) 
 	s.snapshotsMu.Lock()
 	defer s.snapshotsMu.Unlock()
 	for _, k := range s.snapshots {
-		if k.storedAs == storedAs && k.snapshot.Revision == revision {
+		if k.storedAs == storedAs && k.snapshot.Revision == revision && k.history == s.cache.History() {
 			return k.snapshot, true
 		}
 	}

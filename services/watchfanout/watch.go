@@ -215,7 +215,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 		after-- // its transaction holds more; what was sent of it is left out
 	}
 	began := time.Now()
-	b, err := w.backfill(ctx, w.entry.StoredAs, after, low)
+	b, leave, err := w.backfill(ctx, w.entry.StoredAs, after, low)
 	slog.Debug("Replayed from the log", "resource", w.entry.StoredAs, "after", after, "took", time.Since(began), "error", err)
 	switch {
 	case err != nil && ctx.Err() != nil:
@@ -223,6 +223,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	case err != nil: // forgotten, or there is nobody to ask: a list is the way to go on
 		return expired(w.position.Revision, low)
 	}
+	defer leave()
 	events := b.events
 	for len(events) > 0 {
 		select {

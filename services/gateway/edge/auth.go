@@ -5,14 +5,13 @@ import (
 	"context"
 	"errors"
 	"math"
-	"strconv"
 	"sync"
 	"time"
 
-	"golang.org/x/sync/singleflight"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -33,7 +32,8 @@ type Authorizer struct {
 
 	once      sync.Once
 	decisions *kept[decision]
-	asking    singleflight.Group
+	// asking shares questions about open watches: one that began before a permission was taken away answers nobody who asks after it.
+	asking coalesce.Group[decision]
 
 	mu sync.RWMutex
 	// replica counts the generations, and was heard of last at heard. Empty: nobody tells of changes, and nothing may be kept.
@@ -44,8 +44,6 @@ type Authorizer struct {
 	spaces map[string]scope
 	// changed, by namespace, is closed when permissions there may have been taken away; "" is for what is no namespace's.
 	changed map[string]chan struct{}
-	// moves counts the messages that said so.
-	moves int64
 }
 
 // scope is where a policy stands.
@@ -89,10 +87,24 @@ func (a *Authorizer) Follow(ctx context.Context) {
 			}
 		}
 		a.moved(nil, false)
+		a.unheard()
 		select {
 		case <-ctx.Done():
 		case <-time.After(100 * time.Millisecond):
 		}
+	}
+}
+
+// unheardBound is after what time without a word of the policy open watches are asked about.
+const unheardBound = 20 * time.Second
+
+// unheard has open watches asked about where nobody has told of the policy for long: a permission may have been taken away.
+func (a *Authorizer) unheard() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !a.heard.IsZero() && time.Since(a.heard) > unheardBound {
+		a.heard = time.Time{}
+		a.wake("")
 	}
 }
 
@@ -131,7 +143,6 @@ func (a *Authorizer) moved(g *authzv1.Generation, first bool) {
 
 // wake tells those whom a change may concern; the lock is held.
 func (a *Authorizer) wake(namespace string) {
-	a.moves++
 	for n, c := range a.changed {
 		if namespace == "" || n == namespace {
 			close(c)
@@ -194,20 +205,12 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 				return d.decision == authorizer.DecisionAllow
 			}
 		}
-		a.mu.RLock()
-		moves := a.moves
-		a.mu.RUnlock()
 		var d decision
 		var err error
 		if !keepable {
 			d, err = a.ask(ctx, attrs)
-		} else { // who asks after a move does not join those who asked before it
-			var v any
-			v, err, _ = a.asking.Do(strconv.FormatInt(moves, 10)+string(key[:]), func() (any, error) {
-				d, err := a.ask(context.WithoutCancel(ctx), attrs)
-				return d, err
-			})
-			d, _ = v.(decision)
+		} else {
+			d, err = a.asking.Get(ctx, string(key[:]), func(ctx context.Context) (decision, error) { return a.ask(ctx, attrs) })
 		}
 		switch {
 		case err == nil && d.decision != authorizer.DecisionAllow:
@@ -249,7 +252,7 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
 		until := time.Now().Add(ttl)
-		a.cache().put(key, attrs.GetUser().GetName(), d, len(d.reason)+len(d.namespace)+len(d.replica), until)
+		a.cache().put(key, ownerOf(attrs.GetUser()), d, len(d.reason)+len(d.namespace)+len(d.replica), until)
 	}
 	return d.decision, d.reason, nil
 }

@@ -7,10 +7,12 @@ import (
 	"net/http"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/identity"
@@ -20,9 +22,13 @@ import (
 const MaxBodyBytes = 3 << 20
 
 const (
-	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of one user.
+	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of one owner.
 	bodiesBytes = 512 << 20
-	bodiesShare = 128 << 20
+	bodiesShare = 64 << 20
+	// smallBody is up to which size a body is always taken: a Lease, an Event, a review.
+	smallBody = 64 << 10
+	// bodyPatience is how long a client may take to send a body.
+	bodyPatience = 30 * time.Second
 	// grownAtOnce is up to which size a body is believed to be as long as it is said to be.
 	grownAtOnce = 64 << 10
 )
@@ -32,12 +38,15 @@ var bodiesGauge = prometheus.NewGauge(prometheus.GaugeOpts{
 	Help: "Bytes of request bodies that have been read and whose requests are not answered yet.",
 })
 
+// unbounded are the groups whose bodies are taken even where others' fill the room: what runs the cluster goes on.
+var unbounded = []string{user.SystemPrivilegedGroup, user.NodesGroup, identity.ServicesGroup}
+
 // bodies reads requests' bodies before the requests are counted as in flight: a client that sends slowly takes up what it has sent, and
 // nobody's slot.
 type bodies struct {
-	mu    sync.Mutex
-	bytes int
-	users map[string]int
+	mu     sync.Mutex
+	bytes  int
+	owners map[string]int
 }
 
 // readAhead has next find the whole body of those requests that buffered says are for the gateway itself. What is too large is passed on
@@ -48,25 +57,28 @@ func (b *bodies) readAhead(next http.Handler, buffered func(*http.Request) bool)
 			next.ServeHTTP(w, req)
 			return
 		}
-		name := ""
+		held := &heldBody{all: b}
 		if u, ok := request.UserFrom(req.Context()); ok {
-			name = u.GetName()
+			held.owner, held.free = ownerOf(u), slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(unbounded, g) })
 		}
-		held := &heldBody{all: b, user: name}
 		defer held.release()
+		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own ends it.
+		control := http.NewResponseController(w)
+		_ = control.SetReadDeadline(time.Now().Add(bodyPatience))
 		if n := req.ContentLength; n > 0 && n <= grownAtOnce { // what is said to be larger grows as it comes
 			held.data.Grow(int(n))
 		}
-		_, err := io.Copy(held, io.LimitReader(req.Body, MaxBodyBytes+1))
+		n, err := io.Copy(held, io.LimitReader(req.Body, MaxBodyBytes+1))
 		if errors.Is(err, errBodies) {
 			WriteError(w, req, schema.GroupVersion{Version: "v1"}, apierrors.NewTooManyRequests(err.Error(), 1))
 			return
 		}
+		_ = control.SetReadDeadline(time.Time{})
 		after := io.Reader(&held.data)
 		if err != nil { // the client broke off; next finds out as it would by itself
 			after = io.MultiReader(after, failing{err})
 		}
-		req.Body = &readBody{Reader: after, Closer: req.Body}
+		req.Body = &readBody{Reader: after, Closer: req.Body, data: held.data.Bytes(), whole: err == nil && n <= MaxBodyBytes}
 		next.ServeHTTP(w, req)
 	})
 }
@@ -75,8 +87,10 @@ var errBodies = errors.New("too many bytes of request bodies are waiting, please
 
 // heldBody is one request's body, accounted for as it comes.
 type heldBody struct {
-	all  *bodies
-	user string
+	all   *bodies
+	owner string
+	// free: it is not refused for want of room.
+	free bool
 	data bytes.Buffer
 	held int
 }
@@ -85,14 +99,15 @@ type heldBody struct {
 func (h *heldBody) Write(p []byte) (int, error) {
 	b := h.all
 	b.mu.Lock()
-	if b.users == nil {
-		b.users = map[string]int{}
+	if b.owners == nil {
+		b.owners = map[string]int{}
 	}
-	full := b.bytes+len(p) > bodiesBytes || b.users[h.user]+len(p) > bodiesShare
+	small := h.data.Len()+len(p) <= smallBody
+	full := !small && !h.free && (b.bytes+len(p) > bodiesBytes || b.owners[h.owner]+len(p) > bodiesShare)
 	if !full {
 		h.held += len(p)
 		b.bytes += len(p)
-		b.users[h.user] += len(p)
+		b.owners[h.owner] += len(p)
 		bodiesGauge.Set(float64(b.bytes))
 	}
 	b.mu.Unlock()
@@ -107,8 +122,8 @@ func (h *heldBody) release() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.bytes -= h.held
-	if b.users[h.user] -= h.held; b.users[h.user] <= 0 {
-		delete(b.users, h.user)
+	if b.owners[h.owner] -= h.held; b.owners[h.owner] <= 0 {
+		delete(b.owners, h.owner)
 	}
 	bodiesGauge.Set(float64(b.bytes))
 }
@@ -116,6 +131,17 @@ func (h *heldBody) release() {
 type readBody struct {
 	io.Reader
 	io.Closer
+	data  []byte
+	whole bool
+}
+
+// Body is a request's body where all of it has been read ahead; it must not be changed.
+func Body(req *http.Request) (data []byte, ok bool) {
+	b, ok := req.Body.(*readBody)
+	if !ok || !b.whole {
+		return nil, false
+	}
+	return b.data, true
 }
 
 type failing struct{ err error }

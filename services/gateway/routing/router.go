@@ -45,11 +45,13 @@ type Router struct {
 	// TierGets: the watch tier answers a GET of an object as it is stored.
 	TierGets bool
 	// Lists shares the lists that registry answers.
-	Lists     *coalesce.Group[[]byte]
-	Admission admissionv1.AdmissionClient
-	Authn     authnv1.AuthnClient
-	Authz     authzv1.AuthzClient
-	Authorize *edge.Authorizer
+	Lists *coalesce.Group[[]byte]
+	// FirstLists are those that do not wait for anybody else's.
+	FirstLists *coalesce.Group[[]byte]
+	Admission  admissionv1.AdmissionClient
+	Authn      authnv1.AuthnClient
+	Authz      authzv1.AuthzClient
+	Authorize  *edge.Authorizer
 	// Carrier carries bytes to kubelets, pods, services and nodes.
 	Carrier *streaming.Carrier
 	// MinRequestTimeout is the least time that a watch without timeoutSeconds stays open.
@@ -529,6 +531,9 @@ func readBody(req *http.Request) ([]byte, error) {
 		return nil, nil
 	}
 	defer req.Body.Close()
+	if data, ok := edge.Body(req); ok {
+		return data, nil
+	}
 	limited := &io.LimitedReader{R: req.Body, N: edge.MaxBodyBytes + 1}
 	var data []byte
 	var err error

@@ -88,6 +88,13 @@ func (f *feed) join(at position) *subscriber {
 	return s
 }
 
+// ahead says whether a position is further than the feed has come.
+func (f *feed) ahead(at position) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.high.revision < at.revision
+}
+
 // leave takes a client off and answers its place.
 func (f *feed) leave(s *subscriber) position {
 	f.mu.Lock()

@@ -124,7 +124,7 @@ func (h *Hub) join(k key, q *watchfanoutv1.Query, at position, reached bool) (*f
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	f := h.feeds[k]
-	if f == nil && !reached {
+	if !reached && (f == nil || f.ahead(at)) { // the tier is asked whether there is such a place: it may be of another history
 		return nil, nil
 	}
 	if f == nil {

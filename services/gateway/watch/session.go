@@ -49,6 +49,9 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 		out.Open()
 		return
 	}
+	if r.BookmarkPeriod == 0 { // who measures by bookmarks is to have the response at once, also where nothing is to come
+		s.open()
+	}
 	// A watch from a known revision has no initial events: it may share from the start.
 	initial := r.SendInitialEvents != nil && *r.SendInitialEvents
 	if at, ok := after(r.ResourceVersion); ok && !initial {

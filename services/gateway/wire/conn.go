@@ -31,6 +31,7 @@ const (
 	frameReset        = 0x3
 	frameSettings     = 0x4
 	framePush         = 0x5
+	frameGoAway       = 0x7
 	frameWindowUpdate = 0x8
 	frameContinuation = 0x9
 
@@ -60,6 +61,8 @@ const (
 	leastWrite = 64 << 10
 	// piece is how much is written to the socket at once: each has the connection's patience anew.
 	piece = 64 << 10
+	// maxStreams is how many streams of a connection are known here at most; the server bounds those that it answers much lower.
+	maxStreams = 4096
 	// wholeFrame is up to which length a frame is read as a whole; longer ones are passed on as they come.
 	wholeFrame = 64 << 10
 )
@@ -94,6 +97,7 @@ type Conn struct {
 	mu       sync.Mutex
 	streams  map[uint32]*Stream
 	highest  uint32 // the newest stream
+	leaving  bool   // the server has said that it takes no more
 	window   int64  // a new stream's
 	maxFrame int
 	budget   int64 // what may be spent on taken streams
@@ -180,6 +184,9 @@ func (c *Conn) arrived(frame []byte, kind, flags byte, id uint32) []byte {
 			return frame
 		}
 		c.highest = id
+		if c.leaving || len(c.streams) >= maxStreams { // the server will ignore it, or refuse it; or answer it alone
+			return frame
+		}
 		s := &Stream{conn: c, id: id, window: c.window}
 		c.streams[id] = s
 		if flags&flagEndHeaders == 0 || flags&flagPadded != 0 {
@@ -229,19 +236,22 @@ func (c *Conn) tell(frame []byte, id uint32) []byte {
 }
 
 func (c *Conn) settings(body []byte) {
+	window := c.window
 	for ; len(body) >= 6; body = body[6:] {
 		v := binary.BigEndian.Uint32(body[2:])
 		switch binary.BigEndian.Uint16(body) {
 		case settingInitialWindow:
-			change := int64(v) - c.window
-			c.window = int64(v)
-			for _, s := range c.streams {
-				s.window += change
-			}
+			window = int64(v)
 		case settingMaxFrame:
 			if v >= 16384 {
 				c.maxFrame = int(min(v, 64<<10))
 			}
+		}
+	}
+	if change := window - c.window; change != 0 { // once, however often a frame says it
+		c.window = window
+		for _, s := range c.streams {
+			s.window += change
 		}
 	}
 	c.wake()
@@ -394,6 +404,9 @@ func (c *Conn) left(kind, flags byte, id uint32, length int64) {
 		}
 	case frameReset:
 		c.forget(id)
+		return
+	case frameGoAway: // of streams that come now the server says nothing, so nothing would end them here
+		c.leaving = true
 		return
 	default:
 		return

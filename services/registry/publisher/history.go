@@ -54,14 +54,18 @@ func readHistory(ctx context.Context, client *clientv3.Client) (h history, revis
 	return h, resp.Header.Revision, nil
 }
 
-// writeHistory says it, for as long as this publisher is the one that is elected.
-func (p *Publisher) writeHistory(ctx context.Context, h history) (revision int64, err error) {
+// writeHistory says it, for as long as this publisher is the one that is elected and, unless after is 0, nobody has written it after that
+// revision. A transaction that is late can so change nothing.
+func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (revision int64, err error) {
 	data, err := json.Marshal(h)
 	if err != nil {
 		return 0, err
 	}
-	elected := clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity)
-	resp, err := p.Storage.Client.Txn(ctx).If(elected).Then(clientv3.OpPut(HistoryKey, string(data))).Commit()
+	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity)}
+	if after > 0 {
+		conditions = append(conditions, clientv3.Compare(clientv3.ModRevision(HistoryKey), "=", after))
+	}
+	resp, err := p.Storage.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(HistoryKey, string(data))).Commit()
 	if err != nil {
 		return 0, err
 	}
@@ -166,7 +170,8 @@ func (p *Publisher) mark(ctx context.Context, c *chain) error {
 		return err
 	}
 	h := history{ID: c.history.ID, Mark: next}
-	if _, err := p.writeHistory(ctx, h); err != nil {
+	var err error
+	if c.written, err = p.writeHistory(ctx, h, c.written); err != nil {
 		return err
 	}
 	c.history, c.marker, c.nextMarker = h, next, ""

@@ -408,17 +408,20 @@ func (p *Publisher) open(ctx context.Context) (*chain, error) {
 		}
 		if reason == "" && h.ID != "" {
 			c.history, c.marker = h, h.Mark
-			return c, nil
+			// It is written again as it is: whatever an earlier leadership has still under way is void.
+			c.written, err = p.writeHistory(ctx, h, 0)
+			return c, err
 		}
 		slog.Warn("The event log begins anew: it is of another history of etcd", "reason", reason)
 	}
 	p.published.Store(0)
 	c.history = history{ID: rand.Text(), Mark: rand.Text()}
 	c.marker = c.history.Mark
-	revision, err := p.writeHistory(ctx, c.history)
+	revision, err := p.writeHistory(ctx, c.history, 0)
 	if err != nil {
 		return nil, err
 	}
+	c.written = revision
 	c.expectSequence, c.begin = sequence, true
 	resetCount.Inc()
 	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}); err != nil {
@@ -459,6 +462,7 @@ type chain struct {
 	sent  int
 	// history is what etcd says at HistoryKey, as this publisher wrote it; marker and nextMarker are what the log says of it.
 	history            history
+	written            int64 // the revision at which etcd has it
 	marker, nextMarker string
 	// whole: a transaction has been published to its end since the log was opened.
 	whole bool
@@ -468,10 +472,18 @@ type chain struct {
 	// forced: the next progress is published though nothing is new.
 	forced bool
 	failed chan error
+	// newest is what becomes of the last message that was sent.
+	newest *settlement
 	// max is how large a message may be.
 	max int64
 	// acknowledged counts the log's messages, and stored is the revision of the newest message that the log has acknowledged.
 	acknowledged, stored *atomic.Int64
+}
+
+// settlement is what became of a message. err may be read once done is closed.
+type settlement struct {
+	done chan struct{}
+	err  error
 }
 
 func (c *chain) send(e *logv1.Event) error {
@@ -499,7 +511,11 @@ func (c *chain) send(e *logv1.Event) error {
 		return err
 	}
 	c.last = id
+	settled := new(settlement)
+	settled.done = make(chan struct{})
+	c.newest = settled
 	go func() {
+		defer close(settled.done)
 		select {
 		case <-ack.Ok(): // and so are all before it: each is refused without the one before
 			c.acknowledged.Add(1)
@@ -507,8 +523,9 @@ func (c *chain) send(e *logv1.Event) error {
 			}
 			reached.Set(float64(c.stored.Load()))
 		case err := <-ack.Err():
+			settled.err = fmt.Errorf("publish %s: %w", id, err)
 			select {
-			case c.failed <- fmt.Errorf("publish %s: %w", id, err):
+			case c.failed <- settled.err:
 			default:
 			}
 		}
@@ -516,18 +533,16 @@ func (c *chain) send(e *logv1.Event) error {
 	return nil
 }
 
-// flush waits until all that was sent is in the log.
+// flush waits until all that was sent is in the log: the last message is refused without those before it.
 func (c *chain) flush(ctx context.Context) error {
-	select {
-	case <-c.js.PublishAsyncComplete():
-	case <-ctx.Done():
-		return ctx.Err()
+	if c.newest == nil {
+		return nil
 	}
 	select {
-	case err := <-c.failed:
-		return err
-	default:
-		return nil
+	case <-c.newest.done:
+		return c.newest.err
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 }
 

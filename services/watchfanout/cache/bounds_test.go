@@ -50,7 +50,7 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 	}
 	real := 0
 	for _, e := range r.all.events {
-		real += e.size() + e.frames.bytes
+		real += e.Size() + e.frames.bytes
 	}
 	if int64(real) != r.ringBytes.Load() {
 		t.Errorf("%d bytes are held, %d are told", real, r.ringBytes.Load())

@@ -40,8 +40,8 @@ type Event struct {
 	frames   derived
 }
 
-// size is what the event takes before anything is made of it.
-func (e *Event) size() int {
+// Size is the memory that the event takes before anything is made of it.
+func (e *Event) Size() int {
 	n := e.Item.Size() + eventBytes
 	if e.Previous != nil {
 		n += e.Previous.Size()
@@ -56,7 +56,7 @@ const eventBytes = 200
 func (e *Event) release() int {
 	e.frames.mu.Lock()
 	defer e.frames.mu.Unlock()
-	n := e.size() + e.frames.bytes
+	n := e.Size() + e.frames.bytes
 	e.frames.released = true
 	return n
 }

@@ -2,6 +2,7 @@ package cache
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"strings"
@@ -33,6 +34,7 @@ type Resource struct {
 	unreadable map[string]string
 	applied    int64 // the newest event's revision
 
+	epoch       int64 // counts what was forgotten
 	all         ring
 	low         int64 // events after this revision are all in the ring
 	stale       int   // events that topics still hold though the ring has forgotten them
@@ -50,6 +52,8 @@ type load struct {
 	err  error
 	// from: what came after it is kept in the ring until the load is done.
 	from int64
+	// epoch is the resource's when the load began: what was read before a reset is not of what comes after it.
+	epoch int64
 }
 
 func less(a, b *Item) bool { return a.Key < b.Key }
@@ -78,7 +82,7 @@ func (r *Resource) apply(events []*Event) {
 		r.applied = e.Revision
 		e.resource = r
 		r.all.add(e)
-		r.ringBytes.Add(int64(e.size()))
+		r.ringBytes.Add(int64(e.Size()))
 		r.publish(e)
 	}
 	r.trim(r.bound())
@@ -175,6 +179,7 @@ func (r *Resource) forget(revision int64, redefined bool, at int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.drop()
+	r.epoch++
 	for _, e := range r.all.events {
 		e.release()
 	}
@@ -276,7 +281,7 @@ type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64
 
 // Snapshot is the resource now; it is loaded first if it is not there. A field that is named is indexed.
 func (r *Resource) Snapshot(ctx context.Context, field string, source Source, wait func(context.Context, int64) error) (*Snapshot, error) {
-	for {
+	for range maxLoads {
 		s, l := r.loaded(ctx, field, source, wait)
 		if s != nil {
 			return s, nil
@@ -290,7 +295,13 @@ func (r *Resource) Snapshot(ctx context.Context, field string, source Source, wa
 			return nil, ctx.Err()
 		}
 	}
+	return nil, errBusy
 }
+
+// maxLoads is how often a reader waits for the resource to be loaded: more may happen to it than is kept meanwhile.
+const maxLoads = 4
+
+var errBusy = errors.New("more happens to the resource while it is loaded than is kept")
 
 // loaded is the snapshot, or the load under way.
 func (r *Resource) loaded(ctx context.Context, field string, source Source, wait func(context.Context, int64) error) (*Snapshot, *load) {
@@ -306,7 +317,7 @@ func (r *Resource) loaded(ctx context.Context, field string, source Source, wait
 		return s, nil
 	}
 	if r.loading == nil {
-		r.loading = &load{done: make(chan struct{}), from: progress}
+		r.loading = &load{done: make(chan struct{}), from: progress, epoch: r.epoch}
 		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
 	}
 	return nil, r.loading
@@ -342,7 +353,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 		l.err = err
 		return
 	}
-	if r.low > revision {
+	if r.low > revision || r.epoch != l.epoch {
 		return // the events after the snapshot are gone from the ring: whoever waits loads again
 	}
 	r.drop()

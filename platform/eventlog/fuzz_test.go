@@ -1,0 +1,47 @@
+package eventlog
+
+import (
+	"testing"
+
+	"github.com/nats-io/nats.go"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// Whatever a message holds, it is an event or an error, and no more than an event may be.
+func FuzzEvent(f *testing.F) {
+	m, err := Message(&logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 1, StoredAs: "pods", Object: &logv1.Object{Json: make([]byte, 100_000)}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add("s2", m.Data)
+	f.Add("", []byte{8, 1, 16, 2})
+	f.Add("gzip", []byte("x"))
+	f.Fuzz(func(t *testing.T, encoding string, data []byte) {
+		h := nats.Header{}
+		if encoding != "" {
+			h.Set(encodingHeader, encoding)
+		}
+		e, err := Event(h, data)
+		if err != nil {
+			return
+		}
+		if _, err := Message(e); err != nil {
+			t.Errorf("what came cannot be sent: %v", err)
+		}
+	})
+}
+
+func FuzzParseID(f *testing.F) {
+	f.Add("m12.0.ABC-1")
+	f.Add("12.3.x")
+	f.Fuzz(func(t *testing.T, s string) {
+		id, err := ParseID(s)
+		if err != nil {
+			return
+		}
+		if again, err := ParseID(id.String()); err != nil || again != id {
+			t.Errorf("%q is %+v, and then %+v (%v)", s, id, again, err)
+		}
+	})
+}

@@ -1,0 +1,66 @@
+package routing
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"slices"
+	"testing"
+
+	"k8s.io/apiserver/pkg/endpoints/request"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+func entryOf() *registryv1.ResourceEntry {
+	return &registryv1.ResourceEntry{StoredAs: "pods", Namespaced: true, Table: true, Verbs: []string{"get", "list", "watch"},
+		Resource: &commonv1.Resource{Version: "v1", Resource: "pods"}, Kind: &commonv1.Kind{Version: "v1", Kind: "Pod"},
+		MediaTypes:       []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"},
+		SelectableFields: map[string]string{"metadata.name": "metadata.name", "spec.nodeName": "spec.nodeName"}}
+}
+
+func callOf(query, accept string) *call {
+	req := &http.Request{Method: http.MethodGet, URL: &url.URL{Path: "/api/v1/pods", RawQuery: query}, Header: http.Header{}}
+	if accept != "" {
+		req.Header["Accept"] = []string{accept}
+	}
+	return &call{Router: &Router{}, w: httptest.NewRecorder(), req: req, info: &request.RequestInfo{Verb: "list", Resource: "pods"}, entry: entryOf()}
+}
+
+// What is negotiated is one of the forms that are served, whatever is accepted.
+func FuzzNegotiation(f *testing.F) {
+	f.Add("application/json;as=Table;g=meta.k8s.io;v=v1,application/json")
+	f.Add("*/*;q=0.1, application/yaml;pretty=1")
+	f.Add("application/vnd.kubernetes.protobuf;stream=watch")
+	f.Fuzz(func(t *testing.T, accept string) {
+		c := callOf("", accept)
+		out, err := c.negotiate()
+		if err != nil {
+			return
+		}
+		if !slices.Contains(c.entry.MediaTypes, out.MediaType) {
+			t.Errorf("%q is answered in %q", accept, out.MediaType)
+		}
+	})
+}
+
+// Whatever a list asks for, it is for the watch tier in a form that it knows, or for registry to refuse; and the key of a shared list is
+// of what it depends on alone.
+func FuzzListOptions(f *testing.F) {
+	f.Add("limit=5&continue=x&labelSelector=a%3Db&fieldSelector=metadata.name%3Dx")
+	f.Add("resourceVersion=%FF&timeoutSeconds=-1&fieldSelector=nobody%3Dx")
+	f.Fuzz(func(t *testing.T, query string) {
+		c := callOf(query, "")
+		c.out = &registryv1.Output{MediaType: "application/json"}
+		_, q, err := c.options()
+		if err == nil && (q.Entry == nil || q.Namespace != "") {
+			t.Errorf("%q is %v", query, q)
+		}
+		values := c.req.URL.Query()
+		key := listQuery(values)
+		if again := listQuery(values); again != key || values.Has("pretty") {
+			t.Errorf("%q: %q and %q", query, key, again)
+		}
+	})
+}
