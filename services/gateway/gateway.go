@@ -127,7 +127,7 @@ func New(c *Config, s Services) (*Service, error) {
 		}
 		told(v)
 	}}
-	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Objects: s.Objects, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch}, TierGets: c.TierGets, Lists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, FirstLists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, Admission: s.Admission,
+	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Objects: s.Objects, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch, Revision: g.revision}, TierGets: c.TierGets, Lists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, FirstLists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, Admission: s.Admission,
 		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Wave}
 	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight, g.own)
 	return g, nil
@@ -169,6 +169,12 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 			own.ServeHTTP(w, req)
 		}
 	})
+}
+
+// revision is etcd's now.
+func (g *Service) revision(ctx context.Context) (int64, error) {
+	r, err := g.services.Source.Revision(ctx, &registryv1.RevisionRequest{})
+	return r.GetRevision(), err
 }
 
 // own says whether a request is for a resource that is served here, and is no connection to somewhere else.

@@ -48,6 +48,8 @@ type cluster struct {
 	processes      []*process
 	links          []*link
 	etcd           []string
+	// poison writes something odd.
+	poison func(n int)
 }
 
 // startCluster writes the configuration of the split form, puts a proxy into every way between two processes, and starts all.
@@ -267,7 +269,11 @@ func (c *cluster) faults(o options) []fault {
 	var all []fault
 	for range o.faults {
 		f := fault{lasts: time.Duration(50+r.IntN(1500)) * time.Millisecond, pause: time.Duration(100+r.IntN(700)) * time.Millisecond, together: r.IntN(3) == 0}
-		switch n := r.IntN(20); {
+		switch n := r.IntN(22); {
+		case n == 20: // longer than it takes replicas to say that they are behind
+			f.kind, f.lasts = "stall", time.Duration(2000+r.IntN(10000))*time.Millisecond
+		case n == 21:
+			f.kind, f.target = "poison", r.IntN(1<<20)
 		case n < 8:
 			f.kind, f.target = "kill", r.IntN(len(c.processes))
 		case n < 13:
@@ -329,6 +335,19 @@ func (c *cluster) do(f fault) {
 		p.signal(syscall.SIGSTOP)
 		time.Sleep(2 * f.lasts)
 		p.signal(syscall.SIGCONT)
+	case "stall": // of all NATS servers: they are there, and do nothing
+		for _, s := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGCONT} {
+			for _, p := range c.processes {
+				if strings.HasPrefix(p.name, "nats-") {
+					p.signal(s)
+				}
+			}
+			if s == syscall.SIGSTOP {
+				time.Sleep(f.lasts)
+			}
+		}
+	case "poison":
+		c.poison(f.target)
 	case "cut":
 		c.links[f.target].set(refuse)
 		time.Sleep(f.lasts)

@@ -120,6 +120,7 @@ func run(ctx context.Context, o options) (*result, error) {
 	if err != nil {
 		return nil, err
 	}
+	c.poison = w.poison
 	w.start(ctx)
 	faults := c.inject(ctx, o, w.progress)
 	complaints := w.finish(ctx)

@@ -18,6 +18,7 @@ import (
 	"github.com/spf13/pflag"
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/coalesce"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/wire"
 )
@@ -78,6 +79,10 @@ type Sink interface {
 type Hub struct {
 	Client watchfanoutv1.WatchClient
 	Config *Config
+	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at once.
+	Revision func(context.Context) (int64, error)
+
+	revisions coalesce.Group[int64]
 
 	// held is what feeds keep, in bytes.
 	held  atomic.Int64
@@ -124,7 +129,7 @@ func (h *Hub) join(k key, q *watchfanoutv1.Query, at position, reached bool) (*f
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	f := h.feeds[k]
-	if !reached && (f == nil || f.ahead(at)) { // the tier is asked whether there is such a place: it may be of another history
+	if !reached && f == nil {
 		return nil, nil
 	}
 	if f == nil {
@@ -138,6 +143,22 @@ func (h *Hub) join(k key, q *watchfanoutv1.Query, at position, reached bool) (*f
 		go f.run(ctx)
 	}
 	return f, f.join(at)
+}
+
+// exists says whether etcd has come to a revision that a client has from somewhere. One that it has not come to is of another history,
+// from before a backup was restored: a feed would leave out in silence what comes before it.
+func (h *Hub) exists(ctx context.Context, k key, at position) bool {
+	h.mu.Lock()
+	f := h.feeds[k]
+	h.mu.Unlock()
+	if f == nil || !f.ahead(at) {
+		return true
+	}
+	if h.Revision == nil {
+		return false
+	}
+	now, err := h.revisions.Get(ctx, "", h.Revision)
+	return err == nil && at.revision <= now
 }
 
 // joinable says whether a client at a position could join.

@@ -173,6 +173,9 @@ func (s *session) share(ctx context.Context) error {
 	if !s.mayShare() {
 		return errBehind
 	}
+	if !s.reached && !s.hub.exists(ctx, s.key, s.at()) {
+		return errBehind // the tier says what is wrong with it
+	}
 	f, sub := s.hub.join(s.key, s.Query, s.at(), s.reached)
 	if sub == nil {
 		return errBehind

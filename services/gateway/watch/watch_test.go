@@ -199,7 +199,7 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 }
 
 func hub(t *tier) *Hub {
-	return &Hub{Client: t, Config: &Config{BookmarkPeriod: time.Minute, WriteTimeout: time.Second, FeedBytes: 1 << 20, FeedsBytes: 1 << 30}}
+	return &Hub{Client: t, Revision: func(context.Context) (int64, error) { return 1000, nil }, Config: &Config{BookmarkPeriod: time.Minute, WriteTimeout: time.Second, FeedBytes: 1 << 20, FeedsBytes: 1 << 30}}
 }
 
 func TestThoseWhoAskTheSameShareOneStream(t *testing.T) {
@@ -443,5 +443,63 @@ func TestABookmarkIsNotATablesFirstRow(t *testing.T) {
 	c.shows(t, "b10 e11 ")
 	if asked := up.streams(); asked[0].ColumnsSent {
 		t.Error("the first row comes from a shared stream")
+	}
+}
+
+// A client that names a revision which etcd has not come to has it from another history: it does not join a feed, which would leave out
+// what comes before that (F3).
+func TestAPlaceThatDoesNotExistIsNotJoined(t *testing.T) {
+	up := newTier()
+	up.write(6, 7)
+	h := hub(up)
+	h.Revision = func(context.Context) (int64, error) { return 10, nil }
+	a := h.watch(t, nil)
+	a.shows(t, "e6 e7 ")
+	before := len(up.streams())
+	h.watch(t, func(r *Request) { r.ResourceVersion = "500" })
+	for until := time.Now().Add(5 * time.Second); len(up.streams()) == before; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatal("the tier is not asked")
+		}
+	}
+}
+
+// A feed keeps little of what everybody has seen, and all feeds together keep no more than the bound (F5, S13).
+func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
+	h := hub(newTier())
+	h.Config.FeedBytes, h.Config.FeedsBytes = 4<<20, 3<<20
+	frame := func(r int64, n int) *watchfanoutv1.WatchFrame {
+		return &watchfanoutv1.WatchFrame{Data: make([]byte, n), Position: &watchfanoutv1.Position{Revision: r}, Marks: []*watchfanoutv1.Mark{{End: int32(n), Position: &watchfanoutv1.Position{Revision: r}}}}
+	}
+	var feeds []*feed
+	for range 100 {
+		feeds = append(feeds, &feed{hub: h, low: position{revision: 1}, high: position{revision: 1}, cancel: func() {}})
+	}
+	for _, f := range feeds {
+		s := f.join(position{revision: 1})
+		for r := int64(2); r < 60; r++ {
+			f.publish(frame(r, 20_000))
+			if _, err := f.next(s); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if f.bytes > keptRecent+40_000 {
+			t.Fatalf("a feed whose only client has seen everything keeps %d bytes", f.bytes)
+		}
+		f.leave(s)
+		f.end()
+	}
+	if n := h.held.Load(); n != 0 {
+		t.Errorf("%d bytes are told to be kept by feeds that have ended", n)
+	}
+	for i := range feeds {
+		feeds[i] = &feed{hub: h, low: position{revision: 1}, high: position{revision: 1}, cancel: func() {}}
+		feeds[i].join(position{revision: 1}) // and never reads
+		for r := int64(2); r < 30; r++ {
+			feeds[i].publish(frame(r, 20_000))
+		}
+	}
+	if n := h.held.Load(); n > 3<<20+100*(keptRecent+20_000) {
+		t.Errorf("%d bytes are kept for clients that do not read", n)
 	}
 }
