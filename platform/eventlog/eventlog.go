@@ -45,14 +45,15 @@ const leastServer = "2.15.2"
 // checkServer refuses a server that is too old. One that is not connected is checked when it is used.
 func checkServer(nc *nats.Conn) error {
 	have := nc.ConnectedServerVersion()
-	if have == "" {
-		return nil
-	}
-	v, err := version.ParseSemantic(have)
-	if err != nil || v.LessThan(version.MustParseSemantic(leastServer)) {
+	if have != "" && tooOld(have) {
 		return fmt.Errorf("NATS server %s at %s is too old: use %s or newer; older ones forget the last message's id when they restart, and refuse every publish after it", have, nc.ConnectedUrlRedacted(), leastServer)
 	}
 	return nil
+}
+
+func tooOld(have string) bool {
+	v, err := version.ParseSemantic(have)
+	return err != nil || v.LessThan(version.MustParseSemantic(leastServer))
 }
 
 // Subject is where a stored resource's events are.

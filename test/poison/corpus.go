@@ -98,6 +98,50 @@ func Values() ([]Value, error) {
 	return out, nil
 }
 
+// Definition defines the custom resource whose odd objects Customs are.
+const Definition = `
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {name: things.poison.example.com}
+spec:
+  group: poison.example.com
+  names: {plural: things, singular: thing, kind: Thing}
+  scope: Namespaced
+  versions:
+  - name: v1
+    served: true
+    storage: true
+    additionalPrinterColumns: [{name: Text, type: string, jsonPath: .spec.text}]
+    selectableFields: [{jsonPath: .spec.text}]
+    schema:
+      openAPIV3Schema:
+        type: object
+        properties: {spec: {type: object, x-kubernetes-preserve-unknown-fields: true, properties: {text: {type: string}}}}
+`
+
+// Customs are odd objects of a custom resource, which etcd holds in JSON.
+func Customs() []Value {
+	resource := schema.GroupVersionResource{Group: "poison.example.com", Version: "v1", Resource: "things"}
+	object := func(name, text string) []byte {
+		return fmt.Appendf(nil, `{"apiVersion":"poison.example.com/v1","kind":"Thing","metadata":{"name":%q,"namespace":%q,"labels":{"x":"%s"},"annotations":{"x":"%s"}},"spec":{"text":"%s","%s":["%s"]}}`,
+			name, Namespace, text, text, text, text, text)
+	}
+	var out []Value
+	add := func(poison string, value []byte) {
+		out = append(out, Value{Kind: resource.GroupResource().String(), Poison: poison, Resource: resource, Key: "/registry/poison.example.com/things/" + Namespace + "/" + poison, Data: value})
+	}
+	add("no-utf8", object("no-utf8", "\xff\xfe"))
+	add("empty", object("empty", ""))
+	add("control", object("control", `\u0000\u0001\u2028\ud800`))
+	add("angle", object("angle", strings.Repeat("<", 100_000)))
+	add("large", object("large", strings.Repeat("x", largeBytes/5)))
+	bad := notObjects(object("half", "x"))
+	for _, name := range slices.Sorted(maps.Keys(bad)) {
+		add(name, bad[name])
+	}
+	return out
+}
+
 // Count is how many kinds the values are of.
 func Count(values []Value) int {
 	kinds := map[string]bool{}

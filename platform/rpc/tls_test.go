@@ -1,0 +1,161 @@
+package rpc
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"watershed.dev/platform/pki"
+)
+
+// identity makes a leaf of a CA in a directory.
+func identityOf(t *testing.T, ca *pki.CA, name string, usage pki.Usage) TLS {
+	t.Helper()
+	crt, key, _, err := ca.Leaf(pki.Leaf{Name: name, CommonName: name, SANs: []string{name}, Usage: usage})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return TLS{CertFile: crt, KeyFile: key, CAFile: ca.CertFile()}
+}
+
+// shake does a handshake and answers what each side says.
+func shake(server, client *tls.Config) error {
+	a, b := net.Pipe()
+	defer a.Close()
+	defer b.Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	done := make(chan error, 1)
+	go func() {
+		s := tls.Server(a, server)
+		err := s.HandshakeContext(ctx)
+		if err == nil {
+			_, err = s.Write([]byte("x"))
+		}
+		a.Close()
+		done <- err
+	}()
+	c := tls.Client(b, client)
+	err := c.HandshakeContext(ctx)
+	if err == nil {
+		_, err = io.ReadFull(c, make([]byte, 1)) // TLS 1.3: only now the client knows what the server thinks of it
+	}
+	b.Close()
+	return errors.Join(err, <-done)
+}
+
+func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
+	dir, elsewhere := t.TempDir(), t.TempDir()
+	ca, err := pki.OpenCA(dir, "inner-ca", "inner")
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := pki.OpenCA(elsewhere, "inner-ca", "inner")
+	if err != nil {
+		t.Fatal(err)
+	}
+	registry := identityOf(t, ca, "registry", pki.Server|pki.Client)
+	gateway := identityOf(t, ca, "gateway", pki.Client)
+	authz := identityOf(t, ca, "authz", pki.Server)
+	stranger := identityOf(t, other, "gateway", pki.Client)
+	try := func(server, client TLS, name string) error {
+		t.Helper()
+		s, err := server.ServerConfig()
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, err := client.ClientConfig(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return shake(s, c)
+	}
+	if err := try(registry, gateway, "registry"); err != nil {
+		t.Errorf("gateway to registry: %v", err)
+	}
+	for what, err := range map[string]error{
+		"another service passes for registry":       try(authz, gateway, "registry"),
+		"a client passes for a server":              try(gateway, gateway, "gateway"),
+		"a server passes for a client":              try(registry, authz, "registry"),
+		"somebody of another authority is let in":   try(registry, stranger, "registry"),
+		"a server of another authority is believed": try(identityOf(t, other, "registry", pki.Server), gateway, "registry"),
+	} {
+		if err == nil {
+			t.Error(what)
+		}
+	}
+}
+
+// CAs and certificates that are replaced on disk are in force for the next connection, without a restart.
+func TestAuthoritiesAreReadAgain(t *testing.T) {
+	dir, next := t.TempDir(), t.TempDir()
+	ca, err := pki.OpenCA(dir, "inner-ca", "inner")
+	if err != nil {
+		t.Fatal(err)
+	}
+	id := identityOf(t, ca, "registry", pki.Server|pki.Client)
+	server, err := id.ServerConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	client, err := id.ClientConfig("registry")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := shake(server, client); err != nil {
+		t.Fatal(err)
+	}
+	newer, err := pki.OpenCA(next, "inner-ca", "inner")
+	if err != nil {
+		t.Fatal(err)
+	}
+	replaced := identityOf(t, newer, "registry", pki.Server|pki.Client)
+	was, err := os.ReadFile(id.CAFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	move := func(from, to string) {
+		t.Helper()
+		data, err := os.ReadFile(from)
+		if err == nil {
+			err = os.WriteFile(to, data, 0o600)
+		}
+		if err == nil {
+			at := time.Now().Add(time.Minute)
+			err = os.Chtimes(to, at, at)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	bundle := filepath.Join(t.TempDir(), "bundle")
+	now, err := os.ReadFile(replaced.CAFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(bundle, append(was, now...), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	move(bundle, id.CAFile) // first both are believed
+	if err := shake(server, client); err != nil {
+		t.Errorf("with both authorities: %v", err)
+	}
+	move(replaced.KeyFile, id.KeyFile)
+	move(replaced.CertFile, id.CertFile)
+	if err := shake(server, client); err != nil {
+		t.Errorf("with a certificate of the new one: %v", err)
+	}
+	at := time.Now().Add(2 * time.Minute)
+	if err := errors.Join(os.WriteFile(id.CAFile, was, 0o600), os.Chtimes(id.CAFile, at, at)); err != nil {
+		t.Fatal(err)
+	}
+	if err := shake(server, client); err == nil {
+		t.Error("an authority that is gone is believed")
+	}
+}

@@ -1,0 +1,90 @@
+package edge
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/endpoints/request"
+)
+
+// A body that comes slowly holds what has come of it, and no slot; what one owner's bodies take is bounded, and small ones and the control
+// plane's are always taken (S6).
+func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
+	b := &bodies{}
+	inside := 0
+	var mu sync.Mutex
+	h := b.readAhead(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		mu.Lock()
+		inside++
+		mu.Unlock()
+		data, err := io.ReadAll(req.Body)
+		if whole, ok := Body(req); err != nil || ok && !bytes.Equal(whole, data) {
+			t.Errorf("%d bytes, %v, %v", len(data), ok, err)
+		}
+	}), func(*http.Request) bool { return true })
+	send := func(name string, body io.Reader, groups ...string) *httptest.ResponseRecorder {
+		req := httptest.NewRequest(http.MethodPost, "/api/v1/namespaces/x/configmaps", body)
+		req.ContentLength = -1
+		ctx := request.WithUser(context.Background(), &user.DefaultInfo{Name: name, Groups: groups})
+		ctx = request.WithRequestInfo(ctx, &request.RequestInfo{})
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, req.WithContext(ctx))
+		return w
+	}
+	const each = 2 << 20
+	var writers []*io.PipeWriter
+	var wg sync.WaitGroup
+	for range bodiesShare / each {
+		r, w := io.Pipe()
+		writers = append(writers, w)
+		wg.Go(func() { send("system:serviceaccount:t:a", r) })
+		if _, err := w.Write(make([]byte, each)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	mu.Lock()
+	if inside != 0 {
+		t.Errorf("%d requests whose bodies are on their way have begun", inside)
+	}
+	mu.Unlock()
+	large := func() io.Reader { return strings.NewReader(strings.Repeat("x", 1<<20)) }
+	if w := send("system:serviceaccount:t:b", large()); w.Code != http.StatusTooManyRequests {
+		t.Errorf("another account of the namespace goes beyond its share: %d", w.Code)
+	}
+	for who, w := range map[string]*httptest.ResponseRecorder{
+		"another namespace": send("system:serviceaccount:u:a", large()),
+		"a small body":      send("system:serviceaccount:t:b", strings.NewReader("{}")),
+		"a node":            send("system:node:n", large(), user.NodesGroup),
+		"an administrator":  send("admin", large(), user.SystemPrivilegedGroup),
+	} {
+		if w.Code != http.StatusOK {
+			t.Errorf("%s: %d", who, w.Code)
+		}
+	}
+	for _, w := range writers {
+		w.Close()
+	}
+	wg.Wait()
+	if b.bytes != 0 || len(b.owners) != 0 {
+		t.Errorf("%d bytes of %d owners are left", b.bytes, len(b.owners))
+	}
+}
+
+func TestABodyThatIsTooLargeIsPassedOnSo(t *testing.T) {
+	h := new(bodies).readAhead(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if _, whole := Body(req); whole {
+			t.Error("it is whole")
+		}
+		if n, _ := io.Copy(io.Discard, req.Body); n != MaxBodyBytes+1 {
+			t.Errorf("%d bytes come through", n)
+		}
+	}), func(*http.Request) bool { return true })
+	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(make([]byte, MaxBodyBytes+1000))))
+}
