@@ -73,7 +73,7 @@ func ownDirectory(dir string) error {
 	return nil
 }
 
-// close gives the directory up. Until then the lock's file must be held on to: once nothing refers to it, it is closed.
+// close gives the directory up. The lock lasts as long as its file is open, and the layout keeps that from being collected.
 func (l *layout) close() { _ = l.lock.Close() }
 
 func (l *layout) pki() string { return filepath.Join(l.dir, "pki") }
@@ -119,9 +119,6 @@ func (l *layout) leaves() error {
 		{l.ca, pki.Leaf{Name: "apiserver", CommonName: "kube-apiserver", SANs: names, Usage: pki.Server}},
 		{l.ca, pki.Leaf{Name: "apiserver-kubelet-client", CommonName: "kube-apiserver-kubelet-client", Organizations: []string{"system:masters"}, Usage: pki.Client}},
 		{l.ca, pki.Leaf{Name: "admin", CommonName: "kubernetes-admin", Organizations: []string{"system:masters"}, Usage: pki.Client}},
-		{l.ca, pki.Leaf{Name: "client-authn", CommonName: identity.Authn, Organizations: []string{identity.ServicesGroup}, Usage: pki.Client}},
-		{l.ca, pki.Leaf{Name: "client-authz", CommonName: identity.Authz, Organizations: []string{identity.ServicesGroup}, Usage: pki.Client}},
-		{l.ca, pki.Leaf{Name: "client-admission", CommonName: identity.Admission, Organizations: []string{identity.ServicesGroup}, Usage: pki.Client}},
 		{l.frontProxy, pki.Leaf{Name: "front-proxy-client", CommonName: "front-proxy-client", Usage: pki.Client}},
 	} {
 		if _, _, _, err := of.ca.Leaf(of.Leaf); err != nil {
@@ -140,8 +137,12 @@ func (l *layout) leaves() error {
 	if err := l.kubeconfig(filepath.Join(l.dir, "admin.kubeconfig"), "admin", "kubernetes-admin", true); err != nil {
 		return err
 	}
-	for _, name := range []string{"authn", "authz", "admission"} {
-		if err := l.kubeconfig(l.kubeconfigOf(name), "client-"+name, "system:watershed:"+name, false); err != nil {
+	for name, user := range map[string]string{"authn": identity.Authn, "authz": identity.Authz, "admission": identity.Admission} {
+		leaf := pki.Leaf{Name: "client-" + name, CommonName: user, Organizations: []string{identity.ServicesGroup}, Usage: pki.Client}
+		if _, _, _, err := l.ca.Leaf(leaf); err != nil {
+			return err
+		}
+		if err := l.kubeconfig(l.kubeconfigOf(name), leaf.Name, user, false); err != nil {
 			return err
 		}
 	}

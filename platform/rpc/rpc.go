@@ -176,8 +176,8 @@ type Server struct {
 	health *health.Server
 }
 
-// NewServer returns a server whose methods may be called by whom Callers names alone, which reports health, traces, counts, turns
-// panics into errors and API errors into statuses.
+// NewServer returns a server whose methods only the services named in Callers may call. It reports health, traces, counts, turns panics
+// into errors and API errors into statuses.
 func NewServer(id TLS) (*Server, error) {
 	conf, err := id.ServerConfig()
 	if err != nil {

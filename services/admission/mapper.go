@@ -4,7 +4,6 @@ import (
 	"context"
 	"time"
 
-	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/admission/initializer"
 	"k8s.io/client-go/discovery"
@@ -42,12 +41,14 @@ func (m *mapper) touch() {
 }
 
 func (m *mapper) run(ctx context.Context) {
-	go wait.UntilWithContext(ctx, func(context.Context) { m.Reset() }, mapperPeriod)
+	tick := time.NewTicker(mapperPeriod)
+	defer tick.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-m.changed:
+		case <-tick.C:
 		}
 		m.Reset()
 		select { // many change at once

@@ -222,7 +222,7 @@ func (s *Service) Collectors() []prometheus.Collector { return publisher.Metrics
 // Ready says why the registry cannot serve yet, or nil.
 func (s *Service) Ready(ctx context.Context) error {
 	if !s.ready.Load() {
-		return fmt.Errorf("the service allocators are not synced yet")
+		return fmt.Errorf("the informers are not synced yet")
 	}
 	if err := s.tasks.Down(); err != nil {
 		return err
@@ -259,7 +259,7 @@ func (s *Service) Run(ctx context.Context) error {
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
 	s.remotes.informers.Start(ctx.Done())
-	s.tasks.Go(ctx, "informers", func(ctx context.Context) error {
+	s.tasks.Go(ctx, "catalogue", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.extensions.WaitForCacheSync(ctx.Done())
 		s.remotes.informers.WaitForCacheSync(ctx.Done())

@@ -344,7 +344,7 @@ func (f *feed) run(ctx context.Context) {
 		}
 		select {
 		case <-ctx.Done():
-		case <-time.After(retryAfter):
+		case <-time.After(pauseAfter(lost)):
 		}
 	}
 }

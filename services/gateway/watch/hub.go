@@ -59,9 +59,15 @@ const (
 	aloneFor = 10 * time.Second
 	// writeAtOnce is about how many bytes are written before a client's patience counts anew.
 	writeAtOnce = 64 << 10
-	// retryAfter is the pause before the next replica is tried.
+	// retryAfter is the pause before the next replica is tried, and retryMost what it grows to while none answers.
 	retryAfter = 20 * time.Millisecond
+	retryMost  = 500 * time.Millisecond
 )
+
+// pauseAfter is how long to wait before the next try, by for how long none has succeeded.
+func pauseAfter(lost time.Time) time.Duration {
+	return min(retryMost, max(retryAfter, time.Since(lost)/4))
+}
 
 // Sink is a client's open response. Its methods are called by one goroutine.
 type Sink interface {

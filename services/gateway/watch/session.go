@@ -143,7 +143,7 @@ func (s *session) retry(ctx context.Context) bool {
 		return false
 	case <-s.Stopping:
 		return false
-	case <-time.After(retryAfter):
+	case <-time.After(pauseAfter(s.lost)):
 		return time.Now().Before(s.Deadline)
 	}
 }

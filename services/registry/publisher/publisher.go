@@ -39,7 +39,7 @@ const idleProgress = 30 * time.Second
 
 var (
 	published  = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_publisher_events_total", Help: "Events published to the log, by stored resource."}, []string{"resource"})
-	resetCount = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_resets_total", Help: "Times the log had to start anew because etcd had compacted what came next."})
+	resetCount = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_resets_total", Help: "Times the log had to start anew: etcd had compacted what came next, or was of another history, or the log was empty."})
 	refused    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_refused_total", Help: "Events that could not be decoded, or are too large for a message: readers are told to read the resource anew."})
 )
 
@@ -66,7 +66,7 @@ type Publisher struct {
 
 	// customs knows how custom resources are read at the revision that is being published.
 	customs *customresources.Follower
-	// published is the revision that the log has come to; acknowledged counts its messages.
+	// published is the revision that the log has come to; acknowledged counts the messages that it has taken.
 	published, acknowledged atomic.Int64
 }
 
