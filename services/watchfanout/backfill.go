@@ -26,6 +26,8 @@ const (
 	backfillReads = 2
 	// backfillTimeout bounds one reading, and its waiting for a turn.
 	backfillTimeout = 30 * time.Second
+	// backfillRetry is how long a reading that broke off waits until it goes on from where it had come.
+	backfillRetry = 200 * time.Millisecond
 )
 
 // errBackfills says that too many watches resume from before what memory holds.
@@ -146,28 +148,38 @@ func (s *Service) fill(ctx context.Context, b *backfill, low int64) {
 	defer func() { <-s.backfills.reads }()
 	s.metrics.replays.Inc()
 	bytes := 0
-	b.err = eventlog.Replay(ctx, s.js, b.storedAs, b.after, func(e *logv1.Event) (bool, error) {
-		if n := len(b.events); n > 0 && e.Revision > b.events[n-1].Revision {
-			b.upTo = b.events[n-1].Revision
-			if bytes > backfillBytes || b.upTo >= low {
-				return false, nil
+	for {
+		b.err = eventlog.Replay(ctx, s.js, b.storedAs, b.upTo, func(e *logv1.Event) (bool, error) {
+			if n := len(b.events); n > 0 && e.Revision > b.events[n-1].Revision {
+				b.upTo = b.events[n-1].Revision
+				if bytes > backfillBytes || b.upTo >= low {
+					return false, nil
+				}
 			}
+			if e.Type == logv1.Type_TYPE_UNSPECIFIED { // everything up to here has come
+				b.upTo = e.Revision
+				return e.Revision < low, nil
+			}
+			event := cache.EventOf(e)
+			b.events = append(b.events, event)
+			bytes += event.Size()
+			return true, nil
+		})
+		n := len(b.events)
+		for n > 0 && b.events[n-1].Revision > b.upTo {
+			n--
+			bytes -= b.events[n].Size()
 		}
-		if e.Type == logv1.Type_TYPE_UNSPECIFIED { // everything up to here has come
-			b.upTo = e.Revision
-			return e.Revision < low, nil
+		b.events = b.events[:n]
+		if b.err == nil || errors.Is(b.err, eventlog.ErrForgotten) || ctx.Err() != nil {
+			break
 		}
-		event := cache.EventOf(e)
-		b.events = append(b.events, event)
-		bytes += event.Size()
-		return true, nil
-	})
-	if errors.Is(b.err, eventlog.ErrForgotten) && b.upTo > b.after { // what came before the log broke off is sound
+		select { // NATS is away: what it holds is not forgotten for that
+		case <-ctx.Done():
+		case <-time.After(backfillRetry):
+		}
+	}
+	if b.err != nil && b.upTo > b.after { // what came before the log broke off is sound
 		b.err = nil
 	}
-	n := len(b.events)
-	for n > 0 && b.events[n-1].Revision > b.upTo {
-		n--
-	}
-	b.events = b.events[:n]
 }

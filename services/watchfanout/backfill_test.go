@@ -4,6 +4,12 @@ import (
 	"context"
 	"errors"
 	"testing"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"watershed.dev/platform/eventlog"
 )
 
 // Resumes from about the same place share a reading; all readings together are bounded; one that nobody waits for ends (F8, S20).
@@ -47,5 +53,41 @@ func TestBackfillsAreSharedAndBounded(t *testing.T) {
 	}
 	if len(b.all) > backfillsBytes/backfillBytes {
 		t.Errorf("%d at once", len(b.all))
+	}
+}
+
+// awayFor is a NATS that cannot be reached a few times, and then no longer has what is asked for.
+type awayFor struct {
+	jetstream.JetStream
+	times int
+}
+
+func (a *awayFor) Stream(context.Context, string) (jetstream.Stream, error) {
+	if a.times--; a.times >= 0 {
+		return nil, nats.ErrDisconnected
+	}
+	return nil, eventlog.ErrForgotten
+}
+
+// A watch is not sent to list because NATS was away when it resumed: only what is forgotten is gone, or what nobody could say in time.
+func TestABackfillWaitsForNATS(t *testing.T) {
+	fill := func(ctx context.Context, away *awayFor) error {
+		s := &Service{js: away, backfills: backfills{reads: make(chan struct{}, backfillReads)},
+			metrics: &metrics{replays: prometheus.NewCounter(prometheus.CounterOpts{Name: "replays"})}}
+		f, err := s.backfills.join("pods", "h", 100, func(context.Context, *backfill) {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.fill(ctx, f, 200)
+		return f.err
+	}
+	away := &awayFor{times: 3}
+	if err := fill(t.Context(), away); !errors.Is(err, eventlog.ErrForgotten) || away.times != -1 {
+		t.Errorf("%v, with %d times left", err, away.times)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), backfillRetry)
+	defer cancel()
+	if err := fill(ctx, &awayFor{times: 1 << 20}); !errors.Is(err, nats.ErrDisconnected) {
+		t.Errorf("without NATS: %v", err)
 	}
 }
