@@ -72,6 +72,9 @@ func (s *Service) backfill(ctx context.Context, storedAs string, after, low int6
 		case <-ctx.Done():
 			leave()
 			return nil, nil, ctx.Err()
+		case <-s.draining:
+			leave()
+			return nil, nil, errDraining
 		}
 		switch {
 		case b.after < after && (b.err != nil || b.upTo <= after): // begun from further back, and it has not come as far: one of its own

@@ -104,7 +104,7 @@ func (w *watcher) run(ctx context.Context) error {
 		case <-ctx.Done():
 			return status.FromContextError(ctx.Err()).Err()
 		case <-w.draining:
-			return status.Error(codes.Unavailable, "the replica is draining")
+			return errDraining
 		case <-bookmarks.C:
 			if err := w.serving(); err != nil { // another replica may be fresh
 				return err
@@ -113,6 +113,9 @@ func (w *watcher) run(ctx context.Context) error {
 		}
 	}
 }
+
+// errDraining ends a watch that another replica goes on with.
+var errDraining = status.Error(codes.Unavailable, "the replica is draining")
 
 // lastIndex is past every event of a revision.
 const lastIndex = 1<<31 - 1
@@ -217,7 +220,9 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return status.FromContextError(ctx.Err()).Err()
-	case err != nil: // forgotten, or there is nobody to ask: a list is the way to go on
+	case errors.Is(err, errDraining):
+		return err
+	case err != nil: // forgotten, or nobody could say for as long as backfillTimeout: a list is the way to go on
 		return expired(w.position.Revision, low)
 	}
 	defer leave()
@@ -225,7 +230,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	for len(events) > 0 {
 		select {
 		case <-w.draining:
-			return status.Error(codes.Unavailable, "the replica is draining")
+			return errDraining
 		default:
 		}
 		n := min(len(events), batchEvents)
