@@ -18,13 +18,8 @@ type Group[T any] struct {
 	Timeout time.Duration
 
 	mu    sync.Mutex
-	keys  map[string]*key[T]
+	keys  map[string]*flight[T] // the next reading of each; nil while nobody waits. An entry stays for as long as its run goes on
 	slots chan struct{}
-}
-
-type key[T any] struct {
-	busy bool
-	next *flight[T]
 }
 
 type flight[T any] struct {
@@ -39,24 +34,19 @@ type flight[T any] struct {
 func (g *Group[T]) Get(ctx context.Context, name string, read func(context.Context) (T, error)) (T, error) {
 	g.mu.Lock()
 	if g.keys == nil {
-		g.keys = map[string]*key[T]{}
+		g.keys = map[string]*flight[T]{}
 		if g.Limit > 0 {
 			g.slots = make(chan struct{}, g.Limit)
 		}
 	}
-	k := g.keys[name]
-	if k == nil {
-		k = &key[T]{}
-		g.keys[name] = k
+	f, running := g.keys[name]
+	if f == nil {
+		f = &flight[T]{done: make(chan struct{}), read: read}
+		g.keys[name] = f
 	}
-	if k.next == nil {
-		k.next = &flight[T]{done: make(chan struct{}), read: read}
-	}
-	f := k.next
 	f.waiting++
-	if !k.busy {
-		k.busy = true
-		go g.run(name, k)
+	if !running {
+		go g.run(name)
 	}
 	g.mu.Unlock()
 	select {
@@ -72,10 +62,10 @@ func (g *Group[T]) Get(ctx context.Context, name string, read func(context.Conte
 }
 
 // run makes one reading after the other for as long as anybody waits for one.
-func (g *Group[T]) run(name string, k *key[T]) {
+func (g *Group[T]) run(name string) {
 	for {
 		g.mu.Lock()
-		if k.next == nil || k.next.waiting == 0 {
+		if f := g.keys[name]; f == nil || f.waiting == 0 {
 			delete(g.keys, name)
 			g.mu.Unlock()
 			return
@@ -85,8 +75,8 @@ func (g *Group[T]) run(name string, k *key[T]) {
 			g.slots <- struct{}{}
 		}
 		g.mu.Lock() // whoever has come while it waited for its turn comes along
-		f := k.next
-		k.next = nil
+		f := g.keys[name]
+		g.keys[name] = nil
 		g.mu.Unlock()
 		f.value, f.err = g.one(f)
 		close(f.done)

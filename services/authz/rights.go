@@ -2,6 +2,7 @@ package authz
 
 import (
 	"slices"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/selection"
@@ -64,10 +65,8 @@ func mayDo(a authorizer.Attributes) (allowed, known bool) {
 	}
 	if !a.IsResourceRequest() {
 		return a.GetVerb() == "get" && slices.ContainsFunc(discovery, func(p string) bool {
-			if n := len(p) - 1; p[n] == '*' {
-				return len(a.GetPath()) >= n && a.GetPath()[:n] == p[:n]
-			}
-			return a.GetPath() == p
+			prefix, below := strings.CutSuffix(p, "*")
+			return a.GetPath() == p || below && strings.HasPrefix(a.GetPath(), prefix)
 		}), true
 	}
 	return slices.ContainsFunc(rules, func(r rule) bool { return r.allows(a) }), true
