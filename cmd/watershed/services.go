@@ -129,6 +129,7 @@ func gatewayClients(w *wiring) (s gateway.Services, err error) {
 		Objects:   registryv1.NewObjectsClient(registry),
 		Catalog:   registryv1.NewCatalogClient(registry),
 		Source:    registryv1.NewSourceClient(registry),
+		Policy:    watchfanoutv1.NewPolicyClient(registry),
 		Writes:    registryv1.NewObjectsClient(connect("registry", rpc.Policy{})),
 		Watch:     watchfanoutv1.NewWatchClient(connect("watchfanout", rpc.Policy{Idempotent: true, Sharded: true})),
 	}

@@ -136,7 +136,8 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 type ID struct {
 	Revision int64
 	Index    int32
-	// Mark is true for progress and resets, which say something of all that is up to Revision.
+	// Mark is true for progress and for a reset of everything, which say something of all that is up to Revision. A reset of one
+	// resource has a place in its transaction, as an event has.
 	Mark bool
 	// nonce keeps apart what different publishers, or different histories of etcd, would call the same.
 	nonce string
@@ -144,7 +145,8 @@ type ID struct {
 
 // IDOf is e's id as the publisher with the nonce gives it.
 func IDOf(e *logv1.Event, nonce string) ID {
-	return ID{e.Revision, e.Index, e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET, nonce}
+	mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET && e.StoredAs == ""
+	return ID{e.Revision, e.Index, mark, nonce}
 }
 
 func (id ID) String() string {

@@ -31,4 +31,7 @@ var Callers = map[string][]string{
 	"/watershed.watchfanout.v1.Watch/Get":   {"gateway"},
 	"/watershed.watchfanout.v1.Watch/List":  {"gateway"},
 	"/watershed.watchfanout.v1.Watch/Watch": {"gateway"},
+
+	"/watershed.watchfanout.v1.Policy/List":  {"gateway"},
+	"/watershed.watchfanout.v1.Policy/Watch": {"gateway"},
 }

@@ -50,8 +50,8 @@ var (
 	}
 )
 
-// discovery is what every one of them may read beside: discovery.
-var discovery = []string{"/api", "/api/*", "/apis", "/apis/*", "/version"}
+// discovery is what every one of them may read beside: discovery and, for the types of policies (k8s.io/apiserver/pkg/admission/plugin/policy/mutating/patch), OpenAPI.
+var discovery = []string{"/api", "/api/*", "/apis", "/apis/*", "/openapi/v3", "/openapi/v3/*", "/version"}
 
 // mayDo says whether a user is a service of the system that may do a thing by the table. known is false for anybody else.
 func mayDo(a authorizer.Attributes) (allowed, known bool) {

@@ -69,6 +69,7 @@ type Services struct {
 	Catalog   registryv1.CatalogClient
 	Source    registryv1.SourceClient
 	Watch     watchfanoutv1.WatchClient
+	Policy    watchfanoutv1.PolicyClient
 }
 
 // maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded and encoded.
@@ -127,8 +128,29 @@ func New(c *Config, s Services) (*Service, error) {
 		}
 		told(v)
 	}}
-	router := &routing.Router{Catalog: g.catalog, Carrier: carrier, Interests: g.interests, Objects: s.Objects, Writes: s.Writes, Watches: &watch.Hub{Client: s.Watch, Config: &c.Watch, Revision: g.revision}, TierGets: c.TierGets, Lists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, FirstLists: &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}, Admission: s.Admission,
-		Authn: s.Authn, Authz: s.Authz, Authorize: g.authz, MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second, Stopping: g.server.Wave}
+	lists := func() *coalesce.Group[[]byte] {
+		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}
+	}
+	router := &routing.Router{
+		Catalog:           g.catalog,
+		Interests:         g.interests,
+		Objects:           s.Objects,
+		Writes:            s.Writes,
+		Tier:              s.Watch,
+		Watches:           &watch.Hub{Client: s.Watch, Config: &c.Watch, Revision: g.revision},
+		Policy:            s.Policy,
+		PolicyWatches:     &watch.Hub{Client: s.Policy, Config: &c.Watch, Revision: g.revision},
+		TierGets:          c.TierGets,
+		Lists:             lists(),
+		FirstLists:        lists(),
+		Admission:         s.Admission,
+		Authn:             s.Authn,
+		Authz:             s.Authz,
+		Authorize:         g.authz,
+		Carrier:           carrier,
+		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
+		Stopping:          g.server.Wave,
+	}
 	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight, g.own)
 	return g, nil
 }

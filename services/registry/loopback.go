@@ -24,6 +24,7 @@ import (
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/component-base/version"
 
+	"watershed.dev/platform/frame"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -175,7 +176,7 @@ func (l *loopback) watch(ctx context.Context, done func(), req *http.Request, en
 	r, w := io.Pipe()
 	go func() {
 		defer done()
-		err := l.service.tail.follow(ctx, after, entry.StoredAs, func(e *logv1.Event) error { return frame(w, entry, e, selects) })
+		err := l.service.tail.follow(entry.StoredAs, after, wholly).each(ctx, func(e *logv1.Event) error { return writeEvent(w, entry, e, selects) })
 		if errors.Is(err, errOverrun) {
 			err = expired(w, after)
 		}
@@ -204,6 +205,12 @@ func expired(w io.Writer, after int64) error {
 
 type selector func(namespace string, o *logv1.Object) bool
 
+func selecting(namespace string, ls labels.Selector, fs fields.Selector) selector {
+	return func(ns string, o *logv1.Object) bool {
+		return o != nil && (namespace == "" || namespace == ns) && ls.Matches(labels.Set(o.Labels)) && fs.Matches(fields.Set(o.Fields))
+	}
+}
+
 func selection(q url.Values, entry *registryv1.ResourceEntry, info *request.RequestInfo) (selector, error) {
 	ls, err := labels.Parse(q.Get("labelSelector"))
 	if err != nil {
@@ -213,35 +220,42 @@ func selection(q url.Values, entry *registryv1.ResourceEntry, info *request.Requ
 	if err != nil {
 		return nil, err
 	}
-	return func(namespace string, o *logv1.Object) bool {
-		return o != nil && (info.Namespace == "" || !entry.Namespaced || info.Namespace == namespace) && ls.Matches(labels.Set(o.Labels)) && fs.Matches(fields.Set(o.Fields))
-	}, nil
+	namespace := ""
+	if entry.Namespaced {
+		namespace = info.Namespace
+	}
+	return selecting(namespace, ls, fs), nil
 }
 
-func frame(w io.Writer, entry *registryv1.ResourceEntry, e *logv1.Event, selects selector) error {
+// seen is an event as a selection sees it: an object that comes into it is ADDED, one that leaves it is DELETED in the state that it was
+// last seen in. The type is empty where the event is not of the selection.
+func seen(e *logv1.Event, selects selector) (event string, o *logv1.Object) {
 	now := selects(e.Namespace, e.Object)
 	before := now
 	if e.Previous != nil {
 		before = selects(e.Namespace, e.Previous)
 	}
-	kind, obj := "", e.Object
 	switch {
 	case e.Type == logv1.Type_TYPE_DELETED && before:
-		kind = "DELETED"
+		return "DELETED", e.Object
 	case e.Type == logv1.Type_TYPE_DELETED:
-		return nil
+		return "", nil
 	case e.Type == logv1.Type_TYPE_ADDED && now, now && !before:
-		kind = "ADDED"
+		return "ADDED", e.Object
 	case now:
-		kind = "MODIFIED"
+		return "MODIFIED", e.Object
 	case before && e.Type == logv1.Type_TYPE_MODIFIED:
-		kind, obj = "DELETED", e.Previous
-	default:
+		return "DELETED", e.Previous
+	}
+	return "", nil
+}
+
+func writeEvent(w io.Writer, entry *registryv1.ResourceEntry, e *logv1.Event, selects selector) error {
+	event, o := seen(e, selects)
+	if event == "" {
 		return nil
 	}
-	k := entry.StoredKind
-	gv := schema.GroupVersion{Group: k.Group, Version: k.Version}
-	_, err := fmt.Fprintf(w, `{"type":%q,"object":{"kind":%q,"apiVersion":%q,%s}`+"\n", kind, k.Kind, gv.String(), obj.Json[1:])
+	_, err := w.Write(frame.WatchJSON(event, frame.Object(nil, entry.StoredKind.Kind, frame.APIVersion(entry.StoredKind), o.Json)))
 	return err
 }
 

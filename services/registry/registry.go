@@ -37,6 +37,7 @@ import (
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/apis"
 	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/loops"
@@ -91,6 +92,7 @@ type Service struct {
 	identity  string
 	revisions coalesce.Group[int64]
 	tail      *tail
+	policy    *policy
 
 	// customs is what definitions define; extensions keeps it up to date.
 	customs    *customresources.Table
@@ -108,6 +110,7 @@ func New(ctx context.Context, c *Config, id rpc.TLS) (*Service, error) {
 		return nil, err
 	}
 	s := &Service{config: c, tail: newTail()}
+	s.policy = newPolicy(s)
 	s.catalogue = newCatalogue(s.makeCatalog)
 	host, _ := os.Hostname()
 	s.identity = fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano())
@@ -214,7 +217,11 @@ func (s *Service) Register(g grpc.ServiceRegistrar) {
 	registryv1.RegisterObjectsServer(g, s)
 	registryv1.RegisterCatalogServer(g, s)
 	registryv1.RegisterSourceServer(g, s)
+	watchfanoutv1.RegisterPolicyServer(g, s.policy)
 }
+
+// Drain ends the watches of those who decide, so that they go on at another registry.
+func (s *Service) Drain() { s.policy.Drain() }
 
 // Collectors are the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector { return publisher.Metrics() }

@@ -41,7 +41,7 @@ func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStre
 		return err
 	}
 	out := &snapshotChunks{stream: stream, revision: revision}
-	err = s.pages(ctx, st, revision, func(kvs []*mvccpb.KeyValue) error {
+	err = s.pages(ctx, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batch(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
 			for _, row := range rowsOf(ctx, st, kvs[:n]) {
@@ -59,9 +59,9 @@ func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStre
 	return out.flush()
 }
 
-// pages reads a resource from etcd at one revision, in reads of about pageBytes.
-func (s *Service) pages(ctx context.Context, st *storage.Stored, revision int64, each func([]*mvccpb.KeyValue) error) error {
-	key, end := st.Prefix, clientv3.GetPrefixRangeEnd(st.Prefix)
+// pages reads all that lies below a prefix in etcd at one revision, in reads of about pageBytes.
+func (s *Service) pages(ctx context.Context, prefix string, revision int64, each func([]*mvccpb.KeyValue) error) error {
+	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {
 		resp, err := s.store.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(limit), clientv3.WithRev(revision))

@@ -4,9 +4,9 @@ import (
 	"context"
 	"fmt"
 
+	"watershed.dev/platform/frame"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/frame"
 )
 
 // eventFrame is made once for all who watch in the same form.

@@ -5,11 +5,11 @@ import (
 	"strings"
 	"testing"
 
+	"watershed.dev/platform/frame"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/frame"
 )
 
 // A token leads to a place under the list's own prefix, or to registry; one that is made comes back as it was.

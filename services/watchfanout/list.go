@@ -19,12 +19,12 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/frame"
 )
 
 // errElsewhere is the answer to what only registry can say: an exact revision that the replica does not hold.
@@ -67,10 +67,7 @@ func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreaming
 	kind, apiVersion := q.listKind()
 	head := &frame.List{Kind: kind, APIVersion: apiVersion, Revision: page.revision, Continue: page.next, Remaining: page.remaining, Columns: columns,
 		Untyped: !q.typed && !q.table && !q.partial}
-	if q.protobuf {
-		return sendProtobuf(stream, head, parts)
-	}
-	return sendJSON(stream, head, parts, q.itemHead())
+	return send(stream, q, head, parts)
 }
 
 // sortedTable is the one resource whose Tables are sorted by more than names.
@@ -447,89 +444,17 @@ func (s *Service) encode(ctx context.Context, q *query, items []*cache.Item) (pa
 	return resp.Objects, resp.Columns, nil
 }
 
-func sendJSON(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], head *frame.List, parts [][]byte, itemHead []byte) error {
-	first := head.HeadJSON()
-	size := len(first) + len(frame.TailJSON) + max(0, len(parts)-1)
-	for _, p := range parts {
-		size += len(p)
-		if itemHead != nil {
-			size += len(itemHead) - 1
-		}
+// send sends a list's body.
+func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *query, head *frame.List, parts [][]byte) error {
+	out := &frame.Chunks{Bytes: chunkBytes, Send: func(pieces [][]byte, size int64) error {
+		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
+	}}
+	if q.protobuf {
+		head.Protobuf(out, parts)
+	} else {
+		head.JSON(out, parts, q.itemHead())
 	}
-	w := &chunks{stream: stream, size: int64(size)}
-	if len(parts) == 0 && head.Kind == "PartialObjectMetadataList" { // kube-apiserver says null of these
-		body := append(first[:len(first)-1], "null}\n"...)
-		w.size = int64(len(body))
-		w.write(body)
-		return w.end()
-	}
-	w.write(first)
-	for i, p := range parts {
-		if i > 0 {
-			w.write(comma)
-		}
-		if itemHead != nil { // the item's own kind: items of a list without a Go type
-			w.write(itemHead)
-			p = p[1:]
-		}
-		w.write(p)
-	}
-	w.write(frame.TailJSON)
-	return w.end()
-}
-
-var comma = []byte{','}
-
-func sendProtobuf(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], head *frame.List, parts [][]byte) error {
-	items := 0
-	for _, p := range parts {
-		items += frame.FieldLen(len(p))
-	}
-	first := head.HeadProtobuf(items)
-	w := &chunks{stream: stream, size: int64(len(first) + items + len(frame.TailProtobuf))}
-	w.write(first)
-	for _, p := range parts {
-		w.write(frame.ItemHead(nil, len(p)))
-		w.write(p)
-	}
-	w.write(frame.TailProtobuf)
-	return w.end()
-}
-
-// chunks sends parts in messages of some size, without copying them.
-type chunks struct {
-	stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]
-	parts  [][]byte
-	bytes  int
-	size   int64
-	sent   bool
-	err    error
-}
-
-func (c *chunks) write(b []byte) {
-	if c.err != nil {
-		return
-	}
-	c.parts = append(c.parts, b)
-	if c.bytes += len(b); c.bytes >= chunkBytes {
-		c.flush()
-	}
-}
-
-func (c *chunks) flush() {
-	m := &watchfanoutv1.ListChunk{Data: c.parts}
-	if !c.sent {
-		m.Size, c.sent = c.size, true
-	}
-	c.err = c.stream.Send(m)
-	c.parts, c.bytes = make([][]byte, 0, len(c.parts)), 0
-}
-
-func (c *chunks) end() error {
-	if c.err == nil && len(c.parts) > 0 {
-		c.flush()
-	}
-	return c.err
+	return out.End()
 }
 
 func kindOf(k *commonv1.Kind) (kind, apiVersion string) { return k.GetKind(), frame.APIVersion(k) }

@@ -9,11 +9,11 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 
+	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/frame"
 )
 
 // seen is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is DELETED

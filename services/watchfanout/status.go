@@ -15,9 +15,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"watershed.dev/platform/frame"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/frame"
 )
 
 // Status is what an operator sees of one replica.

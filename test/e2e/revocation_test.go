@@ -15,6 +15,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -102,6 +103,46 @@ func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 	slices.Sort(took)
 	t.Logf("%d revocations at 3 gateways and 2 authz, over %d connections: the last request that was answered began p50 %v, p99 %v, at most %v after the deletion was acknowledged",
 		rounds, connections, took[len(took)/2].Round(100*time.Microsecond), took[len(took)*99/100].Round(100*time.Microsecond), took[len(took)-1].Round(100*time.Microsecond))
+}
+
+// What authn, authz and admission decide by comes from registry. A replica of the watch tier can neither make it up nor hold it back: with
+// every replica stopped, permissions come and go as ever (S9).
+func TestWhoDecidesBelievesNoReplica(t *testing.T) {
+	s := harness.Split(t, "")
+	bob := impersonator(t, s, "bob")
+	may := func() bool { // a GET, which no replica has a part in
+		_, err := bob.CoreV1().ConfigMaps("default").Get(t.Context(), "none", metav1.GetOptions{})
+		return apierrors.IsNotFound(err)
+	}
+	for n := range 2 {
+		replica := pid(t, s, fmt.Sprintf("watchfanout-%d", n))
+		if err := syscall.Kill(replica, syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = syscall.Kill(replica, syscall.SIGCONT) })
+	}
+	for until := time.Now().Add(15 * time.Second); time.Now().Before(until); { // longer than --policy-freshness-bound
+		bind(t, s, "bob")
+		given := time.Now()
+		harness.Eventually(t, 5*time.Second, func() error {
+			if !may() {
+				return fmt.Errorf("bob may not read yet")
+			}
+			return nil
+		})
+		if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		taken := time.Now()
+		harness.Eventually(t, 5*time.Second, func() error {
+			if may() {
+				return fmt.Errorf("bob still reads")
+			}
+			return nil
+		})
+		t.Logf("given after %v, gone after %v", taken.Sub(given).Round(time.Millisecond), time.Since(taken).Round(time.Millisecond))
+		time.Sleep(time.Second) // between rounds: what is asked for is the whole span
+	}
 }
 
 // With NATS stopped, writes go on, and so does what they say of permissions: policies reach those who decide by another way, within the

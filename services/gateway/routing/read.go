@@ -98,11 +98,28 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 	return opts, q, nil
 }
 
+// decides says whether who asks decides by the answer: authn, authz and admission. They are answered by registry, so that a replica of the
+// watch tier can neither make a permission up nor keep one that was taken away.
+func (c *call) decides() bool { return slices.Contains(c.user.GetGroups(), identity.ServicesGroup) }
+
+// lister answers lists from encoded bytes.
+type lister interface {
+	List(context.Context, *watchfanoutv1.ListRequest, ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.ListChunk], error)
+}
+
+// source is what answers the request's lists and fills its watches.
+func (c *call) source() (lister, *watch.Hub) {
+	if c.decides() {
+		return c.Policy, c.PolicyWatches
+	}
+	return c.Tier, c.Watches
+}
+
 // skips says whether what cannot be read is left out of a list. It is for the services that decide by it: an unreadable role grants
 // nothing, and is no reason not to hear of the others. An unreadable webhook or policy might refuse, so of those they are refused the list,
 // and in time decide nothing.
 func (c *call) skips() bool {
-	return c.entry.Resource.GetGroup() != "admissionregistration.k8s.io" && slices.Contains(c.user.GetGroups(), identity.ServicesGroup)
+	return c.entry.Resource.GetGroup() != "admissionregistration.k8s.io" && c.decides()
 }
 
 // answersWithin is how long the watch tier may be silent before registry is asked in its place: a replica may be there, and
@@ -111,7 +128,7 @@ const answersWithin = 5 * time.Second
 
 // getFromTier reads one object, as it is stored, from the watch tier's bytes. Anything else is registry's to answer.
 func (c *call) getFromTier() ([]byte, bool) {
-	if !c.TierGets || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || c.out.As != nil || c.out.Pretty || !c.has("watch") ||
+	if !c.TierGets || c.decides() || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || c.out.As != nil || c.out.Pretty || !c.has("watch") ||
 		c.out.MediaType != runtime.ContentTypeJSON && c.out.MediaType != runtime.ContentTypeProtobuf {
 		return nil, false
 	}
@@ -125,7 +142,7 @@ func (c *call) getFromTier() ([]byte, bool) {
 	}
 	ctx, cancel := context.WithTimeout(c.req.Context(), answersWithin)
 	defer cancel()
-	resp, err := c.Watches.Client.Get(rpc.Routed(ctx, c.entry.StoredAs), &watchfanoutv1.GetRequest{
+	resp, err := c.Tier.Get(rpc.Routed(ctx, c.entry.StoredAs), &watchfanoutv1.GetRequest{
 		Query: &watchfanoutv1.Query{Entry: c.entry, Namespace: c.namespace(), Output: c.out}, Name: c.info.Name, ResourceVersion: version}, grpc.WaitForReady(false))
 	return resp.GetBody(), err == nil
 }
@@ -141,7 +158,8 @@ func (c *call) list() {
 	listing, cancel := context.WithCancel(ctx)
 	defer cancel()
 	silent := time.AfterFunc(answersWithin, cancel)
-	stream, err := c.Watches.Client.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
+	source, _ := c.source()
+	stream, err := source.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
 		ResourceVersionMatch: string(opts.ResourceVersionMatch), Limit: opts.Limit, Continue: opts.Continue}, grpc.WaitForReady(false))
 	var first *watchfanoutv1.ListChunk
 	if err == nil {
@@ -274,8 +292,9 @@ func (c *call) watch() {
 		c.fail(negotiation.NewNotAcceptableError(streams))
 		return
 	}
-	bookmarks := c.Watches.Config.BookmarkPeriod
-	if slices.Contains(c.user.GetGroups(), identity.ServicesGroup) { // they measure by them how fresh they are
+	_, hub := c.source()
+	bookmarks := hub.Config.BookmarkPeriod
+	if c.decides() { // they measure by them how fresh they are
 		bookmarks = 0
 	}
 	timeout := time.Duration(float64(c.MinRequestTimeout) * (rand.Float64() + 1))
@@ -287,10 +306,10 @@ func (c *call) watch() {
 		Deadline: time.Now().Add(timeout), BookmarkPeriod: bookmarks, Stopping: c.Stopping(), Moved: func() <-chan struct{} { return c.Authorize.Moved(c.namespace()) }, Allowed: c.stillAllowed()}
 	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
 		if wsstream.IsWebSocketRequest(c.req) {
-			c.overWebSocket(r)
+			c.overWebSocket(hub, r)
 			return
 		}
-		c.Watches.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
+		hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
 	})
 }
 
@@ -367,7 +386,7 @@ func (s *httpSink) Take(ctx context.Context) *wire.Stream {
 }
 
 // overWebSocket sends each event as one message.
-func (c *call) overWebSocket(r *watch.Request) {
+func (c *call) overWebSocket(hub *watch.Hub, r *watch.Request) {
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
 	c.w.Header().Set("Content-Type", c.out.MediaType)
@@ -377,7 +396,7 @@ func (c *call) overWebSocket(r *watch.Request) {
 			defer cancel()
 			_, _ = io.Copy(io.Discard, ws)
 		}()
-		c.Watches.Serve(ctx, r, &socketSink{ws, c.out.MediaType == runtime.ContentTypeProtobuf})
+		hub.Serve(ctx, r, &socketSink{ws, c.out.MediaType == runtime.ContentTypeProtobuf})
 	})
 	handler.ServeHTTP(c.w, c.req)
 }

@@ -29,6 +29,7 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/edge"
 	"watershed.dev/services/gateway/streaming"
 	"watershed.dev/services/gateway/watch"
@@ -41,7 +42,12 @@ type Router struct {
 	// Objects retries a call that did not reach a replica; Writes never sends one twice.
 	Objects registryv1.ObjectsClient
 	Writes  registryv1.ObjectsClient
+	// Tier answers lists and GETs, and Watches keeps what it says of what comes after them.
+	Tier    watchfanoutv1.WatchClient
 	Watches *watch.Hub
+	// Policy and PolicyWatches are the same of registry, for the services that decide by what they read.
+	Policy        watchfanoutv1.PolicyClient
+	PolicyWatches *watch.Hub
 	// TierGets: the watch tier answers a GET of an object as it is stored.
 	TierGets bool
 	// Lists shares the lists that registry answers.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
+	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/coalesce"
@@ -81,9 +82,14 @@ type Sink interface {
 	Take(ctx context.Context) *wire.Stream
 }
 
-// Hub is all open watches of a gateway.
+// Streams is where events come from: the watch tier or, for who decides by them, registry.
+type Streams interface {
+	Watch(context.Context, *watchfanoutv1.WatchRequest, ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error)
+}
+
+// Hub is all open watches that a gateway fills from one source.
 type Hub struct {
-	Client watchfanoutv1.WatchClient
+	Client Streams
 	Config *Config
 	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at once.
 	Revision func(context.Context) (int64, error)

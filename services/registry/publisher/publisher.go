@@ -4,11 +4,13 @@
 package publisher
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strconv"
 	"sync/atomic"
 	"time"
@@ -219,10 +221,18 @@ func (p *Publisher) follow(ctx context.Context, c *chain, resp clientv3.WatchRes
 func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv3.Event) error {
 	revision := events[0].Kv.ModRevision
 	var out, resets []*logv1.Event
-	refuse := func(storedAs, key string, err error) {
+	// A reset's place is past all events, by the event that it is for: the same whoever publishes the transaction, and from wherever in it.
+	reset := func(i int, r *logv1.Event) {
+		r.Type, r.Revision, r.Index = logv1.Type_TYPE_RESET, revision, int32(len(events)+2*i)
+		if r.Redefined {
+			r.Index++
+		}
+		resets = append(resets, r)
+	}
+	refuse := func(i int, storedAs string, err error) {
 		refused.Inc()
-		slog.Error("An event cannot be published; its resource is to be read anew", "key", key, "revision", revision, "error", err)
-		resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: storedAs})
+		slog.Error("An event cannot be published; its resource is to be read anew", "key", string(events[i].Kv.Key), "revision", revision, "error", err)
+		reset(i, &logv1.Event{StoredAs: storedAs})
 	}
 	for i, e := range events {
 		event, redefined, err := p.event(ctx, e)
@@ -230,10 +240,10 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 			return err
 		}
 		if redefined != "" {
-			resets = append(resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, StoredAs: redefined, Redefined: true})
+			reset(i, &logv1.Event{StoredAs: redefined, Redefined: true})
 		}
 		if st, ok := p.storedAt(string(e.Kv.Key)); err != nil && ok {
-			refuse(st.Name(), string(e.Kv.Key), err)
+			refuse(i, st.Name(), err)
 		}
 		if err == nil && event != nil {
 			event.Index = int32(i)
@@ -241,15 +251,20 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 		}
 	}
 	for n, event := range out {
-		if !c.last.Mark && revision == c.last.Revision && event.Index <= c.last.Index {
-			continue // published before
-		}
 		event.More = n < len(out)-1 || len(resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
-		if err := p.one(ctx, c, event, refuse); err != nil {
+		var bad *unsendable
+		if err := p.one(ctx, c, event); errors.As(err, &bad) {
+			refuse(int(event.Index), event.StoredAs, bad)
+		} else if err != nil {
 			return err
 		}
 	}
-	for _, event := range resets {
+	slices.SortFunc(resets, func(a, b *logv1.Event) int { return cmp.Compare(a.Index, b.Index) })
+	for n, event := range resets {
+		event.More = n < len(resets)-1
+		if c.has(event) {
+			continue
+		}
 		if err := c.send(event); err != nil {
 			return err
 		}
@@ -257,20 +272,19 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 	return nil
 }
 
-// one publishes one event. What cannot be a message is refused.
-func (p *Publisher) one(ctx context.Context, c *chain, event *logv1.Event, refuse func(storedAs, key string, err error)) error {
+// one publishes one event, unless the log has it. What cannot be a message is *unsendable, also where the log has what comes after it.
+func (p *Publisher) one(ctx context.Context, c *chain, event *logv1.Event) error {
+	if c.has(event) {
+		_, err := c.message(event)
+		return err
+	}
 	span, traced := telemetry.BeginEvent(ctx, event.StoredAs, event.Revision)
 	defer span.End()
 	event.Trace = traced
-	var bad *unsendable
-	switch err := c.send(event); {
-	case errors.As(err, &bad):
-		refuse(event.StoredAs, event.Namespace+"/"+event.Name, bad)
-	case err != nil:
+	if err := c.send(event); err != nil {
 		return err
-	default:
-		published.WithLabelValues(event.StoredAs).Inc()
 	}
+	published.WithLabelValues(event.StoredAs).Inc()
 	return nil
 }
 
@@ -486,7 +500,13 @@ type settlement struct {
 	err  error
 }
 
-func (c *chain) send(e *logv1.Event) error {
+// has says whether the log has an event already: it ended amid the event's transaction when this publisher began.
+func (c *chain) has(e *logv1.Event) bool {
+	return !c.last.Mark && e.Revision == c.last.Revision && e.Index <= c.last.Index
+}
+
+// message is e as the log holds it. An error is an *unsendable.
+func (c *chain) message(e *logv1.Event) (*nats.Msg, error) {
 	e.History = c.history.ID
 	if e.StoredAs == "" {
 		e.Marker, e.NextMarker = c.marker, c.nextMarker
@@ -496,7 +516,15 @@ func (c *chain) send(e *logv1.Event) error {
 		err = fmt.Errorf("it takes %d bytes, more than NATS takes in one message", len(m.Data))
 	}
 	if err != nil {
-		return &unsendable{err}
+		return nil, &unsendable{err}
+	}
+	return m, nil
+}
+
+func (c *chain) send(e *logv1.Event) error {
+	m, err := c.message(e)
+	if err != nil {
+		return err
 	}
 	c.sent++
 	id := eventlog.IDOf(e, c.nonce+strconv.Itoa(c.sent))

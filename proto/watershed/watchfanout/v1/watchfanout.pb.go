@@ -751,6 +751,9 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x05Watch\x12R\n" +
 	"\x03Get\x12$.watershed.watchfanout.v1.GetRequest\x1a%.watershed.watchfanout.v1.GetResponse\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
+	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x012\xb7\x01\n" +
+	"\x06Policy\x12T\n" +
+	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
 	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x01BCZ:watershed.dev/proto/watershed/watchfanout/v1;watchfanoutv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
@@ -792,11 +795,15 @@ var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
 	1,  // 9: watershed.watchfanout.v1.Watch.Get:input_type -> watershed.watchfanout.v1.GetRequest
 	3,  // 10: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
 	5,  // 11: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	2,  // 12: watershed.watchfanout.v1.Watch.Get:output_type -> watershed.watchfanout.v1.GetResponse
-	4,  // 13: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
-	7,  // 14: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	12, // [12:15] is the sub-list for method output_type
-	9,  // [9:12] is the sub-list for method input_type
+	3,  // 12: watershed.watchfanout.v1.Policy.List:input_type -> watershed.watchfanout.v1.ListRequest
+	5,  // 13: watershed.watchfanout.v1.Policy.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	2,  // 14: watershed.watchfanout.v1.Watch.Get:output_type -> watershed.watchfanout.v1.GetResponse
+	4,  // 15: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	7,  // 16: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	4,  // 17: watershed.watchfanout.v1.Policy.List:output_type -> watershed.watchfanout.v1.ListChunk
+	7,  // 18: watershed.watchfanout.v1.Policy.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	14, // [14:19] is the sub-list for method output_type
+	9,  // [9:14] is the sub-list for method input_type
 	9,  // [9:9] is the sub-list for extension type_name
 	9,  // [9:9] is the sub-list for extension extendee
 	0,  // [0:9] is the sub-list for field type_name
@@ -815,7 +822,7 @@ func file_watershed_watchfanout_v1_watchfanout_proto_init() {
 			NumEnums:      0,
 			NumMessages:   9,
 			NumExtensions: 0,
-			NumServices:   1,
+			NumServices:   2,
 		},
 		GoTypes:           file_watershed_watchfanout_v1_watchfanout_proto_goTypes,
 		DependencyIndexes: file_watershed_watchfanout_v1_watchfanout_proto_depIdxs,

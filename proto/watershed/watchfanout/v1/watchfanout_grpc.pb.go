@@ -206,3 +206,159 @@ var Watch_ServiceDesc = grpc.ServiceDesc{
 	},
 	Metadata: "watershed/watchfanout/v1/watchfanout.proto",
 }
+
+const (
+	Policy_List_FullMethodName  = "/watershed.watchfanout.v1.Policy/List"
+	Policy_Watch_FullMethodName = "/watershed.watchfanout.v1.Policy/Watch"
+)
+
+// PolicyClient is the client API for Policy service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Policy is Watch's contract as registry offers it, for the services that decide by what they read: authn, authz and admission. They
+// believe no replica of the watch tier, which may do no more than read; nor do they wait for one. Lists are read from etcd, and events
+// come from the end of the event log that registry itself reads. FAILED_PRECONDITION means that Objects.List has to be asked, or that
+// a watch in that form is not offered.
+type PolicyClient interface {
+	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
+	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error)
+}
+
+type policyClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewPolicyClient(cc grpc.ClientConnInterface) PolicyClient {
+	return &policyClient{cc}
+}
+
+func (c *policyClient) List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Policy_ServiceDesc.Streams[0], Policy_List_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[ListRequest, ListChunk]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Policy_ListClient = grpc.ServerStreamingClient[ListChunk]
+
+func (c *policyClient) Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Policy_ServiceDesc.Streams[1], Policy_Watch_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[WatchRequest, WatchFrame]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Policy_WatchClient = grpc.ServerStreamingClient[WatchFrame]
+
+// PolicyServer is the server API for Policy service.
+// All implementations must embed UnimplementedPolicyServer
+// for forward compatibility.
+//
+// Policy is Watch's contract as registry offers it, for the services that decide by what they read: authn, authz and admission. They
+// believe no replica of the watch tier, which may do no more than read; nor do they wait for one. Lists are read from etcd, and events
+// come from the end of the event log that registry itself reads. FAILED_PRECONDITION means that Objects.List has to be asked, or that
+// a watch in that form is not offered.
+type PolicyServer interface {
+	List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error
+	Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error
+	mustEmbedUnimplementedPolicyServer()
+}
+
+// UnimplementedPolicyServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedPolicyServer struct{}
+
+func (UnimplementedPolicyServer) List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error {
+	return status.Error(codes.Unimplemented, "method List not implemented")
+}
+func (UnimplementedPolicyServer) Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error {
+	return status.Error(codes.Unimplemented, "method Watch not implemented")
+}
+func (UnimplementedPolicyServer) mustEmbedUnimplementedPolicyServer() {}
+func (UnimplementedPolicyServer) testEmbeddedByValue()                {}
+
+// UnsafePolicyServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to PolicyServer will
+// result in compilation errors.
+type UnsafePolicyServer interface {
+	mustEmbedUnimplementedPolicyServer()
+}
+
+func RegisterPolicyServer(s grpc.ServiceRegistrar, srv PolicyServer) {
+	// If the following call panics, it indicates UnimplementedPolicyServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&Policy_ServiceDesc, srv)
+}
+
+func _Policy_List_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(ListRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PolicyServer).List(m, &grpc.GenericServerStream[ListRequest, ListChunk]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Policy_ListServer = grpc.ServerStreamingServer[ListChunk]
+
+func _Policy_Watch_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(WatchRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(PolicyServer).Watch(m, &grpc.GenericServerStream[WatchRequest, WatchFrame]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Policy_WatchServer = grpc.ServerStreamingServer[WatchFrame]
+
+// Policy_ServiceDesc is the grpc.ServiceDesc for Policy service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var Policy_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "watershed.watchfanout.v1.Policy",
+	HandlerType: (*PolicyServer)(nil),
+	Methods:     []grpc.MethodDesc{},
+	Streams: []grpc.StreamDesc{
+		{
+			StreamName:    "List",
+			Handler:       _Policy_List_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "Watch",
+			Handler:       _Policy_Watch_Handler,
+			ServerStreams: true,
+		},
+	},
+	Metadata: "watershed/watchfanout/v1/watchfanout.proto",
+}

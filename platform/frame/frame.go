@@ -109,8 +109,8 @@ func (l *List) meta(dst []byte) []byte {
 	return append(dst, '}')
 }
 
-// HeadJSON is a list's body up to its first item.
-func (l *List) HeadJSON() []byte {
+// headJSON is a list's body up to its first item.
+func (l *List) headJSON() []byte {
 	b := fmt.Appendf(nil, `{"kind":%q,"apiVersion":%q,`, l.Kind, l.APIVersion)
 	b = l.meta(b)
 	if l.Columns != nil {
@@ -120,8 +120,58 @@ func (l *List) HeadJSON() []byte {
 	return append(b, `,"items":[`...)
 }
 
-// TailJSON is what comes after the last item.
-var TailJSON = []byte("]}\n")
+// tailJSON is what comes after the last item.
+var tailJSON = []byte("]}\n")
+
+var comma = []byte{','}
+
+// JSON writes the list's body with its items. itemHead is what comes before an item in place of its opening brace, which items of
+// a list without a Go type have: their own kind; nil for nothing.
+func (l *List) JSON(w *Chunks, items [][]byte, itemHead []byte) {
+	head := l.headJSON()
+	if len(items) == 0 && l.Kind == "PartialObjectMetadataList" { // kube-apiserver says null of these
+		body := append(head[:len(head)-1], "null}\n"...)
+		w.begin(len(body))
+		w.write(body)
+		return
+	}
+	size := len(head) + len(tailJSON) + max(0, len(items)-1)
+	for _, item := range items {
+		size += len(item)
+		if itemHead != nil {
+			size += len(itemHead) - 1
+		}
+	}
+	w.begin(size)
+	w.write(head)
+	for i, item := range items {
+		if i > 0 {
+			w.write(comma)
+		}
+		if itemHead != nil {
+			w.write(itemHead)
+			item = item[1:]
+		}
+		w.write(item)
+	}
+	w.write(tailJSON)
+}
+
+// Protobuf writes the list's body with its items.
+func (l *List) Protobuf(w *Chunks, items [][]byte) {
+	n := 0
+	for _, item := range items {
+		n += FieldLen(len(item))
+	}
+	head := l.headProtobuf(n)
+	w.begin(len(head) + n + len(TailProtobuf))
+	w.write(head)
+	for _, item := range items {
+		w.write(itemHeadProtobuf(len(item)))
+		w.write(item)
+	}
+	w.write(TailProtobuf)
+}
 
 // envelopeMagic begins every Kubernetes protobuf body.
 var envelopeMagic = []byte("k8s\x00")
@@ -141,11 +191,11 @@ func uvarintLen(n int) int {
 // FieldLen is how long a length-delimited field with n bytes is.
 func FieldLen(n int) int { return 1 + uvarintLen(n) + n }
 
-// ItemHead is what comes before one item of n bytes in a list's protobuf.
-func ItemHead(dst []byte, n int) []byte { return tag(dst, 2, n) }
+// itemHeadProtobuf is what comes before one item of n bytes in a list's protobuf.
+func itemHeadProtobuf(n int) []byte { return tag(nil, 2, n) }
 
-// HeadProtobuf is a list's body up to its first item; items is the length of all items with their heads.
-func (l *List) HeadProtobuf(items int) []byte {
+// headProtobuf is a list's body up to its first item; items is the length of all items with their heads.
+func (l *List) headProtobuf(items int) []byte {
 	var m []byte
 	m = tag(m, 1, 0) // selfLink, always written
 	rv := strconv.FormatInt(l.Revision, 10)

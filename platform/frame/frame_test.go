@@ -31,17 +31,25 @@ func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 		t.Fatal(err)
 	}
 	l := &List{Kind: "PartialObjectMetadataList", APIVersion: "meta.k8s.io/v1", Revision: 12, Continue: "abc", Remaining: &remaining}
-	var body []byte
-	size := 0
+	var items [][]byte
 	for i := range want.Items {
 		m, err := want.Items[i].Marshal()
 		if err != nil {
 			t.Fatal(err)
 		}
-		size += FieldLen(len(m))
-		body = append(ItemHead(body, len(m)), m...)
+		items = append(items, m)
 	}
-	got := append(append(l.HeadProtobuf(size), body...), TailProtobuf...)
+	var got []byte
+	var size int64
+	w := &Chunks{Bytes: 10, Send: func(pieces [][]byte, n int64) error {
+		size += n
+		got = append(got, bytes.Join(pieces, nil)...)
+		return nil
+	}}
+	l.Protobuf(w, items)
+	if err := w.End(); err != nil || size != int64(len(got)) {
+		t.Errorf("said to be of %d bytes, it has %d: %v", size, len(got), err)
+	}
 	if !bytes.Equal(got, expected.Bytes()) {
 		t.Errorf("got\n%x\nwant\n%x", got, expected.Bytes())
 	}

@@ -1,0 +1,40 @@
+package frame
+
+// Chunks sends a body in pieces that are not copied, many at a time.
+type Chunks struct {
+	// Bytes is about how many bytes are sent at a time.
+	Bytes int
+	// Send is called with the next pieces and, the first time, with the whole body's size in bytes.
+	Send func(pieces [][]byte, size int64) error
+
+	pieces [][]byte
+	bytes  int
+	size   int64
+	err    error
+}
+
+func (c *Chunks) begin(size int) { c.size = int64(size) }
+
+func (c *Chunks) write(b []byte) {
+	if c.err != nil {
+		return
+	}
+	c.pieces = append(c.pieces, b)
+	if c.bytes += len(b); c.bytes >= c.Bytes {
+		c.flush()
+	}
+}
+
+func (c *Chunks) flush() {
+	c.err = c.Send(c.pieces, c.size)
+	c.size = 0
+	c.pieces, c.bytes = make([][]byte, 0, len(c.pieces)), 0
+}
+
+// End sends what has not been sent, and answers the first error of Send.
+func (c *Chunks) End() error {
+	if c.err == nil && len(c.pieces) > 0 {
+		c.flush()
+	}
+	return c.err
+}

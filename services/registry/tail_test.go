@@ -1,0 +1,135 @@
+package registry
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+func event(revision int64, index int32, storedAs string) *logv1.Event {
+	return &logv1.Event{Type: logv1.Type_TYPE_MODIFIED, Revision: revision, Index: index, StoredAs: storedAs, History: "h"}
+}
+
+func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, History: "h"} }
+
+func reset(revision int64, index int32, storedAs string) *logv1.Event {
+	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, Index: index, StoredAs: storedAs, History: "h"}
+}
+
+func tailOf(t *testing.T, events ...*logv1.Event) *tail {
+	t.Helper()
+	out := newTail()
+	out.begin()
+	for _, e := range events {
+		if err := out.take(e); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return out
+}
+
+// told is what a reading of roles from a place on is told: events, how far that is, and what ended it.
+func told(f *follower) string {
+	events, high, _, err := f.read()
+	var out []string
+	for _, e := range events {
+		out = append(out, fmt.Sprintf("%d.%d", e.Revision, e.Index))
+	}
+	s := fmt.Sprintf("%s to %d", strings.Join(out, " "), high)
+	if err != nil {
+		s += " " + map[bool]string{true: "overrun", false: err.Error()}[errors.Is(err, errOverrun)]
+	}
+	return s
+}
+
+func TestAReadingOfTheTailIsToldEverythingOnce(t *testing.T) {
+	begun := func(revision int64) *logv1.Event { // the first of a transaction
+		e := event(revision, 0, "roles")
+		e.More = true
+		return e
+	}
+	for name, c := range map[string]struct {
+		tail     *tail
+		revision int64
+		index    int32
+		want     string
+	}{
+		"from where it lists":             {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "pods"), event(12, 0, "roles")), 10, wholly, "12.0 to 12"},
+		"from before the log":             {tailOf(t, event(10, 0, "roles")), 8, wholly, " to 0 overrun"},
+		"from the log's beginning":        {tailOf(t, event(10, 0, "roles")), 9, wholly, "10.0 to 10"},
+		"from what has not come yet":      {tailOf(t, event(10, 0, "roles")), 11, wholly, " to 10"},
+		"from amid a transaction":         {tailOf(t, reset(9, 0, ""), begun(10), event(10, 1, "roles")), 10, 0, "10.1 to 10"},
+		"amid a transaction":              {tailOf(t, reset(9, 0, ""), begun(12)), 9, wholly, "12.0 to 9"},
+		"nothing but progress":            {tailOf(t, reset(9, 0, ""), progress(15)), 9, wholly, " to 15"},
+		"published again":                 {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "roles"), event(10, 0, "roles"), event(11, 0, "roles"), event(12, 0, "roles")), 9, wholly, "10.0 11.0 12.0 to 12"},
+		"a transaction begun twice":       {tailOf(t, reset(9, 0, ""), begun(12), begun(12), event(12, 1, "roles")), 9, wholly, "12.0 12.1 to 12"},
+		"its resource is to be read anew": {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "roles"), event(12, 0, "roles")), 9, wholly, "10.0 to 12 overrun"},
+		"another resource is":             {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "pods"), event(12, 0, "roles")), 9, wholly, "10.0 12.0 to 12"},
+		"two are, in one transaction":     {tailOf(t, reset(9, 0, ""), reset(11, 2, "pods"), reset(11, 4, "roles"), event(12, 0, "roles")), 9, wholly, " to 12 overrun"},
+		"a list from after that":          {tailOf(t, reset(9, 0, ""), reset(11, 2, "roles"), event(12, 0, "roles")), 11, wholly, "12.0 to 12"},
+		"the log began anew":              {tailOf(t, event(10, 0, "roles"), reset(20, 0, ""), event(21, 0, "roles")), 10, wholly, " to 0 overrun"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := told(c.tail.follow("roles", c.revision, c.index)); got != c.want {
+				t.Errorf("told %q, not %q", got, c.want)
+			}
+		})
+	}
+}
+
+func TestAReadingGoesOn(t *testing.T) {
+	l := tailOf(t, reset(9, 0, ""), event(10, 0, "roles"))
+	f := l.follow("roles", 9, wholly)
+	if got := told(f); got != "10.0 to 10" {
+		t.Error(got)
+	}
+	_, _, changed, _ := f.read()
+	_ = l.take(event(11, 0, "roles"))
+	<-changed
+	if got := told(f); got != "11.0 to 11" {
+		t.Error(got)
+	}
+	l.begin() // the reader of the log was started again
+	if got := told(f); got != " to 0 overrun" {
+		t.Error(got)
+	}
+	f = l.follow("roles", 11, wholly)
+	if got := told(f); got != " to 0" { // nothing is known yet
+		t.Error(got)
+	}
+	_ = l.take(event(11, 0, "roles"))
+	_ = l.take(event(12, 0, "roles"))
+	if got := told(f); got != "12.0 to 12" {
+		t.Error(got)
+	}
+	other := event(5, 0, "roles")
+	other.History = "restored"
+	_ = l.take(other)
+	if got := told(f); got != " to 0 overrun" {
+		t.Errorf("a reading goes on in another history: %s", got)
+	}
+}
+
+func TestTheTailIsBoundedInBytes(t *testing.T) {
+	l := tailOf(t, reset(1, 0, ""))
+	early := l.follow("roles", 1, wholly)
+	_, _, _, _ = early.read()
+	big := make([]byte, 1<<20)
+	for r := int64(2); r < 40; r++ {
+		e := event(r, 0, "roles")
+		e.Object = &logv1.Object{Json: big}
+		_ = l.take(e)
+		if l.bytes > tailBytes+len(big)+100 {
+			t.Fatalf("%d bytes are kept", l.bytes)
+		}
+	}
+	if got := told(early); got != " to 0 overrun" {
+		t.Error(got)
+	}
+	if got := told(l.follow("roles", 38, wholly)); got != "39.0 to 39" {
+		t.Error(got)
+	}
+}
