@@ -142,7 +142,7 @@ func (s *splitRun) plan() ([]*child, error) {
 	}
 	for _, name := range order {
 		for n := range s.counts[name] {
-			debug := take()
+			debug := filepath.Join(socketDir(s.dir), fmt.Sprintf("%s-%d.sock", name, n))
 			settings := with(s.settings(name), s.identitySettings(name), s.common, map[string]any{"debug-address": debug})
 			if services[name].serves {
 				settings["rpc-address"] = addresses[name][n]
@@ -161,7 +161,7 @@ func (s *splitRun) plan() ([]*child, error) {
 			case "watchfanout":
 				settings["nats-url"] = urls("tls", addresses["nats"])
 			}
-			if err := add(name, n, "http://"+debug, settings); err != nil {
+			if err := add(name, n, debug, settings); err != nil {
 				return nil, err
 			}
 		}

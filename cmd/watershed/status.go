@@ -30,7 +30,7 @@ const debugSocket = "debug.sock"
 func statusCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed status", pflag.ContinueOnError)
 	dataDir := fs.String("data-dir", ".watershed", "The directory of a running `up` or `split`.")
-	addresses := fs.StringSlice("addresses", nil, "host:port of every watchfanout replica's --debug-address, in place of --data-dir.")
+	addresses := fs.StringSlice("addresses", nil, "Every watchfanout replica's --debug-address, host:port or socket, in place of --data-dir.")
 	every := fs.Duration("watch", 0, "Show it again after each such time, until interrupted.")
 	if err := config.Load(fs, args); err != nil {
 		return help(err)
@@ -114,6 +114,9 @@ func statusOf(target string) (*watchfanout.Status, error) {
 	return st, json.NewDecoder(resp.Body).Decode(st)
 }
 
+// replicaName is what a replica is shown as: its host and port, or its socket's name.
+func replicaName(target string) string { return strings.TrimSuffix(filepath.Base(target), ".sock") }
+
 // showTier writes what every replica says, and what they hold together. It answers whether any replica did.
 func showTier(w io.Writer, targets []string) bool {
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
@@ -126,11 +129,11 @@ func showTier(w io.Writer, targets []string) bool {
 	for _, target := range targets {
 		st, err := statusOf(target)
 		if err != nil {
-			fmt.Fprintf(t, "%s\tno answer\t\t\t\t\t\t\t\n", filepath.Base(target))
+			fmt.Fprintf(t, "%s\tno answer\t\t\t\t\t\t\t\n", replicaName(target))
 			continue
 		}
 		reached = true
-		fmt.Fprintf(t, "%s\t%v\t%d\t%s\t%.1f ms\t%d\t%.0f\t%s\t%d\n", filepath.Base(target), st.Ready, st.Revision, behind(st.Behind), st.LagMilliseconds, st.Watches, st.EventsPerSecond, megabytes(st.Bytes), st.Resets)
+		fmt.Fprintf(t, "%s\t%v\t%d\t%s\t%.1f ms\t%d\t%.0f\t%s\t%d\n", replicaName(target), st.Ready, st.Revision, behind(st.Behind), st.LagMilliseconds, st.Watches, st.EventsPerSecond, megabytes(st.Bytes), st.Resets)
 		for _, r := range st.Resources {
 			h := resources[r.Name]
 			if h == nil {
@@ -146,7 +149,7 @@ func showTier(w io.Writer, targets []string) bool {
 			}
 		}
 		for _, s := range st.Slowest {
-			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s", s.Resource, filepath.Base(target), s.Waiting, s.Revision, s.Query))
+			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s", s.Resource, replicaName(target), s.Waiting, s.Revision, s.Query))
 		}
 	}
 	var names []string

@@ -6,99 +6,185 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 )
 
-// Group shares readings by key. Its zero value bounds how many by nothing; set its fields before the first use.
+// Group shares readings by name. Its zero value bounds how many by nothing; set its fields before the first use.
 type Group[T any] struct {
-	// Limit is how many readings, of all keys, are under way at a time; 0: any number. Those beyond it wait.
+	// Limit is how many readings, of all names, are under way at a time; 0: any number. Those beyond it wait, and whose turn is next
+	// goes round among the owners.
 	Limit int
+	// Queue is how many readings of one owner may wait; 0: any number. Beyond it Get fails with ErrBusy.
+	Queue int
 	// Timeout bounds one reading, which is nobody's own: whoever asked may have left. 0: a minute.
 	Timeout time.Duration
 
-	mu    sync.Mutex
-	keys  map[string]*flight[T] // the next reading of each; nil while nobody waits. An entry stays for as long as its run goes on
-	slots chan struct{}
+	mu      sync.Mutex
+	names   map[string]*readings[T]
+	running int
+	// waiting are the readings of each owner that wait for their turn, and turns the owners that have any, the next one first.
+	waiting map[string][]*reading[T]
+	turns   []string
 }
 
-type flight[T any] struct {
-	done    chan struct{}
-	read    func(context.Context) (T, error)
-	value   T
-	err     error
-	waiting int
+// readings are those of one name.
+type readings[T any] struct {
+	// underWay began already: nobody may join it. next is for those who ask now.
+	underWay, next *reading[T]
 }
 
-// Get is what read answers, or what that of another caller does who asks for the same key. The answer is shared: it must not be changed.
+type reading[T any] struct {
+	name, owner string
+	read        func(context.Context) (T, error)
+	done        chan struct{}
+	value       T
+	err         error
+	// callers are those who still want the answer.
+	callers int
+	// cancel ends the reading, once it has begun.
+	cancel context.CancelFunc
+}
+
+// ErrBusy says that an owner has too many readings waiting.
+var ErrBusy = errors.New("too many readings of this owner are waiting")
+
+// Get is what read answers, or what that of another caller does who asks for the same name. The answer is shared: it must not be changed.
+// A reading that nobody waits for any more is not made, or is cancelled.
 func (g *Group[T]) Get(ctx context.Context, name string, read func(context.Context) (T, error)) (T, error) {
+	return g.GetFor(ctx, "", name, read)
+}
+
+// GetFor is Get on behalf of an owner, out of whose share of the turns the reading comes if it is the first to ask.
+func (g *Group[T]) GetFor(ctx context.Context, owner, name string, read func(context.Context) (T, error)) (T, error) {
+	r, err := g.join(owner, name, read)
+	if err == nil {
+		select {
+		case <-r.done:
+			return r.value, r.err
+		case <-ctx.Done():
+			g.leave(r)
+			err = ctx.Err()
+		}
+	}
+	var none T
+	return none, err
+}
+
+func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error)) (*reading[T], error) {
 	g.mu.Lock()
-	if g.keys == nil {
-		g.keys = map[string]*flight[T]{}
-		if g.Limit > 0 {
-			g.slots = make(chan struct{}, g.Limit)
-		}
+	defer g.mu.Unlock()
+	if g.names == nil {
+		g.names, g.waiting = map[string]*readings[T]{}, map[string][]*reading[T]{}
 	}
-	f, running := g.keys[name]
-	if f == nil {
-		f = &flight[T]{done: make(chan struct{}), read: read}
-		g.keys[name] = f
+	all := g.names[name]
+	if all != nil && all.next != nil {
+		all.next.callers++
+		return all.next, nil
 	}
-	f.waiting++
-	if !running {
-		go g.run(name)
+	if g.Queue > 0 && len(g.waiting[owner]) >= g.Queue {
+		return nil, ErrBusy
 	}
-	g.mu.Unlock()
-	select {
-	case <-f.done:
-		return f.value, f.err
-	case <-ctx.Done():
-		g.mu.Lock()
-		f.waiting--
-		g.mu.Unlock()
-		var none T
-		return none, ctx.Err()
+	if all == nil {
+		all = &readings[T]{}
+		g.names[name] = all
+	}
+	r := &reading[T]{name: name, owner: owner, read: read, done: make(chan struct{}), callers: 1}
+	all.next = r
+	if all.underWay == nil {
+		g.enqueue(r)
+	}
+	return r, nil
+}
+
+// leave gives up a reading; the last to do so ends it.
+func (g *Group[T]) leave(r *reading[T]) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if r.callers--; r.callers > 0 {
+		return
+	}
+	if r.cancel != nil { // it has begun
+		r.cancel()
+		return
+	}
+	all := g.names[r.name]
+	all.next = nil
+	if all.underWay == nil {
+		delete(g.names, r.name)
+		g.dequeue(r)
 	}
 }
 
-// run makes one reading after the other for as long as anybody waits for one.
-func (g *Group[T]) run(name string) {
-	for {
-		g.mu.Lock()
-		if f := g.keys[name]; f == nil || f.waiting == 0 {
-			delete(g.keys, name)
-			g.mu.Unlock()
-			return
-		}
-		g.mu.Unlock()
-		if g.slots != nil {
-			g.slots <- struct{}{}
-		}
-		g.mu.Lock() // whoever has come while it waited for its turn comes along
-		f := g.keys[name]
-		g.keys[name] = nil
-		g.mu.Unlock()
-		f.value, f.err = g.one(f)
-		close(f.done)
-		if g.slots != nil {
-			<-g.slots
-		}
+// enqueue has a reading wait for its turn, which may come at once. The lock is held, as in all that follow.
+func (g *Group[T]) enqueue(r *reading[T]) {
+	if len(g.waiting[r.owner]) == 0 {
+		g.turns = append(g.turns, r.owner)
+	}
+	g.waiting[r.owner] = append(g.waiting[r.owner], r)
+	g.dispatch()
+}
+
+func (g *Group[T]) dequeue(r *reading[T]) {
+	if i := slices.Index(g.waiting[r.owner], r); i >= 0 {
+		g.take(r.owner, i)
 	}
 }
 
-func (g *Group[T]) one(f *flight[T]) (value T, err error) {
-	defer func() {
-		if r := recover(); r != nil {
-			err = fmt.Errorf("panic: %v", r)
-		}
-	}()
+// take takes a reading out of its owner's queue.
+func (g *Group[T]) take(owner string, i int) *reading[T] {
+	r := g.waiting[owner][i]
+	g.waiting[owner] = slices.Delete(g.waiting[owner], i, i+1)
+	if len(g.waiting[owner]) == 0 {
+		delete(g.waiting, owner)
+		g.turns = slices.DeleteFunc(g.turns, func(o string) bool { return o == owner })
+	}
+	return r
+}
+
+// dispatch begins readings for as long as there is room: one of each owner in turn.
+func (g *Group[T]) dispatch() {
+	for len(g.turns) > 0 && (g.Limit == 0 || g.running < g.Limit) {
+		owner := g.turns[0]
+		g.turns = append(g.turns[1:], owner)
+		g.begin(g.take(owner, 0))
+	}
+}
+
+func (g *Group[T]) begin(r *reading[T]) {
 	timeout := g.Timeout
 	if timeout <= 0 {
 		timeout = time.Minute
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
-	defer cancel()
-	value, err = f.read(ctx)
+	all := g.names[r.name]
+	all.underWay, all.next = r, nil
+	r.cancel = cancel
+	g.running++
+	go func() {
+		defer cancel()
+		r.value, r.err = one(ctx, r.read)
+		close(r.done)
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.running--
+		if all.underWay = nil; all.next != nil {
+			g.enqueue(all.next)
+			return
+		}
+		delete(g.names, r.name)
+		g.dispatch()
+	}()
+}
+
+func one[T any](ctx context.Context, read func(context.Context) (T, error)) (value T, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("panic: %v", r)
+		}
+	}()
+	value, err = read(ctx)
 	if err == nil && ctx.Err() != nil {
 		err = errors.New("the reading took too long")
 	}

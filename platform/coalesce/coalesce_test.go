@@ -2,6 +2,9 @@ package coalesce
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -36,8 +39,8 @@ func TestAReadingThatBeganBeforeIsNotShared(t *testing.T) {
 			}
 		}
 		synctest.Wait()
-		if len(g.keys) != 0 {
-			t.Errorf("%d keys are left", len(g.keys))
+		if len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
+			t.Errorf("%d names are left, %d owners wait", len(g.names), len(g.waiting))
 		}
 	})
 }
@@ -86,6 +89,79 @@ func TestWhoLeavesIsNotReadFor(t *testing.T) {
 		synctest.Wait()
 		if n.Load() != 1 {
 			t.Errorf("%d readings", n.Load())
+		}
+	})
+}
+
+// A caller that asks for much and leaves costs nobody a turn, nor does what it asked for last go on.
+func TestReadingsThatNobodyWaitsForEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &Group[int]{Limit: 1}
+		var begun, cancelled atomic.Int32
+		read := func(ctx context.Context) (int, error) {
+			begun.Add(1)
+			select {
+			case <-ctx.Done():
+				cancelled.Add(1)
+				return 0, ctx.Err()
+			case <-time.After(time.Hour):
+				return 1, nil
+			}
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		for i := range 100 {
+			go func() { _, _ = g.Get(ctx, fmt.Sprint(i), read) }()
+		}
+		synctest.Wait()
+		if begun.Load() != 1 {
+			t.Errorf("%d at once", begun.Load())
+		}
+		began := time.Now()
+		cancel()
+		synctest.Wait()
+		if begun.Load() != cancelled.Load() || time.Since(began) > 0 || len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
+			t.Errorf("%d begun, %d cancelled, %d names are left, %d under way", begun.Load(), cancelled.Load(), len(g.names), g.running)
+		}
+		if v, err := g.Get(t.Context(), "x", func(context.Context) (int, error) { return 7, nil }); v != 7 || err != nil || time.Since(began) > 0 {
+			t.Errorf("%d, %v after %v", v, err, time.Since(began))
+		}
+	})
+}
+
+// Turns go round among the owners: one who asks for much waits behind itself, and may not ask for any number.
+func TestTurnsGoRoundAmongOwners(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &Group[int]{Limit: 1, Queue: 20}
+		var mu sync.Mutex
+		var order []string
+		ask := func(owner, name string) error {
+			_, err := g.GetFor(t.Context(), owner, name, func(context.Context) (int, error) {
+				time.Sleep(time.Second)
+				mu.Lock()
+				defer mu.Unlock()
+				order = append(order, owner)
+				return 0, nil
+			})
+			return err
+		}
+		var wg sync.WaitGroup
+		for i := range 21 {
+			wg.Go(func() {
+				if err := ask("greedy", fmt.Sprint("greedy", i)); err != nil {
+					t.Error(err)
+				}
+			})
+			synctest.Wait()
+		}
+		if err := ask("greedy", "one more"); !errors.Is(err, ErrBusy) {
+			t.Errorf("one owner's queue has no bound: %v", err)
+		}
+		for i := range 3 {
+			wg.Go(func() { _ = ask("other", fmt.Sprint("other", i)) })
+		}
+		wg.Wait()
+		if got := strings.Join(order[:7], " "); got != "greedy greedy other greedy other greedy other" {
+			t.Error(got)
 		}
 	})
 }

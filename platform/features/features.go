@@ -3,6 +3,8 @@ package features
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -12,7 +14,7 @@ import (
 )
 
 // AddFlag adds --feature-gates to fs. What it is set to takes effect at once, for the whole process. A gate that nothing in the
-// process knows is an error, but for those who say that others know more.
+// process knows is an error; others: kube-apiserver's are none, though nothing here knows them.
 func AddFlag(fs *pflag.FlagSet, others bool) {
 	fs.Var(&gates{others: others}, "feature-gates", "A set of key=value pairs that describe feature gates for alpha/experimental features, as kube-apiserver's: AllAlpha=true,SomeFeature=false.")
 }
@@ -21,6 +23,9 @@ type gates struct {
 	others bool
 	text   string
 }
+
+// Known are the gates that are taken though nothing in the process may know them.
+func Known() []string { return slices.Sorted(maps.Keys(names)) }
 
 // String implements pflag.Value.
 func (g *gates) String() string { return g.text }
@@ -44,7 +49,7 @@ func (g *gates) Set(text string) error {
 		if err != nil {
 			return fmt.Errorf("invalid value of %s=%s, err: %w", name, value, err)
 		}
-		if _, ok := known[featuregate.Feature(name)]; !ok && g.others {
+		if _, ok := known[featuregate.Feature(name)]; !ok && g.others && names[name] {
 			continue
 		}
 		set[name] = on

@@ -33,6 +33,16 @@ func Stranger(u user.Info) bool {
 	return u == nil || u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
 }
 
+// Owner is whose share of what is bounded for each user something comes out of: service accounts of one namespace share one, since whoever
+// administers it makes as many as he likes.
+func Owner(user string) string {
+	if rest, ok := strings.CutPrefix(user, "system:serviceaccount:"); ok {
+		namespace, _, _ := strings.Cut(rest, ":")
+		return "system:serviceaccount:" + namespace
+	}
+	return user
+}
+
 // UserProto makes u fit for the wire; nil stays nil.
 func UserProto(u user.Info) *commonv1.User {
 	if u == nil {

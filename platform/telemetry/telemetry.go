@@ -13,6 +13,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -116,7 +117,12 @@ func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, 
 	if err != nil {
 		return fmt.Errorf("--debug-address %q: %w", o.DebugAddress, err)
 	}
-	srv := &http.Server{Handler: mux}
+	if network == "unix" { // whoever runs it, and nobody else
+		if err := os.Chmod(o.DebugAddress, 0o600); err != nil {
+			return fmt.Errorf("--debug-address %q: %w", o.DebugAddress, err)
+		}
+	}
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
 	go func() { <-ctx.Done(); srv.Close() }()
 	if err := srv.Serve(l); err != http.ErrServerClosed {
 		return err

@@ -22,6 +22,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/admission"
+	genericfeatures "k8s.io/apiserver/pkg/features"
 	genericapiserver "k8s.io/apiserver/pkg/server"
 	"k8s.io/apiserver/pkg/util/compatibility"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
@@ -115,7 +116,9 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if s.customs, err = newCustoms(plain, s.resolver, s.mapper.touch); err != nil {
 		return nil, err
 	}
-	s.interests = newInterests(s.informers, len(c.Options.GenericAdmission.EnablePlugins) > 0 || len(c.Options.PluginNames) > 0)
+	// Plugins beyond the default may look at anything, and so may webhooks and policies from files, which no informer tells of.
+	all := len(c.Options.GenericAdmission.EnablePlugins) > 0 || len(c.Options.PluginNames) > 0 || utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
+	s.interests = newInterests(s.informers, all)
 	return s, nil
 }
 

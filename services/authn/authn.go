@@ -60,7 +60,7 @@ func NewConfig() *Config {
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs, true)
+	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for what token authentication must look up.")

@@ -43,7 +43,7 @@ func NewConfig() *Config {
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	features.AddFlag(fs, true)
+	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for the policies.")
@@ -90,6 +90,12 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		if _, err := i.AddEventHandler(s.generations.handler()); err != nil {
 			return nil, err
 		}
+	}
+	if s.chain.has("Node") { // what a node may read follows the pods that are bound to it
+		core := s.cluster.Informers.Core().V1()
+		s.cluster.Follow("/api/v1/pods", "", core.Pods().Informer())
+		s.cluster.Follow("/api/v1/persistentvolumes", "", core.PersistentVolumes().Informer())
+		s.cluster.Follow("/apis/storage.k8s.io/v1/volumeattachments", "", s.cluster.Informers.Storage().V1().VolumeAttachments().Informer())
 	}
 	return s, nil
 }
@@ -182,9 +188,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 	if err != nil {
 		out.EvaluationError = err.Error()
 	}
-	if !keep || isNode(attrs.User) {
-		out.Generation = 0
-	}
+	out.Transient = !keep || isNode(attrs.User)
 	return out, nil
 }
 

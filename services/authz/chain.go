@@ -73,6 +73,14 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, reloaded func()) (*
 	return h, h.build(ctx, c.AuthorizationConfiguration, true)
 }
 
+// has says whether an authorizer of a type that holds state is in the chain, or was.
+func (h *chain) has(t authzconfig.AuthorizerType) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	_, ok := h.made[t]
+	return ok
+}
+
 // build puts a configuration in force. At the start every type may be made; later only those that hold no state.
 func (h *chain) build(ctx context.Context, c *authzconfig.AuthorizationConfiguration, first bool) error {
 	if len(c.Authorizers) == 0 {

@@ -106,6 +106,9 @@ func revisionOf(obj any) string {
 func (s *Service) Generations(_ *authzv1.GenerationsRequest, stream grpc.ServerStreamingServer[authzv1.Generation]) error {
 	ctx := stream.Context()
 	g := s.generations
+	if err := s.fresh(); err != nil {
+		return status.Error(codes.Unavailable, err.Error())
+	}
 	sent := g.current()
 	if err := stream.Send(&authzv1.Generation{Generation: sent, Replica: g.replica, MayRevoke: true}); err != nil {
 		return err

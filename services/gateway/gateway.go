@@ -43,6 +43,7 @@ type Config struct {
 	MinRequestTimeout int
 	Watch             watch.Config
 	TierGets          bool
+	Profiling         bool
 	Aggregation       aggregation.Config
 	Streaming         streaming.Config
 }
@@ -55,6 +56,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Aggregation.AddFlags(fs)
 	c.Streaming.AddFlags(fs)
 	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false, "Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of registry. It is cheaper where both are in one process.")
+	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "", "The IP address on which to advertise the API to members of the cluster.")
 	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800, "The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
 }
@@ -72,8 +74,13 @@ type Services struct {
 	Policy    watchfanoutv1.PolicyClient
 }
 
-// maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded and encoded.
-const maxFallbackLists = 4
+const (
+	// maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded and encoded, and is
+	// gathered for all who share it.
+	maxFallbackLists = 4
+	// maxFallbackQueue is how many different ones of one user may wait; who asks for more is told to come back (429).
+	maxFallbackQueue = 16
+)
 
 // Service is a running gateway.
 type Service struct {
@@ -129,7 +136,7 @@ func New(c *Config, s Services) (*Service, error) {
 		told(v)
 	}}
 	lists := func() *coalesce.Group[[]byte] {
-		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Timeout: c.Edge.RequestTimeout}
+		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Queue: maxFallbackQueue, Timeout: c.Edge.RequestTimeout}
 	}
 	router := &routing.Router{
 		Catalog:           g.catalog,
@@ -165,7 +172,9 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 	for _, p := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks"} {
 		own.HandleFunc("GET "+p, g.issuerDocument)
 	}
-	debug(own)
+	if g.config.Profiling {
+		debug(own)
+	}
 	slis.SLIMetricsWithReset{}.Install(own)
 	g.health = g.checks()
 	g.installHealth(own)

@@ -17,29 +17,35 @@ import (
 const (
 	// backfillBytes bounds what one backfill holds; a watch that is further behind goes on with the next one.
 	backfillBytes = 8 << 20
-	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold. A watch beyond it is
-	// sent to list.
+	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold. Those beyond it wait.
 	backfillsBytes = 128 << 20
+	// backfillHeld is for how long a watch sends from one backfill; it then finds what comes next anew, so that a client that takes little
+	// holds little.
+	backfillHeld = 5 * time.Second
 	// backfillKept is how long a backfill is kept for others that resume from about the same place.
 	backfillKept = 15 * time.Second
 	// backfillReads is how many read from the log at a time.
 	backfillReads = 2
-	// backfillTimeout bounds one reading, and its waiting for a turn.
+	// backfillTimeout bounds one reading and its waiting for a turn, and how long a watch waits.
 	backfillTimeout = 30 * time.Second
 	// backfillRetry is how long a reading that broke off waits until it goes on from where it had come.
 	backfillRetry = 200 * time.Millisecond
 )
 
-// errBackfills says that too many watches resume from before what memory holds.
-var errBackfills = errors.New("too many watches resume from too far back at once")
-
 // backfills are parts of the log that memory no longer holds, read again for watches that resume from there: once for all that do,
 // and never at the pace of a client.
 type backfills struct {
-	reads chan struct{}
+	// room and reads are the turns: for holding what was read, and for reading.
+	room, reads chan struct{}
 
 	mu  sync.Mutex
 	all []*backfill
+	// wanted is how many wait for room.
+	wanted int
+}
+
+func newBackfills() backfills {
+	return backfills{room: make(chan struct{}, backfillsBytes/backfillBytes), reads: make(chan struct{}, backfillReads)}
 }
 
 // backfill is the events of a resource after a revision, up to another.
@@ -48,24 +54,27 @@ type backfill struct {
 	after             int64
 	begun             time.Time
 	done              chan struct{}
-	// users is how many watches wait for it or send from it. It belongs to the lock of all; without users the reading ends.
-	users  int
-	cancel context.CancelFunc
+	cancel            context.CancelFunc
+
+	// What follows belongs to the lock of all. users is how many watches wait for it or send from it; without users the reading ends.
+	users int
+	// roomy: it has its room. dropped: nobody finds it any more, and its room is given up when its reading ends.
+	roomy, dropped bool
 
 	// What follows may be read once done is closed.
 	upTo   int64 // every event up to this revision is here
 	events []*cache.Event
 	err    error
+	// cut: its time was up before it came to where memory goes on.
+	cut bool
 }
 
 // backfill answers the resource's events after a revision, as far as fits, for anybody who asks. low is where memory goes on. Call leave
 // when they are sent.
 func (s *Service) backfill(ctx context.Context, storedAs string, after, low int64) (b *backfill, leave func(), err error) {
-	for {
-		b, err := s.backfills.join(storedAs, s.cache.History(), after, func(ctx context.Context, b *backfill) { go s.fill(ctx, b, low) })
-		if err != nil {
-			return nil, nil, err
-		}
+	until := time.Now().Add(backfillTimeout)
+	for missed := false; ; {
+		b := s.backfills.join(storedAs, s.cache.History(), after, missed, func(ctx context.Context, b *backfill) { go s.fill(ctx, b, low) })
 		leave := func() { s.backfills.leave(b) }
 		select {
 		case <-b.done:
@@ -79,6 +88,10 @@ func (s *Service) backfill(ctx context.Context, storedAs string, after, low int6
 		switch {
 		case b.after < after && (b.err != nil || b.upTo <= after): // begun from further back, and it has not come as far: one of its own
 			leave()
+			missed = true
+			continue
+		case b.cut && b.err != nil && time.Now().Before(until): // it was given up, or its time was up, and this watch's is not
+			leave()
 			continue
 		case b.err != nil:
 			leave()
@@ -88,38 +101,104 @@ func (s *Service) backfill(ctx context.Context, storedAs string, after, low int6
 	}
 }
 
-// join finds a backfill that holds what comes after a revision, or begins one.
-func (b *backfills) join(storedAs, history string, after int64, begin func(context.Context, *backfill)) (*backfill, error) {
+// join finds a backfill that holds what comes after a revision, or begins one. exact: only one that begins just there.
+func (b *backfills) join(storedAs, history string, after int64, exact bool, begin func(context.Context, *backfill)) *backfill {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.all = slices.DeleteFunc(b.all, func(f *backfill) bool {
-		return f.users == 0 && f.ended() && (f.err != nil || time.Since(f.begun) > backfillKept)
-	})
+	b.prune()
 	for _, f := range b.all {
-		if f.storedAs == storedAs && f.history == history && f.after <= after && (!f.ended() || f.err == nil && after < f.upTo) {
+		if f.storedAs == storedAs && f.history == history && (f.after == after || f.after < after && !exact) && (!f.ended() || f.err == nil && after < f.upTo) {
 			f.users++
-			return f, nil
+			return f
 		}
-	}
-	if len(b.all) >= backfillsBytes/backfillBytes {
-		unused := slices.IndexFunc(b.all, func(f *backfill) bool { return f.users == 0 })
-		if unused < 0 {
-			return nil, errBackfills
-		}
-		b.all = slices.Delete(b.all, unused, unused+1)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), backfillTimeout)
 	f := &backfill{storedAs: storedAs, history: history, after: after, begun: time.Now(), done: make(chan struct{}), users: 1, cancel: cancel}
 	b.all = append(b.all, f)
 	begin(ctx, f)
-	return f, nil
+	return f
 }
 
 func (b *backfills) leave(f *backfill) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if f.users--; f.users == 0 && !f.ended() {
+	if f.users--; f.users > 0 {
+		return
+	}
+	if !f.ended() {
 		f.cancel()
+		b.drop(f)
+	} else if b.wanted > 0 {
+		b.drop(f)
+	}
+}
+
+// prune drops what is kept for nobody; the lock is held.
+func (b *backfills) prune() {
+	for _, f := range slices.Clone(b.all) {
+		if f.users == 0 && f.ended() && (f.err != nil || time.Since(f.begun) > backfillKept || b.wanted > 0) {
+			b.drop(f)
+		}
+	}
+}
+
+func (b *backfills) sweep() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.prune()
+}
+
+// drop has nobody find a backfill any more; the lock is held.
+func (b *backfills) drop(f *backfill) {
+	b.all = slices.DeleteFunc(b.all, func(o *backfill) bool { return o == f })
+	f.dropped = true
+	if f.ended() {
+		b.giveUp(f)
+	}
+}
+
+// giveUp gives a backfill's room to another; the lock is held.
+func (b *backfills) giveUp(f *backfill) {
+	if f.roomy {
+		f.roomy = false
+		<-b.room
+	}
+}
+
+// begin waits for room, and for a turn to read.
+func (b *backfills) begin(ctx context.Context, f *backfill) error {
+	b.mu.Lock()
+	b.wanted++
+	b.prune() // which it could have
+	b.mu.Unlock()
+	var err error
+	select {
+	case b.room <- struct{}{}:
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	b.mu.Lock()
+	b.wanted--
+	f.roomy = err == nil
+	b.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	select {
+	case b.reads <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// end marks a backfill as read.
+func (b *backfills) end(f *backfill) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	close(f.done)
+	if f.dropped || f.err != nil {
+		b.giveUp(f)
 	}
 }
 
@@ -134,7 +213,7 @@ func (f *backfill) ended() bool {
 
 // fill reads from the log until it has come to where memory goes on, or holds enough. It ends between two revisions.
 func (s *Service) fill(ctx context.Context, b *backfill, low int64) {
-	defer close(b.done)
+	defer s.backfills.end(b)
 	defer b.cancel()
 	defer func() {
 		if r := recover(); r != nil {
@@ -142,10 +221,8 @@ func (s *Service) fill(ctx context.Context, b *backfill, low int64) {
 		}
 	}()
 	b.upTo = b.after
-	select {
-	case s.backfills.reads <- struct{}{}:
-	case <-ctx.Done():
-		b.err = ctx.Err()
+	if b.err = s.backfills.begin(ctx, b); b.err != nil {
+		b.cut = true
 		return
 	}
 	defer func() { <-s.backfills.reads }()
@@ -174,7 +251,7 @@ func (s *Service) fill(ctx context.Context, b *backfill, low int64) {
 			bytes -= b.events[n].Size()
 		}
 		b.events = b.events[:n]
-		if b.err == nil || errors.Is(b.err, eventlog.ErrForgotten) || ctx.Err() != nil {
+		if b.cut = ctx.Err() != nil; b.err == nil || errors.Is(b.err, eventlog.ErrForgotten) || b.cut {
 			break
 		}
 		select { // NATS is away: what it holds is not forgotten for that

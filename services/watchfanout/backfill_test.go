@@ -3,7 +3,10 @@ package watchfanout
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
@@ -14,23 +17,20 @@ import (
 
 // Resumes from about the same place share a reading; all readings together are bounded; one that nobody waits for ends (F8, S20).
 func TestBackfillsAreSharedAndBounded(t *testing.T) {
-	b := &backfills{reads: make(chan struct{}, backfillReads)}
+	all := newBackfills()
+	b := &all
 	contexts := map[*backfill]context.Context{}
 	begin := func(ctx context.Context, f *backfill) { contexts[f] = ctx }
-	join := func(resource string, after int64) *backfill {
-		t.Helper()
-		f, err := b.join(resource, "h", after, begin)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return f
-	}
+	join := func(resource string, after int64) *backfill { return b.join(resource, "h", after, false, begin) }
 	first := join("pods", 100)
 	if join("pods", 150) != first || join("nodes", 150) == first || join("pods", 50) == first {
 		t.Error("the wrong ones share")
 	}
-	if f, _ := b.join("pods", "another history", 100, begin); f == first {
+	if b.join("pods", "another history", 100, false, begin) == first {
 		t.Error("two histories share")
+	}
+	if b.join("pods", "h", 120, true, begin) == first {
+		t.Error("who has found that it does not come as far joins it again")
 	}
 	b.leave(first)
 	if contexts[first].Err() != nil {
@@ -40,20 +40,57 @@ func TestBackfillsAreSharedAndBounded(t *testing.T) {
 	if contexts[first].Err() == nil {
 		t.Error("it goes on though nobody waits")
 	}
-	close(first.done)
-	n := 0
-	for after := int64(1_000_000); ; after-- { // each further back than all before
-		_, err := b.join("configmaps", "h", after, begin)
-		if errors.Is(err, errBackfills) {
-			break
-		}
-		if n++; n > 2*backfillsBytes/backfillBytes {
-			t.Fatal("there is no bound")
-		}
+	if join("pods", 100) == first {
+		t.Error("who comes joins one that was given up")
 	}
-	if len(b.all) > backfillsBytes/backfillBytes {
-		t.Errorf("%d at once", len(b.all))
-	}
+}
+
+func TestBackfillsAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		all := newBackfills()
+		b := &all
+		const room = backfillsBytes / backfillBytes
+		var holding, failed atomic.Int32
+		read := func(ctx context.Context, f *backfill) {
+			go func() {
+				if f.err = b.begin(ctx, f); f.err == nil {
+					holding.Add(1)
+					<-b.reads
+				} else {
+					failed.Add(1)
+				}
+				b.end(f)
+			}()
+		}
+		var joined []*backfill
+		for n := range int64(room + 5) {
+			joined = append(joined, b.join("configmaps", "h", 1000-n, true, read))
+		}
+		synctest.Wait()
+		if holding.Load() != room {
+			t.Errorf("%d hold what they have read, of %d", holding.Load(), room)
+		}
+		for _, f := range joined[:2] { // whoever has sent what it had makes room
+			b.leave(f)
+		}
+		synctest.Wait()
+		if holding.Load() != room+2 || b.wanted != 3 {
+			t.Errorf("%d have read, and %d wait", holding.Load(), b.wanted)
+		}
+		time.Sleep(backfillTimeout)
+		synctest.Wait()
+		if failed.Load() != 3 || b.wanted != 0 {
+			t.Errorf("%d were told that it takes too long, and %d wait", failed.Load(), b.wanted)
+		}
+		for _, f := range joined[2:] {
+			b.leave(f)
+		}
+		time.Sleep(2 * backfillKept)
+		b.sweep()
+		if len(b.all) != 0 || len(b.room) != 0 {
+			t.Errorf("%d are left, and %d hold room", len(b.all), len(b.room))
+		}
+	})
 }
 
 // awayFor is a NATS that cannot be reached a few times, and then no longer has what is asked for.
@@ -72,12 +109,9 @@ func (a *awayFor) Stream(context.Context, string) (jetstream.Stream, error) {
 // A watch is not sent to list because NATS was away when it resumed: only what is forgotten is gone, or what nobody could say in time.
 func TestABackfillWaitsForNATS(t *testing.T) {
 	fill := func(ctx context.Context, away *awayFor) error {
-		s := &Service{js: away, backfills: backfills{reads: make(chan struct{}, backfillReads)},
+		s := &Service{js: away, backfills: newBackfills(),
 			metrics: &metrics{replays: prometheus.NewCounter(prometheus.CounterOpts{Name: "replays"})}}
-		f, err := s.backfills.join("pods", "h", 100, func(context.Context, *backfill) {})
-		if err != nil {
-			t.Fatal(err)
-		}
+		f := s.backfills.join("pods", "h", 100, false, func(context.Context, *backfill) {})
 		s.fill(ctx, f, 200)
 		return f.err
 	}

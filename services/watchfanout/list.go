@@ -114,6 +114,7 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 	if r.ResourceVersion == "0" && q.entry.StoredAs != "events" { // kube-apiserver's cache knows no limit, and it has none of events
 		limit = 0
 	}
+	history := s.cache.History() // should it change now, the list goes on from registry
 	snapshot, from, err := s.at(ctx, q, r)
 	if err != nil {
 		return nil, err
@@ -155,7 +156,7 @@ func (s *Service) page(ctx context.Context, q *query, r *watchfanoutv1.ListReque
 		if q.unselected() {
 			p.remaining = &total
 		}
-		s.keep(q.entry.StoredAs, snapshot)
+		s.keep(q.entry.StoredAs, history, snapshot)
 	}
 	return p, nil
 }
@@ -258,7 +259,7 @@ const (
 	keptBytes = 64 << 20
 )
 
-func (s *Service) keep(storedAs string, snapshot *cache.Snapshot) {
+func (s *Service) keep(storedAs, history string, snapshot *cache.Snapshot) {
 	s.snapshotsMu.Lock()
 	defer s.snapshotsMu.Unlock()
 	now := time.Now()
@@ -268,7 +269,7 @@ func (s *Service) keep(storedAs string, snapshot *cache.Snapshot) {
 	if len(s.snapshots) >= keptSnapshots {
 		s.snapshots = slices.Delete(s.snapshots, 0, 1)
 	}
-	s.snapshots = append(s.snapshots, keptSnapshot{storedAs, s.cache.History(), snapshot, now})
+	s.snapshots = append(s.snapshots, keptSnapshot{storedAs, history, snapshot, now})
 	s.unpin()
 }
 

@@ -226,8 +226,11 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 		return expired(w.position.Revision, low)
 	}
 	defer leave()
-	events := b.events
+	events, held := b.events, time.Now()
 	for len(events) > 0 {
+		if time.Since(held) > backfillHeld {
+			return nil // at its place, from where it goes on with another, or the same
+		}
 		select {
 		case <-w.draining:
 			return errDraining

@@ -77,7 +77,7 @@ type Service struct {
 
 // New builds a replica. It begins to serve when it has read the log to its end.
 func New(c *Config, registry registryv1.SourceClient, id rpc.TLS) (*Service, error) {
-	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{}), backfills: backfills{reads: make(chan struct{}, backfillReads)}, watchers: map[*watcher]struct{}{},
+	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{}), backfills: newBackfills(), watchers: map[*watcher]struct{}{},
 		rows: encodings{life: rowsLife, limit: encodingsSize}, versions: encodings{life: versionsLife, limit: encodingsSize}}
 	var err error
 	if s.nats, s.js, err = c.Log.Connect("watchfanout", id); err != nil {
@@ -164,6 +164,7 @@ func (s *Service) sweep(ctx context.Context) {
 			return
 		case <-tick.C:
 			s.release()
+			s.backfills.sweep()
 			if dropped := s.cache.Sweep(); len(dropped) > 0 {
 				slog.Info("Dropped what nobody reads", "resources", dropped)
 			}

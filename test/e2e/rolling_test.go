@@ -3,6 +3,7 @@ package e2e
 import (
 	"context"
 	"fmt"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -163,12 +164,15 @@ func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal
 	if err != nil {
 		t.Fatal(err)
 	}
-	debug := regexp.MustCompile(`debug-address: (\S+)`).FindSubmatch(conf)[1]
+	socket := string(regexp.MustCompile(`debug-address: (\S+)`).FindSubmatch(conf)[1])
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", socket)
+	}}}
 	harness.Eventually(t, 30*time.Second, func() error {
 		if after, _ := os.ReadFile(pidFile); string(after) == string(before) {
 			return fmt.Errorf("%s still has process %d", name, pid)
 		}
-		resp, err := http.Get("http://" + string(debug) + "/healthz")
+		resp, err := client.Get("http://process/healthz")
 		if err != nil {
 			return err
 		}

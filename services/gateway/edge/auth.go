@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"google.golang.org/grpc"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
@@ -67,6 +68,8 @@ type decision struct {
 	replica    string
 	generation uint64
 	namespace  string
+	// transient: it may not be kept.
+	transient bool
 }
 
 func (a *Authorizer) cache() *kept[decision] {
@@ -78,8 +81,10 @@ func (a *Authorizer) cache() *kept[decision] {
 
 // Follow learns of the policy's changes until ctx is done.
 func (a *Authorizer) Follow(ctx context.Context) {
+	go a.listen(ctx)
 	for ctx.Err() == nil {
-		stream, err := a.Client.Generations(ctx, &authzv1.GenerationsRequest{})
+		// It must not wait for an authz that is away: nobody is heard of meanwhile.
+		stream, err := a.Client.Generations(ctx, &authzv1.GenerationsRequest{}, grpc.WaitForReady(false))
 		for first := true; err == nil; first = false {
 			var g *authzv1.Generation
 			if g, err = stream.Recv(); err == nil {
@@ -87,10 +92,23 @@ func (a *Authorizer) Follow(ctx context.Context) {
 			}
 		}
 		a.moved(nil, false)
-		a.unheard()
 		select {
 		case <-ctx.Done():
 		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+// listen looks whether anybody is heard of, until ctx is done.
+func (a *Authorizer) listen(ctx context.Context) {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			a.unheard()
 		}
 	}
 }
@@ -199,6 +217,8 @@ const (
 func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) bool {
 	key, keepable := keyOf(attrs)
 	until := time.Now().Add(stillBound)
+	asking, cancel := context.WithDeadline(ctx, until)
+	defer cancel()
 	for pause := stillPause; ; pause = min(2*pause, stillMost) {
 		if keepable {
 			if d, ok := a.kept(key); ok { // as when the watch is only now being opened
@@ -208,9 +228,9 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 		var d decision
 		var err error
 		if !keepable {
-			d, err = a.ask(ctx, attrs)
+			d, err = a.ask(asking, attrs)
 		} else {
-			d, err = a.asking.Get(ctx, string(key[:]), func(ctx context.Context) (decision, error) { return a.ask(ctx, attrs) })
+			d, err = a.asking.Get(asking, string(key[:]), func(ctx context.Context) (decision, error) { return a.ask(ctx, attrs) })
 		}
 		switch {
 		case err == nil && d.decision != authorizer.DecisionAllow:
@@ -246,13 +266,13 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 	if resp.EvaluationError != "" {
 		return d.decision, d.reason, errors.New(resp.EvaluationError)
 	}
-	if keepable && (d.generation != 0 || resp.CacheMilliseconds > 0) && !identity.Stranger(attrs.GetUser()) && a.stands(d) {
+	if keepable && !d.transient && (d.generation != 0 || resp.CacheMilliseconds > 0) && !identity.Stranger(attrs.GetUser()) && a.stands(d) {
 		ttl := time.Duration(math.MaxInt64)
 		if resp.CacheMilliseconds > 0 {
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
 		until := time.Now().Add(ttl)
-		a.cache().put(key, ownerOf(attrs.GetUser()), d, len(d.reason)+len(d.namespace)+len(d.replica), until)
+		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d, len(d.reason)+len(d.namespace)+len(d.replica), until)
 	}
 	return d.decision, d.reason, nil
 }
@@ -266,7 +286,7 @@ func (a *Authorizer) ask(ctx context.Context, attrs authorizer.Attributes) (deci
 }
 
 func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) decision {
-	d := decision{decision: identity.Decision(resp.Decision), reason: resp.Reason, replica: resp.Replica, generation: resp.Generation}
+	d := decision{decision: identity.Decision(resp.Decision), reason: resp.Reason, replica: resp.Replica, generation: resp.Generation, transient: resp.Transient}
 	if attrs.IsResourceRequest() {
 		d.namespace = attrs.GetNamespace()
 	}

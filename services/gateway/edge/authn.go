@@ -97,7 +97,7 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 		}
 	}
 	if keepable && resp.CacheMilliseconds > 0 && !identity.Stranger(k.response.User) {
-		a.known.put(key, ownerOf(k.response.User), k, size, time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
+		a.known.put(key, identity.Owner(k.response.User.GetName()), k, size, time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
 	}
 	return finish(req, k), true, nil
 }

@@ -25,12 +25,14 @@ const (
 	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of one owner.
 	bodiesBytes = 512 << 20
 	bodiesShare = 64 << 20
-	// smallBody is up to which size a body is always taken: a Lease, an Event, a review.
-	smallBody = 64 << 10
+	// smallBody is up to which size a body is taken though others fill the room, for as long as its owner's share has some: a Lease, an
+	// Event, a review. bodiesMost bounds even those.
+	smallBody  = 64 << 10
+	bodiesMost = 2 * bodiesBytes
 	// bodyPatience is how long a client may take to send a body.
 	bodyPatience = 30 * time.Second
-	// grownAtOnce is up to which size a body is believed to be as long as it is said to be.
-	grownAtOnce = 64 << 10
+	// firstPiece is the room that a body begins with; it grows as the body comes.
+	firstPiece = 4 << 10
 )
 
 var bodiesGauge = prometheus.NewGauge(prometheus.GaugeOpts{
@@ -50,35 +52,37 @@ type bodies struct {
 }
 
 // readAhead has next find the whole body of those requests that buffered says are for the gateway itself. What is too large is passed on
-// so: next answers it.
+// so: next answers it. Strangers' bodies are not read: next refuses most of them without.
 func (b *bodies) readAhead(next http.Handler, buffered func(*http.Request) bool) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if req.Body == nil || req.Body == http.NoBody || req.ContentLength == 0 || !buffered(req) {
 			next.ServeHTTP(w, req)
 			return
 		}
+		u, ok := request.UserFrom(req.Context())
+		if ok && identity.Stranger(u) {
+			next.ServeHTTP(w, req)
+			return
+		}
 		held := &heldBody{all: b}
-		if u, ok := request.UserFrom(req.Context()); ok {
-			held.owner, held.free = ownerOf(u), slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(unbounded, g) })
+		if ok {
+			held.owner, held.free = identity.Owner(u.GetName()), slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(unbounded, g) })
 		}
 		defer held.release()
 		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own ends it.
 		control := http.NewResponseController(w)
 		_ = control.SetReadDeadline(time.Now().Add(bodyPatience))
-		if n := req.ContentLength; n > 0 && n <= grownAtOnce { // what is said to be larger grows as it comes
-			held.data.Grow(int(n))
-		}
-		n, err := io.Copy(held, io.LimitReader(req.Body, MaxBodyBytes+1))
+		err := held.read(req.Body, req.ContentLength)
 		if errors.Is(err, errBodies) {
 			WriteError(w, req, schema.GroupVersion{Version: "v1"}, apierrors.NewTooManyRequests(err.Error(), 1))
 			return
 		}
 		_ = control.SetReadDeadline(time.Time{})
-		after := io.Reader(&held.data)
+		after := io.Reader(bytes.NewReader(held.data))
 		if err != nil { // the client broke off; next finds out as it would by itself
 			after = io.MultiReader(after, failing{err})
 		}
-		req.Body = &readBody{Reader: after, Closer: req.Body, data: held.data.Bytes(), whole: err == nil && n <= MaxBodyBytes}
+		req.Body = &readBody{Reader: after, Closer: req.Body, data: held.data, whole: err == nil && len(held.data) <= MaxBodyBytes}
 		next.ServeHTTP(w, req)
 	})
 }
@@ -91,30 +95,70 @@ type heldBody struct {
 	owner string
 	// free: it is not refused for want of room.
 	free bool
-	data bytes.Buffer
+	data []byte
 	held int
 }
 
-// Write implements io.Writer.
-func (h *heldBody) Write(p []byte) (int, error) {
+// read reads the whole body, or one byte more than is allowed. length is how long it is said to be; below 0: nobody says.
+func (h *heldBody) read(body io.Reader, length int64) error {
+	room := firstPiece
+	if length >= 0 {
+		room = int(min(length+1, firstPiece)) // and one, to find its end without growing
+	}
+	for len(h.data) <= MaxBodyBytes {
+		if len(h.data) == cap(h.data) {
+			if err := h.grow(room); err != nil {
+				return err
+			}
+			room = cap(h.data) // twice as much each time
+			if length >= 0 {
+				room = min(room, max(int(length)+1-len(h.data), firstPiece))
+			}
+		}
+		n, err := body.Read(h.data[len(h.data):cap(h.data)])
+		h.data = h.data[:len(h.data)+n]
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// grow makes room for n more bytes, where there is any.
+func (h *heldBody) grow(n int) error {
+	n = min(n, MaxBodyBytes+1-cap(h.data))
+	if !h.hold(n) {
+		return errBodies
+	}
+	grown := make([]byte, len(h.data), cap(h.data)+n)
+	copy(grown, h.data)
+	h.data = grown
+	return nil
+}
+
+// hold accounts for n more bytes; false where there is no room.
+func (h *heldBody) hold(n int) bool {
 	b := h.all
 	b.mu.Lock()
+	defer b.mu.Unlock()
 	if b.owners == nil {
 		b.owners = map[string]int{}
 	}
-	small := h.data.Len()+len(p) <= smallBody
-	full := !small && !h.free && (b.bytes+len(p) > bodiesBytes || b.owners[h.owner]+len(p) > bodiesShare)
-	if !full {
-		h.held += len(p)
-		b.bytes += len(p)
-		b.owners[h.owner] += len(p)
-		bodiesGauge.Set(float64(b.bytes))
+	most := bodiesBytes
+	if h.held+n <= smallBody {
+		most = bodiesMost
 	}
-	b.mu.Unlock()
-	if full {
-		return 0, errBodies
+	if !h.free && (b.bytes+n > most || b.owners[h.owner]+n > bodiesShare) {
+		return false
 	}
-	return h.data.Write(p)
+	h.held += n
+	b.bytes += n
+	b.owners[h.owner] += n
+	bodiesGauge.Set(float64(b.bytes))
+	return true
 }
 
 func (h *heldBody) release() {

@@ -3,7 +3,6 @@ package edge
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -11,9 +10,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
-	"os"
 	"slices"
-	"sync"
 	"syscall"
 	"time"
 
@@ -31,7 +28,9 @@ import (
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/filters/impersonation"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	genericfeatures "k8s.io/apiserver/pkg/features"
 	genericfilters "k8s.io/apiserver/pkg/server/filters"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/services/gateway/wire"
 )
@@ -40,7 +39,7 @@ import (
 type Config struct {
 	BindAddress                string
 	SecurePort                 int
-	CertFile, KeyFile          string
+	TLS                        TLSConfig
 	ClientCAFile               string
 	RequestHeaderCAFile        string
 	MaxInFlight, MaxMutating   int
@@ -64,8 +63,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.BindAddress, "bind-address", "0.0.0.0", "The IP address on which to listen for the --secure-port port.")
 	fs.IntVar(&c.SecurePort, "secure-port", 6443, "The port on which to serve HTTPS with authentication and authorization.")
 	fs.BoolVar(&c.PermitPortSharing, "permit-port-sharing", false, "If true, SO_REUSEPORT is used when binding the port, so that more than one gateway can bind the same address and port.")
-	fs.StringVar(&c.CertFile, "tls-cert-file", "", "File containing the default x509 certificate for HTTPS.")
-	fs.StringVar(&c.KeyFile, "tls-private-key-file", "", "File containing the default x509 private key matching --tls-cert-file.")
+	c.TLS.addFlags(fs)
 	fs.StringVar(&c.ClientCAFile, "client-ca-file", "", "Any request presenting a client certificate signed by one of the authorities in this file is authenticated with its common name.")
 	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "", "Root certificate bundle for front proxies' client certificates.")
 	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400, "The maximum number of non-mutating requests in flight; beyond it they are refused with 429. 0: no limit.")
@@ -117,7 +115,11 @@ func (c *Config) Chain(api http.Handler, authn *Authenticator, authz *Authorizer
 	h := genericapifilters.WithAuthorization(api, authz, Codecs)
 	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
 	h = new(bodies).readAhead(h, buffered)
-	h = impersonation.WithConstrainedImpersonation(h, authz, Codecs)
+	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
+		h = impersonation.WithConstrainedImpersonation(h, authz, Codecs)
+	} else {
+		h = impersonation.WithImpersonation(h, authz, Codecs)
+	}
 	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
 	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{}, authenticator.Audiences(c.APIAudiences), nil)
 	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
@@ -193,10 +195,15 @@ func NewServer(c *Config) *Server {
 	return s
 }
 
+// resourceBody is what 99 of 100 objects fit into, and so a frame and a stream's window (k8s.io/apiserver/pkg/server/secure_serving.go).
+const resourceBody = 256 << 10
+
 // Run listens until ctx is done, then lets the requests in flight end.
 func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	c := s.config
-	conf, err := c.tls()
+	serving, stop := context.WithCancel(context.WithoutCancel(ctx)) // until the last request has ended
+	defer stop()
+	conf, err := c.TLS.config(serving, c.ClientCAFile, c.RequestHeaderCAFile)
 	if err != nil {
 		return err
 	}
@@ -207,8 +214,8 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	}
 	h = wire.Handler(h)
 	srv := &http.Server{Handler: h, TLSConfig: conf, MaxHeaderBytes: 1 << 20, IdleTimeout: 90 * time.Second, ReadHeaderTimeout: 32 * time.Second, ErrorLog: quiet(),
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: int(c.HTTP2MaxStreams), MaxReceiveBufferPerStream: 256 << 10,
-			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*256<<10, 1<<30))}}
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: int(c.HTTP2MaxStreams), MaxReadFrameSize: resourceBody, MaxReceiveBufferPerStream: resourceBody,
+			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*resourceBody, 1<<30))}}
 	if err := shareConnections(srv); err != nil {
 		return err
 	}
@@ -276,45 +283,6 @@ func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) 
 		}
 	}
 	return lc.Listen(ctx, "tcp", addr)
-}
-
-func (c *Config) tls() (*tls.Config, error) {
-	if c.CertFile == "" || c.KeyFile == "" {
-		return nil, errors.New("--tls-cert-file and --tls-private-key-file are required")
-	}
-	if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
-		return nil, fmt.Errorf("--tls-cert-file %q with --tls-private-key-file %q: %w", c.CertFile, c.KeyFile, err)
-	}
-	pool := x509.NewCertPool()
-	for flag, f := range map[string]string{"client-ca-file": c.ClientCAFile, "requestheader-client-ca-file": c.RequestHeaderCAFile} {
-		if f == "" {
-			continue
-		}
-		pem, err := os.ReadFile(f)
-		if err != nil {
-			return nil, fmt.Errorf("--%s: %w", flag, err)
-		}
-		if !pool.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("--%s %q holds no PEM certificate", flag, f)
-		}
-	}
-	var mu sync.Mutex
-	var cert *tls.Certificate
-	var at time.Time
-	return &tls.Config{MinVersion: tls.VersionTLS12, DynamicRecordSizingDisabled: true, ClientAuth: tls.RequestClientCert, ClientCAs: pool, NextProtos: []string{"h2", "http/1.1"},
-		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
-			mu.Lock()
-			defer mu.Unlock()
-			if info, err := os.Stat(c.CertFile); err == nil && (cert == nil || info.ModTime().After(at)) {
-				if pair, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err == nil {
-					cert, at = &pair, info.ModTime()
-				}
-			}
-			if cert == nil {
-				return nil, errors.New("no serving certificate")
-			}
-			return cert, nil
-		}}, nil
 }
 
 func sortedKeys(m map[string][]string) []string { return slices.Sorted(maps.Keys(m)) }

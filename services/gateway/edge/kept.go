@@ -5,12 +5,10 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"k8s.io/apiserver/pkg/authentication/user"
 )
 
 // kept remembers answers for a while, in a bounded number of bytes, of which one owner may take a part. What was used least lately goes
@@ -39,16 +37,6 @@ type keptEntry[V any] struct {
 	until          time.Time
 	bytes          int
 	inAll, inOwner *list.Element
-}
-
-// ownerOf is whose share a user's answers come out of: service accounts of one namespace share one, since whoever administers it makes
-// as many as he likes.
-func ownerOf(u user.Info) string {
-	if rest, ok := strings.CutPrefix(u.GetName(), "system:serviceaccount:"); ok {
-		namespace, _, _ := strings.Cut(rest, ":")
-		return "system:serviceaccount:" + namespace
-	}
-	return u.GetName()
 }
 
 // keptBytes is about what an entry takes beside its value: its key, its places in two lists and in two maps.

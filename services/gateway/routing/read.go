@@ -34,6 +34,7 @@ import (
 	"k8s.io/apiserver/pkg/storage"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -230,7 +231,10 @@ func (c *call) listFromRegistry() {
 	if slices.ContainsFunc(c.user.GetGroups(), func(g string) bool { return slices.Contains(first, g) }) {
 		lists = c.FirstLists
 	}
-	data, err := lists.Get(c.req.Context(), string(key), func(ctx context.Context) ([]byte, error) { return c.readList(ctx, r) })
+	data, err := lists.GetFor(c.req.Context(), identity.Owner(c.user.GetName()), string(key), func(ctx context.Context) ([]byte, error) { return c.readList(ctx, r) })
+	if errors.Is(err, coalesce.ErrBusy) {
+		err = apierrors.NewTooManyRequests("too many lists are waiting for etcd, please try again later", 1)
+	}
 	if err != nil {
 		c.fail(rpc.FromStatus(err))
 		return

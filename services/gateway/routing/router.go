@@ -107,7 +107,7 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		scope = "namespace"
 	}
 	metrics.InstrumentHandlerFunc(strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion, info.Resource, info.Subresource, scope, metrics.APIServerComponent,
-		entry.Deprecation != "", "", func(w http.ResponseWriter, req *http.Request) {
+		entry.Deprecation != "" || entry.Untyped && len(entry.Warnings) > 0, entry.RemovedRelease, func(w http.ResponseWriter, req *http.Request) {
 			c.w, c.req = w, req
 			c.serve()
 		})(w, req)

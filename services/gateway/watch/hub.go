@@ -56,6 +56,8 @@ const (
 	firstBookmark = time.Second
 	// acceptAfter is how long an answer may wait for its first frame before its head is sent without one.
 	acceptAfter = 50 * time.Millisecond
+	// existsTimeout is how long a watch waits to be told whether etcd has come to where it begins, before it begins alone.
+	existsTimeout = time.Second
 	// aloneFor is how long a client whose feed has ended stays away from the next one: what ended it may end that as well.
 	aloneFor = 10 * time.Second
 	// writeAtOnce is about how many bytes are written before a client's patience counts anew.
@@ -169,6 +171,8 @@ func (h *Hub) exists(ctx context.Context, k key, at position) bool {
 	if h.Revision == nil {
 		return false
 	}
+	ctx, cancel := context.WithTimeout(ctx, existsTimeout)
+	defer cancel()
 	now, err := h.revisions.Get(ctx, "", h.Revision)
 	return err == nil && at.revision <= now
 }

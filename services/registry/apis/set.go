@@ -180,7 +180,7 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 	}
 	versioned.GetObjectKind().SetGroupVersionKind(e.Kind)
 	if major, minor, err := deprecation.MajorMinor(version.Get()); err == nil && deprecation.IsDeprecated(versioned, major, minor) {
-		entry.Deprecation = deprecation.WarningMessage(versioned)
+		entry.Deprecation, entry.RemovedRelease = deprecation.WarningMessage(versioned), deprecation.RemovedRelease(versioned)
 	}
 	if p, ok := e.Storage.(rest.StorageVersionProvider); ok && p.StorageVersion() != nil {
 		kinds, _, err := e.Typer.ObjectKinds(e.Storage.New())

@@ -39,32 +39,29 @@ type history struct {
 
 var errHistory = errors.New("etcd has another history than the log, or somebody else publishes")
 
-// readHistory is what etcd says; the zero value where it says nothing.
-func readHistory(ctx context.Context, client *clientv3.Client) (h history, revision int64, err error) {
+// readHistory is what etcd says; the zero value where it says nothing. written is since which revision it says so, and revision is etcd's.
+func readHistory(ctx context.Context, client *clientv3.Client) (h history, written, revision int64, err error) {
 	resp, err := client.Get(ctx, HistoryKey)
 	if err != nil {
-		return h, 0, err
+		return h, 0, 0, err
 	}
 	if len(resp.Kvs) > 0 {
+		written = resp.Kvs[0].ModRevision
 		if err := json.Unmarshal(resp.Kvs[0].Value, &h); err != nil {
 			slog.Warn("What etcd says of its history cannot be read; it begins anew", "key", HistoryKey, "error", err)
 			h = history{}
 		}
 	}
-	return h, resp.Header.Revision, nil
+	return h, written, resp.Header.Revision, nil
 }
 
-// writeHistory says it, for as long as this publisher is the one that is elected and, unless after is 0, nobody has written it after that
-// revision. A transaction that is late can so change nothing.
+// writeHistory says it, for as long as this publisher is the one that is elected and nobody has written it after a revision; 0: ever. A transaction that is late can so change nothing.
 func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (revision int64, err error) {
 	data, err := json.Marshal(h)
 	if err != nil {
 		return 0, err
 	}
-	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity)}
-	if after > 0 {
-		conditions = append(conditions, clientv3.Compare(clientv3.ModRevision(HistoryKey), "=", after))
-	}
+	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity), clientv3.Compare(clientv3.ModRevision(HistoryKey), "=", after)}
 	resp, err := p.Storage.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(HistoryKey, string(data))).Commit()
 	if err != nil {
 		return 0, err
@@ -75,32 +72,28 @@ func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (r
 	return resp.Header.Revision, nil
 }
 
-// continues says whether etcd is at a later point of the history that the log was written from. A reason is why not.
-func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last eventlog.ID) (h history, reason string, err error) {
-	client := p.Storage.Client.Client
-	h, revision, err := readHistory(ctx, client)
-	if err != nil {
-		return h, "", err
-	}
+// continues says whether etcd is at a later point of the history h, of which it has this revision, that the log was written from. A reason
+// is why not.
+func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last eventlog.ID, h history, revision int64) (reason string, err error) {
 	if last.Revision > revision {
-		return h, fmt.Sprintf("etcd is at revision %d, the log at %d", revision, last.Revision), nil
+		return fmt.Sprintf("etcd is at revision %d, the log at %d", revision, last.Revision), nil
 	}
 	mark, err := lastMark(ctx, stream)
 	if err != nil {
-		return h, "", err
+		return "", err
 	}
 	switch {
 	case mark == nil: // none within the log's retention: its events say the rest
 	case mark.History != h.ID:
-		return h, fmt.Sprintf("etcd's history is %q, the log's %q", h.ID, mark.History), nil
+		return fmt.Sprintf("etcd's history is %q, the log's %q", h.ID, mark.History), nil
 	case h.Mark != mark.Marker && (mark.NextMarker == "" || h.Mark != mark.NextMarker):
-		return h, "etcd's mark is not the log's last", nil
+		return "etcd's mark is not the log's last", nil
 	}
 	same, err := p.holds(ctx, stream)
 	if err == nil && !same {
 		reason = "etcd does not hold the log's last event"
 	}
-	return h, reason, err
+	return reason, err
 }
 
 // lastMark is the log's last progress or reset of everything; nil where there is none.
@@ -180,7 +173,7 @@ func (p *Publisher) mark(ctx context.Context, c *chain) error {
 
 // unmarked is errHistory once the mark is not what this publisher wrote, or etcd has gone back.
 func (p *Publisher) unmarked(ctx context.Context, c *chain) error {
-	h, revision, err := readHistory(ctx, p.Storage.Client.Client)
+	h, _, revision, err := readHistory(ctx, p.Storage.Client.Client)
 	if err != nil {
 		return err
 	}

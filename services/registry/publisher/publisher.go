@@ -415,15 +415,19 @@ func (p *Publisher) open(ctx context.Context) (*chain, error) {
 		failed:       make(chan error, 1),
 		nonce:        rand.Text()[:8] + "-",
 	}
+	h, written, revision, err := readHistory(ctx, p.Storage.Client.Client)
+	if err != nil {
+		return nil, err
+	}
 	if ok {
-		h, reason, err := p.continues(ctx, stream, last)
+		reason, err := p.continues(ctx, stream, last, h, revision)
 		if err != nil {
 			return nil, err
 		}
 		if reason == "" && h.ID != "" {
 			c.history, c.marker = h, h.Mark
 			// It is written again as it is: whatever an earlier leadership has still under way is void.
-			c.written, err = p.writeHistory(ctx, h, 0)
+			c.written, err = p.writeHistory(ctx, h, written)
 			return c, err
 		}
 		slog.Warn("The event log begins anew: it is of another history of etcd", "reason", reason)
@@ -431,14 +435,12 @@ func (p *Publisher) open(ctx context.Context) (*chain, error) {
 	p.published.Store(0)
 	c.history = history{ID: rand.Text(), Mark: rand.Text()}
 	c.marker = c.history.Mark
-	revision, err := p.writeHistory(ctx, c.history, 0)
-	if err != nil {
+	if c.written, err = p.writeHistory(ctx, c.history, written); err != nil {
 		return nil, err
 	}
-	c.written = revision
 	c.expectSequence, c.begin = sequence, true
 	resetCount.Inc()
-	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}); err != nil {
+	if err := c.send(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: c.written}); err != nil {
 		return nil, err
 	}
 	return c, c.flush(ctx)

@@ -4,6 +4,8 @@ package cache
 
 import (
 	"context"
+	"log/slog"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -130,23 +132,40 @@ func (c *Cache) start(e *logv1.Event) {
 // applyPending applies a transaction: to each resource at once.
 func (c *Cache) applyPending() {
 	pending := c.pending
-	c.pending = nil // also of what cannot be applied: it is forgotten with its resource
+	c.pending = nil
 	for len(pending) > 0 {
 		name := pending[0].StoredAs
-		var own []*Event
+		var own []*logv1.Event
 		rest := pending[:0:0]
 		for _, p := range pending {
-			if p.StoredAs != name {
+			if p.StoredAs == name {
+				own = append(own, p)
+			} else {
 				rest = append(rest, p)
-				continue
 			}
-			own = append(own, EventOf(p))
-			c.observed.Store(p.ObservedUnixNano)
 		}
-		c.Resource(name).apply(own)
+		c.applyTo(name, own)
 		pending = rest
 	}
 	c.applied.Store(time.Now().UnixNano())
+}
+
+// applyTo applies a transaction's events of one resource. What cannot be applied is forgotten with the resource, which readers bring back.
+func (c *Cache) applyTo(name string, events []*logv1.Event) {
+	revision := events[0].Revision
+	defer func() {
+		if r := recover(); r != nil {
+			slog.Error("Events cannot be applied; their resource is read anew", "resource", name, "revision", revision, "panic", r, "stack", string(debug.Stack()))
+			c.Resource(name).forget(max(revision, c.progress.Load()), false, revision)
+			c.resets.Add(1)
+		}
+	}()
+	own := make([]*Event, len(events))
+	for i, p := range events {
+		own[i] = EventOf(p)
+		c.observed.Store(p.ObservedUnixNano)
+	}
+	c.Resource(name).apply(own)
 }
 
 func (c *Cache) advance(revision int64) {

@@ -190,7 +190,7 @@ func TestReadersAndWritersDoNotDisturbEachOther(t *testing.T) {
 }
 
 func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
-	e := &Event{}
+	e := &Event{Item: &Item{}, resource: New(1<<20, 0).Resource("pods")}
 	n := 0
 	fail := func() ([]byte, error) { n++; return nil, errors.New("no") }
 	if _, err := e.Frame("k", fail); err == nil {
@@ -204,6 +204,14 @@ func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
 	}
 	if n != 2 {
 		t.Errorf("made %d times", n)
+	}
+	// One that is in no ring is accounted for by nobody, and so nothing is kept of it.
+	again := &Event{Item: &Item{}}
+	for range 2 {
+		_, _ = again.Frame("k", make)
+	}
+	if n != 4 || len(again.frames.made) != 0 {
+		t.Errorf("%d frames are kept of an event in no ring", len(again.frames.made))
 	}
 }
 

@@ -20,10 +20,23 @@ type Item struct {
 	JSON, Protobuf []byte
 	// Version is the one that JSON is in, of a custom resource's object: each is as it is stored.
 	Version string
+
+	// selectable is the memory that Labels and Fields take.
+	selectable int
 }
 
-// Size is the memory that the item's bytes take.
-func (i *Item) Size() int { return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 }
+// Size is the memory that the item takes.
+func (i *Item) Size() int { return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 + i.selectable }
+
+// pairBytes is about what an entry of a map takes beside its strings' bytes.
+const pairBytes = 50
+
+func sizeOf(pairs map[string]string) (n int) {
+	for k, v := range pairs {
+		n += len(k) + len(v) + pairBytes
+	}
+	return n
+}
 
 // Event is one change. Item is the object after it (for a deletion the last state, at the deletion's revision);
 // Previous is the object before it at this revision, where a selector could tell the two apart.
@@ -113,13 +126,12 @@ func guarded(build func() ([]byte, error)) (data []byte, err error) {
 	return build()
 }
 
-// Frame is a frame of the event, made at most once for each key. It counts among what the resource's ring holds.
+// Frame is a frame of the event, made at most once for each key for as long as a ring holds the event. It counts among what that holds.
 func (e *Event) Frame(key any, build func() ([]byte, error)) ([]byte, error) {
-	return e.frames.get(key, build, func(n int) {
-		if e.resource != nil {
-			e.resource.ringBytes.Add(int64(n))
-		}
-	})
+	if e.resource == nil { // it was read again for few, and nobody accounts for more than it is
+		return guarded(build)
+	}
+	return e.frames.get(key, build, func(n int) { e.resource.ringBytes.Add(int64(n)) })
 }
 
 // EventOf is the log's event as the cache has it.
@@ -133,7 +145,8 @@ func EventOf(p *logv1.Event) *Event {
 }
 
 func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
-	return &Item{Key: Key(namespace, name), Namespace: namespace, Name: name, Revision: revision, Labels: o.Labels, Fields: o.Fields, JSON: o.Json, Protobuf: o.Protobuf, Version: o.Version}
+	return &Item{Key: Key(namespace, name), Namespace: namespace, Name: name, Revision: revision, Labels: o.Labels, Fields: o.Fields, JSON: o.Json, Protobuf: o.Protobuf, Version: o.Version,
+		selectable: sizeOf(o.Labels) + sizeOf(o.Fields)}
 }
 
 // Key is an object's place in the order of etcd's keys.
@@ -145,5 +158,6 @@ func Key(namespace, name string) string {
 }
 
 func itemOfRow(row *registryv1.Row) *Item {
-	return &Item{Key: Key(row.Namespace, row.Name), Namespace: row.Namespace, Name: row.Name, Revision: row.Revision, Labels: row.Labels, Fields: row.Fields, JSON: row.Json, Protobuf: row.Protobuf, Version: row.Version}
+	return &Item{Key: Key(row.Namespace, row.Name), Namespace: row.Namespace, Name: row.Name, Revision: row.Revision, Labels: row.Labels, Fields: row.Fields, JSON: row.Json, Protobuf: row.Protobuf, Version: row.Version,
+		selectable: sizeOf(row.Labels) + sizeOf(row.Fields)}
 }

@@ -123,15 +123,16 @@ type AuthorizeResponse struct {
 	Decision        Decision               `protobuf:"varint,1,opt,name=decision,enum=watershed.authz.v1.Decision" json:"decision,omitempty"`
 	Reason          string                 `protobuf:"bytes,2,opt,name=reason" json:"reason,omitempty"`
 	EvaluationError string                 `protobuf:"bytes,3,opt,name=evaluation_error,json=evaluationError" json:"evaluation_error,omitempty"`
-	// The policy generation that the decision was made at; 0: it depends on none.
+	// The policy generation that the decision was made at; 0: no policy has a part in it.
 	Generation uint64 `protobuf:"varint,4,opt,name=generation" json:"generation,omitempty"`
 	// The replica that counted it: generations of different replicas cannot be compared.
 	Replica string `protobuf:"bytes,5,opt,name=replica" json:"replica,omitempty"`
-	// How long, in milliseconds, the decision may be kept at most. 0: for as long as its generation stands, and where it has none, not at
-	// all.
+	// How long, in milliseconds, the decision may be kept at most. 0: for as long as its generation stands.
 	CacheMilliseconds int64 `protobuf:"varint,6,opt,name=cache_milliseconds,json=cacheMilliseconds" json:"cache_milliseconds,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// The decision is not to be kept: something has a part in it whose changes no generation tells of.
+	Transient     bool `protobuf:"varint,7,opt,name=transient" json:"transient,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AuthorizeResponse) Reset() {
@@ -204,6 +205,13 @@ func (x *AuthorizeResponse) GetCacheMilliseconds() int64 {
 		return x.CacheMilliseconds
 	}
 	return 0
+}
+
+func (x *AuthorizeResponse) GetTransient() bool {
+	if x != nil {
+		return x.Transient
+	}
+	return false
 }
 
 type RulesRequest struct {
@@ -570,7 +578,7 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\x10AuthorizeRequest\x12?\n" +
 	"\n" +
 	"attributes\x18\x01 \x01(\v2\x1f.watershed.common.v1.AttributesR\n" +
-	"attributes\"\xf9\x01\n" +
+	"attributes\"\x97\x02\n" +
 	"\x11AuthorizeResponse\x128\n" +
 	"\bdecision\x18\x01 \x01(\x0e2\x1c.watershed.authz.v1.DecisionR\bdecision\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12)\n" +
@@ -579,7 +587,8 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"generation\x18\x04 \x01(\x04R\n" +
 	"generation\x12\x18\n" +
 	"\areplica\x18\x05 \x01(\tR\areplica\x12-\n" +
-	"\x12cache_milliseconds\x18\x06 \x01(\x03R\x11cacheMilliseconds\"[\n" +
+	"\x12cache_milliseconds\x18\x06 \x01(\x03R\x11cacheMilliseconds\x12\x1c\n" +
+	"\ttransient\x18\a \x01(\bR\ttransient\"[\n" +
 	"\fRulesRequest\x12-\n" +
 	"\x04user\x18\x01 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\"\x88\x01\n" +

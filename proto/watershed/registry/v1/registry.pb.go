@@ -1350,8 +1350,10 @@ type ResourceEntry struct {
 	Warnings []string `protobuf:"bytes,23,rep,name=warnings" json:"warnings,omitempty"`
 	// What a selectable field is in this version only converting can say, by asking a webhook.
 	ConvertedFields bool `protobuf:"varint,24,opt,name=converted_fields,json=convertedFields" json:"converted_fields,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// The release that no longer serves a deprecated version, such as "1.40"; empty where that is not known.
+	RemovedRelease string `protobuf:"bytes,25,opt,name=removed_release,json=removedRelease" json:"removed_release,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *ResourceEntry) Reset() {
@@ -1550,6 +1552,13 @@ func (x *ResourceEntry) GetConvertedFields() bool {
 		return x.ConvertedFields
 	}
 	return false
+}
+
+func (x *ResourceEntry) GetRemovedRelease() string {
+	if x != nil {
+		return x.RemovedRelease
+	}
+	return ""
 }
 
 type SnapshotRequest struct {
@@ -2444,7 +2453,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xfc\a\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xa5\b\n" +
 	"\rResourceEntry\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
@@ -2477,7 +2486,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\auntyped\x18\x15 \x01(\bR\auntyped\x12\x16\n" +
 	"\x06hidden\x18\x16 \x01(\bR\x06hidden\x12\x1a\n" +
 	"\bwarnings\x18\x17 \x03(\tR\bwarnings\x12)\n" +
-	"\x10converted_fields\x18\x18 \x01(\bR\x0fconvertedFields\x1aC\n" +
+	"\x10converted_fields\x18\x18 \x01(\bR\x0fconvertedFields\x12'\n" +
+	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\".\n" +
