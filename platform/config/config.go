@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"strings"
 
 	"github.com/spf13/pflag"
@@ -19,7 +18,7 @@ import (
 const envPrefix = "WATERSHED"
 
 // Load parses args into fs and fills what the command line left out from the environment, then from the file that
-// --config names. The file is YAML, JSON or TOML, by its extension.
+// --config names. The file is YAML, JSON or TOML, by its extension; what is given as pairs is a list there: ["name=value"].
 func Load(fs *pflag.FlagSet, args []string) error {
 	if fs.Lookup("config") == nil {
 		fs.String("config", "", "A file of these same settings, a key a flag without its dashes.")
@@ -36,7 +35,7 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	if extra := fs.Args(); len(extra) > 0 {
 		return fmt.Errorf("unknown argument %q: settings are given as --name=value", extra[0])
 	}
-	v := viper.NewWithOptions(viper.KeyDelimiter("\x00")) // a key may hold dots
+	v := viper.NewWithOptions(viper.KeyDelimiter(delimiter))
 	path, _ := fs.GetString("config")
 	if !fs.Changed("config") {
 		if env := os.Getenv(envPrefix + "_CONFIG"); env != "" {
@@ -49,6 +48,9 @@ func Load(fs *pflag.FlagSet, args []string) error {
 			return fmt.Errorf("--config %q: %w", path, err)
 		}
 		for _, key := range v.AllKeys() {
+			if name, _, nested := strings.Cut(key, delimiter); nested && fs.Lookup(name) != nil { // viper has no respect for the case of its keys
+				return fmt.Errorf(`--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`, path, name)
+			}
 			if fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
 			}
@@ -92,7 +94,7 @@ func Apply(fs *pflag.FlagSet, v *viper.Viper, path string) error {
 }
 
 func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
-	switch value := v.Get(f.Name).(type) {
+	switch v.Get(f.Name).(type) {
 	case []any, []string:
 		if s, ok := f.Value.(pflag.SliceValue); ok {
 			f.Changed = true
@@ -102,20 +104,13 @@ func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
 			return each(v.GetStringSlice(f.Name), func(s string) error { return fs.Set(f.Name, s) })
 		}
 		return fs.Set(f.Name, strings.Join(v.GetStringSlice(f.Name), ","))
-	case map[string]any:
-		var pairs []string
-		for k, e := range value {
-			pairs = append(pairs, fmt.Sprintf("%s=%v", k, e))
-		}
-		slices.Sort(pairs)
-		if f.Value.Type() == oneAtATime {
-			return each(pairs, func(s string) error { return fs.Set(f.Name, s) })
-		}
-		return fs.Set(f.Name, strings.Join(pairs, ","))
 	default:
 		return fs.Set(f.Name, v.GetString(f.Name))
 	}
 }
+
+// delimiter parts a nested key's names: a name may hold dots.
+const delimiter = "\x00"
 
 // oneAtATime is the type of flags that are given once for each pair, since a value may hold commas: --oidc-required-claim
 // (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit).

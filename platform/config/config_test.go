@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/spf13/pflag"
+	cliflag "k8s.io/component-base/cli/flag"
 )
 
 func flags() (*pflag.FlagSet, *int, *[]string) {
@@ -76,5 +77,28 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 	fs, _, _ := flags()
 	if err := Load(fs, []string{"stray"}); err == nil || !strings.Contains(err.Error(), "stray") {
 		t.Errorf("got %v", err)
+	}
+}
+
+// A flag that is given once for each pair takes as many from a file: a value may hold commas (features F10).
+func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
+	for text, bad := range map[string]bool{"oidc-required-claim: [\"A=b,c\", d=e]\n": false, "oidc-required-claim: {A: \"b,c\", d: e}\n": true} {
+		file := filepath.Join(t.TempDir(), "c.yaml")
+		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		fs := pflag.NewFlagSet("x", pflag.ContinueOnError)
+		claims := map[string]string{}
+		fs.Var(cliflag.NewMapStringStringNoSplit(&claims), "oidc-required-claim", "")
+		err := Load(fs, []string{"--config", file})
+		if bad {
+			if err == nil || !strings.Contains(err.Error(), `"oidc-required-claim" holds a map`) {
+				t.Errorf("%s: %v", text, err)
+			}
+			continue
+		}
+		if err != nil || len(claims) != 2 || claims["A"] != "b,c" || claims["d"] != "e" {
+			t.Errorf("%s: %v, %v", text, claims, err)
+		}
 	}
 }

@@ -269,7 +269,9 @@ func (c *cluster) faults(o options) []fault {
 	var all []fault
 	for range o.faults {
 		f := fault{lasts: time.Duration(50+r.IntN(1500)) * time.Millisecond, pause: time.Duration(100+r.IntN(700)) * time.Millisecond, together: r.IntN(3) == 0}
-		switch n := r.IntN(22); {
+		switch n := r.IntN(23); {
+		case n == 22: // what memory held is gone just when the log cannot be read
+			f.kind, f.lasts = "blackout", time.Duration(2000+r.IntN(6000))*time.Millisecond
 		case n == 20: // longer than it takes replicas to say that they are behind
 			f.kind, f.lasts = "stall", time.Duration(2000+r.IntN(10000))*time.Millisecond
 		case n == 21:
@@ -335,7 +337,14 @@ func (c *cluster) do(f fault) {
 		p.signal(syscall.SIGSTOP)
 		time.Sleep(2 * f.lasts)
 		p.signal(syscall.SIGCONT)
-	case "stall": // of all NATS servers: they are there, and do nothing
+	case "stall", "blackout": // of all NATS servers: they are there, and do nothing
+		if f.kind == "blackout" { // and the replicas are new
+			for _, p := range c.processes {
+				if strings.HasPrefix(p.name, "watchfanout-") {
+					p.kill(0)
+				}
+			}
+		}
 		for _, s := range []syscall.Signal{syscall.SIGSTOP, syscall.SIGCONT} {
 			for _, p := range c.processes {
 				if strings.HasPrefix(p.name, "nats-") {

@@ -1,0 +1,72 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// Keys and sockets lie where nobody else can put anything (S16).
+func TestADirectoryIsItsOwners(t *testing.T) {
+	dir := t.TempDir()
+	open := filepath.Join(dir, "open")
+	if err := os.Mkdir(open, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(open, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if err := ownDirectory(open); err != nil {
+		t.Error(err)
+	}
+	if info, err := os.Stat(open); err != nil || info.Mode().Perm() != 0o700 {
+		t.Errorf("its mode is %v: %v", info.Mode(), err)
+	}
+	link, file := filepath.Join(dir, "link"), filepath.Join(dir, "file")
+	if err := os.Symlink(open, link); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, bad := range []string{link, file, filepath.Join(dir, "none")} {
+		if err := ownDirectory(bad); err == nil {
+			t.Errorf("%s is taken for a directory of one's own", bad)
+		}
+	}
+	if os.Geteuid() != 0 {
+		return // only root can make what is another's
+	}
+	foreign := filepath.Join(dir, "foreign")
+	if err := os.Mkdir(foreign, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chown(foreign, 65534, 65534); err != nil {
+		t.Fatal(err)
+	}
+	if err := ownDirectory(foreign); err == nil {
+		t.Error("another's directory is taken for one's own")
+	}
+}
+
+func TestSocketsOfALongPathLieInAPlaceOfTheirOwn(t *testing.T) {
+	runtime := t.TempDir()
+	if err := os.Chmod(runtime, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("XDG_RUNTIME_DIR", runtime)
+	if short := "/srv/w"; socketDir(short) != short {
+		t.Error("a short path is replaced")
+	}
+	long := "/srv/" + strings.Repeat("w", 100)
+	got := socketDir(long)
+	if filepath.Dir(got) != runtime || got == socketDir(long+"x") {
+		t.Errorf("sockets lie in %q", got)
+	}
+	for _, d := range []string{runtime, got} {
+		if info, err := os.Stat(d); err != nil || info.Mode().Perm() != 0o700 {
+			t.Errorf("%s: %v, %v", d, info, err)
+		}
+	}
+}
