@@ -37,7 +37,7 @@ func (f *Freshness) AddFlags(fs *pflag.FlagSet) {
 const (
 	// probePeriod is how often a service compares what it knows with etcd's revision.
 	probePeriod = time.Second
-	// probePatience is how long one comparison waits for what it knows to come as far: bookmarks come every two seconds.
+	// probePatience is how long one comparison waits for what it knows to come as far: bookmarks come every second.
 	probePatience = 3 * time.Second
 	// firstPatience is how long it waits at the start, when everything has just been listed and no bookmark is due yet.
 	firstPatience = 200 * time.Millisecond
@@ -46,7 +46,7 @@ const (
 )
 
 // Cluster is the cluster as a service of the system reads it: an ordinary client of the gateway, with informers that know how old they
-// are. Events come to them through the watch tier. Where that stalls, while writes go on, they are brought up to date with lists, which
+// are. Events come to them from registry's end of the event log. Where the log stalls, while writes go on, they are brought up to date with lists, which
 // the gateway then answers from etcd; and where that fails too, Err says so.
 //
 // How fresh they are is measured end to end, and believes nobody in between: etcd's revision is asked for, and when every informer has
@@ -70,7 +70,7 @@ type followed struct {
 	informer    cache.SharedIndexInformer
 }
 
-// listing is a client whose informers begin with a list: one that the gateway can answer from etcd where the watch tier stalls.
+// listing is a client whose informers begin with a list: one that the gateway can answer from etcd where the event log stalls.
 type listing struct{ kubernetes.Interface }
 
 // IsWatchListSemanticsUnSupported is what client-go asks a client (k8s.io/client-go/util/watchlist).
@@ -156,7 +156,7 @@ func (c *Cluster) probe(ctx context.Context) error {
 	behind := c.await(one, revision, patience)
 	if age, _ := c.Age(); len(behind) > 0 && (!known || age > stalledAfter) {
 		if known {
-			slog.Warn("The watch tier does not bring what etcd has; the policy is read with lists", "revision", revision, "behind", describe(behind))
+			slog.Warn("The event log does not bring what etcd has; the policy is read with lists", "revision", revision, "behind", describe(behind))
 		}
 		var errs []error
 		for _, f := range behind {
@@ -198,9 +198,9 @@ func (c *Cluster) patience() time.Duration {
 	return 10 * time.Second
 }
 
-// revision is etcd's, by a list that is consistent whoever answers it.
+// revision is etcd's, by a list that is consistent whoever answers it. It is of one object, and none other can keep it from being answered.
 func (c *Cluster) revision(ctx context.Context) (int64, error) {
-	data, err := c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("limit", "1").
+	data, err := c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector", "metadata.name="+metav1.NamespaceSystem).
 		SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").Do(ctx).Raw()
 	if err != nil {
 		return 0, err

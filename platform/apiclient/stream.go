@@ -45,7 +45,7 @@ func (s *streams) wrap(next http.RoundTripper) http.RoundTripper {
 		q := req.URL.Query()
 		watches := req.Method == http.MethodGet && (q.Get("watch") == "true" || q.Get("watch") == "1")
 		if req.Method == http.MethodGet && !watches && q.Get("resourceVersion") != "" {
-			// An informer that lists anew would be content with what the watch tier has. It is to be told the truth.
+			// An informer that lists anew would be content with any revision. It is to be told the truth.
 			q.Del("resourceVersion")
 			q.Del("resourceVersionMatch")
 			req = req.Clone(req.Context())

@@ -16,7 +16,8 @@ type Group[T any] struct {
 	// Limit is how many readings, of all names, are under way at a time; 0: any number. Those beyond it wait, and whose turn is next
 	// goes round among the owners.
 	Limit int
-	// Queue is how many readings of one owner may wait; 0: any number. Beyond it Get fails with ErrBusy.
+	// Queue is how many readings of one owner may wait for a turn; 0: any number. Beyond it Get fails with ErrBusy. Those that wait behind
+	// one of the same name do not count.
 	Queue int
 	// Timeout bounds one reading, which is nobody's own: whoever asked may have left. 0: a minute.
 	Timeout time.Duration
@@ -36,11 +37,13 @@ type readings[T any] struct {
 }
 
 type reading[T any] struct {
-	name, owner string
-	read        func(context.Context) (T, error)
-	done        chan struct{}
-	value       T
-	err         error
+	name string
+	// owners are those whose turn it waits for, whichever comes first.
+	owners []string
+	read   func(context.Context) (T, error)
+	done   chan struct{}
+	value  T
+	err    error
 	// callers are those who still want the answer.
 	callers int
 	// cancel ends the reading, once it has begun.
@@ -80,8 +83,12 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 	}
 	all := g.names[name]
 	if all != nil && all.next != nil {
-		all.next.callers++
-		return all.next, nil
+		r := all.next
+		r.callers++
+		if all.underWay == nil && len(g.waiting[owner]) < max(g.Queue, 1) && !slices.Contains(r.owners, owner) { // it is not to wait behind another's
+			g.enqueue(r, owner)
+		}
+		return r, nil
 	}
 	if g.Queue > 0 && len(g.waiting[owner]) >= g.Queue {
 		return nil, ErrBusy
@@ -90,10 +97,12 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 		all = &readings[T]{}
 		g.names[name] = all
 	}
-	r := &reading[T]{name: name, owner: owner, read: read, done: make(chan struct{}), callers: 1}
+	r := &reading[T]{name: name, read: read, done: make(chan struct{}), callers: 1}
 	all.next = r
 	if all.underWay == nil {
-		g.enqueue(r)
+		g.enqueue(r, owner)
+	} else {
+		r.owners = []string{owner}
 	}
 	return r, nil
 }
@@ -117,30 +126,29 @@ func (g *Group[T]) leave(r *reading[T]) {
 	}
 }
 
-// enqueue has a reading wait for its turn, which may come at once. The lock is held, as in all that follow.
-func (g *Group[T]) enqueue(r *reading[T]) {
-	if len(g.waiting[r.owner]) == 0 {
-		g.turns = append(g.turns, r.owner)
+// enqueue has a reading wait for an owner's turn, which may come at once. The lock is held, as in all that follow.
+func (g *Group[T]) enqueue(r *reading[T], owner string) {
+	r.owners = append(r.owners, owner)
+	if len(g.waiting[owner]) == 0 {
+		g.turns = append(g.turns, owner)
 	}
-	g.waiting[r.owner] = append(g.waiting[r.owner], r)
+	g.waiting[owner] = append(g.waiting[owner], r)
 	g.dispatch()
 }
 
+// dequeue takes a reading out of all queues that it is in.
 func (g *Group[T]) dequeue(r *reading[T]) {
-	if i := slices.Index(g.waiting[r.owner], r); i >= 0 {
-		g.take(r.owner, i)
+	for _, owner := range r.owners {
+		i := slices.Index(g.waiting[owner], r)
+		if i < 0 {
+			continue
+		}
+		g.waiting[owner] = slices.Delete(g.waiting[owner], i, i+1)
+		if len(g.waiting[owner]) == 0 {
+			delete(g.waiting, owner)
+			g.turns = slices.DeleteFunc(g.turns, func(o string) bool { return o == owner })
+		}
 	}
-}
-
-// take takes a reading out of its owner's queue.
-func (g *Group[T]) take(owner string, i int) *reading[T] {
-	r := g.waiting[owner][i]
-	g.waiting[owner] = slices.Delete(g.waiting[owner], i, i+1)
-	if len(g.waiting[owner]) == 0 {
-		delete(g.waiting, owner)
-		g.turns = slices.DeleteFunc(g.turns, func(o string) bool { return o == owner })
-	}
-	return r
 }
 
 // dispatch begins readings for as long as there is room: one of each owner in turn.
@@ -148,7 +156,9 @@ func (g *Group[T]) dispatch() {
 	for len(g.turns) > 0 && (g.Limit == 0 || g.running < g.Limit) {
 		owner := g.turns[0]
 		g.turns = append(g.turns[1:], owner)
-		g.begin(g.take(owner, 0))
+		r := g.waiting[owner][0]
+		g.dequeue(r)
+		g.begin(r)
 	}
 }
 
@@ -170,7 +180,9 @@ func (g *Group[T]) begin(r *reading[T]) {
 		defer g.mu.Unlock()
 		g.running--
 		if all.underWay = nil; all.next != nil {
-			g.enqueue(all.next)
+			owner := all.next.owners[0]
+			all.next.owners = nil
+			g.enqueue(all.next, owner)
 			return
 		}
 		delete(g.names, r.name)

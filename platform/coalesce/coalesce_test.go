@@ -165,3 +165,28 @@ func TestTurnsGoRoundAmongOwners(t *testing.T) {
 		}
 	})
 }
+
+// Who asks for what another has waiting does not wait for the other's turn.
+func TestAJoinedReadingComesWithTheFirstTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &Group[int]{Limit: 1, Queue: 20}
+		ask := func(owner, name string) {
+			_, _ = g.GetFor(t.Context(), owner, name, func(context.Context) (int, error) { time.Sleep(time.Second); return 0, nil })
+		}
+		var wg sync.WaitGroup
+		for i := range 16 {
+			wg.Go(func() { ask("greedy", fmt.Sprint(i)) })
+			synctest.Wait()
+		}
+		began := time.Now()
+		ask("other", "15") // the last of greedy's
+		if took := time.Since(began); took > 3*time.Second {
+			t.Errorf("after %v", took)
+		}
+		wg.Wait()
+		synctest.Wait()
+		if len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
+			t.Errorf("%d names are left, %d owners wait", len(g.names), len(g.waiting))
+		}
+	})
+}

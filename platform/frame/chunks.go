@@ -1,10 +1,10 @@
 package frame
 
-// Chunks sends a body in pieces that are not copied, many at a time.
+// Chunks sends a body in pieces, many at a time. Pieces are not copied and must not be changed. It is for one goroutine.
 type Chunks struct {
 	// Bytes is about how many bytes are sent at a time.
 	Bytes int
-	// Send is called with the next pieces and, the first time, with the whole body's size in bytes.
+	// Send is called with the next pieces. size is the whole body's in bytes the first time, and then 0.
 	Send func(pieces [][]byte, size int64) error
 
 	pieces [][]byte

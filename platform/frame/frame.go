@@ -267,17 +267,17 @@ func WatchProtobufHead(event, kind, apiVersion string, n int) []byte {
 	return tag(b, 2, n)
 }
 
-// BookmarkMeta is a bookmark's metadata in JSON, key and value.
-func BookmarkMeta(revision int64, initialEnd bool) []byte {
-	b := strconv.AppendInt([]byte(`"metadata":{"resourceVersion":"`), revision, 10)
+// BookmarkJSON is an object with a bookmark's metadata alone, without its kind.
+func BookmarkJSON(revision int64, initialEnd bool) []byte {
+	b := strconv.AppendInt([]byte(`{"metadata":{"resourceVersion":"`), revision, 10)
 	if initialEnd {
-		return append(b, `","annotations":{"k8s.io/initial-events-end":"true"}}`...)
+		return append(b, `","annotations":{"k8s.io/initial-events-end":"true"}}}`...)
 	}
-	return append(b, `"}`...)
+	return append(b, `"}}`...)
 }
 
-// BookmarkProtobuf is an object's message with a bookmark's ObjectMeta alone.
-func BookmarkProtobuf(revision int64, initialEnd bool) []byte {
+// bookmarkProtobuf is an object's message with a bookmark's ObjectMeta alone.
+func bookmarkProtobuf(revision int64, initialEnd bool) []byte {
 	rv := strconv.FormatInt(revision, 10)
 	m := append(tag(nil, 6, len(rv)), rv...)
 	if initialEnd {

@@ -96,7 +96,7 @@ func TestWatchFramesDecode(t *testing.T) {
 	if err := e.Unmarshal(f[4:]); err != nil || e.Type != "ADDED" || !bytes.HasPrefix(e.Object.Raw, []byte("k8s\x00")) {
 		t.Errorf("%v %v", e, err)
 	}
-	j := WatchJSON("BOOKMARK", Object(nil, "Pod", "v1", append(append([]byte{'{'}, BookmarkMeta(9, true)...), '}')))
+	j := WatchJSON("BOOKMARK", Object(nil, "Pod", "v1", BookmarkJSON(9, true)))
 	var w struct {
 		Type   string
 		Object metav1.PartialObjectMetadata
@@ -105,7 +105,7 @@ func TestWatchFramesDecode(t *testing.T) {
 		t.Errorf("%s: %v", j, err)
 	}
 	var p metav1.PartialObjectMetadata
-	if err := p.Unmarshal(BookmarkProtobuf(9, true)); err != nil || p.ResourceVersion != "9" || p.Annotations["k8s.io/initial-events-end"] != "true" {
+	if err := p.Unmarshal(bookmarkProtobuf(9, true)); err != nil || p.ResourceVersion != "9" || p.Annotations["k8s.io/initial-events-end"] != "true" {
 		t.Errorf("%v %v", p, err)
 	}
 }
@@ -124,5 +124,48 @@ func TestAFrameInPiecesIsTheSameFrame(t *testing.T) {
 	pieces := append(append(WatchJSONHead("ADDED", "Pod", "v1"), body[1:]...), WatchJSONTail...)
 	if !bytes.Equal(whole, pieces) {
 		t.Errorf("%q, not %q", pieces, whole)
+	}
+}
+
+// A list says its size before it is sent: the gateway gives it as Content-Length.
+func TestAListIsAsLongAsItSays(t *testing.T) {
+	body, message := []byte(`{"metadata":{"name":"a"},"x":1}`), append([]byte{0x0a, 3, 0x0a, 1, 'a'}, 0x12, 1, 'x')
+	for name, f := range map[string]Form{
+		"typed":    {Kind: "Pod", APIVersion: "v1"},
+		"untyped":  {Kind: "Widget", APIVersion: "g/v1", Untyped: true},
+		"partial":  {Kind: "PartialObjectMetadata", APIVersion: "meta.k8s.io/v1", Partial: true},
+		"protobuf": {Kind: "Pod", APIVersion: "v1", Protobuf: true},
+		"both":     {Kind: "PartialObjectMetadata", APIVersion: "meta.k8s.io/v1", Partial: true, Protobuf: true},
+	} {
+		for n := range 3 {
+			var items [][]byte
+			for range n {
+				item, err := f.Item(body, message)
+				if err != nil {
+					t.Fatal(err)
+				}
+				items = append(items, item)
+			}
+			l := &List{Kind: f.Kind + "List", APIVersion: f.APIVersion, Revision: 7, Untyped: f.Untyped}
+			var got []byte
+			var said int64
+			w := &Chunks{Bytes: 20, Send: func(pieces [][]byte, size int64) error {
+				said += size
+				got = append(got, bytes.Join(pieces, nil)...)
+				return nil
+			}}
+			if f.Protobuf {
+				l.Protobuf(w, items)
+			} else {
+				l.JSON(w, items, f.ItemHead())
+			}
+			if err := w.End(); err != nil || said != int64(len(got)) {
+				t.Errorf("%s of %d: said to be of %d bytes, it has %d: %v", name, n, said, len(got), err)
+			}
+			var out struct{ Items []map[string]any }
+			if !f.Protobuf && (json.Unmarshal(got, &out) != nil || len(out.Items) != n) {
+				t.Errorf("%s of %d: %s", name, n, got)
+			}
+		}
 	}
 }

@@ -33,8 +33,8 @@ func Stranger(u user.Info) bool {
 	return u == nil || u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
 }
 
-// Owner is whose share of what is bounded for each user something comes out of: service accounts of one namespace share one, since whoever
-// administers it makes as many as he likes.
+// Owner is whose share a user's use of something bounded counts against: the user's own or, for service accounts, their namespace's,
+// which may hold any number of them.
 func Owner(user string) string {
 	if rest, ok := strings.CutPrefix(user, "system:serviceaccount:"); ok {
 		namespace, _, _ := strings.Cut(rest, ":")

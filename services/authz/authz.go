@@ -188,7 +188,9 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 	if err != nil {
 		out.EvaluationError = err.Error()
 	}
-	out.Transient = !keep || isNode(attrs.User)
+	if !keep || isNode(attrs.User) {
+		out.Transient, out.CacheMilliseconds = true, 1 // and who does not know Transient keeps it for as good as nothing
+	}
 	return out, nil
 }
 

@@ -50,7 +50,8 @@ var (
 	}
 )
 
-// discovery is what every one of them may read beside: discovery and, for the types of policies (k8s.io/apiserver/pkg/admission/plugin/policy/mutating/patch), OpenAPI.
+// discovery lists the paths beside resources that each of them may read; mutating policies take their types from OpenAPI
+// (k8s.io/apiserver/pkg/admission/plugin/policy/mutating/patch).
 var discovery = []string{"/api", "/api/*", "/apis", "/apis/*", "/openapi/v3", "/openapi/v3/*", "/version"}
 
 // mayDo says whether a user is a service of the system that may do a thing by the table. known is false for anybody else.

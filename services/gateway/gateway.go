@@ -135,6 +135,10 @@ func New(c *Config, s Services) (*Service, error) {
 		}
 		told(v)
 	}}
+	feeds := new(watch.Room)
+	hub := func(from watch.Streams) *watch.Hub {
+		return &watch.Hub{Client: from, Config: &c.Watch, Revision: g.revision, Room: feeds}
+	}
 	lists := func() *coalesce.Group[[]byte] {
 		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Queue: maxFallbackQueue, Timeout: c.Edge.RequestTimeout}
 	}
@@ -144,9 +148,9 @@ func New(c *Config, s Services) (*Service, error) {
 		Objects:           s.Objects,
 		Writes:            s.Writes,
 		Tier:              s.Watch,
-		Watches:           &watch.Hub{Client: s.Watch, Config: &c.Watch, Revision: g.revision},
+		Watches:           hub(s.Watch),
 		Policy:            s.Policy,
-		PolicyWatches:     &watch.Hub{Client: s.Policy, Config: &c.Watch, Revision: g.revision},
+		PolicyWatches:     hub(s.Policy),
 		TierGets:          c.TierGets,
 		Lists:             lists(),
 		FirstLists:        lists(),

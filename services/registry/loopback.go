@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/url"
 	"strconv"
 	"strings"
 
@@ -168,15 +167,19 @@ func (l *loopback) watch(ctx context.Context, done func(), req *http.Request, en
 		done()
 		return failure(req, apierrors.NewBadRequest("a loopback watch needs a resourceVersion and a stored resource"))
 	}
-	selects, err := selection(q, entry, info)
+	namespace := ""
+	if entry.Namespaced {
+		namespace = info.Namespace
+	}
+	selects, err := newSelector(namespace, q.Get("labelSelector"), q.Get("fieldSelector"))
 	if err != nil {
 		done()
-		return failure(req, apierrors.NewBadRequest(err.Error()))
+		return failure(req, err)
 	}
 	r, w := io.Pipe()
 	go func() {
 		defer done()
-		err := l.service.tail.follow(entry.StoredAs, after, wholly).each(ctx, func(e *logv1.Event) error { return writeEvent(w, entry, e, selects) })
+		err := l.service.tail.follow(entry.StoredAs, place{after, lastIndex}, "").each(ctx, func(e *logv1.Event) error { return writeEvent(w, entry, e, selects) })
 		if errors.Is(err, errOverrun) {
 			err = expired(w, after)
 		}
@@ -203,28 +206,22 @@ func expired(w io.Writer, after int64) error {
 	return io.EOF
 }
 
+// selector says whether a namespace's object is selected.
 type selector func(namespace string, o *logv1.Object) bool
 
-func selecting(namespace string, ls labels.Selector, fs fields.Selector) selector {
+// newSelector is one of the objects of a namespace, or of all where it is empty, that have labels and stored fields.
+func newSelector(namespace, labelSelector, fieldSelector string) (selector, error) {
+	ls, err := labels.Parse(labelSelector)
+	if err != nil {
+		return nil, apierrors.NewBadRequest(err.Error())
+	}
+	fs, err := fields.ParseSelector(fieldSelector)
+	if err != nil {
+		return nil, apierrors.NewBadRequest(err.Error())
+	}
 	return func(ns string, o *logv1.Object) bool {
 		return o != nil && (namespace == "" || namespace == ns) && ls.Matches(labels.Set(o.Labels)) && fs.Matches(fields.Set(o.Fields))
-	}
-}
-
-func selection(q url.Values, entry *registryv1.ResourceEntry, info *request.RequestInfo) (selector, error) {
-	ls, err := labels.Parse(q.Get("labelSelector"))
-	if err != nil {
-		return nil, err
-	}
-	fs, err := fields.ParseSelector(q.Get("fieldSelector"))
-	if err != nil {
-		return nil, err
-	}
-	namespace := ""
-	if entry.Namespaced {
-		namespace = info.Namespace
-	}
-	return selecting(namespace, ls, fs), nil
+	}, nil
 }
 
 // seen is an event as a selection sees it: an object that comes into it is ADDED, one that leaves it is DELETED in the state that it was

@@ -260,6 +260,9 @@ func (s *Service) Run(ctx context.Context) error {
 		s.tail.begin()
 		return eventlog.Read(ctx, s.js, s.tail.take)
 	})
+	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
+		return s.tail.compare(ctx, s.currentRevision, func() error { return s.nats.Publish(eventlog.AskProgress, nil) })
+	})
 	s.tasks.Go(ctx, "loops", func(ctx context.Context) error {
 		return publisher.Elect(ctx, s.store.Client.Client, loops.ElectionKey, s.identity, l.Run)
 	})

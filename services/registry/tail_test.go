@@ -57,23 +57,23 @@ func TestAReadingOfTheTailIsToldEverythingOnce(t *testing.T) {
 		index    int32
 		want     string
 	}{
-		"from where it lists":             {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "pods"), event(12, 0, "roles")), 10, wholly, "12.0 to 12"},
-		"from before the log":             {tailOf(t, event(10, 0, "roles")), 8, wholly, " to 0 overrun"},
-		"from the log's beginning":        {tailOf(t, event(10, 0, "roles")), 9, wholly, "10.0 to 10"},
-		"from what has not come yet":      {tailOf(t, event(10, 0, "roles")), 11, wholly, " to 10"},
+		"from where it lists":             {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "pods"), event(12, 0, "roles")), 10, lastIndex, "12.0 to 12"},
+		"from before the log":             {tailOf(t, event(10, 0, "roles")), 8, lastIndex, " to 0 overrun"},
+		"from the log's beginning":        {tailOf(t, event(10, 0, "roles")), 9, lastIndex, "10.0 to 10"},
+		"from what has not come yet":      {tailOf(t, event(10, 0, "roles")), 11, lastIndex, " to 10"},
 		"from amid a transaction":         {tailOf(t, reset(9, 0, ""), begun(10), event(10, 1, "roles")), 10, 0, "10.1 to 10"},
-		"amid a transaction":              {tailOf(t, reset(9, 0, ""), begun(12)), 9, wholly, "12.0 to 9"},
-		"nothing but progress":            {tailOf(t, reset(9, 0, ""), progress(15)), 9, wholly, " to 15"},
-		"published again":                 {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "roles"), event(10, 0, "roles"), event(11, 0, "roles"), event(12, 0, "roles")), 9, wholly, "10.0 11.0 12.0 to 12"},
-		"a transaction begun twice":       {tailOf(t, reset(9, 0, ""), begun(12), begun(12), event(12, 1, "roles")), 9, wholly, "12.0 12.1 to 12"},
-		"its resource is to be read anew": {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "roles"), event(12, 0, "roles")), 9, wholly, "10.0 to 12 overrun"},
-		"another resource is":             {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "pods"), event(12, 0, "roles")), 9, wholly, "10.0 12.0 to 12"},
-		"two are, in one transaction":     {tailOf(t, reset(9, 0, ""), reset(11, 2, "pods"), reset(11, 4, "roles"), event(12, 0, "roles")), 9, wholly, " to 12 overrun"},
-		"a list from after that":          {tailOf(t, reset(9, 0, ""), reset(11, 2, "roles"), event(12, 0, "roles")), 11, wholly, "12.0 to 12"},
-		"the log began anew":              {tailOf(t, event(10, 0, "roles"), reset(20, 0, ""), event(21, 0, "roles")), 10, wholly, " to 0 overrun"},
+		"amid a transaction":              {tailOf(t, reset(9, 0, ""), begun(12)), 9, lastIndex, "12.0 to 9"},
+		"nothing but progress":            {tailOf(t, reset(9, 0, ""), progress(15)), 9, lastIndex, " to 15"},
+		"published again":                 {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "roles"), event(10, 0, "roles"), event(11, 0, "roles"), event(12, 0, "roles")), 9, lastIndex, "10.0 11.0 12.0 to 12"},
+		"a transaction begun twice":       {tailOf(t, reset(9, 0, ""), begun(12), begun(12), event(12, 1, "roles")), 9, lastIndex, "12.0 12.1 to 12"},
+		"its resource is to be read anew": {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "roles"), event(12, 0, "roles")), 9, lastIndex, "10.0 to 12 overrun"},
+		"another resource is":             {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "pods"), event(12, 0, "roles")), 9, lastIndex, "10.0 12.0 to 12"},
+		"two are, in one transaction":     {tailOf(t, reset(9, 0, ""), reset(11, 2, "pods"), reset(11, 4, "roles"), event(12, 0, "roles")), 9, lastIndex, " to 12 overrun"},
+		"a list from after that":          {tailOf(t, reset(9, 0, ""), reset(11, 2, "roles"), event(12, 0, "roles")), 11, lastIndex, "12.0 to 12"},
+		"the log began anew":              {tailOf(t, event(10, 0, "roles"), reset(20, 0, ""), event(21, 0, "roles")), 10, lastIndex, " to 0 overrun"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := told(c.tail.follow("roles", c.revision, c.index)); got != c.want {
+			if got := told(c.tail.follow("roles", place{c.revision, c.index}, "")); got != c.want {
 				t.Errorf("told %q, not %q", got, c.want)
 			}
 		})
@@ -82,7 +82,7 @@ func TestAReadingOfTheTailIsToldEverythingOnce(t *testing.T) {
 
 func TestAReadingGoesOn(t *testing.T) {
 	l := tailOf(t, reset(9, 0, ""), event(10, 0, "roles"))
-	f := l.follow("roles", 9, wholly)
+	f := l.follow("roles", place{9, lastIndex}, "")
 	if got := told(f); got != "10.0 to 10" {
 		t.Error(got)
 	}
@@ -96,7 +96,7 @@ func TestAReadingGoesOn(t *testing.T) {
 	if got := told(f); got != " to 0 overrun" {
 		t.Error(got)
 	}
-	f = l.follow("roles", 11, wholly)
+	f = l.follow("roles", place{11, lastIndex}, "")
 	if got := told(f); got != " to 0" { // nothing is known yet
 		t.Error(got)
 	}
@@ -115,7 +115,7 @@ func TestAReadingGoesOn(t *testing.T) {
 
 func TestTheTailIsBoundedInBytes(t *testing.T) {
 	l := tailOf(t, reset(1, 0, ""))
-	early := l.follow("roles", 1, wholly)
+	early := l.follow("roles", place{1, lastIndex}, "")
 	_, _, _, _ = early.read()
 	big := make([]byte, 1<<20)
 	for r := int64(2); r < 40; r++ {
@@ -129,7 +129,41 @@ func TestTheTailIsBoundedInBytes(t *testing.T) {
 	if got := told(early); got != " to 0 overrun" {
 		t.Error(got)
 	}
-	if got := told(l.follow("roles", 38, wholly)); got != "39.0 to 39" {
+	if got := told(l.follow("roles", place{38, lastIndex}, "")); got != "39.0 to 39" {
 		t.Error(got)
+	}
+}
+
+// What one resource takes is given up before another's: whoever decides is not sent to list by a tenant's large objects.
+func TestLargeEventsPushOutTheirOwn(t *testing.T) {
+	l := tailOf(t, reset(1, 0, ""), event(2, 0, "roles"))
+	reading := l.follow("roles", place{1, lastIndex}, "h")
+	if got := told(reading); got != "2.0 to 2" {
+		t.Error(got)
+	}
+	idle := l.follow("nodes", place{1, lastIndex}, "h")
+	_ = l.take(event(3, 0, "roles"))
+	for r := int64(4); r < 20; r++ {
+		e := event(r, 0, "configmaps")
+		e.Object = &logv1.Object{Json: make([]byte, 9<<20)} // more than is kept at all
+		_ = l.take(e)
+	}
+	if got := told(reading); got != "3.0 to 19" {
+		t.Errorf("who reads roles is told %q", got)
+	}
+	if got := told(idle); got != " to 19" {
+		t.Errorf("who reads nodes is told %q", got)
+	}
+	if got := told(l.follow("roles", place{2, lastIndex}, "h")); got != "3.0 to 19" {
+		t.Errorf("who comes from a list is told %q", got)
+	}
+	if got := told(l.follow("configmaps", place{5, lastIndex}, "h")); got != " to 0 overrun" {
+		t.Errorf("who reads what is gone is told %q", got)
+	}
+	if got := told(l.follow("configmaps", place{19, lastIndex}, "h")); got != " to 19" {
+		t.Errorf("who has seen it is told %q", got)
+	}
+	if got := told(l.follow("roles", place{19, lastIndex}, "restored")); got != " to 0 overrun" {
+		t.Errorf("who comes from another history is told %q", got)
 	}
 }

@@ -19,9 +19,8 @@ const (
 	backfillBytes = 8 << 20
 	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold. Those beyond it wait.
 	backfillsBytes = 128 << 20
-	// backfillHeld is for how long a watch sends from one backfill; it then finds what comes next anew, so that a client that takes little
-	// holds little.
-	backfillHeld = 5 * time.Second
+	// backfillPiece is what a watch takes of one at a time and holds while its client takes it.
+	backfillPiece = 512 << 10
 	// backfillKept is how long a backfill is kept for others that resume from about the same place.
 	backfillKept = 15 * time.Second
 	// backfillReads is how many read from the log at a time.
@@ -31,6 +30,9 @@ const (
 	// backfillRetry is how long a reading that broke off waits until it goes on from where it had come.
 	backfillRetry = 200 * time.Millisecond
 )
+
+// errBackfillTimeout says that a watch has waited for too long.
+var errBackfillTimeout = errors.New("the log could not be read in time")
 
 // backfills are parts of the log that memory no longer holds, read again for watches that resume from there: once for all that do,
 // and never at the pace of a client.
@@ -58,8 +60,8 @@ type backfill struct {
 
 	// What follows belongs to the lock of all. users is how many watches wait for it or send from it; without users the reading ends.
 	users int
-	// roomy: it has its room. dropped: nobody finds it any more, and its room is given up when its reading ends.
-	roomy, dropped bool
+	// hasRoom: it has its room. dropped: nobody finds it any more, and its room is given up when its reading ends.
+	hasRoom, dropped bool
 
 	// What follows may be read once done is closed.
 	upTo   int64 // every event up to this revision is here
@@ -73,6 +75,8 @@ type backfill struct {
 // when they are sent.
 func (s *Service) backfill(ctx context.Context, storedAs string, after, low int64) (b *backfill, leave func(), err error) {
 	until := time.Now().Add(backfillTimeout)
+	patience := time.NewTimer(backfillTimeout)
+	defer patience.Stop()
 	for missed := false; ; {
 		b := s.backfills.join(storedAs, s.cache.History(), after, missed, func(ctx context.Context, b *backfill) { go s.fill(ctx, b, low) })
 		leave := func() { s.backfills.leave(b) }
@@ -84,6 +88,9 @@ func (s *Service) backfill(ctx context.Context, storedAs string, after, low int6
 		case <-s.draining:
 			leave()
 			return nil, nil, errDraining
+		case <-patience.C:
+			leave()
+			return nil, nil, errBackfillTimeout
 		}
 		switch {
 		case b.after < after && (b.err != nil || b.upTo <= after): // begun from further back, and it has not come as far: one of its own
@@ -159,14 +166,14 @@ func (b *backfills) drop(f *backfill) {
 
 // giveUp gives a backfill's room to another; the lock is held.
 func (b *backfills) giveUp(f *backfill) {
-	if f.roomy {
-		f.roomy = false
+	if f.hasRoom {
+		f.hasRoom = false
 		<-b.room
 	}
 }
 
-// begin waits for room, and for a turn to read.
-func (b *backfills) begin(ctx context.Context, f *backfill) error {
+// acquire waits for room, and for a turn to read.
+func (b *backfills) acquire(ctx context.Context, f *backfill) error {
 	b.mu.Lock()
 	b.wanted++
 	b.prune() // which it could have
@@ -179,7 +186,7 @@ func (b *backfills) begin(ctx context.Context, f *backfill) error {
 	}
 	b.mu.Lock()
 	b.wanted--
-	f.roomy = err == nil
+	f.hasRoom = err == nil
 	b.mu.Unlock()
 	if err != nil {
 		return err
@@ -221,7 +228,7 @@ func (s *Service) fill(ctx context.Context, b *backfill, low int64) {
 		}
 	}()
 	b.upTo = b.after
-	if b.err = s.backfills.begin(ctx, b); b.err != nil {
+	if b.err = s.backfills.acquire(ctx, b); b.err != nil {
 		b.cut = true
 		return
 	}

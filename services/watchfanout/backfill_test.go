@@ -14,10 +14,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/services/watchfanout/cache"
 )
 
-// Resumes from about the same place share a reading; all readings together are bounded; one that nobody waits for ends (F8, S20).
-func TestBackfillsAreSharedAndBounded(t *testing.T) {
+// Resumes from about the same place share a reading; one that nobody waits for ends (F8).
+func TestBackfillsAreShared(t *testing.T) {
 	all := newBackfills()
 	b := &all
 	contexts := map[*backfill]context.Context{}
@@ -46,6 +47,7 @@ func TestBackfillsAreSharedAndBounded(t *testing.T) {
 	}
 }
 
+// All backfills together are bounded, and those beyond the bound wait (S20).
 func TestBackfillsAreBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		all := newBackfills()
@@ -54,7 +56,7 @@ func TestBackfillsAreBounded(t *testing.T) {
 		var holding, failed atomic.Int32
 		read := func(ctx context.Context, f *backfill) {
 			go func() {
-				if f.err = b.begin(ctx, f); f.err == nil {
+				if f.err = b.acquire(ctx, f); f.err == nil {
 					holding.Add(1)
 					<-b.reads
 				} else {
@@ -139,4 +141,65 @@ func TestABackfillWaitsForNATS(t *testing.T) {
 	if err := fill(ctx, &awayFor{times: 1 << 20}); !errors.Is(err, nats.ErrDisconnected) {
 		t.Errorf("without NATS: %v", err)
 	}
+}
+
+// A watch takes a backfill piece by piece: every event once, and little at a time, whatever its size and its transaction's.
+func TestABackfillIsTakenInPieces(t *testing.T) {
+	var all []*cache.Event
+	for revision := int64(10); revision < 30; revision++ {
+		for index := range int32(3) {
+			all = append(all, &cache.Event{Revision: revision, Index: index, Item: &cache.Item{JSON: make([]byte, int(revision%5)*100<<10)}})
+		}
+	}
+	w := &watcher{}
+	w.place(10, 1)
+	var seen []*cache.Event
+	for whole := false; !whole; {
+		var events []*cache.Event
+		events, whole = w.piece(all)
+		bytes := 0
+		for _, e := range events {
+			bytes += e.Size()
+		}
+		if len(events) == 0 || len(events) > 1 && bytes > backfillPiece || cap(events) > 2*len(events)+8 {
+			t.Fatalf("%d events of %d bytes, of a backfill of %d", len(events), bytes, len(all))
+		}
+		seen = append(seen, events...)
+		w.past(events[len(events)-1])
+	}
+	if !slices.Equal(seen, all[2:]) {
+		t.Errorf("%d events were taken, of %d", len(seen), len(all)-2)
+	}
+}
+
+// Who joins a reading late waits as long as anybody, though the reading's own time is up before; and no longer.
+func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		away := int((backfillTimeout + 5*time.Second) / backfillRetry)
+		s := &Service{js: &awayFor{times: away}, backfills: newBackfills(), cache: cache.New(1<<20, 0), draining: make(chan struct{}),
+			metrics: &metrics{replays: prometheus.NewCounter(prometheus.CounterOpts{Name: "replays"})}}
+		began := time.Now()
+		type end struct {
+			after time.Duration
+			err   error
+		}
+		ends := make(chan end, 2)
+		wait := func(patience time.Duration) {
+			time.Sleep(patience)
+			_, _, err := s.backfill(t.Context(), "pods", 100, 200)
+			ends <- end{time.Since(began), err}
+		}
+		go wait(0)
+		go wait(backfillTimeout - time.Second)
+		first, second := <-ends, <-ends
+		if first.after != backfillTimeout || first.err == nil || errors.Is(first.err, eventlog.ErrForgotten) {
+			t.Errorf("the first ends after %v: %v", first.after, first.err)
+		}
+		if second.after < backfillTimeout+4*time.Second || second.after > 2*backfillTimeout || !errors.Is(second.err, eventlog.ErrForgotten) {
+			t.Errorf("the second ends after %v: %v", second.after, second.err)
+		}
+		if len(s.backfills.room)+len(s.backfills.reads) != 0 {
+			t.Errorf("%d hold room, %d read", len(s.backfills.room), len(s.backfills.reads))
+		}
+	})
 }

@@ -9,7 +9,7 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// eventFrame is made once for all who watch in the same form.
+// eventFrame is made once for all who watch in the same form; of an event in a backfill, once for each watch.
 func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, item *cache.Item) ([]byte, error) {
 	key := w.key
 	key.event = kind
@@ -37,37 +37,10 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 			if err != nil {
 				return nil, err
 			}
-			return w.wrap(kind, parts[0], parts[0])
+			return w.form.Event(kind, parts[0], parts[0])
 		}
-		return w.frame(kind, item.JSON, item.Protobuf)
+		return w.form.Event(kind, item.JSON, item.Protobuf)
 	})
-}
-
-// frame wraps an item's own encoding.
-func (w *watcher) frame(kind string, body, message []byte) ([]byte, error) {
-	if !w.partial {
-		return w.wrap(kind, body, message)
-	}
-	if w.protobuf {
-		m, err := frame.MetadataProtobuf(message)
-		if err != nil {
-			return nil, err
-		}
-		return frame.WatchProtobuf(kind, frame.Envelope("PartialObjectMetadata", frame.APIVersion(w.as), m)), nil
-	}
-	p, err := w.partialJSON(body)
-	if err != nil {
-		return nil, err
-	}
-	return frame.WatchJSON(kind, p), nil
-}
-
-func (w *watcher) wrap(event string, body, message []byte) ([]byte, error) {
-	kind, apiVersion := kindOf(w.entry.Kind)
-	if w.protobuf {
-		return frame.WatchProtobuf(event, frame.Envelope(kind, apiVersion, message)), nil
-	}
-	return frame.WatchJSON(event, frame.Object(nil, kind, apiVersion, body)), nil
 }
 
 // tableFrame is a Table of one row; the stream's first one names the columns.
@@ -80,36 +53,23 @@ func (w *watcher) tableFrame(event string, revision int64, row, columns []byte) 
 	return frame.WatchJSON(event, table)
 }
 
-func (w *watcher) bookmark(revision int64, initialEnd bool) error {
-	data, err := w.bookmarkFrame(revision, initialEnd)
-	if err != nil {
-		return err
-	}
+func (w *watcher) bookmark(revision int64) error {
 	out := &frames{watcher: w}
-	if err := out.event(data, true, ""); err != nil {
+	if err := out.event(w.bookmarkFrame(revision, false), true, ""); err != nil {
 		return err
 	}
 	return out.flush()
 }
 
-func (w *watcher) bookmarkFrame(revision int64, initialEnd bool) ([]byte, error) {
-	kind, apiVersion := kindOf(w.entry.Kind)
-	if w.partial {
-		kind, apiVersion = "PartialObjectMetadata", frame.APIVersion(w.as)
+func (w *watcher) bookmarkFrame(revision int64, initialEnd bool) []byte {
+	if !w.table {
+		return w.form.Bookmark(revision, initialEnd)
 	}
-	m := frame.BookmarkMeta(revision, initialEnd)
-	body := append(append([]byte{'{'}, m...), '}')
-	switch {
-	case w.table:
-		row := fmt.Appendf(nil, `{"cells":[],"object":%s}`, frame.Object(nil, "PartialObjectMetadata", frame.APIVersion(w.as), body))
-		headers := w.headers
-		data := w.tableFrame("BOOKMARK", revision, row, []byte("null"))
-		w.headers = headers // the columns are still to be named
-		return data, nil
-	case w.protobuf:
-		return frame.WatchProtobuf("BOOKMARK", frame.Envelope(kind, apiVersion, frame.BookmarkProtobuf(revision, initialEnd))), nil
-	}
-	return frame.WatchJSON("BOOKMARK", frame.Object(nil, kind, apiVersion, body)), nil
+	object := frame.Object(nil, "PartialObjectMetadata", frame.APIVersion(w.as), frame.BookmarkJSON(revision, initialEnd))
+	headers := w.headers
+	data := w.tableFrame("BOOKMARK", revision, fmt.Appendf(nil, `{"cells":[],"object":%s}`, object), []byte("null"))
+	w.headers = headers // the columns are still to be named
+	return data
 }
 
 // frames gathers frames into messages.

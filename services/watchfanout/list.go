@@ -21,7 +21,6 @@ import (
 
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
-	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
@@ -93,12 +92,11 @@ func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchf
 	if !ok || !q.own(item) || q.protobuf && !q.typed {
 		return nil, errElsewhere
 	}
-	kind, apiVersion := kindOf(q.entry.Kind)
 	if q.protobuf {
-		return &watchfanoutv1.GetResponse{Body: frame.Envelope(kind, apiVersion, item.Protobuf)}, nil
+		return &watchfanoutv1.GetResponse{Body: frame.Envelope(q.form.Kind, q.form.APIVersion, item.Protobuf)}, nil
 	}
-	body := make([]byte, 0, len(item.JSON)+len(kind)+len(apiVersion)+32)
-	return &watchfanoutv1.GetResponse{Body: append(frame.Object(body, kind, apiVersion, item.JSON), '\n')}, nil
+	body := make([]byte, 0, len(item.JSON)+len(q.form.Kind)+len(q.form.APIVersion)+32)
+	return &watchfanoutv1.GetResponse{Body: append(frame.Object(body, q.form.Kind, q.form.APIVersion, item.JSON), '\n')}, nil
 }
 
 type page struct {
@@ -339,29 +337,13 @@ func decodeContinue(token string) (int64, string, error) {
 
 // parts are the encoded items of a list in the form that q wants.
 func (s *Service) parts(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
-	parts = make([][]byte, len(items))
-	switch {
-	case q.table, slices.ContainsFunc(items, func(i *cache.Item) bool { return !q.own(i) }):
+	if q.table || slices.ContainsFunc(items, func(i *cache.Item) bool { return !q.own(i) }) {
 		return s.encoded(ctx, q, items)
-	case q.partial && q.protobuf:
-		for i, item := range items {
-			if parts[i], err = frame.MetadataProtobuf(item.Protobuf); err != nil {
-				return nil, nil, err
-			}
-		}
-	case q.partial:
-		for i, item := range items {
-			if parts[i], err = q.partialJSON(item.JSON); err != nil {
-				return nil, nil, err
-			}
-		}
-	case q.protobuf:
-		for i, item := range items {
-			parts[i] = item.Protobuf
-		}
-	default:
-		for i, item := range items {
-			parts[i] = item.JSON
+	}
+	parts = make([][]byte, len(items))
+	for i, item := range items {
+		if parts[i], err = q.form.Item(item.JSON, item.Protobuf); err != nil {
+			return nil, nil, err
 		}
 	}
 	return parts, nil, nil
@@ -457,5 +439,3 @@ func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *query, 
 	}
 	return out.End()
 }
-
-func kindOf(k *commonv1.Kind) (kind, apiVersion string) { return k.GetKind(), frame.APIVersion(k) }

@@ -30,6 +30,7 @@ type query struct {
 	// skips: a list leaves out what cannot be read.
 	skips bool
 
+	form                     frame.Form
 	protobuf, table, partial bool
 	// native: the log's encodings are in the version asked for.
 	native bool
@@ -76,6 +77,7 @@ func newQuery(p *watchfanoutv1.Query) (*query, error) {
 		return nil, apierrors.NewBadRequest("the watch tier does not write " + q.as.Kind)
 	}
 	k := q.entry.GetKind()
+	q.form = frame.FormOf(k, q.as, q.output.MediaType, q.entry.Untyped)
 	q.native = proto.Equal(k, q.entry.GetStoredKind()) || q.partial // metadata is the same in every version
 	q.typed = !q.entry.Untyped
 	q.key = formKey{resource: q.entry.StoredAs + " " + q.entry.Resource.GetGroup() + " " + q.entry.Resource.GetResource(), version: frame.APIVersion(k), mediaType: q.output.MediaType, as: q.as.GetKind(), asVersion: frame.APIVersion(q.as), include: q.includeObject}
@@ -152,25 +154,10 @@ func (q *query) listKind() (kind, apiVersion string) {
 
 // itemHead is what comes before an item of a list, in place of its opening brace; nil for nothing.
 func (q *query) itemHead() []byte {
-	if q.typed || q.table || q.partial {
+	if q.table {
 		return nil
 	}
-	kind, apiVersion := kindOf(q.entry.Kind)
-	return fmt.Appendf(nil, `{"apiVersion":%q,"kind":%q,`, apiVersion, kind)
-}
-
-// partialJSON is an object's metadata as a PartialObjectMetadata.
-func (q *query) partialJSON(body []byte) ([]byte, error) {
-	m, err := frame.MetadataJSON(body)
-	if err != nil {
-		return nil, err
-	}
-	var b strings.Builder
-	b.Grow(len(m) + 80)
-	fmt.Fprintf(&b, `{"kind":"PartialObjectMetadata","apiVersion":%q,`, frame.APIVersion(q.as))
-	b.Write(m)
-	b.WriteByte('}')
-	return []byte(b.String()), nil
+	return q.form.ItemHead()
 }
 
 // withMetadata puts an object's metadata into its row, which registry leaves open: it is cut from the bytes at hand.
@@ -180,7 +167,7 @@ func (q *query) withMetadata(row, body []byte) ([]byte, error) {
 	if !ok {
 		return nil, fmt.Errorf("a row does not end with its object: %.80q", row)
 	}
-	p, err := q.partialJSON(body)
+	p, err := frame.PartialJSON(frame.APIVersion(q.as), body)
 	if err != nil {
 		return nil, err
 	}

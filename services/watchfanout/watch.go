@@ -2,10 +2,10 @@ package watchfanout
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strconv"
 	"sync/atomic"
 	"time"
@@ -93,7 +93,7 @@ func (w *watcher) run(ctx context.Context) error {
 			if !w.request.AllowBookmarks { // the gateway alone is told how far the stream has come
 				err = (&frames{watcher: w, position: true}).flush()
 			} else {
-				err = w.bookmark(progress, false)
+				err = w.bookmark(progress)
 			}
 			if err != nil {
 				return err
@@ -225,12 +225,10 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	case err != nil: // forgotten, or nobody could say for as long as backfillTimeout: a list is the way to go on
 		return expired(w.position.Revision, low)
 	}
-	defer leave()
-	events, held := b.events, time.Now()
+	events, whole := w.piece(b.events)
+	upTo := b.upTo
+	leave() // before anything is sent: a client that takes little holds a piece, and no backfill
 	for len(events) > 0 {
-		if time.Since(held) > backfillHeld {
-			return nil // at its place, from where it goes on with another, or the same
-		}
 		select {
 		case <-w.draining:
 			return errDraining
@@ -240,15 +238,40 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 		if err := w.deliver(ctx, events[:n]); err != nil {
 			return err
 		}
+		w.past(events[n-1])
 		events = events[n:]
 	}
-	if b.upTo <= after {
+	if !whole {
+		return nil // at its place, from where it goes on with the next piece
+	}
+	if upTo <= after {
 		return expired(w.position.Revision, low)
 	}
-	if b.upTo > w.position.Revision || b.upTo == w.position.Revision && w.position.Index < lastIndex {
-		w.place(b.upTo, lastIndex)
+	if upTo > w.position.Revision || upTo == w.position.Revision && w.position.Index < lastIndex {
+		w.place(upTo, lastIndex)
 	}
 	return nil
+}
+
+// past notes that everything up to an event has been sent, or is not of the query.
+func (w *watcher) past(e *cache.Event) {
+	if e.Revision > w.position.Revision || e.Revision == w.position.Revision && e.Index > w.position.Index {
+		w.place(e.Revision, e.Index)
+	}
+}
+
+// piece is the next of a backfill's events that a watch sends at a time; whole says that they are all.
+func (w *watcher) piece(all []*cache.Event) (events []*cache.Event, whole bool) {
+	for len(all) > 0 && (all[0].Revision < w.position.Revision || all[0].Revision == w.position.Revision && all[0].Index <= w.position.Index) {
+		all = all[1:]
+	}
+	n, bytes := 0, 0
+	for ; n < len(all); n++ {
+		if bytes += all[n].Size(); n > 0 && bytes > backfillPiece {
+			break
+		}
+	}
+	return slices.Clone(all[:n]), n == len(all) // a copy, which holds nothing else
 }
 
 // expired is kube-apiserver's answer to a watch from a revision that is no longer known.
@@ -310,11 +333,7 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	w.place(snapshot.Revision, lastIndex)
 	out.initialDone = true
 	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
-		data, err := w.bookmarkFrame(snapshot.Revision, true)
-		if err != nil {
-			return 0, err
-		}
-		if err := out.add(data); err != nil {
+		if err := out.add(w.bookmarkFrame(snapshot.Revision, true)); err != nil {
 			return 0, err
 		}
 	}
@@ -326,18 +345,17 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 
 // initialNative sends objects as they are stored: their own bytes, with what belongs around them.
 func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
-	kind, apiVersion := kindOf(w.entry.Kind)
-	head := frame.WatchJSONHead("ADDED", kind, apiVersion)
+	head := frame.WatchJSONHead("ADDED", w.form.Kind, w.form.APIVersion)
 	for _, i := range items {
 		var err error
 		switch {
 		case w.partial || len(i.JSON) <= 2:
 			var data []byte
-			if data, err = w.frame("ADDED", i.JSON, i.Protobuf); err == nil {
+			if data, err = w.form.Event("ADDED", i.JSON, i.Protobuf); err == nil {
 				err = out.pieces(data)
 			}
 		case w.protobuf:
-			err = out.pieces(frame.WatchProtobufHead("ADDED", kind, apiVersion, len(i.Protobuf)), i.Protobuf, frame.TailProtobuf)
+			err = out.pieces(frame.WatchProtobufHead("ADDED", w.form.Kind, w.form.APIVersion, len(i.Protobuf)), i.Protobuf, frame.TailProtobuf)
 		default:
 			err = out.pieces(head, i.JSON[1:], frame.WatchJSONTail)
 		}
@@ -357,7 +375,7 @@ func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *
 		var data []byte
 		if w.table {
 			data = w.tableFrame("ADDED", i.Revision, parts[n], columns)
-		} else if data, err = w.wrap("ADDED", parts[n], parts[n]); err != nil {
+		} else if data, err = w.form.Event("ADDED", parts[n], parts[n]); err != nil {
 			return err
 		}
 		if err := out.add(data); err != nil {
@@ -405,21 +423,9 @@ func (w *watcher) fail(err error) error {
 	if !ok {
 		return err
 	}
-	st := api.Status()
-	st.Kind, st.APIVersion = "Status", "v1"
-	var data []byte
-	if w.protobuf {
-		message, merr := st.Marshal()
-		if merr != nil {
-			return merr
-		}
-		data = frame.WatchProtobuf("ERROR", frame.Envelope("Status", "v1", message))
-	} else {
-		body, merr := json.Marshal(st)
-		if merr != nil {
-			return merr
-		}
-		data = frame.WatchJSON("ERROR", body)
+	data, err := w.form.Error(api.Status())
+	if err != nil {
+		return err
 	}
 	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
 }

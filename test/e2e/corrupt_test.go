@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
 
@@ -75,6 +76,37 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 	harness.Eventually(t, 20*time.Second, func() error {
 		if out, err := s.TryKubectl("", "get", "configmap", "-n", "default"); err != nil {
 			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	})
+}
+
+// What cannot be read grants nothing, and is no reason not to decide: neither an object of policy, nor the one that sorts before all others
+// of its resource.
+func TestDecisionsGoOnBesideWhatCannotBeRead(t *testing.T) {
+	etcd := harness.Etcd(t, harness.TempDir(t))
+	s := harness.Up(t, "", "--etcd-servers="+etcd)
+	for _, key := range []string{"namespaces/0", "clusterroles/0", "clusterrolebindings/0", "roles/default/0", "serviceaccounts/default/0", "pods/default/0", "resourcequotas/default/0"} {
+		if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "put", "/registry/"+key, "rubbish").CombinedOutput(); err != nil {
+			t.Fatalf("etcdctl: %v\n%s", err, out)
+		}
+	}
+	bind(t, s, "bob")
+	bob := impersonator(t, s, "bob")
+	began := time.Now()
+	for n := 0; time.Since(began) < 13*time.Second; n++ { // past --policy-freshness-bound
+		harness.Eventually(t, 3*time.Second, func() error {
+			_, err := bob.CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{GenerateName: "x-"}}, metav1.CreateOptions{})
+			return err
+		})
+		time.Sleep(200 * time.Millisecond) // what is asked for is the whole span
+	}
+	if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	harness.Eventually(t, 3*time.Second, func() error {
+		if reads(t, bob) {
+			return fmt.Errorf("bob still reads")
 		}
 		return nil
 	})

@@ -81,7 +81,7 @@ func (a *Authorizer) cache() *kept[decision] {
 
 // Follow learns of the policy's changes until ctx is done.
 func (a *Authorizer) Follow(ctx context.Context) {
-	go a.listen(ctx)
+	go a.checkHeard(ctx)
 	for ctx.Err() == nil {
 		// It must not wait for an authz that is away: nobody is heard of meanwhile.
 		stream, err := a.Client.Generations(ctx, &authzv1.GenerationsRequest{}, grpc.WaitForReady(false))
@@ -99,8 +99,8 @@ func (a *Authorizer) Follow(ctx context.Context) {
 	}
 }
 
-// listen looks whether anybody is heard of, until ctx is done.
-func (a *Authorizer) listen(ctx context.Context) {
+// checkHeard looks whether anybody is heard of, until ctx is done.
+func (a *Authorizer) checkHeard(ctx context.Context) {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	for {

@@ -103,7 +103,7 @@ type heldBody struct {
 func (h *heldBody) read(body io.Reader, length int64) error {
 	room := firstPiece
 	if length >= 0 {
-		room = int(min(length+1, firstPiece)) // and one, to find its end without growing
+		room = int(min(length, firstPiece-1)) + 1 // one more, to find its end without growing
 	}
 	for len(h.data) <= MaxBodyBytes {
 		if len(h.data) == cap(h.data) {
@@ -112,7 +112,7 @@ func (h *heldBody) read(body io.Reader, length int64) error {
 			}
 			room = cap(h.data) // twice as much each time
 			if length >= 0 {
-				room = min(room, max(int(length)+1-len(h.data), firstPiece))
+				room = min(room, max(int(min(length, MaxBodyBytes))+1-len(h.data), firstPiece))
 			}
 		}
 		n, err := body.Read(h.data[len(h.data):cap(h.data)])
@@ -151,7 +151,7 @@ func (h *heldBody) hold(n int) bool {
 	if h.held+n <= smallBody {
 		most = bodiesMost
 	}
-	if !h.free && (b.bytes+n > most || b.owners[h.owner]+n > bodiesShare) {
+	if n <= 0 || !h.free && (b.bytes+n > most || b.owners[h.owner]+n > bodiesShare) {
 		return false
 	}
 	h.held += n

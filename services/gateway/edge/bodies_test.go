@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -99,4 +100,24 @@ func TestABodyThatIsTooLargeIsPassedOnSo(t *testing.T) {
 		}
 	}), func(*http.Request) bool { return true })
 	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(make([]byte, MaxBodyBytes+1000))))
+}
+
+// Nothing that a request says of its length is believed.
+func TestABodysLengthIsNotBelieved(t *testing.T) {
+	for _, length := range []int64{math.MaxInt64, 1, 3, 4095, 4096, 1 << 20, -1} {
+		for _, n := range []int{1, 3, 4095, 4096, 4097, 100_000} {
+			b := &bodies{}
+			h := b.readAhead(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+				if data, ok := Body(req); !ok || len(data) != n {
+					t.Errorf("said to be %d, a body of %d comes as %d: %v", length, n, len(data), ok)
+				}
+			}), func(*http.Request) bool { return true })
+			req := httptest.NewRequest(http.MethodPost, "/", iotest.OneByteReader(bytes.NewReader(make([]byte, n))))
+			req.ContentLength = length
+			h.ServeHTTP(httptest.NewRecorder(), req)
+			if b.bytes != 0 || len(b.owners) != 0 {
+				t.Errorf("%d bytes are left", b.bytes)
+			}
+		}
+	}
 }

@@ -29,8 +29,8 @@ func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil, "Comma-separated list of cipher suites for TLS 1.2; Go's defaults where it is not given.")
 }
 
-// config is the server's, which stays up to date until ctx is done. authorities are files of those that sign clients' certificates, which
-// clients are told of; who a client is authn decides.
+// config is the server's TLS configuration, kept up to date until ctx is done. clientCA and requestHeaderCA name the CAs that the handshake
+// lists; authn verifies certificates.
 func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string) (*tls.Config, error) {
 	if c.CertFile == "" || c.KeyFile == "" {
 		return nil, errors.New("--tls-cert-file and --tls-private-key-file are required")
@@ -48,7 +48,7 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 	if err != nil {
 		return nil, fmt.Errorf("--tls-cert-file %q with --tls-private-key-file %q: %w", c.CertFile, c.KeyFile, err)
 	}
-	providers := []source{serving}
+	providers := []reloader{serving}
 	var sni []dynamiccertificates.SNICertKeyContentProvider
 	for _, n := range c.SNI {
 		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("sni-serving-cert", n.CertFile, n.KeyFile, n.Names...)
@@ -88,8 +88,8 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 	return base, nil
 }
 
-// source is a file or two that are read again when they change.
-type source interface {
+// reloader is a file or two that are read again when they change.
+type reloader interface {
 	dynamiccertificates.Notifier
 	dynamiccertificates.ControllerRunner
 }

@@ -1,4 +1,4 @@
-// Package routing finds who answers a request and carries it there: reads of stored resources to the watch tier, all
+// Package routing finds who answers a request and carries it there: reads of stored resources to the watch tier (to registry, where authn, authz or admission read), all
 // else to registry, with admission and authorization asked for on registry's behalf.
 package routing
 

@@ -159,6 +159,9 @@ func (c *call) list() {
 	listing, cancel := context.WithCancel(ctx)
 	defer cancel()
 	silent := time.AfterFunc(answersWithin, cancel)
+	if c.decides() { // there is nobody else to ask
+		silent.Stop()
+	}
 	source, _ := c.source()
 	stream, err := source.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{Query: q, ResourceVersion: opts.ResourceVersion,
 		ResourceVersionMatch: string(opts.ResourceVersionMatch), Limit: opts.Limit, Continue: opts.Continue}, grpc.WaitForReady(false))
@@ -169,7 +172,7 @@ func (c *call) list() {
 	silent.Stop()
 	if err != nil {
 		switch code := status.Code(err); {
-		case code == codes.FailedPrecondition, code == codes.Unavailable, code == codes.Canceled && ctx.Err() == nil, // not held there, or nobody there
+		case code == codes.FailedPrecondition, code == codes.Unavailable, code == codes.Unimplemented, code == codes.Canceled && ctx.Err() == nil, // not held there, or nobody there
 			(code == codes.ResourceExhausted || code == codes.Internal) && len(status.Convert(err).Details()) == 0: // or gRPC itself could not carry it
 			c.listFromRegistry()
 		default:

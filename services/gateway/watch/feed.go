@@ -288,7 +288,7 @@ const keptRecent = 64 << 10
 // hold accounts for bytes that the feed begins or, below 0, ceases to keep.
 func (f *feed) hold(n int) {
 	f.bytes += n
-	feedBytes.Set(float64(f.hub.held.Add(int64(n))))
+	feedBytes.Set(float64(f.hub.room().held.Add(int64(n))))
 }
 
 // trim forgets what is beyond the bounds: events that everyone has seen but for a few, what is too much for one feed, and where all
@@ -301,7 +301,7 @@ func (f *feed) trim() {
 	n := 0
 	for ; n < len(f.entries); n++ {
 		seen := f.base+int64(n) < slowest
-		over := f.bytes > f.hub.Config.FeedBytes || f.hub.held.Load() > f.hub.Config.FeedsBytes && f.bytes > keptRecent
+		over := f.bytes > f.hub.Config.FeedBytes || f.hub.room().held.Load() > f.hub.Config.FeedsBytes && f.bytes > keptRecent
 		if !over && (!seen || f.bytes <= keptRecent) {
 			break
 		}

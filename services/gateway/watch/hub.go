@@ -1,4 +1,5 @@
-// Package watch keeps clients' watches open and lets those that ask the same share one stream from the watch tier.
+// Package watch keeps clients' watches open and lets those that ask the same share one stream from their source: the watch tier or, for
+// authn, authz and admission, registry.
 //
 // A watch begins alone, with a stream of its own, for as long as it is behind: its initial events, or a replay. Once it has
 // come to where the shared stream (a feed) is, it joins it. It leaves when the feed no longer holds what comes next for it,
@@ -45,7 +46,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 }
 
 const (
-	// heldOpen is how long a stream waits for the watch tier to come back before it is closed and the client asks anew.
+	// heldOpen is how long a stream waits for its source to come back before it is closed and the client asks anew.
 	heldOpen = 30 * time.Second
 	// linger is how long a feed outlives its last client.
 	linger = 10 * time.Second
@@ -84,36 +85,47 @@ type Sink interface {
 	Take(ctx context.Context) *wire.Stream
 }
 
-// Streams is where events come from: the watch tier or, for who decides by them, registry.
+// Streams is the source of events: the watch tier or registry.
 type Streams interface {
 	Watch(context.Context, *watchfanoutv1.WatchRequest, ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error)
 }
+
+// Room accounts for the bytes that feeds keep, up to Config.FeedsBytes. Its zero value is ready to use.
+type Room struct{ held atomic.Int64 }
 
 // Hub is all open watches that a gateway fills from one source.
 type Hub struct {
 	Client Streams
 	Config *Config
+	// Room is what the feeds of all hubs keep together; its own where it is nil.
+	Room *Room
 	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at once.
 	Revision func(context.Context) (int64, error)
 
 	revisions coalesce.Group[int64]
 
-	// held is what feeds keep, in bytes.
-	held  atomic.Int64
+	own   Room
 	mu    sync.Mutex
 	feeds map[key]*feed
 }
 
 type key [sha256.Size]byte
 
+func (h *Hub) room() *Room {
+	if h.Room != nil {
+		return h.Room
+	}
+	return &h.own
+}
+
 // Gauges and counters of this package.
 var (
 	clients   = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients", Help: "Open watches of clients."})
-	shared    = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients_sharing", Help: "Open watches that share a stream from the watch tier with others that ask the same."})
-	feeds     = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_feeds", Help: "Shared streams from the watch tier."})
+	shared    = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients_sharing", Help: "Open watches that share a stream with others that ask the same."})
+	feeds     = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_feeds", Help: "Streams that watches share."})
 	feedBytes = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_feed_bytes", Help: "Bytes of recent events that shared streams keep."})
 	delivered = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_events_total", Help: "Events written to clients from shared streams."})
-	resumed   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_resumes_total", Help: "Times that a stream went on with another replica of the watch tier, unseen by clients."})
+	resumed   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_resumes_total", Help: "Times that a stream went on with another replica of their source, unseen by clients."})
 	cutOff    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_slow_clients_total", Help: "Watches ended because the client took nothing for --watch-write-timeout."})
 )
 

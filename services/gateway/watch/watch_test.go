@@ -489,7 +489,7 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 		f.leave(s)
 		f.end()
 	}
-	if n := h.held.Load(); n != 0 {
+	if n := h.room().held.Load(); n != 0 {
 		t.Errorf("%d bytes are told to be kept by feeds that have ended", n)
 	}
 	for i := range feeds {
@@ -499,7 +499,7 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 			feeds[i].publish(frame(r, 20_000))
 		}
 	}
-	if n := h.held.Load(); n > 3<<20+100*(keptRecent+20_000) {
+	if n := h.room().held.Load(); n > 3<<20+100*(keptRecent+20_000) {
 		t.Errorf("%d bytes are kept for clients that do not read", n)
 	}
 }

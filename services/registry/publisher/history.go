@@ -55,7 +55,7 @@ func readHistory(ctx context.Context, client *clientv3.Client) (h history, writt
 	return h, written, resp.Header.Revision, nil
 }
 
-// writeHistory says it, for as long as this publisher is the one that is elected and nobody has written it after a revision; 0: ever. A transaction that is late can so change nothing.
+// writeHistory writes h if this publisher is still elected and nobody has written since the revision after (0: ever); else errHistory. A transaction that is late can so change nothing.
 func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (revision int64, err error) {
 	data, err := json.Marshal(h)
 	if err != nil {

@@ -90,7 +90,8 @@ type made struct {
 	err   error
 }
 
-// get makes what is not there. Who wants the same waits for it; who wants something else does not.
+// get makes what is not there. Who wants the same waits for it; who wants something else does not. grown accounts for what is kept; where it
+// is nil nothing is.
 func (d *derived) get(key any, build func() ([]byte, error), grown func(int)) ([]byte, error) {
 	d.mu.Lock()
 	for _, m := range d.made {
@@ -107,7 +108,7 @@ func (d *derived) get(key any, build func() ([]byte, error), grown func(int)) ([
 	m.bytes, m.err = guarded(build)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if m.err != nil { // the next one tries again
+	if m.err != nil || grown == nil { // the next one makes it again
 		d.made = slices.DeleteFunc(d.made, func(o *made) bool { return o == m })
 	} else if !d.released {
 		d.bytes += len(m.bytes)
@@ -128,8 +129,8 @@ func guarded(build func() ([]byte, error)) (data []byte, err error) {
 
 // Frame is a frame of the event, made at most once for each key for as long as a ring holds the event. It counts among what that holds.
 func (e *Event) Frame(key any, build func() ([]byte, error)) ([]byte, error) {
-	if e.resource == nil { // it was read again for few, and nobody accounts for more than it is
-		return guarded(build)
+	if e.resource == nil { // a backfill's: no ring accounts for its frames, so none is kept beyond those who wait for it now
+		return e.frames.get(key, build, nil)
 	}
 	return e.frames.get(key, build, func(n int) { e.resource.ringBytes.Add(int64(n)) })
 }

@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: watershed/log/v1/log.proto
 
-// The event log between the publisher and the watch tier: one message an etcd event, in the order of revisions.
+// The event log between the publisher and its readers, the watch tier and every registry: one message an etcd event, in the order of revisions.
 
 package logv1
 
@@ -32,7 +32,7 @@ const (
 	Type_TYPE_MODIFIED    Type = 2
 	Type_TYPE_DELETED     Type = 3
 	// The log starts anew after revision: whatever a reader holds from before may have a gap. With stored_as it is so for that
-	// resource alone, and everything else of the revision has come before.
+	// resource alone; such resets come after the events of their revision, the last one without more.
 	Type_TYPE_RESET Type = 4
 )
 
@@ -86,7 +86,7 @@ type Event struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Type     Type                   `protobuf:"varint,1,opt,name=type,enum=watershed.log.v1.Type" json:"type,omitempty"`
 	Revision int64                  `protobuf:"varint,2,opt,name=revision" json:"revision,omitempty"`
-	// The event's place in its etcd transaction.
+	// The event's place in its etcd transaction. Of n events, a RESET with stored_as for event i has n + 2i, or n + 2i + 1 where redefined.
 	Index     int32  `protobuf:"varint,3,opt,name=index" json:"index,omitempty"`
 	StoredAs  string `protobuf:"bytes,4,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
 	Namespace string `protobuf:"bytes,5,opt,name=namespace" json:"namespace,omitempty"`

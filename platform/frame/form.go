@@ -1,0 +1,109 @@
+package frame
+
+import (
+	"encoding/json"
+	"fmt"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// Form is how objects are written to a client.
+type Form struct {
+	// Kind and APIVersion are what is written: an object's own, or PartialObjectMetadata's.
+	Kind, APIVersion string
+	// Protobuf, else JSON.
+	Protobuf bool
+	// Partial: an object's metadata alone, as a PartialObjectMetadata.
+	Partial bool
+	// Untyped objects have no Go type, and in a list a kind of their own.
+	Untyped bool
+}
+
+// FormOf is the form of objects of a kind, or of their metadata where as is PartialObjectMetadata.
+func FormOf(kind, as *commonv1.Kind, mediaType string, untyped bool) Form {
+	f := Form{Kind: kind.GetKind(), APIVersion: APIVersion(kind), Protobuf: mediaType == Protobuf, Untyped: untyped}
+	if k := as.GetKind(); k == "PartialObjectMetadata" || k == "PartialObjectMetadataList" {
+		f.Kind, f.APIVersion, f.Partial = "PartialObjectMetadata", APIVersion(as), true
+	}
+	return f
+}
+
+// Item is an object in a list, of its encodings.
+func (f *Form) Item(body, message []byte) ([]byte, error) {
+	switch {
+	case f.Partial && f.Protobuf:
+		return MetadataProtobuf(message)
+	case f.Partial:
+		return PartialJSON(f.APIVersion, body)
+	case f.Protobuf:
+		return message, nil
+	}
+	return body, nil
+}
+
+// ItemHead is what comes before an item of a list, in place of its opening brace; nil for nothing.
+func (f *Form) ItemHead() []byte {
+	if !f.Untyped || f.Partial {
+		return nil
+	}
+	return fmt.Appendf(nil, `{"apiVersion":%q,"kind":%q,`, f.APIVersion, f.Kind)
+}
+
+// Event is an object in a watch, of its encodings.
+func (f *Form) Event(event string, body, message []byte) ([]byte, error) {
+	switch {
+	case f.Partial && f.Protobuf:
+		m, err := MetadataProtobuf(message)
+		if err != nil {
+			return nil, err
+		}
+		return WatchProtobuf(event, Envelope(f.Kind, f.APIVersion, m)), nil
+	case f.Partial:
+		p, err := PartialJSON(f.APIVersion, body)
+		if err != nil {
+			return nil, err
+		}
+		return WatchJSON(event, p), nil
+	case f.Protobuf:
+		return WatchProtobuf(event, Envelope(f.Kind, f.APIVersion, message)), nil
+	}
+	return WatchJSON(event, Object(nil, f.Kind, f.APIVersion, body)), nil
+}
+
+// Bookmark is an event that says how far a watch has come. initialEnd: its initial events have all come.
+func (f *Form) Bookmark(revision int64, initialEnd bool) []byte {
+	if f.Protobuf {
+		return WatchProtobuf("BOOKMARK", Envelope(f.Kind, f.APIVersion, bookmarkProtobuf(revision, initialEnd)))
+	}
+	return WatchJSON("BOOKMARK", Object(nil, f.Kind, f.APIVersion, BookmarkJSON(revision, initialEnd)))
+}
+
+// Error is the event that a watch ends with.
+func (f *Form) Error(st metav1.Status) ([]byte, error) {
+	st.Kind, st.APIVersion = "Status", "v1"
+	if f.Protobuf {
+		message, err := st.Marshal()
+		if err != nil {
+			return nil, err
+		}
+		return WatchProtobuf("ERROR", Envelope("Status", "v1", message)), nil
+	}
+	body, err := json.Marshal(st)
+	if err != nil {
+		return nil, err
+	}
+	return WatchJSON("ERROR", body), nil
+}
+
+// PartialJSON is an object's metadata as a PartialObjectMetadata.
+func PartialJSON(apiVersion string, body []byte) ([]byte, error) {
+	m, err := MetadataJSON(body)
+	if err != nil {
+		return nil, err
+	}
+	b := make([]byte, 0, len(m)+80)
+	b = fmt.Appendf(b, `{"kind":"PartialObjectMetadata","apiVersion":%q,`, apiVersion)
+	return append(append(b, m...), '}'), nil
+}

@@ -1,0 +1,240 @@
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"watershed.dev/platform/rpc"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+const (
+	// policyBookmarks is how often a watch says how far it has come.
+	policyBookmarks = time.Second
+	// messageBytes is about how many bytes of events one message holds.
+	messageBytes = 1 << 20
+)
+
+// errRegistryDrains ends a watch that another registry goes on with.
+var errRegistryDrains = status.Error(codes.Unavailable, "the registry is draining")
+
+// errTailStalls ends a watch that another registry may know more for.
+var errTailStalls = status.Error(codes.Unavailable, "the event log does not bring what etcd has")
+
+// Watch streams events of the tail. What is no longer there has expired, and is listed.
+func (p *policy) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+	v, err := p.view(stream.Context(), r.Query)
+	if err == nil && p.registry.tail.stalled() {
+		err = errTailStalls
+	}
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	w := &policyWatch{view: v, tail: p.registry.tail, draining: p.draining, request: r, stream: stream}
+	return rpc.ToStatus(w.run(stream.Context()))
+}
+
+// policyWatch is one stream: a place in the tail.
+type policyWatch struct {
+	*view
+	tail     *tail
+	draining <-chan struct{}
+	request  *watchfanoutv1.WatchRequest
+	stream   grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
+	position watchfanoutv1.Position
+}
+
+func (w *policyWatch) run(ctx context.Context) error {
+	err := w.begin(ctx)
+	if err == nil {
+		err = w.follow(ctx)
+	}
+	if errors.Is(err, errOverrun) {
+		err = apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", w.position.Revision))
+	}
+	api, ok := err.(apierrors.APIStatus)
+	if !ok {
+		return err
+	}
+	data, err := w.form.Error(api.Status()) // the client is to see it
+	if err != nil {
+		return err
+	}
+	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
+}
+
+// begin finds where the watch goes on from, and sends the objects that come before.
+func (w *policyWatch) begin(ctx context.Context) error {
+	r := w.request
+	high, history := w.tail.at()
+	w.position.History, w.position.Index = history, lastIndex // which the reading corrects, where nobody knows it yet
+	initial := r.ResourceVersion == "" || r.ResourceVersion == "0"
+	if r.SendInitialEvents != nil {
+		initial = *r.SendInitialEvents
+	}
+	var err error
+	switch {
+	case r.ResumeAfter != nil && (!initial || r.InitialEventsDone):
+		w.position.Revision, w.position.Index = r.ResumeAfter.Revision, r.ResumeAfter.Index
+		if h := r.ResumeAfter.History; h != "" && history != "" && h != history {
+			return errOverrun
+		} else if h != "" {
+			w.position.History = h
+		}
+	case initial:
+		return w.initial(ctx)
+	case r.ResourceVersion == "" || r.ResourceVersion == "0":
+		w.position.Revision, err = w.registry.currentRevision(ctx)
+	default:
+		if w.position.Revision, err = strconv.ParseInt(r.ResourceVersion, 10, 64); err != nil {
+			return apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	if w.position.Revision > high { // etcd that has not reached it either is of another history
+		if now, err := w.registry.currentRevision(ctx); err == nil && w.position.Revision > now {
+			return errOverrun
+		}
+		return nil
+	}
+	return w.send(nil, nil) // the stream is open, and can be resumed from here
+}
+
+// initial sends every object as ADDED.
+func (w *policyWatch) initial(ctx context.Context) error {
+	rows, err := w.rows(ctx, w.revision, w.request.ResourceVersion)
+	if err != nil {
+		return err
+	}
+	var pieces [][]byte
+	bytes := 0
+	for _, row := range rows {
+		data, err := w.event(ctx, "ADDED", &logv1.Object{Json: row.Json, Protobuf: row.Protobuf, Version: row.Version})
+		if err != nil {
+			return err
+		}
+		pieces, bytes = append(pieces, data), bytes+len(data)
+		if bytes > messageBytes {
+			if err := w.stream.Send(&watchfanoutv1.WatchFrame{Initial: pieces}); err != nil {
+				return err
+			}
+			pieces, bytes = nil, 0
+		}
+	}
+	w.position.Revision = w.revision
+	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
+		pieces = append(pieces, w.form.Bookmark(w.revision, true))
+	}
+	return w.stream.Send(&watchfanoutv1.WatchFrame{Initial: pieces, InitialEventsDone: true, Position: proto.CloneOf(&w.position)})
+}
+
+// follow sends events, and now and then how far that is, until the caller goes away or the reading is at its end.
+func (w *policyWatch) follow(ctx context.Context) error {
+	f := w.tail.follow(w.entry.StoredAs, place{w.position.Revision, w.position.Index}, w.position.History)
+	bookmarks := time.NewTicker(policyBookmarks)
+	defer bookmarks.Stop()
+	for due := false; ; {
+		events, high, changed, overrun := f.read()
+		w.position.History = f.history
+		if err := w.deliver(ctx, events); err != nil {
+			return err
+		}
+		if overrun != nil {
+			return overrun
+		}
+		if due && high > w.position.Revision {
+			due = false
+			w.position.Revision, w.position.Index = high, lastIndex
+			if err := w.told(); err != nil {
+				return err
+			}
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return status.FromContextError(ctx.Err()).Err()
+		case <-w.draining:
+			return errRegistryDrains
+		case <-bookmarks.C:
+			if w.tail.stalled() {
+				return errTailStalls
+			}
+			due = true
+		}
+	}
+}
+
+// told sends where the watch is: to the client as a bookmark, or to the gateway alone.
+func (w *policyWatch) told() error {
+	if !w.request.AllowBookmarks {
+		return w.send(nil, nil)
+	}
+	data := w.form.Bookmark(w.position.Revision, false)
+	return w.send(data, []*watchfanoutv1.Mark{{Bookmark: true, End: int32(len(data)), Position: proto.CloneOf(&w.position)}})
+}
+
+func (w *policyWatch) deliver(ctx context.Context, events []*logv1.Event) error {
+	var data []byte
+	var marks []*watchfanoutv1.Mark
+	for _, e := range events {
+		kind, o := seen(e, w.selects)
+		if kind == "" {
+			continue
+		}
+		f, err := w.event(ctx, kind, o)
+		if err != nil {
+			return err
+		}
+		w.position.Revision, w.position.Index = e.Revision, e.Index
+		data = append(data, f...)
+		marks = append(marks, &watchfanoutv1.Mark{End: int32(len(data)), Position: proto.CloneOf(&w.position), Trace: e.Trace})
+		if len(data) > messageBytes {
+			if err := w.send(data, marks); err != nil {
+				return err
+			}
+			data, marks = nil, nil
+		}
+	}
+	if len(marks) == 0 {
+		return nil
+	}
+	return w.send(data, marks)
+}
+
+// send sends frames that end at the watch's position.
+func (w *policyWatch) send(data []byte, marks []*watchfanoutv1.Mark) error {
+	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, Marks: marks, Position: proto.CloneOf(&w.position)})
+}
+
+// event is one event's frame.
+func (v *view) event(ctx context.Context, kind string, o *logv1.Object) ([]byte, error) {
+	if v.own(o.Version) {
+		return v.form.Event(kind, o.Json, o.Protobuf)
+	}
+	r := &registryv1.EncodeRequest{StoredAs: v.entry.StoredAs, Resource: v.entry.Resource, Output: v.output, Json: [][]byte{o.Json},
+		Versions: []string{o.Version}, DefinedAt: v.registry.tail.definedAt(v.entry.StoredAs)}
+	if !v.entry.Untyped {
+		r.Protobuf = [][]byte{o.Protobuf}
+	}
+	resp, err := v.registry.Encode(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	if len(resp.Objects) != 1 {
+		return nil, status.Errorf(codes.Internal, "encode: asked for one object, got %d", len(resp.Objects))
+	}
+	return v.form.Event(kind, resp.Objects[0], resp.Objects[0])
+}
