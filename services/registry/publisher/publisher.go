@@ -216,52 +216,68 @@ func (p *Publisher) follow(ctx context.Context, c *chain, resp clientv3.WatchRes
 	return nil
 }
 
+// transaction is what one revision of etcd says.
+type transaction struct {
+	revision int64
+	// size is how many events etcd has of it, out those that are published and resets what is told beside them.
+	size        int
+	out, resets []*logv1.Event
+}
+
+// reset adds the reset of a resource, for event i. Its place is past all events, by the event that it is for: the same whoever publishes
+// the transaction, and from wherever in it.
+func (t *transaction) reset(i int, storedAs string, redefined bool) {
+	index := t.size + 2*i
+	if redefined {
+		index++
+	}
+	t.resets = append(t.resets, &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: t.revision, StoredAs: storedAs, Redefined: redefined, Index: int32(index)})
+}
+
+// refuse resets a resource for event i, which cannot be published.
+func (t *transaction) refuse(i int, storedAs, key string, err error) {
+	refused.Inc()
+	slog.Error("An event cannot be published; its resource is to be read anew", "key", key, "revision", t.revision, "error", err)
+	t.reset(i, storedAs, false)
+}
+
 // transaction publishes the events of one revision: readers apply them together. What is wrong with one of them is the matter of its
 // resource, which readers are told to read anew; an error here is one of NATS, of etcd, or of the past.
 func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv3.Event) error {
-	revision := events[0].Kv.ModRevision
-	var out, resets []*logv1.Event
-	// A reset's place is past all events, by the event that it is for: the same whoever publishes the transaction, and from wherever in it.
-	reset := func(i int, r *logv1.Event) {
-		r.Type, r.Revision, r.Index = logv1.Type_TYPE_RESET, revision, int32(len(events)+2*i)
-		if r.Redefined {
-			r.Index++
-		}
-		resets = append(resets, r)
-	}
-	refuse := func(i int, storedAs string, err error) {
-		refused.Inc()
-		slog.Error("An event cannot be published; its resource is to be read anew", "key", string(events[i].Kv.Key), "revision", revision, "error", err)
-		reset(i, &logv1.Event{StoredAs: storedAs})
-	}
+	t := &transaction{revision: events[0].Kv.ModRevision, size: len(events)}
 	for i, e := range events {
 		event, redefined, err := p.event(ctx, e)
 		if errors.Is(err, errUnknownPast) {
 			return err
 		}
 		if redefined != "" {
-			reset(i, &logv1.Event{StoredAs: redefined, Redefined: true})
+			t.reset(i, redefined, true)
 		}
 		if st, ok := p.storedAt(string(e.Kv.Key)); err != nil && ok {
-			refuse(i, st.Name(), err)
+			t.refuse(i, st.Name(), string(e.Kv.Key), err)
 		}
 		if err == nil && event != nil {
 			event.Index = int32(i)
-			out = append(out, event)
+			t.out = append(t.out, event)
 		}
 	}
-	for n, event := range out {
-		event.More = n < len(out)-1 || len(resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
+	return t.publish(ctx, c)
+}
+
+// publish sends what the log does not have yet: it may end amid the transaction.
+func (t *transaction) publish(ctx context.Context, c *chain) error {
+	for n, event := range t.out {
+		event.More = n < len(t.out)-1 || len(t.resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
 		var bad *unsendable
-		if err := p.one(ctx, c, event); errors.As(err, &bad) {
-			refuse(int(event.Index), event.StoredAs, bad)
+		if err := one(ctx, c, event); errors.As(err, &bad) {
+			t.refuse(int(event.Index), event.StoredAs, event.Namespace+"/"+event.Name, bad)
 		} else if err != nil {
 			return err
 		}
 	}
-	slices.SortFunc(resets, func(a, b *logv1.Event) int { return cmp.Compare(a.Index, b.Index) })
-	for n, event := range resets {
-		event.More = n < len(resets)-1
+	slices.SortFunc(t.resets, func(a, b *logv1.Event) int { return cmp.Compare(a.Index, b.Index) })
+	for n, event := range t.resets {
+		event.More = n < len(t.resets)-1
 		if c.has(event) {
 			continue
 		}
@@ -273,7 +289,7 @@ func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv
 }
 
 // one publishes one event, unless the log has it. What cannot be a message is *unsendable, also where the log has what comes after it.
-func (p *Publisher) one(ctx context.Context, c *chain, event *logv1.Event) error {
+func one(ctx context.Context, c *chain, event *logv1.Event) error {
 	if c.has(event) {
 		_, err := c.message(event)
 		return err

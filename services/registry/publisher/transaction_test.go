@@ -1,0 +1,96 @@
+package publisher
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
+	"testing"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"watershed.dev/platform/eventlog"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// logged is a JetStream that keeps what is published.
+type logged struct {
+	jetstream.JetStream
+	messages []*nats.Msg
+}
+
+func (l *logged) PublishMsgAsync(m *nats.Msg, _ ...jetstream.PublishOpt) (jetstream.PubAckFuture, error) {
+	l.messages = append(l.messages, m)
+	ok := make(chan *jetstream.PubAck, 1)
+	ok <- &jetstream.PubAck{}
+	return &acknowledged{ok: ok, m: m}, nil
+}
+
+type acknowledged struct {
+	ok chan *jetstream.PubAck
+	m  *nats.Msg
+}
+
+func (a *acknowledged) Ok() <-chan *jetstream.PubAck { return a.ok }
+func (a *acknowledged) Err() <-chan error            { return nil }
+func (a *acknowledged) Msg() *nats.Msg               { return a.m }
+
+// says is what the log was told: a resource, an index, and whether more of the transaction follows.
+func (l *logged) says(t *testing.T) (out []string) {
+	t.Helper()
+	for _, m := range l.messages {
+		e, err := eventlog.Event(m.Header, m.Data)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := fmt.Sprintf("%s %d", e.StoredAs, e.Index)
+		if e.Type == logv1.Type_TYPE_RESET {
+			s = "reset " + s
+		}
+		if e.More {
+			s += " more"
+		}
+		out = append(out, s)
+	}
+	return out
+}
+
+// A transaction is published once, whole and in one order, from wherever in it the log ends; what cannot be a message resets its resource,
+// also where the log is past it.
+func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
+	// Of four events one is a definition's and redefines "widgets", one cannot be read, and one is too large.
+	fresh := func() *transaction {
+		tx := &transaction{revision: 20, size: 4}
+		for i, name := range []string{"pods", "definitions", "", "configmaps"} {
+			if name == "" {
+				tx.refuse(i, "secrets", "/registry/secrets/x", errors.New("rubbish"))
+				continue
+			}
+			e := &logv1.Event{Type: logv1.Type_TYPE_MODIFIED, Revision: 20, Index: int32(i), StoredAs: name, Object: &logv1.Object{Json: []byte("{}")}}
+			if name == "configmaps" {
+				e.Object.Json = append([]byte(nil), fmt.Sprintf("%01000d", 7)...)
+			}
+			tx.out = append(tx.out, e)
+		}
+		tx.reset(1, "widgets", true)
+		return tx
+	}
+	whole := []string{"pods 0 more", "definitions 1 more", "reset widgets 7 more", "reset secrets 8 more", "reset configmaps 10"}
+	begins := map[string]eventlog.ID{"between two": {Revision: 19, Mark: true}, "after its first": {Revision: 20, Index: 0}, "after its events": {Revision: 20, Index: 1},
+		"amid its resets": {Revision: 20, Index: 7}, "before the last": {Revision: 20, Index: 8}, "at its end": {Revision: 20, Index: 10}}
+	left := map[string]int{"between two": 5, "after its first": 4, "after its events": 3, "amid its resets": 2, "before the last": 1, "at its end": 0}
+	for name, last := range begins {
+		js := &logged{}
+		c := &chain{js: js, last: last, max: 500, failed: make(chan error, 1), acknowledged: new(atomic.Int64), stored: new(atomic.Int64)}
+		if err := fresh().publish(t.Context(), c); err != nil {
+			t.Fatal(err)
+		}
+		if err := c.flush(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if got, want := js.says(t), whole[len(whole)-left[name]:]; !slices.Equal(got, want) {
+			t.Errorf("%s it says %q, not %q", name, got, want)
+		}
+	}
+}
