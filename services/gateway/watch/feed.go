@@ -282,7 +282,8 @@ func (f *feed) rouse(s *subscriber) {
 	}
 }
 
-// keptRecent is what a feed keeps of events that every client of it has seen: for those who come to join it.
+// keptRecent is what a feed keeps of events that every client of it has seen, for those who come to join it; it may keep twice as much
+// until it looks again who has seen what.
 const keptRecent = 64 << 10
 
 // hold accounts for bytes that the feed begins or, below 0, ceases to keep.
@@ -294,6 +295,12 @@ func (f *feed) hold(n int) {
 // trim forgets what is beyond the bounds: events that everyone has seen but for a few, what is too much for one feed, and where all
 // feeds together keep too much, what only those need who are behind. They go on with streams of their own.
 func (f *feed) trim() {
+	over := func() bool {
+		return f.bytes > f.hub.Config.FeedBytes || f.hub.room().held.Load() > f.hub.Config.FeedsBytes && f.bytes > keptRecent
+	}
+	if f.bytes <= 2*keptRecent && !over() {
+		return
+	}
 	slowest := f.base + int64(len(f.entries))
 	for _, s := range f.subs {
 		slowest = min(slowest, s.cursor)
@@ -301,8 +308,7 @@ func (f *feed) trim() {
 	n := 0
 	for ; n < len(f.entries); n++ {
 		seen := f.base+int64(n) < slowest
-		over := f.bytes > f.hub.Config.FeedBytes || f.hub.room().held.Load() > f.hub.Config.FeedsBytes && f.bytes > keptRecent
-		if !over && (!seen || f.bytes <= keptRecent) {
+		if !over() && (!seen || f.bytes <= keptRecent) {
 			break
 		}
 		f.hold(-len(f.entries[n].data) - entryBytes)
