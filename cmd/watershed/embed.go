@@ -162,8 +162,8 @@ type natsSettings struct {
 	routes        []string
 }
 
-// natsUsers are who may do what: registry alone writes the log, watchfanout reads it and may ask the publisher how far it is, and what
-// somebody is answered no other may see or forge. Anything that is not here is refused.
+// natsUsers are who may do what: registry alone writes the log, watchfanout reads it and may ask the publisher how far
+// it is, and what somebody is answered no other may see or forge. Anything that is not here is refused.
 func natsUsers() []*natsserver.User {
 	const api = "$JS.API."
 	user := func(name string, publish, subscribe []string) *natsserver.User {
@@ -241,7 +241,8 @@ func (s *natsSettings) join(o *natsserver.Options) error {
 	if !ok || err != nil {
 		return fmt.Errorf("--cluster-listen-address %q: want host:port", s.cluster)
 	}
-	// A server is whoever has the identity of one: no other service may pass for it. What it calls, and what calls it, is one.
+	// A server is whoever has the identity of one: no other service may pass for it. What it calls, and what calls it, is
+	// one.
 	conf, err := s.id.ServerConfig()
 	if err != nil {
 		return err

@@ -73,7 +73,8 @@ func ownDirectory(dir string) error {
 	return nil
 }
 
-// close gives the directory up. The lock lasts as long as its file is open, and the layout keeps that from being collected.
+// close gives the directory up. The lock lasts as long as its file is open, and the layout keeps that from being
+// collected.
 func (l *layout) close() { _ = l.lock.Close() }
 
 func (l *layout) pki() string { return filepath.Join(l.dir, "pki") }
@@ -109,7 +110,8 @@ var innerUsage = map[string]pki.Usage{
 	"nats":        pki.Server | pki.Client,
 }
 
-// leaves makes the certificates that are missing, or old enough to be made anew. Whoever uses one reads it again when it has changed.
+// leaves makes the certificates that are missing, or old enough to be made anew. Whoever uses one reads it again when
+// it has changed.
 func (l *layout) leaves() error {
 	names := append([]string{"kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", "10.96.0.1"}, l.hosts...)
 	for _, of := range []struct {
@@ -179,8 +181,8 @@ func (l *layout) identity(name string) rpc.TLS {
 	return rpc.TLS{CertFile: p + ".crt", KeyFile: p + ".key", CAFile: l.inner.CertFile()}
 }
 
-// kubeconfig writes a kubeconfig for a leaf: one that holds all that it takes, or one that names the files, which are read again when
-// they have been renewed.
+// kubeconfig writes a kubeconfig for a leaf: one that holds all that it takes, or one that names the files, which are
+// read again when they have been renewed.
 func (l *layout) kubeconfig(path, leaf, user string, whole bool) (err error) {
 	cluster := map[string]any{"server": fmt.Sprintf("https://127.0.0.1:%d", l.port)}
 	who := map[string]any{}

@@ -93,8 +93,8 @@ func newBuilt(name string, fs *pflag.FlagSet) *built {
 	return b
 }
 
-// take hands the service what the command was told. It comes before any service is told what the data directory says, since services
-// share the command's flags of one name.
+// take hands the service what the command was told. It comes before any service is told what the data directory says,
+// since services share the command's flags of one name.
 func (b *built) take(command *pflag.FlagSet) error {
 	var errs []error
 	b.flags.VisitAll(func(f *pflag.Flag) {

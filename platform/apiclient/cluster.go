@@ -45,12 +45,13 @@ const (
 	stalledAfter = 4 * time.Second
 )
 
-// Cluster is the cluster as a service of the system reads it: an ordinary client of the gateway, with informers that know how old they
-// are. Events come to them from registry's end of the event log. Where the log stalls, while writes go on, they are brought up to date with lists, which
-// the gateway then answers from etcd; and where that fails too, Err says so.
+// Cluster is the cluster as a service of the system reads it: an ordinary client of the gateway, with informers that
+// know how old they are. Events come to them from registry's end of the event log. Where the log stalls, while writes
+// go on, they are brought up to date with lists, which the gateway then answers from etcd; and where that fails too,
+// Err says so.
 //
-// How fresh they are is measured end to end, and believes nobody in between: etcd's revision is asked for, and when every informer has
-// been told of all up to it, they are as fresh as the question.
+// How fresh they are is measured end to end, and believes nobody in between: etcd's revision is asked for, and when
+// every informer has been told of all up to it, they are as fresh as the question.
 type Cluster struct {
 	Client    kubernetes.Interface
 	Informers informers.SharedInformerFactory
@@ -70,13 +71,15 @@ type followed struct {
 	informer    cache.SharedIndexInformer
 }
 
-// listing is a client whose informers begin with a list: one that the gateway can answer from etcd where the event log stalls.
+// listing is a client whose informers begin with a list: one that the gateway can answer from etcd where the event log
+// stalls.
 type listing struct{ kubernetes.Interface }
 
 // IsWatchListSemanticsUnSupported is what client-go asks a client (k8s.io/client-go/util/watchlist).
 func (listing) IsWatchListSemanticsUnSupported() bool { return true }
 
-// NewCluster returns a cluster that is read with c, which is for typed clients. strip takes off objects what the service does not read.
+// NewCluster returns a cluster that is read with c, which is for typed clients. strip takes off objects what the
+// service does not read.
 func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, error) {
 	s := &streams{open: map[*stream]struct{}{}}
 	typed := Protobuf(c)
@@ -89,8 +92,8 @@ func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, 
 	return &Cluster{Client: l, Informers: Informers(l, strip...), bound: f.Bound, streams: s}, nil
 }
 
-// Follow makes an informer's age count. path is where its objects are listed ("/apis/rbac.authorization.k8s.io/v1/roles"), and query
-// what selects them there.
+// Follow makes an informer's age count. path is where its objects are listed
+// ("/apis/rbac.authorization.k8s.io/v1/roles"), and query what selects them there.
 func (c *Cluster) Follow(path, query string, i cache.SharedIndexInformer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -139,7 +142,8 @@ func (c *Cluster) Run(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// probe asks for etcd's revision and waits until all that is followed has come as far. What does not, for too long, is read anew.
+// probe asks for etcd's revision and waits until all that is followed has come as far. What does not, for too long, is
+// read anew.
 func (c *Cluster) probe(ctx context.Context) error {
 	asked := time.Now()
 	one, cancel := context.WithTimeout(ctx, c.patience())
@@ -175,8 +179,8 @@ func (c *Cluster) probe(ctx context.Context) error {
 	return nil
 }
 
-// await waits until all that is followed has come to a revision, and answers what has not. It does not wait for longer than what is known
-// may go on being believed.
+// await waits until all that is followed has come to a revision, and answers what has not. It does not wait for longer
+// than what is known may go on being believed.
 func (c *Cluster) await(ctx context.Context, revision int64, patience time.Duration) []followed {
 	behind := c.behind(revision)
 	for until := time.Now().Add(patience); len(behind) > 0 && time.Now().Before(until) && ctx.Err() == nil; behind = c.behind(revision) {
@@ -198,7 +202,8 @@ func (c *Cluster) patience() time.Duration {
 	return 10 * time.Second
 }
 
-// revision is etcd's, by a list that is consistent whoever answers it. It is of one object, and none other can keep it from being answered.
+// revision is etcd's, by a list that is consistent whoever answers it. It is of one object, and none other can keep it
+// from being answered.
 func (c *Cluster) revision(ctx context.Context) (int64, error) {
 	data, err := c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector", "metadata.name="+metav1.NamespaceSystem).
 		SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").Do(ctx).Raw()
@@ -224,8 +229,8 @@ func (c *Cluster) behind(revision int64) (out []followed) {
 	return out
 }
 
-// catchUp lists what an informer follows and hands it, in the watch that it has open, what it does not know; the watch then ends, and
-// the informer goes on from the list's revision.
+// catchUp lists what an informer follows and hands it, in the watch that it has open, what it does not know; the watch
+// then ends, and the informer goes on from the list's revision.
 func (c *Cluster) catchUp(ctx context.Context, f followed) error {
 	ctx, cancel := context.WithTimeout(ctx, c.patience())
 	defer cancel()

@@ -68,8 +68,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	_, _ = w.Write(data)
 }
 
-// Where watches bring nothing, what is known is brought up to date with lists: what came, what changed and what is gone. Where lists fail
-// too, it is said that nothing is known to be fresh.
+// Where watches bring nothing, what is known is brought up to date with lists: what came, what changed and what is
+// gone. Where lists fail too, it is said that nothing is known to be fresh.
 func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
 	s := &server{revision: 10, roles: map[string]int{"kept": 5, "changed": 6, "gone": 7}}
 	srv := httptest.NewServer(s)

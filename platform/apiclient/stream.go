@@ -25,7 +25,8 @@ type streams struct {
 	open map[*stream]struct{}
 }
 
-// stream is the body of a watch. What is injected comes after what was read, at the next frame's beginning, and ends it.
+// stream is the body of a watch. What is injected comes after what was read, at the next frame's beginning, and ends
+// it.
 type stream struct {
 	owner *streams
 	path  string
@@ -152,7 +153,8 @@ func (s *streams) inject(path, query string, frames []byte) error {
 	return errNoStream
 }
 
-// framesOf writes events as the watch of a typed client reads them, and after them a bookmark at a revision. list is of the objects' type.
+// framesOf writes events as the watch of a typed client reads them, and after them a bookmark at a revision. list is of
+// the objects' type.
 func framesOf(events []watch.Event, list runtime.Object, revision string) ([]byte, error) {
 	kinds, _, err := scheme.Scheme.ObjectKinds(list)
 	if err != nil {

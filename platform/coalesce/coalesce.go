@@ -1,5 +1,5 @@
-// Package coalesce shares readings of what changes: a caller gets the answer of a reading that began after it asked, so the answer is as
-// fresh as one of its own. All who ask for the same while one reading is under way share the next.
+// Package coalesce shares readings of what changes: a caller gets the answer of a reading that began after it asked, so
+// the answer is as fresh as one of its own. All who ask for the same while one reading is under way share the next.
 package coalesce
 
 import (
@@ -13,11 +13,11 @@ import (
 
 // Group shares readings by name. Its zero value bounds how many by nothing; set its fields before the first use.
 type Group[T any] struct {
-	// Limit is how many readings, of all names, are under way at a time; 0: any number. Those beyond it wait, and whose turn is next
-	// goes round among the owners.
+	// Limit is how many readings, of all names, are under way at a time; 0: any number. Those beyond it wait, and whose
+	// turn is next goes round among the owners.
 	Limit int
-	// Queue is how many readings of one owner may wait for a turn; 0: any number. Beyond it Get fails with ErrBusy. Those that wait behind
-	// one of the same name do not count.
+	// Queue is how many readings of one owner may wait for a turn; 0: any number. Beyond it Get fails with ErrBusy. Those
+	// that wait behind one of the same name do not count.
 	Queue int
 	// Timeout bounds one reading, which is nobody's own: whoever asked may have left. 0: a minute.
 	Timeout time.Duration
@@ -25,7 +25,8 @@ type Group[T any] struct {
 	mu      sync.Mutex
 	names   map[string]*readings[T]
 	running int
-	// waiting are the readings of each owner that wait for their turn, and turns the owners that have any, the next one first.
+	// waiting are the readings of each owner that wait for their turn, and turns the owners that have any, the next one
+	// first.
 	waiting map[string][]*reading[T]
 	turns   []string
 }
@@ -53,8 +54,8 @@ type reading[T any] struct {
 // ErrBusy says that an owner has too many readings waiting.
 var ErrBusy = errors.New("too many readings of this owner are waiting")
 
-// Get is what read answers, or what that of another caller does who asks for the same name. The answer is shared: it must not be changed.
-// A reading that nobody waits for any more is not made, or is cancelled.
+// Get is what read answers, or what that of another caller does who asks for the same name. The answer is shared: it
+// must not be changed. A reading that nobody waits for any more is not made, or is cancelled.
 func (g *Group[T]) Get(ctx context.Context, name string, read func(context.Context) (T, error)) (T, error) {
 	return g.GetFor(ctx, "", name, read)
 }

@@ -18,7 +18,8 @@ import (
 const envPrefix = "WATERSHED"
 
 // Load parses args into fs and fills what the command line left out from the environment, then from the file that
-// --config names. The file is YAML, JSON or TOML, by its extension; what is given as pairs is a list there: ["name=value"].
+// --config names. The file is YAML, JSON or TOML, by its extension; what is given as pairs is a list there:
+// ["name=value"].
 func Load(fs *pflag.FlagSet, args []string) error {
 	if fs.Lookup("config") == nil {
 		fs.String("config", "", "A file of these same settings, a key a flag without its dashes.")
@@ -112,8 +113,8 @@ func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
 // delimiter parts a nested key's names: a name may hold dots.
 const delimiter = "\x00"
 
-// oneAtATime is the type of flags that are given once for each pair, since a value may hold commas: --oidc-required-claim
-// (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit).
+// oneAtATime is the type of flags that are given once for each pair, since a value may hold commas:
+// --oidc-required-claim (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit).
 const oneAtATime = "mapStringString"
 
 func each(all []string, set func(string) error) error {

@@ -1,5 +1,5 @@
-// Package crd turns a CustomResourceDefinition into what reading, checking and converting its objects takes. Registry stores
-// and serves by it; admission reviews by it.
+// Package crd turns a CustomResourceDefinition into what reading, checking and converting its objects takes. Registry
+// stores and serves by it; admission reviews by it.
 //
 // The behaviour is that of k8s.io/apiextensions-apiserver/pkg/apiserver at 0.36 (customresource_handler.go).
 package crd
@@ -79,7 +79,8 @@ func Validation(d *apiextensionsv1.CustomResourceDefinition, version string) (*a
 	return internal, apiextensionsv1.Convert_v1_CustomResourceValidation_To_apiextensions_CustomResourceValidation(v, internal, nil)
 }
 
-// Same says whether objects are read alike under both definitions: kube-apiserver builds a new storage where they are not.
+// Same says whether objects are read alike under both definitions: kube-apiserver builds a new storage where they are
+// not.
 func Same(a, b *apiextensionsv1.CustomResourceDefinition) bool {
 	return a.UID == b.UID && a.Generation == b.Generation && equalNames(&a.Status.AcceptedNames, &b.Status.AcceptedNames)
 }

@@ -12,8 +12,8 @@ import (
 	gvschema "k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-// shape does to an object without a Go type what decoding into one does to others: metadata is checked, unknown fields and
-// nulls that may not be are dropped.
+// shape does to an object without a Go type what decoding into one does to others: metadata is checked, unknown fields
+// and nulls that may not be are dropped.
 type shape struct {
 	*Definition
 	// stored objects are taken as they come: metadata that is malformed is dropped, an early object gets its generation.

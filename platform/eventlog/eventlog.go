@@ -38,8 +38,9 @@ const (
 // Inbox is where a client of a name gets answers: it alone may read them.
 func Inbox(client string) string { return "_INBOX_" + client }
 
-// leastServer is the oldest NATS server that the log can be kept by. Older ones lose, when they are restarted, the id of the last message
-// where that is older than the duplicate window (nats-server pull request 8564), and then refuse every publish that names it.
+// leastServer is the oldest NATS server that the log can be kept by. Older ones lose, when they are restarted, the id
+// of the last message where that is older than the duplicate window (nats-server pull request 8564), and then refuse
+// every publish that names it.
 const leastServer = "2.15.2"
 
 // checkServer refuses a server that is too old. One that is not connected is checked when it is used.
@@ -136,8 +137,8 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 type ID struct {
 	Revision int64
 	Index    int32
-	// Mark is true for progress and for a reset of everything, which say something of all that is up to Revision. A reset of one
-	// resource has a place in its transaction, as an event has.
+	// Mark is true for progress and for a reset of everything, which say something of all that is up to Revision. A reset
+	// of one resource has a place in its transaction, as an event has.
 	Mark bool
 	// nonce keeps apart what different publishers, or different histories of etcd, would call the same.
 	nonce string
@@ -193,11 +194,11 @@ const (
 	// encodingHeader names how a message's data is compressed; without it, it is not.
 	encodingHeader = "Content-Encoding"
 	s2Encoding     = "s2"
-	// compressAbove is from how many bytes on a message is compressed: an object's JSON may be six times what it was written as,
-	// and the log's room is everybody's.
+	// compressAbove is from how many bytes on a message is compressed: an object's JSON may be six times what it was
+	// written as, and the log's room is everybody's.
 	compressAbove = 64 << 10
-	// maxEventBytes bounds what a message may unpack to: an object of 3 MB, twice, each as protobuf and as JSON that escapes every
-	// byte, and some room.
+	// maxEventBytes bounds what a message may unpack to: an object of 3 MB, twice, each as protobuf and as JSON that
+	// escapes every byte, and some room.
 	maxEventBytes = 64 << 20
 )
 
@@ -247,8 +248,9 @@ func Event(header nats.Header, data []byte) (*logv1.Event, error) {
 }
 
 // Read calls handle with every event from the log's beginning on, in order, until ctx is done or handle returns an
-// error. It survives the loss of NATS. Should the log have lost what comes next (it was away for longer than it is kept,
-// or the log was made anew), handle is given a reset before it goes on: there may be a gap up to the reset's revision.
+// error. It survives the loss of NATS. Should the log have lost what comes next (it was away for longer than it is
+// kept, or the log was made anew), handle is given a reset before it goes on: there may be a gap up to the reset's
+// revision.
 func Read(ctx context.Context, js jetstream.JetStream, handle func(*logv1.Event) error) error {
 	r := &reader{js: js, handle: handle}
 	for {

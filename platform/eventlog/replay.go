@@ -17,17 +17,19 @@ import (
 var ErrForgotten = errors.New("the event log does not go back so far")
 
 const (
-	// replayBatch and replayBytes are how many messages, and bytes of them, are read before the log is asked whether it still held them all.
+	// replayBatch and replayBytes are how many messages, and bytes of them, are read before the log is asked whether it
+	// still held them all.
 	replayBatch = 256
 	replayBytes = 4 << 20
 	// replayIdle is how long NATS keeps a replay's consumer once nobody reads: the replay has ended.
 	replayIdle = 5 * time.Second
 )
 
-// Replay calls each with the events of a stored resource after a revision, and with progress, in order, until each answers
-// false or an error, or ctx is done. It is for those who need more than a reader keeps. ErrForgotten comes where the log has a reset, or
-// where its retention may have overtaken the reading: what each was given before is sound and has no gap. each is called for as many
-// messages at a time as are known to follow each other, so it lags a little behind the log; it must be quick.
+// Replay calls each with the events of a stored resource after a revision, and with progress, in order, until each
+// answers false or an error, or ctx is done. It is for those who need more than a reader keeps. ErrForgotten comes
+// where the log has a reset, or where its retention may have overtaken the reading: what each was given before is sound
+// and has no gap. each is called for as many messages at a time as are known to follow each other, so it lags a little
+// behind the log; it must be quick.
 func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after int64, each func(*logv1.Event) (bool, error)) error {
 	stream, err := js.Stream(ctx, StreamName)
 	if err != nil {
@@ -69,7 +71,8 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 	}
 }
 
-// replay is a reading of the log that retention may overtake: NATS delivers what is there, and says nothing of what is not.
+// replay is a reading of the log that retention may overtake: NATS delivers what is there, and says nothing of what is
+// not.
 type replay struct {
 	stream  jetstream.Stream
 	created time.Time
@@ -84,7 +87,8 @@ type replay struct {
 	last  uint64
 }
 
-// take holds a message until what has come is known to have no gap: at the end of a batch, and where nothing more is waiting.
+// take holds a message until what has come is known to have no gap: at the end of a batch, and where nothing more is
+// waiting.
 func (r *replay) take(ctx context.Context, m jetstream.Msg) (more bool, err error) {
 	meta, err := m.Metadata()
 	if err != nil {

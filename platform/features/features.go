@@ -13,8 +13,9 @@ import (
 	"k8s.io/component-base/featuregate"
 )
 
-// AddFlag adds --feature-gates to fs. What it is set to takes effect at once, for the whole process. A gate that nothing in the
-// process knows is an error. With others, one of kube-apiserver's that this process does not link is accepted and does nothing.
+// AddFlag adds --feature-gates to fs. What it is set to takes effect at once, for the whole process. A gate that
+// nothing in the process knows is an error. With others, one of kube-apiserver's that this process does not link is
+// accepted and does nothing.
 func AddFlag(fs *pflag.FlagSet, others bool) {
 	fs.Var(&gates{others: others}, "feature-gates", "A set of key=value pairs that describe feature gates for alpha/experimental features, as kube-apiserver's: AllAlpha=true,SomeFeature=false.")
 }

@@ -1,6 +1,7 @@
 package frame
 
-// Chunks sends a body in pieces, many at a time. Pieces are not copied and must not be changed. It is for one goroutine.
+// Chunks sends a body in pieces, many at a time. Pieces are not copied and must not be changed. It is for one
+// goroutine.
 type Chunks struct {
 	// Bytes is about how many bytes are sent at a time.
 	Bytes int

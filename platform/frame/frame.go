@@ -72,7 +72,8 @@ func value(b []byte, i int) (int, error) {
 	return 0, fmt.Errorf("unbalanced JSON")
 }
 
-// MetadataProtobuf cuts field 1, the ObjectMeta, out of an object's protobuf; with it a PartialObjectMetadata is complete.
+// MetadataProtobuf cuts field 1, the ObjectMeta, out of an object's protobuf; with it a PartialObjectMetadata is
+// complete.
 func MetadataProtobuf(body []byte) ([]byte, error) {
 	if len(body) == 0 || body[0] != 0x0a {
 		return nil, fmt.Errorf("metadata is not the first field")
@@ -125,8 +126,8 @@ var tailJSON = []byte("]}\n")
 
 var comma = []byte{','}
 
-// JSON writes the list's body with its items. itemHead is what comes before an item in place of its opening brace, which items of
-// a list without a Go type have: their own kind; nil for nothing.
+// JSON writes the list's body with its items. itemHead is what comes before an item in place of its opening brace,
+// which items of a list without a Go type have: their own kind; nil for nothing.
 func (l *List) JSON(w *Chunks, items [][]byte, itemHead []byte) {
 	head := l.headJSON()
 	if len(items) == 0 && l.Kind == "PartialObjectMetadataList" { // kube-apiserver says null of these
@@ -244,7 +245,8 @@ func WatchProtobuf(event string, envelope []byte) []byte {
 	return append(tag(b, 1, len(envelope)), envelope...)
 }
 
-// WatchJSONHead is what comes before an object's JSON, without its opening brace, in a watch frame; WatchJSONTail comes after it.
+// WatchJSONHead is what comes before an object's JSON, without its opening brace, in a watch frame; WatchJSONTail comes
+// after it.
 func WatchJSONHead(event, kind, apiVersion string) []byte {
 	return fmt.Appendf(nil, `{"type":%q,"object":{"kind":%q,"apiVersion":%q,`, event, kind, apiVersion)
 }

@@ -15,8 +15,9 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-// The services that read the cluster are users of it, in a group of their own. What they may do is told in services/authz, and holds
-// whatever the cluster's policy says. Whoever the client CA signs these names for, or who may impersonate the group, is one of them.
+// The services that read the cluster are users of it, in a group of their own. What they may do is told in
+// services/authz, and holds whatever the cluster's policy says. Whoever the client CA signs these names for, or who may
+// impersonate the group, is one of them.
 const (
 	ServicesGroup = "system:watershed"
 	Authn         = "system:watershed:authn"
@@ -24,8 +25,8 @@ const (
 	Admission     = "system:watershed:admission"
 )
 
-// GenerationLease is for how long a message of Authz.Generations is good: a gateway that has heard nothing for so long keeps no
-// decision, since the replica that it listens to may be frozen.
+// GenerationLease is for how long a message of Authz.Generations is good: a gateway that has heard nothing for so long
+// keeps no decision, since the replica that it listens to may be frozen.
 const GenerationLease = 3 * time.Second
 
 // Stranger says whether a user is nobody in particular: anonymous, by name or by group.
@@ -33,8 +34,8 @@ func Stranger(u user.Info) bool {
 	return u == nil || u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
 }
 
-// Owner is whose share a user's use of something bounded counts against: the user's own or, for service accounts, their namespace's,
-// which may hold any number of them.
+// Owner is whose share a user's use of something bounded counts against: the user's own or, for service accounts, their
+// namespace's, which may hold any number of them.
 func Owner(user string) string {
 	if rest, ok := strings.CutPrefix(user, "system:serviceaccount:"); ok {
 		namespace, _, _ := strings.Cut(rest, ":")

@@ -13,8 +13,8 @@ import (
 // Kubernetes is the release that this is made of. A test holds it against the modules.
 const Kubernetes = "v1.36.3"
 
-// Info is the version as /version tells it. A binary that was built without the Makefile's flags, by go build or go install, knows its
-// version all the same.
+// Info is the version as /version tells it. A binary that was built without the Makefile's flags, by go build or go
+// install, knows its version all the same.
 func Info() *apimachineryversion.Info {
 	info := compatibility.DefaultBuildEffectiveVersion().Info()
 	if stamped(version.Get().GitVersion) {

@@ -1,5 +1,5 @@
-// Package pki makes and keeps the certificates and keys of a cluster on disk. A CA or key that exists is never replaced; a leaf is made
-// anew well before it ends.
+// Package pki makes and keeps the certificates and keys of a cluster on disk. A CA or key that exists is never
+// replaced; a leaf is made anew well before it ends.
 package pki
 
 import (

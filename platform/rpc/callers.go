@@ -1,8 +1,8 @@
 package rpc
 
-// Callers names, for every method that a service offers, the services that may call it: the common names of their certificates on
-// the inner network. What is not here may be called by nobody. docs/security.md is made from it, and a test holds it against the
-// contracts.
+// Callers names, for every method that a service offers, the services that may call it: the common names of their
+// certificates on the inner network. What is not here may be called by nobody. docs/security.md is made from it, and a
+// test holds it against the contracts.
 var Callers = map[string][]string{
 	"/watershed.authn.v1.Authn/Authenticate":   {"gateway"},
 	"/watershed.authn.v1.Authn/ReviewToken":    {"gateway"},

@@ -84,8 +84,8 @@ func (t TLS) files() (*files, error) {
 	return f, err
 }
 
-// ServerConfig is for a server: its clients have certificates of the inner CA. The files, the CA's among them, are read again whenever
-// they have changed on disk.
+// ServerConfig is for a server: its clients have certificates of the inner CA. The files, the CA's among them, are read
+// again whenever they have changed on disk.
 func (t TLS) ServerConfig() (*tls.Config, error) {
 	f, err := t.files()
 	if err != nil {
@@ -135,7 +135,8 @@ func (f *files) verify(state tls.ConnectionState, name string, usage x509.ExtKey
 	return err
 }
 
-// reread is what a file holds, read again whenever it has changed. While it cannot be read, what it held before is good.
+// reread is what a file holds, read again whenever it has changed. While it cannot be read, what it held before is
+// good.
 type reread[T any] struct {
 	file string
 	load func() (T, error)
@@ -176,8 +177,8 @@ type Server struct {
 	health *health.Server
 }
 
-// NewServer returns a server whose methods only the services named in Callers may call. It reports health, traces, counts, turns panics
-// into errors and API errors into statuses.
+// NewServer returns a server whose methods only the services named in Callers may call. It reports health, traces,
+// counts, turns panics into errors and API errors into statuses.
 func NewServer(id TLS) (*Server, error) {
 	conf, err := id.ServerConfig()
 	if err != nil {
@@ -218,7 +219,8 @@ func observe(method string, since time.Time, err *error) {
 	handled.WithLabelValues(method, status.Code(*err).String()).Observe(time.Since(since).Seconds())
 }
 
-// allowed says whether the caller, by its certificate, may call the method. Health is anybody's who has a certificate at all.
+// allowed says whether the caller, by its certificate, may call the method. Health is anybody's who has a certificate
+// at all.
 func allowed(ctx context.Context, method string) error {
 	if strings.HasPrefix(method, "/grpc.health.") {
 		return nil

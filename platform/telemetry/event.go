@@ -15,8 +15,8 @@ const (
 	traceparent = "traceparent"
 )
 
-// BeginEvent starts the trace of one event of etcd, and answers what of it travels with the event: empty where events are not
-// traced. End the span when the event is in the log.
+// BeginEvent starts the trace of one event of etcd, and answers what of it travels with the event: empty where events
+// are not traced. End the span when the event is in the log.
 func BeginEvent(ctx context.Context, resource string, revision int64) (trace.Span, string) {
 	ctx, span := otel.Tracer(tracerName).Start(ctx, "publish "+resource, trace.WithNewRoot(), trace.WithSpanKind(trace.SpanKindProducer),
 		trace.WithAttributes(attribute.String("resource", resource), attribute.Int64("revision", revision)))

@@ -55,8 +55,8 @@ func (m modules) of(file string) (verbosity int, ok bool) {
 	return 0, false
 }
 
-// byModule lets through what is beyond the verbosity where --vmodule asks for it. klog filters by -v and --vmodule before it hands a line
-// on, but a logger taken from a context does not.
+// byModule lets through what is beyond the verbosity where --vmodule asks for it. klog filters by -v and --vmodule
+// before it hands a line on, but a logger taken from a context does not.
 type byModule struct {
 	slog.Handler
 	verbosity int

@@ -116,14 +116,15 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if s.customs, err = newCustoms(plain, s.resolver, s.mapper.touch); err != nil {
 		return nil, err
 	}
-	// Plugins beyond the default may look at anything, and so may webhooks and policies from files, which no informer tells of.
+	// Plugins beyond the default may look at anything, and so may webhooks and policies from files, which no informer
+	// tells of.
 	all := len(c.Options.GenericAdmission.EnablePlugins) > 0 || len(c.Options.PluginNames) > 0 || utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
 	s.interests = newInterests(s.informers, all)
 	return s, nil
 }
 
-// follow names what the chain decides by, and whose age therefore counts: webhooks, policies, and what the default plugins hold a namespace
-// to. What else plugins look up (pods, classes) they refuse without, or only warn by.
+// follow names what the chain decides by, and whose age therefore counts: webhooks, policies, and what the default
+// plugins hold a namespace to. What else plugins look up (pods, classes) they refuse without, or only warn by.
 func (s *Service) follow() {
 	core, registration := s.informers.Core().V1(), s.informers.Admissionregistration().V1()
 	for path, i := range map[string]cache.SharedIndexInformer{
@@ -198,7 +199,8 @@ func (s *Service) Run(ctx context.Context) error {
 // interestsCheck is how often a stream of interests looks whether what it told is still known to be so.
 const interestsCheck = time.Second
 
-// Interests implements admissionv1.AdmissionServer. It ends where what it told may be too old: then everything is asked, and refused here.
+// Interests implements admissionv1.AdmissionServer. It ends where what it told may be too old: then everything is
+// asked, and refused here.
 func (s *Service) Interests(_ *admissionv1.InterestsRequest, stream grpc.ServerStreamingServer[admissionv1.InterestSet]) error {
 	check := time.NewTicker(interestsCheck)
 	defer check.Stop()

@@ -12,9 +12,10 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// remoteAuthorizer asks the gateway, as any client may: services do not call each other, and upstream's CEL library asks with context.TODO()
-// (k8s.io/apiserver/pkg/cel/library/authz.go), so that a question does not know the call that it belongs to. The gateway does not ask for admission of these
-// reviews (gateway/routing, asksItself): a webhook whose match condition authorizes would otherwise be asked about its own question.
+// remoteAuthorizer asks the gateway, as any client may: services do not call each other, and upstream's CEL library
+// asks with context.TODO() (k8s.io/apiserver/pkg/cel/library/authz.go), so that a question does not know the call that
+// it belongs to. The gateway does not ask for admission of these reviews (gateway/routing, asksItself): a webhook whose
+// match condition authorizes would otherwise be asked about its own question.
 type remoteAuthorizer struct{ client kubernetes.Interface }
 
 // Authorize implements authorizer.Authorizer.

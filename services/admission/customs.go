@@ -23,8 +23,8 @@ import (
 	"watershed.dev/platform/crd"
 )
 
-// customs knows how custom resources' objects are defaulted and converted: a webhook may be interested in another version than
-// the one that is written.
+// customs knows how custom resources' objects are defaulted and converted: a webhook may be interested in another
+// version than the one that is written.
 type customs struct {
 	client     extensionsclient.Interface
 	informers  extensions.SharedInformerFactory

@@ -15,7 +15,8 @@ import (
 // (k8s.io/apiserver/pkg/server/options/admission.go, start-apiserver-admission-initializer).
 const mapperPeriod = 30 * time.Second
 
-// mapper tells plugins which resource a kind is: a policy's parameters, an owner. It knows of definitions that come later.
+// mapper tells plugins which resource a kind is: a policy's parameters, an owner. It knows of definitions that come
+// later.
 type mapper struct {
 	*restmapper.DeferredDiscoveryRESTMapper
 	changed chan struct{}

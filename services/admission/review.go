@@ -100,7 +100,8 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase, 
 	return v, nil
 }
 
-// own says whether a write is one of the control plane's own: those go on, so that it can recover. Administrators' and everybody else's wait.
+// own says whether a write is one of the control plane's own: those go on, so that it can recover. Administrators' and
+// everybody else's wait.
 func own(r *admissionv1.Review) bool {
 	return slices.Contains(r.GetUser().GetGroups(), identity.ServicesGroup)
 }

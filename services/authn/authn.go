@@ -111,7 +111,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	return s, s.issuer()
 }
 
-// tokenSecrets and bootstrapSecrets select the secrets that tokens are looked up in; no other secret of the cluster comes here.
+// tokenSecrets and bootstrapSecrets select the secrets that tokens are looked up in; no other secret of the cluster
+// comes here.
 const (
 	tokenSecrets     = "type=" + string(corev1.SecretTypeServiceAccountToken)
 	bootstrapSecrets = "type=" + string(bootstrapapi.SecretTypeBootstrapToken)
@@ -266,9 +267,9 @@ func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateReque
 	return out, nil
 }
 
-// trusted refuses a user whom only a look into the cluster could vouch for, where what is known of the cluster is too old: a token may
-// have been revoked. Certificates, static tokens and other issuers' do not depend on it, and the services of the system come with
-// certificates.
+// trusted refuses a user whom only a look into the cluster could vouch for, where what is known of the cluster is too
+// old: a token may have been revoked. Certificates, static tokens and other issuers' do not depend on it, and the
+// services of the system come with certificates.
 func (s *Service) trusted(u user.Info) error {
 	if !strings.HasPrefix(u.GetName(), apiserverserviceaccount.ServiceAccountUsernamePrefix) && !strings.HasPrefix(u.GetName(), bootstrapapi.BootstrapUserPrefix) {
 		return nil
@@ -279,7 +280,8 @@ func (s *Service) trusted(u user.Info) error {
 	return nil
 }
 
-// ReviewToken implements authnv1.AuthnServer. An empty token is nobody's; the answer says whether others could be looked up.
+// ReviewToken implements authnv1.AuthnServer. An empty token is nobody's; the answer says whether others could be
+// looked up.
 func (s *Service) ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
 	if err := s.cluster.Err(); r.Token == "" && err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())

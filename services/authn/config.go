@@ -22,8 +22,8 @@ import (
 // serverID labels upstream's metrics of reloads.
 const serverID = "watershed"
 
-// reloader reads --authentication-config anew whenever the file changes. A bad one is told of, and the old one stays in force
-// (k8s.io/kubernetes/pkg/kubeapiserver/options, BuiltInAuthenticationOptions.ApplyTo).
+// reloader reads --authentication-config anew whenever the file changes. A bad one is told of, and the old one stays in
+// force (k8s.io/kubernetes/pkg/kubeapiserver/options, BuiltInAuthenticationOptions.ApplyTo).
 type reloader struct {
 	file      string
 	issuers   []string

@@ -19,7 +19,8 @@ jwt:
   claimMappings: {username: {claim: sub, prefix: ""}}
 `
 
-// The authentication configuration is read anew when its file changes; what is wrong with a new one leaves the old one in force (S19).
+// The authentication configuration is read anew when its file changes; what is wrong with a new one leaves the old one
+// in force (S19).
 func TestTheAuthenticationConfigurationIsReadAnew(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "config.yaml")
 	write := func(text string) {

@@ -24,8 +24,8 @@ const (
 // boundTokenTTL bounds how long an answer for a JWT is kept: a service account's ends with what it is bound to.
 const boundTokenTTL = time.Second
 
-// withoutCredentials takes every credential out of h, whichever authenticator it was that took the request: who a request is passed on
-// to is not to have any.
+// withoutCredentials takes every credential out of h, whichever authenticator it was that took the request: who a
+// request is passed on to is not to have any.
 func (s *Service) withoutCredentials(h http.Header) {
 	h.Del("Authorization")
 	if v := withoutBearer(h.Values(protocolHeader)); len(v) == 0 {

@@ -30,7 +30,8 @@ func serviceOf(t *testing.T, c *chain, bound time.Duration) *Service {
 	return s
 }
 
-// A decision says at which generation it was made, whether it may be kept or not: an open watch believes it of no replica that is behind.
+// A decision says at which generation it was made, whether it may be kept or not: an open watch believes it of no
+// replica that is behind.
 func TestADecisionSaysWhatItDependsOn(t *testing.T) {
 	h := newHook(t)
 	h.allow.Store(true)

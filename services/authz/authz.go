@@ -108,8 +108,9 @@ func (s *Service) fresh() error {
 	return s.cluster.Err()
 }
 
-// references leaves of a pod what the node authorizer reads: where it runs and what it refers to. Of its containers that is
-// where their environment comes from (k8s.io/kubernetes/pkg/api/v1/pod, VisitPodSecretNames and VisitPodConfigmapNames).
+// references leaves of a pod what the node authorizer reads: where it runs and what it refers to. Of its containers
+// that is where their environment comes from (k8s.io/kubernetes/pkg/api/v1/pod, VisitPodSecretNames and
+// VisitPodConfigmapNames).
 func references(obj any) {
 	pod, ok := obj.(*corev1.Pod)
 	if !ok {

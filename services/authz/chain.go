@@ -28,8 +28,9 @@ import (
 // serverID labels upstream's metrics of reloads.
 const serverID = "watershed"
 
-// chain is the authorizers in the order configured. They are upstream's, each built by upstream's own code with a configuration of it
-// alone: so the chain knows which ones a decision came from, and a configuration that is read anew keeps those that hold state.
+// chain is the authorizers in the order configured. They are upstream's, each built by upstream's own code with a
+// configuration of it alone: so the chain knows which ones a decision came from, and a configuration that is read anew
+// keeps those that hold state.
 type chain struct {
 	base kubeauthorizer.Config
 	// required are the types that a new configuration must still name, as upstream wants it.
@@ -119,9 +120,9 @@ func (h *chain) link(ctx context.Context, a authzconfig.AuthorizerConfiguration,
 	return l, nil
 }
 
-// decide asks one authorizer after the other, as k8s.io/apiserver/pkg/authorization/union does. keep says whether the decision stands
-// until the policy that this service follows moves: not where a webhook was asked, whose own cache has its own lifetime, and not where
-// any authorizer erred.
+// decide asks one authorizer after the other, as k8s.io/apiserver/pkg/authorization/union does. keep says whether the
+// decision stands until the policy that this service follows moves: not where a webhook was asked, whose own cache has
+// its own lifetime, and not where any authorizer erred.
 func (h *chain) decide(ctx context.Context, a authorizer.Attributes) (d authorizer.Decision, reason string, keep bool, err error) {
 	keep = true
 	var reasons []string
@@ -153,8 +154,8 @@ func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]
 	return union.NewRuleResolvers(all...).RulesFor(ctx, u, namespace)
 }
 
-// follow reads the configuration's file anew whenever it changes, until ctx is done. A bad one is told of, and the old one stays in
-// force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go).
+// follow reads the configuration's file anew whenever it changes, until ctx is done. A bad one is told of, and the old
+// one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go).
 func (h *chain) follow(ctx context.Context) {
 	if h.base.ReloadFile == "" {
 		return

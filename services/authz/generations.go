@@ -19,10 +19,12 @@ import (
 // heartbeat is how often a stream of generations says that nothing has changed: well within identity.GenerationLease.
 const heartbeat = time.Second
 
-// maxChanges bounds the changes that a slow stream can be told one by one; beyond them it is told that everything has changed.
+// maxChanges bounds the changes that a slow stream can be told one by one; beyond them it is told that everything has
+// changed.
 const maxChanges = 4096
 
-// generations counts the changes of policy that this replica has seen, in the order that it saw them, by whom they concern.
+// generations counts the changes of policy that this replica has seen, in the order that it saw them, by whom they
+// concern.
 type generations struct {
 	replica string
 
@@ -36,8 +38,8 @@ func newGenerations() *generations {
 	return &generations{replica: rand.Text(), count: 1, moved: make(chan struct{})}
 }
 
-// change notes that the policy of a namespace has changed, or with an empty one everybody's. revokes says that it may have taken a
-// permission away, and not only given one.
+// change notes that the policy of a namespace has changed, or with an empty one everybody's. revokes says that it may
+// have taken a permission away, and not only given one.
 func (g *generations) change(namespace string, revokes bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -80,7 +82,8 @@ func (g *generations) handler() cache.ResourceEventHandler {
 	}
 }
 
-// scopeOf is the namespace whose decisions an RBAC object has a part in. A Role or RoleBinding has one in those of its own alone.
+// scopeOf is the namespace whose decisions an RBAC object has a part in. A Role or RoleBinding has one in those of its
+// own alone.
 func scopeOf(obj any) string {
 	if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
 		obj = gone.Obj
@@ -102,7 +105,8 @@ func revisionOf(obj any) string {
 	return m.GetResourceVersion()
 }
 
-// Generations implements authzv1.AuthzServer. It ends where the policy is not known to be fresh: nothing may be kept then.
+// Generations implements authzv1.AuthzServer. It ends where the policy is not known to be fresh: nothing may be kept
+// then.
 func (s *Service) Generations(_ *authzv1.GenerationsRequest, stream grpc.ServerStreamingServer[authzv1.Generation]) error {
 	ctx := stream.Context()
 	g := s.generations

@@ -11,7 +11,8 @@ import (
 	"watershed.dev/platform/identity"
 )
 
-// rule is what a service of the system may do, whatever the cluster's policy says: it has to read the policy before there is one.
+// rule is what a service of the system may do, whatever the cluster's policy says: it has to read the policy before
+// there is one.
 type rule struct {
 	verbs     []string
 	group     string
@@ -30,7 +31,8 @@ var (
 			{verbs: reads, resources: []string{"namespaces", "serviceaccounts"}},
 			{verbs: []string{"get"}, resources: []string{"pods", "nodes"}},
 			{verbs: []string{"list", "watch"}, resources: []string{"secrets"}, field: "type", values: []string{"kubernetes.io/service-account-token", "bootstrap.kubernetes.io/token"}},
-			// A legacy token is looked up where the watch has not told of it yet, and says in its secret that it is used (k8s.io/kubernetes/pkg/serviceaccount/legacy.go).
+			// A legacy token is looked up where the watch has not told of it yet, and says in its secret that it is used
+			// (k8s.io/kubernetes/pkg/serviceaccount/legacy.go).
 			{verbs: []string{"get", "patch"}, resources: []string{"secrets"}},
 		},
 		identity.Authz: {
@@ -50,11 +52,12 @@ var (
 	}
 )
 
-// discovery lists the paths beside resources that each of them may read; mutating policies take their types from OpenAPI
-// (k8s.io/apiserver/pkg/admission/plugin/policy/mutating/patch).
+// discovery lists the paths beside resources that each of them may read; mutating policies take their types from
+// OpenAPI (k8s.io/apiserver/pkg/admission/plugin/policy/mutating/patch).
 var discovery = []string{"/api", "/api/*", "/apis", "/apis/*", "/openapi/v3", "/openapi/v3/*", "/version"}
 
-// mayDo says whether a user is a service of the system that may do a thing by the table. known is false for anybody else.
+// mayDo says whether a user is a service of the system that may do a thing by the table. known is false for anybody
+// else.
 func mayDo(a authorizer.Attributes) (allowed, known bool) {
 	u := a.GetUser()
 	if u == nil || !slices.Contains(u.GetGroups(), identity.ServicesGroup) {

@@ -75,8 +75,8 @@ type Services struct {
 }
 
 const (
-	// maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded and encoded, and is
-	// gathered for all who share it.
+	// maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded and
+	// encoded, and is gathered for all who share it.
 	maxFallbackLists = 4
 	// maxFallbackQueue is how many different ones of one user may wait; who asks for more is told to come back (429).
 	maxFallbackQueue = 16

@@ -18,8 +18,9 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// hooks are the health checks of kube-apiserver's start hooks, under their names (k8s.io/apiserver/pkg/server, AddPostStartHook), and the
-// check of ours that says the same: what a hook starts there runs in a service here, and the service is ready once it does.
+// hooks are the health checks of kube-apiserver's start hooks, under their names (k8s.io/apiserver/pkg/server,
+// AddPostStartHook), and the check of ours that says the same: what a hook starts there runs in a service here, and the
+// service is ready once it does.
 var hooks = map[string]string{
 	"poststarthook/start-apiserver-admission-initializer":         "admission",
 	"poststarthook/generic-apiserver-start-informers":             "etcd",
@@ -120,8 +121,8 @@ func (c *check) started() healthz.HealthChecker {
 	})
 }
 
-// installHealth serves /healthz, /livez and /readyz with kube-apiserver's names. Whether the other services can be asked is a matter of
-// /healthz and /readyz: a gateway is not started again because another service is away.
+// installHealth serves /healthz, /livez and /readyz with kube-apiserver's names. Whether the other services can be
+// asked is a matter of /healthz and /readyz: a gateway is not started again because another service is away.
 func (g *Service) installHealth(mux *http.ServeMux) {
 	var common, services []healthz.HealthChecker
 	for _, name := range needed {

@@ -23,7 +23,8 @@ import (
 	"watershed.dev/services/registry/apis"
 )
 
-// catalogPeriod is the least time between two catalogues: where a thousand definitions come at once, not each makes a new one.
+// catalogPeriod is the least time between two catalogues: where a thousand definitions come at once, not each makes a
+// new one.
 const catalogPeriod = 50 * time.Millisecond
 
 // The priorities of a custom resource's group and version, kube-apiserver's.
@@ -201,7 +202,8 @@ func (g *groups) add(gv schema.GroupVersion, groupPriority, versionPriority int3
 	of.versions[gv.Version] = max(of.versions[gv.Version], versionPriority)
 }
 
-// sorted orders groups and versions as kube-aggregator does: by priority, groups then by name and versions as Kubernetes counts.
+// sorted orders groups and versions as kube-aggregator does: by priority, groups then by name and versions as
+// Kubernetes counts.
 func (g *groups) sorted() []*registryv1.Group {
 	var all []*registryv1.Group
 	for _, of := range g.byName {

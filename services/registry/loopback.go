@@ -224,8 +224,8 @@ func newSelector(namespace, labelSelector, fieldSelector string) (selector, erro
 	}, nil
 }
 
-// seen is an event as a selection sees it: an object that comes into it is ADDED, one that leaves it is DELETED in the state that it was
-// last seen in. The type is empty where the event is not of the selection.
+// seen is an event as a selection sees it: an object that comes into it is ADDED, one that leaves it is DELETED in the
+// state that it was last seen in. The type is empty where the event is not of the selection.
 func seen(e *logv1.Event, selects selector) (event string, o *logv1.Object) {
 	now := selects(e.Namespace, e.Object)
 	before := now

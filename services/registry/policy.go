@@ -25,8 +25,8 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// policy is what authn, authz and admission read: lists from etcd, and events from the tail. It is no part of Service, whose List is that
-// of Objects.
+// policy is what authn, authz and admission read: lists from etcd, and events from the tail. It is no part of Service,
+// whose List is that of Objects.
 type policy struct {
 	watchfanoutv1.UnimplementedPolicyServer
 	registry  *Service
@@ -46,8 +46,8 @@ func newPolicy(s *Service) *policy {
 // Drain ends every watch, so that the gateways resume them on another registry.
 func (p *policy) Drain() { p.drainOnce.Do(func() { close(p.draining) }) }
 
-// errAskObjects is the answer to a list that Objects.List knows how to answer, and to a watch in a form that none of these services asks
-// for.
+// errAskObjects is the answer to a list that Objects.List knows how to answer, and to a watch in a form that none of
+// these services asks for.
 var errAskObjects = status.Error(codes.FailedPrecondition, "not offered here; ask for objects")
 
 // List answers a whole list as it is in etcd.
@@ -171,7 +171,8 @@ func exactName(selector string) (string, bool) {
 	return name, ok && len(content.IsPathSegmentName(name)) == 0
 }
 
-// own says whether the log's encodings of an object are what is asked for. version is the one that an object of a custom resource is in.
+// own says whether the log's encodings of an object are what is asked for. version is the one that an object of a
+// custom resource is in.
 func (v *view) own(version string) bool {
 	switch {
 	case v.form.Partial: // metadata is the same in every version
@@ -182,7 +183,8 @@ func (v *view) own(version string) bool {
 	return v.native
 }
 
-// rows are the objects that are selected, as etcd had them at a revision, which is not to be older than resourceVersion.
+// rows are the objects that are selected, as etcd had them at a revision, which is not to be older than
+// resourceVersion.
 func (v *view) rows(ctx context.Context, revision int64, resourceVersion string) ([]*registryv1.Row, error) {
 	if resourceVersion != "" {
 		if least, err := strconv.ParseInt(resourceVersion, 10, 64); err != nil || least > revision {

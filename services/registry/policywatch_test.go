@@ -36,7 +36,8 @@ func (s *watching) Send(m *watchfanoutv1.WatchFrame) error {
 	return nil
 }
 
-// shows is what a client sees: types and names, or where a bookmark is. Each mark is checked to end where its event does.
+// shows is what a client sees: types and names, or where a bookmark is. Each mark is checked to end where its event
+// does.
 func (s *watching) shows(t *testing.T) string {
 	t.Helper()
 	var out []string
@@ -97,7 +98,8 @@ func watchOf(t *testing.T, l *tail, r *watchfanoutv1.WatchRequest, labels string
 		view: &view{registry: service, entry: &registryv1.ResourceEntry{StoredAs: "roles", Kind: k, StoredKind: k}, form: frame.FormOf(k, nil, frame.JSON, false), selects: selects, native: true}}, s
 }
 
-// Whoever decides is told of every change once, from wherever it goes on: also of objects that come into its selection and leave it.
+// Whoever decides is told of every change once, from wherever it goes on: also of objects that come into its selection
+// and leave it.
 func TestAPolicyWatchTellsEveryChangeOnce(t *testing.T) {
 	mine, other := map[string]string{"team": "a"}, map[string]string{"team": "b"}
 	leaves := role(13, 0, logv1.Type_TYPE_MODIFIED, "c", other)
@@ -159,7 +161,8 @@ func TestADrainedPolicyWatchIsUnavailable(t *testing.T) {
 	}
 }
 
-// The tail is compared with etcd; the publisher is asked for what is in no log, and where that does not come, readers go elsewhere.
+// The tail is compared with etcd; the publisher is asked for what is in no log, and where that does not come, readers
+// go elsewhere.
 func TestTheTailIsComparedWithEtcd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := tailOf(t, reset(9, 0, ""))

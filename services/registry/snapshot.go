@@ -18,8 +18,8 @@ import (
 )
 
 const (
-	// firstPage is how many objects the first read of a snapshot asks etcd for; the next ones ask for as many as make pageBytes of
-	// what those took, at most maxPage. Objects may be of 100 bytes or of 3 MB.
+	// firstPage is how many objects the first read of a snapshot asks etcd for; the next ones ask for as many as make
+	// pageBytes of what those took, at most maxPage. Objects may be of 100 bytes or of 3 MB.
 	firstPage = 20
 	maxPage   = 2000
 	pageBytes = 8 << 20
@@ -27,8 +27,8 @@ const (
 	rowsBytes = 4 << 20
 )
 
-// Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row that says so:
-// it is the matter of those who ask for it.
+// Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row
+// that says so: it is the matter of those who ask for it.
 func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	ctx := stream.Context()
 	// The revision comes first: a definition that changes after it was read is told of in the log after this revision.

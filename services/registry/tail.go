@@ -12,7 +12,8 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// tail is the end of the event log, for registry's own informers and for authn, authz and admission: all of them share one reader.
+// tail is the end of the event log, for registry's own informers and for authn, authz and admission: all of them share
+// one reader.
 type tail struct {
 	mu sync.Mutex
 	// rings are the events of each stored resource, and bytes what all of them take.
@@ -53,8 +54,8 @@ func (p place) before(q place) bool {
 }
 
 const (
-	// tailBytes bounds the events that are kept, of all resources together, but for the newest one; those of whichever takes most are
-	// given up first.
+	// tailBytes bounds the events that are kept, of all resources together, but for the newest one; those of whichever
+	// takes most are given up first.
 	tailBytes = 8 << 20
 	// lastIndex is past every event of a revision.
 	lastIndex = 1<<31 - 1
@@ -69,7 +70,8 @@ var errOverrun = errors.New("what comes next is no longer kept")
 
 func newTail() *tail { return &tail{rings: map[string]*ring{}} }
 
-// begin makes ready for a reader that begins anew, at the log's beginning: what follows now may be cut off from what was kept.
+// begin makes ready for a reader that begins anew, at the log's beginning: what follows now may be cut off from what
+// was kept.
 func (t *tail) begin() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -149,7 +151,8 @@ func (t *tail) add(e *logv1.Event) {
 	}
 }
 
-// evict gives up the oldest event of the resource that takes most; false where that is the newest one, which somebody is to read.
+// evict gives up the oldest event of the resource that takes most; false where that is the newest one, which somebody
+// is to read.
 func (t *tail) evict(newest *logv1.Event) bool {
 	var most *ring
 	for _, r := range t.rings {
@@ -191,8 +194,8 @@ func (t *tail) stalled() bool {
 	return !t.behind.IsZero() && time.Since(t.behind) > stalledAfter
 }
 
-// compare compares the tail with etcd until ctx is done, and has the publisher asked how far it is where etcd has gone on by what is in no
-// log: readers tell by it how fresh they are.
+// compare compares the tail with etcd until ctx is done, and has the publisher asked how far it is where etcd has gone
+// on by what is in no log: readers tell by it how fresh they are.
 func (t *tail) compare(ctx context.Context, etcd func(context.Context) (int64, error), ask func() error) error {
 	tick := time.NewTicker(comparePeriod)
 	defer tick.Stop()
@@ -242,8 +245,8 @@ func (t *tail) follow(storedAs string, at place, history string) *follower {
 	return &follower{tail: t, ring: t.ring(storedAs), at: at, history: history, next: -1}
 }
 
-// read answers what has come since it was called last, and up to which revision that is everything: 0 before the log has been read at
-// all. changed is closed when there are more events. errOverrun: the reading is at its end.
+// read answers what has come since it was called last, and up to which revision that is everything: 0 before the log
+// has been read at all. changed is closed when there are more events. errOverrun: the reading is at its end.
 func (f *follower) read() (events []*logv1.Event, high int64, changed <-chan struct{}, err error) {
 	t, r := f.tail, f.ring
 	t.mu.Lock()

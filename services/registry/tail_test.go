@@ -134,7 +134,8 @@ func TestTheTailIsBoundedInBytes(t *testing.T) {
 	}
 }
 
-// What one resource takes is given up before another's: whoever decides is not sent to list by a tenant's large objects.
+// What one resource takes is given up before another's: whoever decides is not sent to list by a tenant's large
+// objects.
 func TestLargeEventsPushOutTheirOwn(t *testing.T) {
 	l := tailOf(t, reset(1, 0, ""), event(2, 0, "roles"))
 	reading := l.follow("roles", place{1, lastIndex}, "h")

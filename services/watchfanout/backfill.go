@@ -17,7 +17,8 @@ import (
 const (
 	// backfillBytes bounds what one backfill holds; a watch that is further behind goes on with the next one.
 	backfillBytes = 8 << 20
-	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold. Those beyond it wait.
+	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold. Those
+	// beyond it wait.
 	backfillsBytes = 128 << 20
 	// backfillPiece is what a watch takes of one at a time and holds while its client takes it.
 	backfillPiece = 512 << 10
@@ -34,8 +35,8 @@ const (
 // errBackfillTimeout says that a watch has waited for too long.
 var errBackfillTimeout = errors.New("the log could not be read in time")
 
-// backfills are parts of the log that memory no longer holds, read again for watches that resume from there: once for all that do,
-// and never at the pace of a client.
+// backfills are parts of the log that memory no longer holds, read again for watches that resume from there: once for
+// all that do, and never at the pace of a client.
 type backfills struct {
 	// room and reads are the turns: for holding what was read, and for reading.
 	room, reads chan struct{}
@@ -58,7 +59,8 @@ type backfill struct {
 	done              chan struct{}
 	cancel            context.CancelFunc
 
-	// What follows belongs to the lock of all. users is how many watches wait for it or send from it; without users the reading ends.
+	// What follows belongs to the lock of all. users is how many watches wait for it or send from it; without users the
+	// reading ends.
 	users int
 	// hasRoom: it has its room. dropped: nobody finds it any more, and its room is given up when its reading ends.
 	hasRoom, dropped bool
@@ -71,8 +73,8 @@ type backfill struct {
 	cut bool
 }
 
-// backfill answers the resource's events after a revision, as far as fits, for anybody who asks. low is where memory goes on. Call leave
-// when they are sent.
+// backfill answers the resource's events after a revision, as far as fits, for anybody who asks. low is where memory
+// goes on. Call leave when they are sent.
 func (s *Service) backfill(ctx context.Context, storedAs string, after, low int64) (b *backfill, leave func(), err error) {
 	until := time.Now().Add(backfillTimeout)
 	patience := time.NewTimer(backfillTimeout)

@@ -123,7 +123,8 @@ func (a *awayFor) Stream(context.Context, string) (jetstream.Stream, error) {
 	return nil, eventlog.ErrForgotten
 }
 
-// A watch is not sent to list because NATS was away when it resumed: only what is forgotten is gone, or what nobody could say in time.
+// A watch is not sent to list because NATS was away when it resumed: only what is forgotten is gone, or what nobody
+// could say in time.
 func TestABackfillWaitsForNATS(t *testing.T) {
 	fill := func(ctx context.Context, away *awayFor) error {
 		s := &Service{js: away, backfills: newBackfills(),
@@ -143,7 +144,8 @@ func TestABackfillWaitsForNATS(t *testing.T) {
 	}
 }
 
-// A watch takes a backfill piece by piece: every event once, and little at a time, whatever its size and its transaction's.
+// A watch takes a backfill piece by piece: every event once, and little at a time, whatever its size and its
+// transaction's.
 func TestABackfillIsTakenInPieces(t *testing.T) {
 	var all []*cache.Event
 	for revision := int64(10); revision < 30; revision++ {

@@ -15,12 +15,13 @@ import (
 const (
 	// verifyPeriod is how often a replica compares itself with etcd.
 	verifyPeriod = time.Second
-	// staleAfter is for how long the log may not bring what etcd is known to have, until the replica says that it is stale: its
-	// streams go to another one, and its health turns.
+	// staleAfter is for how long the log may not bring what etcd is known to have, until the replica says that it is
+	// stale: its streams go to another one, and its health turns.
 	staleAfter = 4 * time.Second
 )
 
-// freshness is what a replica knows of its own age. Where registry cannot be asked the replica cannot tell, and goes on serving.
+// freshness is what a replica knows of its own age. Where registry cannot be asked the replica cannot tell, and goes on
+// serving.
 type freshness struct {
 	// since is when etcd first had what has not come; nil while nothing is missing.
 	since atomic.Pointer[time.Time]

@@ -27,7 +27,8 @@ func FuzzContinue(f *testing.F) {
 	})
 }
 
-// Whatever a client selects by, it is a query or an error, and objects are matched without a panic and only in its namespace.
+// Whatever a client selects by, it is a query or an error, and objects are matched without a panic and only in its
+// namespace.
 func FuzzQuery(f *testing.F) {
 	f.Add("ns", "a=b,c in (d,e),!f", "metadata.name=x,spec.nodeName!=y")
 	f.Add("", "\xff=\xfe", "a\\,b=c")

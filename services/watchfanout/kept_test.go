@@ -10,8 +10,8 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// Snapshots that are kept for lists in pages hold a bounded number of bytes of objects that are no more, whatever is written meanwhile:
-// those that hold most are forgotten, and their lists go on from registry.
+// Snapshots that are kept for lists in pages hold a bounded number of bytes of objects that are no more, whatever is
+// written meanwhile: those that hold most are forgotten, and their lists go on from registry.
 func TestKeptSnapshotsAreBoundedInBytes(t *testing.T) {
 	s := &Service{cache: cache.New(64<<20, 0)}
 	load := func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 1, nil }

@@ -210,8 +210,8 @@ func (s *Service) at(ctx context.Context, q *query, r *watchfanoutv1.ListRequest
 	return snapshot, "", err
 }
 
-// fresh brings the replica to etcd's revision. Once that has failed it is given little time until it succeeds: nobody is to
-// wait long for a log that does not move.
+// fresh brings the replica to etcd's revision. Once that has failed it is given little time until it succeeds: nobody
+// is to wait long for a log that does not move.
 func (s *Service) fresh(ctx context.Context) error {
 	patience := freshnessTimeout
 	if at := s.stalled.Load(); at > 0 && time.Now().UnixNano()-at < int64(stalledFor) {
@@ -252,8 +252,8 @@ type keptSnapshot struct {
 const (
 	keptSnapshots = 64
 	keptFor       = 5 * time.Minute
-	// keptBytes bounds what kept snapshots hold of objects that are no more, of all resources together. A list whose snapshot is gone
-	// goes on from registry.
+	// keptBytes bounds what kept snapshots hold of objects that are no more, of all resources together. A list whose
+	// snapshot is gone goes on from registry.
 	keptBytes = 64 << 20
 )
 
@@ -309,7 +309,8 @@ func (s *Service) kept(storedAs string, revision int64) (*cache.Snapshot, bool) 
 	return nil, false
 }
 
-// continueToken is kube-apiserver's (k8s.io/apiserver/pkg/storage/continue.go), so that either server continues the other's lists.
+// continueToken is kube-apiserver's (k8s.io/apiserver/pkg/storage/continue.go), so that either server continues the
+// other's lists.
 type continueToken struct {
 	APIVersion      string `json:"v"`
 	ResourceVersion int64  `json:"rv"`
@@ -350,8 +351,8 @@ func (s *Service) parts(ctx context.Context, q *query, items []*cache.Item) (par
 }
 
 const (
-	// encodeBatch is how many objects one Encode call carries at most, and encodeBytes about how many bytes of them: what comes back
-	// may be some times as much, and a message has a bound.
+	// encodeBatch is how many objects one Encode call carries at most, and encodeBytes about how many bytes of them: what
+	// comes back may be some times as much, and a message has a bound.
 	encodeBatch = 250
 	encodeBytes = 4 << 20
 )
@@ -367,7 +368,8 @@ func encodable(items []*cache.Item) int {
 	return n
 }
 
-// encoded is what registry makes of items: other versions, and Table rows. What it has made lately is not asked for again.
+// encoded is what registry makes of items: other versions, and Table rows. What it has made lately is not asked for
+// again.
 func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
 	kept := &s.versions
 	if q.table {

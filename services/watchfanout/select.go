@@ -58,7 +58,8 @@ func (w *watcher) mayMatch(i *cache.Item) bool {
 	return w.labels.Empty() || w.labels.Matches(labels.Set(i.Labels))
 }
 
-// selected are those of items that may match that do: registry is asked of all that have to be converted, many at a time.
+// selected are those of items that may match that do: registry is asked of all that have to be converted, many at a
+// time.
 func (w *watcher) selected(ctx context.Context, items []*cache.Item) ([]*cache.Item, error) {
 	if !w.converts() {
 		return items, nil
@@ -102,7 +103,8 @@ func (w *watcher) convertedFields(ctx context.Context, items []*cache.Item) ([]m
 	return out, nil
 }
 
-// selects says whether the query selects an object of an event. What only converting can tell is asked once for all watchers.
+// selects says whether the query selects an object of an event. What only converting can tell is asked once for all
+// watchers.
 func (w *watcher) selects(ctx context.Context, e *cache.Event, which string, i *cache.Item) (bool, error) {
 	if !w.converts() || w.own(i) {
 		return w.matches(i), nil

@@ -192,8 +192,8 @@ func (w *watcher) resume(ctx context.Context, at *watchfanoutv1.Position) (cache
 	}
 }
 
-// known refuses a revision that etcd has not come to: a client has it from another history, of before a backup was restored, and would
-// wait for what it believes to have seen.
+// known refuses a revision that etcd has not come to: a client has it from another history, of before a backup was
+// restored, and would wait for what it believes to have seen.
 func (w *watcher) known(ctx context.Context, revision int64) error {
 	if revision <= w.cache.Progress() {
 		return nil
@@ -279,11 +279,12 @@ func expired(revision, low int64) error {
 	return apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d (%d)", revision, low))
 }
 
-// errRedefined ends a watch of a resource whose definition has changed: objects are read in another way, and clients begin anew.
+// errRedefined ends a watch of a resource whose definition has changed: objects are read in another way, and clients
+// begin anew.
 var errRedefined = errors.New("the resource was defined anew")
 
-// resumed says whether the client has been told something already: the gateway names a place also for a watch that only begins
-// at a revision.
+// resumed says whether the client has been told something already: the gateway names a place also for a watch that only
+// begins at a revision.
 func (w *watcher) resumed() bool {
 	at := w.request.ResumeAfter
 	return at != nil && (at.Index != lastIndex || strconv.FormatInt(at.Revision, 10) != w.request.ResourceVersion)

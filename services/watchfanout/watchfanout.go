@@ -60,7 +60,8 @@ type Service struct {
 	snapshotsMu sync.Mutex
 	snapshots   []keptSnapshot
 	asking      atomic.Int64
-	// stalled is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one did not.
+	// stalled is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one did
+	// not.
 	stalled   atomic.Int64
 	draining  chan struct{}
 	drainOnce sync.Once
@@ -118,7 +119,8 @@ func (s *Service) Run(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// apply takes the log's next message. One that breaks what holds it is forgotten with its resource, which readers bring back.
+// apply takes the log's next message. One that breaks what holds it is forgotten with its resource, which readers bring
+// back.
 func (s *Service) apply(e *logv1.Event) error {
 	began := time.Now()
 	defer func() {

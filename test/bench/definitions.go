@@ -9,8 +9,8 @@ import (
 // definitionsMade is how many CustomResourceDefinitions come at once.
 const definitionsMade = 1000
 
-// definitions makes them while somebody else reads and writes: how long do others stall, and how long does it take until the
-// last one is served?
+// definitions makes them while somebody else reads and writes: how long do others stall, and how long does it take
+// until the last one is served?
 func definitions(s *server) map[string]float64 {
 	round := time.Now().UnixNano()
 	body := func(i int) []byte {

@@ -22,8 +22,8 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// deliver measures events to many watchers over 20 connections: CPU a delivery, how old an event is when its watcher has
-// it, and what a watcher weighs.
+// deliver measures events to many watchers over 20 connections: CPU a delivery, how old an event is when its watcher
+// has it, and what a watcher weighs.
 func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 	ctx, cancel := context.WithCancel(context.Background())
 	before := s.rss()
@@ -102,8 +102,8 @@ func (w *watches) read(lines *bufio.Reader) {
 	w.mu.Unlock()
 }
 
-// deliveries makes updates at a rate and waits until everyone has each: CPU microseconds a delivery, the events' ages and
-// the writer's latencies. The ages are read once the watches are closed.
+// deliveries makes updates at a rate and waits until everyone has each: CPU microseconds a delivery, the events' ages
+// and the writer's latencies. The ages are read once the watches are closed.
 func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, func() []time.Duration, func() []time.Duration) {
 	before := s.cpu()
 	tick := time.NewTicker(time.Second / time.Duration(rate))

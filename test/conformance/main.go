@@ -1,9 +1,10 @@
-// Command conformance runs the upstream e2e suite's conformance specs, one process a spec, against kube-apiserver and against
-// Watershed, each with kube-controller-manager and kube-scheduler, and writes both result lists side by side.
+// Command conformance runs the upstream e2e suite's conformance specs, one process a spec, against kube-apiserver and
+// against Watershed, each with kube-controller-manager and kube-scheduler, and writes both result lists side by side.
 //
-// With -node=real this machine is the node, with containerd, kubelet and kube-proxy, and all 446 specs are run. With -node=kwok
-// there are three nodes that run no containers, and the specs are those of sig-api-machinery, sig-apps, sig-auth, sig-cli,
-// sig-instrumentation and sig-scheduling; those of them that need a container fail or time out on both. No spec is left out.
+// With -node=real this machine is the node, with containerd, kubelet and kube-proxy, and all 446 specs are run. With
+// -node=kwok there are three nodes that run no containers, and the specs are those of sig-api-machinery, sig-apps,
+// sig-auth, sig-cli, sig-instrumentation and sig-scheduling; those of them that need a container fail or time out on
+// both. No spec is left out.
 package main
 
 import (

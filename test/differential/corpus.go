@@ -151,8 +151,8 @@ func (p *pair) create(all []*object) {
 		}
 		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: o.json(), about: "create again"})
 	}
-	// kube-apiserver's loops (discovery, OpenAPI, the conditions of what was made) follow at their own pace, and not all of
-	// them show where they are.
+	// kube-apiserver's loops (discovery, OpenAPI, the conditions of what was made) follow at their own pace, and not all
+	// of them show where they are.
 	time.Sleep(2500 * time.Millisecond)
 }
 
@@ -389,7 +389,8 @@ func clone(m map[string]any) map[string]any {
 	return out
 }
 
-// fixtures sends the bodies with which Kubernetes tests that its types survive a round trip: every field of every type is set.
+// fixtures sends the bodies with which Kubernetes tests that its types survive a round trip: every field of every type
+// is set.
 func (p *pair) fixtures(d *discovered, dir string) {
 	for gvk, r := range sortedKinds(d) {
 		group := gvk.Group

@@ -1,6 +1,6 @@
-// Command differential starts kube-apiserver and Watershed side by side on fresh stores, sends both the same requests, and
-// compares what they answer: status, headers that matter and body, without what differs between any two servers. Every
-// difference is either listed in known.go with its reason, or a finding.
+// Command differential starts kube-apiserver and Watershed side by side on fresh stores, sends both the same requests,
+// and compares what they answer: status, headers that matter and body, without what differs between any two servers.
+// Every difference is either listed in known.go with its reason, or a finding.
 package main
 
 import (
@@ -82,8 +82,8 @@ func run(t *testing.T, o options) {
 	}
 }
 
-// withoutRepairs deletes what a server's own repair loop has said of the corpus's services. The loop races with their creation, in
-// kube-apiserver too, and finds an address unallocated on one side and not on the other.
+// withoutRepairs deletes what a server's own repair loop has said of the corpus's services. The loop races with their
+// creation, in kube-apiserver too, and finds an address unallocated on one side and not on the other.
 func withoutRepairs(t testing.TB, s *harness.Server) {
 	events := s.Client().CoreV1().Events(metav1.NamespaceAll)
 	all, err := events.List(t.Context(), metav1.ListOptions{})

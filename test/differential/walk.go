@@ -196,8 +196,8 @@ func (p *pair) follow(path, accept string) *watching {
 	return w
 }
 
-// compare holds what one server told against what the other did. Events of different objects at the same time come in the
-// order of etcd, which is the order of the requests: it is the same on both.
+// compare holds what one server told against what the other did. Events of different objects at the same time come in
+// the order of etcd, which is the order of the requests: it is the same on both.
 func (w *watching) compare(p *pair) {
 	w.cancel()
 	w.wg.Wait()

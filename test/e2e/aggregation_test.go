@@ -40,8 +40,8 @@ spec: {insecureSkipTLSVerify: true, group: wardle.example.com, groupPriorityMini
 `, port, harness.HostAddress(t))
 }
 
-// The sample API server is served through the gateway, with the identity of who asks; while it is away its own paths are 503
-// and nothing else is harmed.
+// The sample API server is served through the gateway, with the identity of who asks; while it is away its own paths
+// are 503 and nothing else is harmed.
 func TestAnAggregatedServerIsServed(t *testing.T) {
 	s := harness.Up(t, "", "--enable-aggregator-routing")
 	dir := harness.TempDir(t)

@@ -13,8 +13,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// What cannot be decoded is never passed on, and never silently left out: whoever watches the resource is sent back to list
-// it, the list says what is wrong, nobody else notices, and all is well once it is gone.
+// What cannot be decoded is never passed on, and never silently left out: whoever watches the resource is sent back to
+// list it, the list says what is wrong, nobody else notices, and all is well once it is gone.
 func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 	etcd := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
@@ -81,8 +81,8 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 	})
 }
 
-// What cannot be read grants nothing, and is no reason not to decide: neither an object of policy, nor the one that sorts before all others
-// of its resource.
+// What cannot be read grants nothing, and is no reason not to decide: neither an object of policy, nor the one that
+// sorts before all others of its resource.
 func TestDecisionsGoOnBesideWhatCannotBeRead(t *testing.T) {
 	etcd := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+etcd)

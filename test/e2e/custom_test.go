@@ -107,8 +107,9 @@ func next(t *testing.T, w watch.Interface) watch.Event {
 	}
 }
 
-// A definition's objects are served at once, by both forms: checked, pruned, with defaults, scaled, selected and watched; when the
-// definition changes its watches end and what is read has the new defaults; when it goes, so do its objects.
+// A definition's objects are served at once, by both forms: checked, pruned, with defaults, scaled, selected and
+// watched; when the definition changes its watches end and what is read has the new defaults; when it goes, so do its
+// objects.
 func TestCustomResources(t *testing.T) {
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{"up": harness.Up, "split": harness.Split} {
 		t.Run(name, func(t *testing.T) {
@@ -259,8 +260,8 @@ func (c *converter) serve(w http.ResponseWriter, req *http.Request) {
 	_ = json.NewEncoder(w).Encode(map[string]any{"apiVersion": review.APIVersion, "kind": review.Kind, "response": response})
 }
 
-// Versions that a webhook converts between are listed, watched and selected by each version's own fields. A list asks the
-// webhook once. One that fails or hangs harms nobody else.
+// Versions that a webhook converts between are listed, watched and selected by each version's own fields. A list asks
+// the webhook once. One that fails or hangs harms nobody else.
 func TestConversionWebhook(t *testing.T) {
 	s := harness.Up(t, "")
 	hook := newConverter(t)

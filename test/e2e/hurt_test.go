@@ -72,7 +72,8 @@ func send(t *testing.T, s *harness.Server, token, method, path, contentType stri
 	return resp.StatusCode, string(data)
 }
 
-// What a tenant may write is the tenant's matter: nobody else's watches and lists are touched, also when the watch tier starts anew (S1, S5).
+// What a tenant may write is the tenant's matter: nobody else's watches and lists are touched, also when the watch tier
+// starts anew (S1, S5).
 func TestATenantCannotHurtTheOthers(t *testing.T) {
 	s := harness.Split(t, "")
 	token := tenant(t, s, "t")
@@ -190,8 +191,8 @@ func TestStrangersCostNothingLasting(t *testing.T) {
 	t.Logf("%d MB before 600 requests of strangers, %d after", before, resident(t, process))
 }
 
-// A policy whose parameters are of a kind that is defined later works once it is (features F3); tokens of an issuer of the operator's are
-// taken (F4); a webhook whose condition authorizes is not asked about its own question (S14).
+// A policy whose parameters are of a kind that is defined later works once it is (features F3); tokens of an issuer of
+// the operator's are taken (F4); a webhook whose condition authorizes is not asked about its own question (S14).
 func TestWhatComesLaterIsKnown(t *testing.T) {
 	s := harness.Up(t, "", "--service-account-issuer=https://issuer.example.com")
 	token := tenant(t, s, "t")

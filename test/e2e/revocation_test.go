@@ -50,8 +50,8 @@ func reads(t *testing.T, c *kubernetes.Clientset) bool {
 	return err == nil
 }
 
-// A permission that is taken away is gone at every gateway, though decisions are kept there. How soon is printed; it is a measurement, not
-// a promise of this machine's. REVOCATIONS sets how many.
+// A permission that is taken away is gone at every gateway, though decisions are kept there. How soon is printed; it is
+// a measurement, not a promise of this machine's. REVOCATIONS sets how many.
 func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 	s := harness.Split(t, "", "--replicas", "gateway=3,authz=2")
 	rounds := 10
@@ -105,8 +105,8 @@ func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 		rounds, connections, took[len(took)/2].Round(100*time.Microsecond), took[len(took)*99/100].Round(100*time.Microsecond), took[len(took)-1].Round(100*time.Microsecond))
 }
 
-// What authn, authz and admission decide by comes from registry. A replica of the watch tier can neither make it up nor hold it back: with
-// every replica stopped, permissions come and go as ever (S9).
+// What authn, authz and admission decide by comes from registry. A replica of the watch tier can neither make it up nor
+// hold it back: with every replica stopped, permissions come and go as ever (S9).
 func TestWhoDecidesBelievesNoReplica(t *testing.T) {
 	s := harness.Split(t, "")
 	bob := impersonator(t, s, "bob")
@@ -151,8 +151,8 @@ func TestWhoDecidesBelievesNoReplica(t *testing.T) {
 	t.Logf("with no replica of the watch tier, permissions came and went within %v", worst.Round(time.Millisecond))
 }
 
-// With NATS stopped, writes go on, and so does what they say of permissions: policies reach those who decide by another way, within the
-// bound that is told (S4).
+// With NATS stopped, writes go on, and so does what they say of permissions: policies reach those who decide by another
+// way, within the bound that is told (S4).
 func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 	s := harness.Split(t, "")
 	bob := impersonator(t, s, "bob")

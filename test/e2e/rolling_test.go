@@ -61,8 +61,8 @@ func connections(t *testing.T, s *harness.Server, n int, count *counted) []*http
 	return all
 }
 
-// With a thousand informers connected, every watchfanout replica is restarted in an orderly way, and then each is killed: no
-// client relists, none loses its connection, and each sees every event once.
+// With a thousand informers connected, every watchfanout replica is restarted in an orderly way, and then each is
+// killed: no client relists, none loses its connection, and each sees every event once.
 func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 	const number, replicas = 1000, 4
 	s := harness.Split(t, "", fmt.Sprintf("--replicas=watchfanout=%d", replicas))

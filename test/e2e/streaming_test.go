@@ -23,8 +23,8 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// kubelet is the part of a kubelet that streams, which is upstream's own code; its containers are processes of this machine.
-// The whole kubelet, with containerd, is the conformance suite's.
+// kubelet is the part of a kubelet that streams, which is upstream's own code; its containers are processes of this
+// machine. The whole kubelet, with containerd, is the conformance suite's.
 type kubelet struct {
 	*httptest.Server
 	asked chan *http.Request
@@ -106,8 +106,8 @@ func (k *kubelet) PortForward(_ context.Context, _, _ string, port int32, stream
 	return err
 }
 
-// exec, logs, port-forward and the proxies go to the kubelet with its client certificate, over WebSocket and over SPDY; exit codes,
-// half-closed input and large outputs arrive whole, and nobody goes there who may not.
+// exec, logs, port-forward and the proxies go to the kubelet with its client certificate, over WebSocket and over SPDY;
+// exit codes, half-closed input and large outputs arrive whole, and nobody goes there who may not.
 func TestStreaming(t *testing.T) {
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{"up": harness.Up, "split": harness.Split} {
 		t.Run(name, func(t *testing.T) { streams(t, start(t, "")) })

@@ -355,8 +355,8 @@ func (m *Member) Restore(backup string) {
 	}
 }
 
-// KubeAPIServer starts the real thing on an etcd, with the certificates of pkiFrom (a directory that `watershed up` made)
-// or of its own, and with more flags.
+// KubeAPIServer starts the real thing on an etcd, with the certificates of pkiFrom (a directory that `watershed up`
+// made) or of its own, and with more flags.
 func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
 	t.Helper()
 	s := &Server{t: t, Dir: dir, Port: FreePort(t), Kubeconfig: filepath.Join(dir, "reference.kubeconfig"), SAKey: filepath.Join(dir, "pki", "sa.key"), CA: filepath.Join(dir, "pki", "ca")}

@@ -1,6 +1,6 @@
-// Package node makes this machine a real node of whatever API server the harness has started: containerd, kubelet and kube-proxy
-// from their modules, images that are put together here. It needs root, and Debian's runc, CNI plugins, iptables and busybox,
-// which it installs.
+// Package node makes this machine a real node of whatever API server the harness has started: containerd, kubelet and
+// kube-proxy from their modules, images that are put together here. It needs root, and Debian's runc, CNI plugins,
+// iptables and busybox, which it installs.
 package node
 
 import (

@@ -1,5 +1,5 @@
-// Package poison puts into etcd what it accepts and nobody should have to expect: every stored kind with every string of it odd, and
-// values that are no objects at all.
+// Package poison puts into etcd what it accepts and nobody should have to expect: every stored kind with every string
+// of it odd, and values that are no objects at all.
 package poison
 
 import (
@@ -58,8 +58,8 @@ func notObjects(sound []byte) map[string][]byte {
 	}
 }
 
-// Values is the whole corpus, in order: every resource that is stored by default in kube-apiserver 1.36, as upstream's own test of etcd's
-// paths lists them.
+// Values is the whole corpus, in order: every resource that is stored by default in kube-apiserver 1.36, as upstream's
+// own test of etcd's paths lists them.
 func Values() ([]Value, error) {
 	all := etcd.GetEtcdStorageDataForNamespace(Namespace)
 	var out []Value
@@ -180,7 +180,8 @@ func stored(gvr schema.GroupVersionResource, stub string, stored *schema.GroupVe
 	if err != nil {
 		return nil, nil, err
 	}
-	// A stub is of the version that it is written in, which may name fields that the stored one lacks: what does not fit is left out.
+	// A stub is of the version that it is written in, which may name fields that the stored one lacks: what does not fit
+	// is left out.
 	_ = json.Unmarshal([]byte(stub), obj)
 	obj.GetObjectKind().SetGroupVersionKind(gvk)
 	data, err := encode(obj)

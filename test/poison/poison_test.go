@@ -28,13 +28,14 @@ var mediaTypes = []string{
 	"application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
 }
 
-// left are kinds whose odd objects change how the cluster itself is served, to both servers alike: what they are about is tested by name.
+// left are kinds whose odd objects change how the cluster itself is served, to both servers alike: what they are about
+// is tested by name.
 var left = map[string]string{
 	"apiservices.apiregistration.k8s.io": "an APIService hands its group version to another server",
 }
 
-// Whatever is in etcd, nobody else notices: other resources and other namespaces are listed and watched as before, and the odd objects
-// themselves are answered with the status that kube-apiserver gives.
+// Whatever is in etcd, nobody else notices: other resources and other namespaces are listed and watched as before, and
+// the odd objects themselves are answered with the status that kube-apiserver gives.
 func TestOneBadObjectIsOneObjectsMatter(t *testing.T) {
 	t.Run("up", func(t *testing.T) { corpus(t, harness.Up) })
 }
@@ -214,8 +215,8 @@ func (o *other) open(t *testing.T) {
 	}
 }
 
-// hears writes something and waits until the watch tells of it. A watch whose resource holds something unreadable is told so and ends,
-// as kube-apiserver's: this one's namespace holds nothing odd, but its resource does.
+// hears writes something and waits until the watch tells of it. A watch whose resource holds something unreadable is
+// told so and ends, as kube-apiserver's: this one's namespace holds nothing odd, but its resource does.
 func (o *other) hears(t *testing.T, name string) {
 	t.Helper()
 	if _, err := o.s.Client().CoreV1().ServiceAccounts("default").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {

@@ -52,7 +52,8 @@ type cluster struct {
 	poison func(n int)
 }
 
-// startCluster writes the configuration of the split form, puts a proxy into every way between two processes, and starts all.
+// startCluster writes the configuration of the split form, puts a proxy into every way between two processes, and
+// starts all.
 func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c := &cluster{dir: o.dir, watershed: o.watershed}
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -1,6 +1,6 @@
-// Command robustness runs the split form while its processes are killed (-9), paused (STOP and CONT) and cut off from each
-// other, lets clients read, write and watch through it all, and then judges everything that they were told (package
-// history). Every fault comes from a seed: the same seed gives the same faults in the same order.
+// Command robustness runs the split form while its processes are killed (-9), paused (STOP and CONT) and cut off from
+// each other, lets clients read, write and watch through it all, and then judges everything that they were told
+// (package history). Every fault comes from a seed: the same seed gives the same faults in the same order.
 //
 //	robustness -faults 1000 -seed 7
 //	robustness -break drop          a Watershed that loses an event: the judge has to find it

@@ -11,8 +11,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// poison writes objects that kube-apiserver accepts and nobody should have to expect: strings that are not UTF-8, as protobuf lets them
-// through, and one that is six times as large in JSON. Whoever watches config maps must not notice.
+// poison writes objects that kube-apiserver accepts and nobody should have to expect: strings that are not UTF-8, as
+// protobuf lets them through, and one that is six times as large in JSON. Whoever watches config maps must not notice.
 func (w *workload) poison(n int) {
 	bad := string([]byte{0xff, 0xfe, byte(n)})
 	name := fmt.Sprintf("poison-%d", n)

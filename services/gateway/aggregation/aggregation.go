@@ -1,5 +1,5 @@
-// Package aggregation hands requests for group versions of other servers to them, with the identity of who asks, and learns
-// what these servers serve.
+// Package aggregation hands requests for group versions of other servers to them, with the identity of who asks, and
+// learns what these servers serve.
 //
 // The behaviour is that of k8s.io/kube-aggregator/pkg/apiserver at 0.36 (handler_proxy.go).
 package aggregation
@@ -66,8 +66,8 @@ func New(c *Config) (*Proxy, error) {
 	return p, nil
 }
 
-// Set makes v the view whose servers are known, and says whether they are others than before. What is the same keeps its
-// connections.
+// Set makes v the view whose servers are known, and says whether they are others than before. What is the same keeps
+// its connections.
 func (p *Proxy) Set(v *routing.View) (changed bool) {
 	before := p.said
 	p.said = v.Remotes

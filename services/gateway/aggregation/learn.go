@@ -54,7 +54,8 @@ type Learned struct {
 	Resources []apidiscoveryv2.APIResourceDiscovery
 	// Stale: it did not answer the last time.
 	Stale bool
-	// OpenAPI and OpenAPIV2 are its documents in JSON, if it has any: of the group version in v3, of all that it serves in v2.
+	// OpenAPI and OpenAPIV2 are its documents in JSON, if it has any: of the group version in v3, of all that it serves in
+	// v2.
 	OpenAPI, OpenAPIV2 []byte
 	hash               string
 }
@@ -109,7 +110,8 @@ func (l *Learner) learn(ctx context.Context) {
 	wg.Wait()
 }
 
-// one asks one server, and says whether what is known of it has changed. What it does not answer this time is as it was.
+// one asks one server, and says whether what is known of it has changed. What it does not answer this time is as it
+// was.
 func (l *Learner) one(ctx context.Context, gv schema.GroupVersion, r *remote) bool {
 	before := l.Of(gv)
 	now, err := r.learn(ctx, gv)

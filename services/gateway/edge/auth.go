@@ -27,17 +27,20 @@ const (
 	maxScopes = 20000
 )
 
-// Authorizer asks authz, and keeps its decisions until the policy's generation moves in their scope, or for as long as authz says.
+// Authorizer asks authz, and keeps its decisions until the policy's generation moves in their scope, or for as long as
+// authz says.
 type Authorizer struct {
 	Client authzv1.AuthzClient
 
 	once      sync.Once
 	decisions *kept[decision]
-	// asking shares questions about open watches: one that began before a permission was taken away answers nobody who asks after it.
+	// asking shares questions about open watches: one that began before a permission was taken away answers nobody who
+	// asks after it.
 	asking coalesce.Group[decision]
 
 	mu sync.RWMutex
-	// replica counts the generations, and was heard of last at heard. Empty: nobody tells of changes, and nothing may be kept.
+	// replica counts the generations, and was heard of last at heard. Empty: nobody tells of changes, and nothing may be
+	// kept.
 	replica string
 	heard   time.Time
 	// all is the policy of the whole cluster, spaces that of namespaces.
@@ -116,7 +119,8 @@ func (a *Authorizer) checkHeard(ctx context.Context) {
 // unheardBound is after what time without a word of the policy open watches are asked about.
 const unheardBound = 20 * time.Second
 
-// unheard has open watches asked about where nobody has told of the policy for long: a permission may have been taken away.
+// unheard has open watches asked about where nobody has told of the policy for long: a permission may have been taken
+// away.
 func (a *Authorizer) unheard() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -126,7 +130,8 @@ func (a *Authorizer) unheard() {
 	}
 }
 
-// moved takes note of a generation; nil means that nobody tells of them. The first of a stream is where its replica stands.
+// moved takes note of a generation; nil means that nobody tells of them. The first of a stream is where its replica
+// stands.
 func (a *Authorizer) moved(g *authzv1.Generation, first bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -212,8 +217,8 @@ const (
 	stillMost  = 500 * time.Millisecond
 )
 
-// Still says whether what was once allowed still is. Where nobody can say it is asked again, and after a bound it is not. Many who ask
-// the same at once, as watches do when the generation has moved, cost authz one question.
+// Still says whether what was once allowed still is. Where nobody can say it is asked again, and after a bound it is
+// not. Many who ask the same at once, as watches do when the generation has moved, cost authz one question.
 func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) bool {
 	key, keepable := keyOf(attrs)
 	until := time.Now().Add(stillBound)
@@ -310,8 +315,8 @@ func (a *Authorizer) Ask(ctx context.Context, attrs *commonv1.Attributes) (*auth
 	return resp, nil
 }
 
-// keyOf is everything that a decision may depend on; ok is false where nothing may be kept: the selectors did not parse, or it is all
-// too long.
+// keyOf is everything that a decision may depend on; ok is false where nothing may be kept: the selectors did not
+// parse, or it is all too long.
 func keyOf(a authorizer.Attributes) (key digest, ok bool) {
 	d := newDigester()
 	writeUser(d, a.GetUser())

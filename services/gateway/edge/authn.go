@@ -43,8 +43,8 @@ func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{keptGauge, unsettledWatches, bodiesGauge}
 }
 
-// Authenticator asks authn, and keeps its answers for as long as authn says. What a stranger sends leaves nothing behind: neither a
-// refusal nor an anonymous user is kept.
+// Authenticator asks authn, and keeps its answers for as long as authn says. What a stranger sends leaves nothing
+// behind: neither a refusal nor an anonymous user is kept.
 type Authenticator struct {
 	client authnv1.AuthnClient
 	// names and prefixes are of the headers that carry identities beside Authorization: the front proxy's.
@@ -52,7 +52,8 @@ type Authenticator struct {
 	known           *kept[*knownUser]
 }
 
-// NewAuthenticator returns one that passes on, beside credentials, the headers of those names or whose names begin with a prefix.
+// NewAuthenticator returns one that passes on, beside credentials, the headers of those names or whose names begin with
+// a prefix.
 func NewAuthenticator(client authnv1.AuthnClient, names, prefixes []string) *Authenticator {
 	return &Authenticator{client: client, names: names, prefixes: prefixes, known: newKept[*knownUser](knownBytes, knownShare, keptGauge.WithLabelValues("authn"))}
 }

@@ -22,11 +22,12 @@ import (
 const MaxBodyBytes = 3 << 20
 
 const (
-	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of one owner.
+	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of one
+	// owner.
 	bodiesBytes = 512 << 20
 	bodiesShare = 64 << 20
-	// smallBody is up to which size a body is taken though others fill the room, for as long as its owner's share has some: a Lease, an
-	// Event, a review. bodiesMost bounds even those.
+	// smallBody is up to which size a body is taken though others fill the room, for as long as its owner's share has
+	// some: a Lease, an Event, a review. bodiesMost bounds even those.
 	smallBody  = 64 << 10
 	bodiesMost = 2 * bodiesBytes
 	// bodyPatience is how long a client may take to send a body.
@@ -43,16 +44,16 @@ var bodiesGauge = prometheus.NewGauge(prometheus.GaugeOpts{
 // unbounded are the groups whose bodies are taken even where others' fill the room: what runs the cluster goes on.
 var unbounded = []string{user.SystemPrivilegedGroup, user.NodesGroup, identity.ServicesGroup}
 
-// bodies reads requests' bodies before the requests are counted as in flight: a client that sends slowly takes up what it has sent, and
-// nobody's slot.
+// bodies reads requests' bodies before the requests are counted as in flight: a client that sends slowly takes up what
+// it has sent, and nobody's slot.
 type bodies struct {
 	mu     sync.Mutex
 	bytes  int
 	owners map[string]int
 }
 
-// readAhead has next find the whole body of those requests that buffered says are for the gateway itself. What is too large is passed on
-// so: next answers it. Strangers' bodies are not read: next refuses most of them without.
+// readAhead has next find the whole body of those requests that buffered says are for the gateway itself. What is too
+// large is passed on so: next answers it. Strangers' bodies are not read: next refuses most of them without.
 func (b *bodies) readAhead(next http.Handler, buffered func(*http.Request) bool) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if req.Body == nil || req.Body == http.NoBody || req.ContentLength == 0 || !buffered(req) {
@@ -69,7 +70,8 @@ func (b *bodies) readAhead(next http.Handler, buffered func(*http.Request) bool)
 			held.owner, held.free = identity.Owner(u.GetName()), slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(unbounded, g) })
 		}
 		defer held.release()
-		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own ends it.
+		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own ends
+		// it.
 		control := http.NewResponseController(w)
 		_ = control.SetReadDeadline(time.Now().Add(bodyPatience))
 		err := held.read(req.Body, req.ContentLength)
@@ -99,7 +101,8 @@ type heldBody struct {
 	held int
 }
 
-// read reads the whole body, or one byte more than is allowed. length is how long it is said to be; below 0: nobody says.
+// read reads the whole body, or one byte more than is allowed. length is how long it is said to be; below 0: nobody
+// says.
 func (h *heldBody) read(body io.Reader, length int64) error {
 	room := firstPiece
 	if length >= 0 {
@@ -192,8 +195,8 @@ type failing struct{ err error }
 
 func (f failing) Read([]byte) (int, error) { return 0, f.err }
 
-// unlimited passes the system's own services by the limit of requests in flight: what everybody is decided by is not to wait for
-// everybody. A fair share of the rest is another matter.
+// unlimited passes the system's own services by the limit of requests in flight: what everybody is decided by is not to
+// wait for everybody. A fair share of the rest is another matter.
 func unlimited(limited, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if u, ok := request.UserFrom(req.Context()); ok && slices.Contains(u.GetGroups(), identity.ServicesGroup) {

@@ -17,8 +17,8 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 )
 
-// A body that comes slowly holds what has come of it, and no slot; what one owner's bodies take is bounded, and small ones and the control
-// plane's are always taken (S6).
+// A body that comes slowly holds what has come of it, and no slot; what one owner's bodies take is bounded, and small
+// ones and the control plane's are always taken (S6).
 func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
 	b := &bodies{}
 	inside := 0

@@ -82,8 +82,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&c.RequestHeaderExtraPrefixes, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"}, "Request header prefixes to inspect.")
 }
 
-// FrontProxyHeaders are the headers that may carry an identity, by name and by how their names begin. They are taken out of every
-// request, also where no front proxy is configured, since whoever a request is passed on to may believe them.
+// FrontProxyHeaders are the headers that may carry an identity, by name and by how their names begin. They are taken
+// out of every request, also where no front proxy is configured, since whoever a request is passed on to may believe
+// them.
 func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
 	return slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders), c.RequestHeaderExtraPrefixes
 }
@@ -109,8 +110,9 @@ var RequestInfo = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api",
 // LongRunning recognizes requests without a time limit.
 var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"), sets.NewString("attach", "exec", "proxy", "log", "portforward"))
 
-// Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go, DefaultBuildHandlerChain).
-// buffered says of which requests the body is read before they count as in flight: those that the gateway answers itself.
+// Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
+// DefaultBuildHandlerChain). buffered says of which requests the body is read before they count as in flight: those
+// that the gateway answers itself.
 func (c *Config) Chain(api http.Handler, authn *Authenticator, authz *Authorizer, inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
 	h := genericapifilters.WithAuthorization(api, authz, Codecs)
 	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
@@ -176,7 +178,8 @@ func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 // Server serves HTTPS.
 type Server struct {
 	config *Config
-	// ShuttingDown is closed when the server is told to stop: it is not ready any more, and serves on for --shutdown-delay-duration.
+	// ShuttingDown is closed when the server is told to stop: it is not ready any more, and serves on for
+	// --shutdown-delay-duration.
 	ShuttingDown chan struct{}
 	InFlight     *waitgroup.SafeWaitGroup
 	// waves are closed one after the other, over the watches' grace period.
@@ -195,7 +198,8 @@ func NewServer(c *Config) *Server {
 	return s
 }
 
-// resourceBody is what 99 of 100 objects fit into, and so a frame and a stream's window (k8s.io/apiserver/pkg/server/secure_serving.go).
+// resourceBody is what 99 of 100 objects fit into, and so a frame and a stream's window
+// (k8s.io/apiserver/pkg/server/secure_serving.go).
 const resourceBody = 256 << 10
 
 // Run listens until ctx is done, then lets the requests in flight end.
@@ -227,8 +231,8 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 		return err
 	case <-ctx.Done():
 	}
-	// The order is kube-apiserver's (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served on for the delay; no new
-	// connections, and GOAWAY on those there are; requests end by themselves, watches over their grace period.
+	// The order is kube-apiserver's (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served on for the delay;
+	// no new connections, and GOAWAY on those there are; requests end by themselves, watches over their grace period.
 	close(s.ShuttingDown)
 	time.Sleep(c.ShutdownDelay)
 	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout+c.WatchGrace)
@@ -250,12 +254,12 @@ func (c *Config) StopTimeout() time.Duration {
 	return c.ShutdownDelay + c.WatchGrace + c.RequestTimeout + 5*time.Second
 }
 
-// connectionPatience is how long a connection's peer may take nothing before the connection is closed: it is gone, or as good
-// as gone. A stream that is not read is another matter, and ends by itself.
+// connectionPatience is how long a connection's peer may take nothing before the connection is closed: it is gone, or
+// as good as gone. A stream that is not read is another matter, and ends by itself.
 const connectionPatience = 30 * time.Second
 
-// shareConnections serves HTTP/2 over connections that watches may write to together. net/http has no way to serve it over a
-// connection that is not its own, so golang.org/x/net/http2 does.
+// shareConnections serves HTTP/2 over connections that watches may write to together. net/http has no way to serve it
+// over a connection that is not its own, so golang.org/x/net/http2 does.
 func shareConnections(srv *http.Server) error {
 	//lint:ignore SA1019 see above
 	h2 := &http2.Server{}

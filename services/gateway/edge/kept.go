@@ -11,8 +11,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// kept remembers answers for a while, in a bounded number of bytes, of which one owner may take a part. What was used least lately goes
-// first. Its methods may be called by any number of goroutines.
+// kept remembers answers for a while, in a bounded number of bytes, of which one owner may take a part. What was used
+// least lately goes first. Its methods may be called by any number of goroutines.
 type kept[V any] struct {
 	// limit bounds all entries in bytes, and share those of one owner.
 	limit, share int
@@ -106,8 +106,8 @@ func (k *kept[V]) remove(e *keptEntry[V]) {
 	k.size.Set(float64(k.bytes))
 }
 
-// digest is a key of what is kept: of a length that strangers do not choose, and such that neither credentials can be read from memory
-// nor two of one digest be found.
+// digest is a key of what is kept: of a length that strangers do not choose, and such that neither credentials can be
+// read from memory nor two of one digest be found.
 type digest [sha256.Size]byte
 
 // digestKey is this process's own.
@@ -139,7 +139,8 @@ func (d *digester) part(s string) {
 
 func (d *digester) number(n int) { d.data = binary.BigEndian.AppendUint32(d.data, uint32(n)) }
 
-// sum is the digest; ok is false where the parts are too long to be kept under one. The digester must not be used afterwards.
+// sum is the digest; ok is false where the parts are too long to be kept under one. The digester must not be used
+// afterwards.
 func (d *digester) sum() (sum digest, ok bool) {
 	ok = len(d.data) <= maxDigested
 	if ok {

@@ -366,7 +366,8 @@ func (s *silent) Generations(_ context.Context, _ *authzv1.GenerationsRequest, o
 	return nil, status.Error(codes.Unavailable, "away")
 }
 
-// While no authz is heard of, open watches are asked about after a while, once; whoever cannot be told is ended by Still (S11).
+// While no authz is heard of, open watches are asked about after a while, once; whoever cannot be told is ended by
+// Still (S11).
 func TestOpenWatchesAreAskedAboutWhileAuthzIsAway(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &silent{}
@@ -394,7 +395,8 @@ func TestOpenWatchesAreAskedAboutWhileAuthzIsAway(t *testing.T) {
 	})
 }
 
-// What no generation tells of is not kept, and an open watch believes it of the replica alone that has seen what has changed.
+// What no generation tells of is not kept, and an open watch believes it of the replica alone that has seen what has
+// changed.
 func TestATransientDecisionIsNotKept(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a", Transient: true}}

@@ -31,8 +31,8 @@ func WriteCode(w http.ResponseWriter, req *http.Request, code int, message strin
 	WriteError(w, req, schema.GroupVersion{Version: "v1"}, apierrors.NewGenericServerResponse(code, "", schema.GroupResource{}, "", fmt.Sprintf("%d: %s", code, message), 0, false))
 }
 
-// Produced is what kube-apiserver's web framework asks of Accept before anything else does: one media type that is among
-// those served, whatever its parameters, or */*.
+// Produced is what kube-apiserver's web framework asks of Accept before anything else does: one media type that is
+// among those served, whatever its parameters, or */*.
 func Produced(accept string, types []string) bool {
 	if accept == "" {
 		return true

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// A server that is told to stop is not ready at once, goes on serving for the delay, and then ends its watches one wave after the other,
-// while requests in flight go on to their end: kube-apiserver's order (features F5).
+// A server that is told to stop is not ready at once, goes on serving for the delay, and then ends its watches one wave
+// after the other, while requests in flight go on to their end: kube-apiserver's order (features F5).
 func TestAServerStopsInOrder(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

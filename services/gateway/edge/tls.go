@@ -11,8 +11,8 @@ import (
 	cliflag "k8s.io/component-base/cli/flag"
 )
 
-// TLSConfig is how the gateway serves TLS. Certificates and authorities are read again when their files change, by the controllers
-// that kube-apiserver has for it.
+// TLSConfig is how the gateway serves TLS. Certificates and authorities are read again when their files change, by the
+// controllers that kube-apiserver has for it.
 type TLSConfig struct {
 	CertFile, KeyFile string
 	// SNI are the certificates for single names.
@@ -29,8 +29,8 @@ func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil, "Comma-separated list of cipher suites for TLS 1.2; Go's defaults where it is not given.")
 }
 
-// config is the server's TLS configuration, kept up to date until ctx is done. clientCA and requestHeaderCA name the CAs that the handshake
-// lists; authn verifies certificates.
+// config is the server's TLS configuration, kept up to date until ctx is done. clientCA and requestHeaderCA name the
+// CAs that the handshake lists; authn verifies certificates.
 func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string) (*tls.Config, error) {
 	if c.CertFile == "" || c.KeyFile == "" {
 		return nil, errors.New("--tls-cert-file and --tls-private-key-file are required")

@@ -32,7 +32,8 @@ func leaf(t *testing.T, ca *pki.CA, name string, sans ...string) (crt, key strin
 	return crt, key
 }
 
-// seen is what a client sees of a server: whose certificate it shows for a name, and which authorities it asks clients' certificates of.
+// seen is what a client sees of a server: whose certificate it shows for a name, and which authorities it asks clients'
+// certificates of.
 type seen struct {
 	serving string
 	asked   []string
@@ -66,7 +67,8 @@ func dial(t *testing.T, conf *tls.Config, name string, most uint16) (s seen, err
 	return s, nil
 }
 
-// Certificates and the authorities that clients are told of are read again when their files change, and each name is shown its own (S29).
+// Certificates and the authorities that clients are told of are read again when their files change, and each name is
+// shown its own (S29).
 func TestWhatTLSServesFollowsItsFiles(t *testing.T) {
 	dir := t.TempDir()
 	ca, clients, others := authority(t, dir, "ca"), authority(t, dir, "clients"), authority(t, dir, "others")

@@ -42,8 +42,8 @@ type Handler struct {
 	made map[string]*document
 }
 
-// document is made when somebody asks for it, and protobuf of it when somebody asks for that: what a server of others says may
-// be no proper OpenAPI, and is then served as it came.
+// document is made when somebody asks for it, and protobuf of it when somebody asks for that: what a server of others
+// says may be no proper OpenAPI, and is then served as it came.
 type document struct {
 	etag string
 	make func() ([]byte, error)
@@ -253,8 +253,8 @@ func (h *Handler) read(path string) ([]byte, error) {
 	return data, nil
 }
 
-// merged adds what other servers say of their group versions to the document of v2. What cannot be read, or would spoil the
-// rest, is left out.
+// merged adds what other servers say of their group versions to the document of v2. What cannot be read, or would spoil
+// the rest, is left out.
 func (h *Handler) merged(data []byte) ([]byte, error) {
 	var all *spec.Swagger
 	for _, gv := range h.Remotes.Groups() {

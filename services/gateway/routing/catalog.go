@@ -1,5 +1,6 @@
-// Package routing finds who answers a request and carries it there: reads of stored resources to the watch tier (to registry, where authn, authz or admission read), all
-// else to registry, with admission and authorization asked for on registry's behalf.
+// Package routing finds who answers a request and carries it there: reads of stored resources to the watch tier (to
+// registry, where authn, authz or admission read), all else to registry, with admission and authorization asked for on
+// registry's behalf.
 package routing
 
 import (

@@ -45,8 +45,8 @@ func FuzzNegotiation(f *testing.F) {
 	})
 }
 
-// Whatever a list asks for, it is for the watch tier in a form that it knows, or for registry to refuse; and the key of a shared list is
-// of what it depends on alone.
+// Whatever a list asks for, it is for the watch tier in a form that it knows, or for registry to refuse; and the key of
+// a shared list is of what it depends on alone.
 func FuzzListOptions(f *testing.F) {
 	f.Add("limit=5&continue=x&labelSelector=a%3Db&fieldSelector=metadata.name%3Dx")
 	f.Add("resourceVersion=%FF&timeoutSeconds=-1&fieldSelector=nobody%3Dx")

@@ -43,7 +43,8 @@ import (
 	"watershed.dev/services/gateway/wire"
 )
 
-// errRegistry says that registry must answer: the watch tier cannot, or the options are bad and registry knows in which words.
+// errRegistry says that registry must answer: the watch tier cannot, or the options are bad and registry knows in which
+// words.
 var errRegistry = errors.New("ask registry")
 
 // options reads a list's or watch's options for the watch tier.
@@ -99,8 +100,8 @@ func (c *call) options() (*internalversion.ListOptions, *watchfanoutv1.Query, er
 	return opts, q, nil
 }
 
-// decides says whether who asks decides by the answer: authn, authz and admission. They are answered by registry, so that a replica of the
-// watch tier can neither make a permission up nor keep one that was taken away.
+// decides says whether who asks decides by the answer: authn, authz and admission. They are answered by registry, so
+// that a replica of the watch tier can neither make a permission up nor keep one that was taken away.
 func (c *call) decides() bool { return slices.Contains(c.user.GetGroups(), identity.ServicesGroup) }
 
 // lister answers lists from encoded bytes.
@@ -116,15 +117,15 @@ func (c *call) source() (lister, *watch.Hub) {
 	return c.Tier, c.Watches
 }
 
-// skips says whether what cannot be read is left out of a list. It is for the services that decide by it: an unreadable role grants
-// nothing, and is no reason not to hear of the others. An unreadable webhook or policy might refuse, so of those they are refused the list,
-// and in time decide nothing.
+// skips says whether what cannot be read is left out of a list. It is for the services that decide by it: an unreadable
+// role grants nothing, and is no reason not to hear of the others. An unreadable webhook or policy might refuse, so of
+// those they are refused the list, and in time decide nothing.
 func (c *call) skips() bool {
 	return c.entry.Resource.GetGroup() != "admissionregistration.k8s.io" && c.decides()
 }
 
-// answersWithin is how long the watch tier may be silent before registry is asked in its place: a replica may be there, and
-// yet not move.
+// answersWithin is how long the watch tier may be silent before registry is asked in its place: a replica may be there,
+// and yet not move.
 const answersWithin = 5 * time.Second
 
 // getFromTier reads one object, as it is stored, from the watch tier's bytes. Anything else is registry's to answer.
@@ -195,7 +196,8 @@ func (c *call) list() {
 	}
 }
 
-// directAbove is the size from which a body is written past the HTTP/2 server, which copies and frames it piece by piece.
+// directAbove is the size from which a body is written past the HTTP/2 server, which copies and frames it piece by
+// piece.
 const directAbove = 64 << 10
 
 // body begins an answer of some size and answers how to write it and how to end it.
@@ -219,8 +221,8 @@ func (c *call) body(size int64) (write func([][]byte) error, end func()) {
 	}, func() { _ = b.Close() }
 }
 
-// listFromRegistry answers a list that the watch tier does not. Many who ask the same at once, as all do when the tier is away, share one
-// reading of etcd that began after they asked.
+// listFromRegistry answers a list that the watch tier does not. Many who ask the same at once, as all do when the tier
+// is away, share one reading of etcd that began after they asked.
 func (c *call) listFromRegistry() {
 	r := c.read()
 	r.User, r.Query = nil, listQuery(c.req.URL.Query()) // a list is the same for whoever may see it
@@ -320,7 +322,8 @@ func (c *call) watch() {
 	})
 }
 
-// watchVersion reads a watch's resourceVersion as kube-apiserver does, with its error: a number of 64 bits, however written.
+// watchVersion reads a watch's resourceVersion as kube-apiserver does, with its error: a number of 64 bits, however
+// written.
 func watchVersion(v string) (string, error) {
 	if v == "" {
 		return "", nil

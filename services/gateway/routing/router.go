@@ -130,7 +130,8 @@ func placed(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Re
 	}
 	switch {
 	case len(e.ConnectMethods) > 0:
-		// What was authorized is what the path said. There is one path to what is connected to, and it says what the method does.
+		// What was authorized is what the path said. There is one path to what is connected to, and it says what the method
+		// does.
 		if info.Name == "" || watchPath(req) || len(info.Parts) < 2 || info.Parts[1] != info.Name || info.Verb != methodVerbs[req.Method] {
 			return false
 		}
@@ -426,8 +427,8 @@ func (c *call) writeRequest() *registryv1.WriteRequest {
 	return r
 }
 
-// asksItself says whether the request is a question that admission has while it reviews something else: it is not to be reviewed, which
-// might ask again without end. kube-apiserver's plugins ask its authorizer without a request.
+// asksItself says whether the request is a question that admission has while it reviews something else: it is not to be
+// reviewed, which might ask again without end. kube-apiserver's plugins ask its authorizer without a request.
 func (c *call) asksItself() bool {
 	return c.user.GetName() == identity.Admission && slices.Contains(c.user.GetGroups(), identity.ServicesGroup) &&
 		c.entry.Resource.GetGroup() == "authorization.k8s.io" && c.entry.Resource.GetResource() == "subjectaccessreviews"

@@ -139,8 +139,8 @@ func (f *feed) close() {
 	}
 }
 
-// next is what comes next for a client: events, or a bookmark that is due. Where there is nothing, events are from now on
-// written to its stream as they come, if it has one.
+// next is what comes next for a client: events, or a bookmark that is due. Where there is nothing, events are from now
+// on written to its stream as they come, if it has one.
 func (f *feed) next(s *subscriber) ([][]byte, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -282,8 +282,8 @@ func (f *feed) rouse(s *subscriber) {
 	}
 }
 
-// keptRecent is what a feed keeps of events that every client of it has seen, for those who come to join it; it may keep twice as much
-// until it looks again who has seen what.
+// keptRecent is what a feed keeps of events that every client of it has seen, for those who come to join it; it may
+// keep twice as much until it looks again who has seen what.
 const keptRecent = 64 << 10
 
 // hold accounts for bytes that the feed begins or, below 0, ceases to keep.
@@ -292,8 +292,9 @@ func (f *feed) hold(n int) {
 	feedBytes.Set(float64(f.hub.room().held.Add(int64(n))))
 }
 
-// trim forgets what is beyond the bounds: events that everyone has seen but for a few, what is too much for one feed, and where all
-// feeds together keep too much, what only those need who are behind. They go on with streams of their own.
+// trim forgets what is beyond the bounds: events that everyone has seen but for a few, what is too much for one feed,
+// and where all feeds together keep too much, what only those need who are behind. They go on with streams of their
+// own.
 func (f *feed) trim() {
 	over := func() bool {
 		return f.bytes > f.hub.Config.FeedBytes || f.hub.room().held.Load() > f.hub.Config.FeedsBytes && f.bytes > keptRecent
@@ -331,7 +332,8 @@ func (f *feed) end() {
 	f.hub.drop(f)
 }
 
-// run follows the watch tier until the feed is closed or the stream ends in a way that every client must see for itself.
+// run follows the watch tier until the feed is closed or the stream ends in a way that every client must see for
+// itself.
 func (f *feed) run(ctx context.Context) {
 	defer f.end()
 	r := &watchfanoutv1.WatchRequest{Query: f.query, AllowBookmarks: true, SendInitialEvents: new(bool), ColumnsSent: true,

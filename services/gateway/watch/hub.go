@@ -1,10 +1,10 @@
-// Package watch keeps clients' watches open and lets those that ask the same share one stream from their source: the watch tier or, for
-// authn, authz and admission, registry.
+// Package watch keeps clients' watches open and lets those that ask the same share one stream from their source: the
+// watch tier or, for authn, authz and admission, registry.
 //
-// A watch begins alone, with a stream of its own, for as long as it is behind: its initial events, or a replay. Once it has
-// come to where the shared stream (a feed) is, it joins it. It leaves when the feed no longer holds what comes next for it,
-// and is alone again. Either way its place is the position of the last event that it was sent, and so a lost replica, a
-// lost feed and a slow client all come to the same: go on after that position.
+// A watch begins alone, with a stream of its own, for as long as it is behind: its initial events, or a replay. Once it
+// has come to where the shared stream (a feed) is, it joins it. It leaves when the feed no longer holds what comes next
+// for it, and is alone again. Either way its place is the position of the last event that it was sent, and so a lost
+// replica, a lost feed and a slow client all come to the same: go on after that position.
 package watch
 
 import (
@@ -99,7 +99,8 @@ type Hub struct {
 	Config *Config
 	// Room is what the feeds of all hubs keep together; its own where it is nil.
 	Room *Room
-	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at once.
+	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at
+	// once.
 	Revision func(context.Context) (int64, error)
 
 	revisions coalesce.Group[int64]
@@ -148,9 +149,9 @@ func keyOf(q *watchfanoutv1.Query) (key, error) {
 	return sha256.Sum256(data), nil
 }
 
-// join adds a client at a position to the feed of its query, which is begun there if there is none and the tier has reached
-// the position: a client may name any revision, and the others are not to wait for it. It answers nil where there is no feed
-// that holds what comes after the position.
+// join adds a client at a position to the feed of its query, which is begun there if there is none and the tier has
+// reached the position: a client may name any revision, and the others are not to wait for it. It answers nil where
+// there is no feed that holds what comes after the position.
 func (h *Hub) join(k key, q *watchfanoutv1.Query, at position, reached bool) (*feed, *subscriber) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -171,8 +172,8 @@ func (h *Hub) join(k key, q *watchfanoutv1.Query, at position, reached bool) (*f
 	return f, f.join(at)
 }
 
-// exists says whether etcd has come to a revision that a client has from somewhere. One that it has not come to is of another history,
-// from before a backup was restored: a feed would leave out in silence what comes before it.
+// exists says whether etcd has come to a revision that a client has from somewhere. One that it has not come to is of
+// another history, from before a backup was restored: a feed would leave out in silence what comes before it.
 func (h *Hub) exists(ctx context.Context, k key, at position) bool {
 	h.mu.Lock()
 	f := h.feeds[k]

@@ -27,13 +27,14 @@ type Request struct {
 	BookmarkPeriod time.Duration
 	// Stopping ends it early: the gateway shuts down.
 	Stopping <-chan struct{}
-	// Moved is closed when permissions may have been taken away, and Allowed then says whether the client may still watch. It waits, for
-	// a while, where nobody can be asked.
+	// Moved is closed when permissions may have been taken away, and Allowed then says whether the client may still watch.
+	// It waits, for a while, where nobody can be asked.
 	Moved   func() <-chan struct{}
 	Allowed func(ctx context.Context) bool
 }
 
-// Serve keeps a client's watch open until its time is up, the client leaves, or it ends in an error that the client sees.
+// Serve keeps a client's watch open until its time is up, the client leaves, or it ends in an error that the client
+// sees.
 func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	clients.Inc()
 	defer clients.Dec()

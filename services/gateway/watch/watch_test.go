@@ -446,8 +446,8 @@ func TestABookmarkIsNotATablesFirstRow(t *testing.T) {
 	}
 }
 
-// A client that names a revision which etcd has not come to has it from another history: it does not join a feed, which would leave out
-// what comes before that (F3).
+// A client that names a revision which etcd has not come to has it from another history: it does not join a feed, which
+// would leave out what comes before that (F3).
 func TestAPlaceThatDoesNotExistIsNotJoined(t *testing.T) {
 	up := newTier()
 	up.write(6, 7)

@@ -2,14 +2,15 @@
 //
 // Go's HTTP/2 server writes each flush of each response by itself: the handler's goroutine hands a frame to the
 // connection's goroutine and waits, and mostly every frame is a TLS record and a system call of its own. A gateway that
-// delivers one event to a thousand watchers does little else. A Conn stands between the TLS connection and the server. The
-// server still speaks the protocol: settings, headers, priorities, errors, the beginning and the end of every response. But
-// a handler may take its stream over; from then on the body is written as DATA frames that the Conn puts between the
-// server's own frames, all that are due at once in one write, by no goroutine of the stream's own.
+// delivers one event to a thousand watchers does little else. A Conn stands between the TLS connection and the server.
+// The server still speaks the protocol: settings, headers, priorities, errors, the beginning and the end of every
+// response. But a handler may take its stream over; from then on the body is written as DATA frames that the Conn puts
+// between the server's own frames, all that are due at once in one write, by no goroutine of the stream's own.
 //
-// Flow control stays whole because the Conn sees every frame. A stream that was taken has its window counted here, and the
-// server no longer hears of it. Of the connection's window a part is withheld from the server, out of what the client adds
-// to the first 65,535 bytes; only that part is spent on taken streams, and what the client gives back for it returns to it.
+// Flow control stays whole because the Conn sees every frame. A stream that was taken has its window counted here, and
+// the server no longer hears of it. Of the connection's window a part is withheld from the server, out of what the
+// client adds to the first 65,535 bytes; only that part is spent on taken streams, and what the client gives back for
+// it returns to it.
 package wire
 
 import (
@@ -49,8 +50,8 @@ const (
 )
 
 const (
-	// leastBudget is how much of the connection's window must have been withheld for a stream to be taken over. Go's client
-	// opens with 1 GB and curl with 32 MB; who keeps to the protocol's 64 KB is served by the server alone.
+	// leastBudget is how much of the connection's window must have been withheld for a stream to be taken over. Go's
+	// client opens with 1 GB and curl with 32 MB; who keeps to the protocol's 64 KB is served by the server alone.
 	leastBudget = 256 << 10
 	// maxQueue is how many bytes may wait for one connection's socket. Past it writers wait.
 	maxQueue = 1 << 20
@@ -61,7 +62,8 @@ const (
 	leastWrite = 64 << 10
 	// piece is how much is written to the socket at once: each has the connection's patience anew.
 	piece = 64 << 10
-	// maxStreams is how many streams of a connection are known here at most; the server bounds those that it answers much lower.
+	// maxStreams is how many streams of a connection are known here at most; the server bounds those that it answers much
+	// lower.
 	maxStreams = 4096
 	// wholeFrame is up to which length a frame is read as a whole; longer ones are passed on as they come.
 	wholeFrame = 64 << 10
@@ -84,8 +86,8 @@ type Conn struct {
 	*tls.Conn
 	// patience is how long the socket may take nothing before the connection is given up.
 	patience time.Duration
-	// token is the request header that tells a handler which stream it answers: the server does not say. It is as random as
-	// need be for no client to know it.
+	// token is the request header that tells a handler which stream it answers: the server does not say. It is as random
+	// as need be for no client to know it.
 	token string
 
 	// The reading side belongs to the server's reading goroutine.
@@ -119,8 +121,8 @@ type Conn struct {
 	waiting  int
 }
 
-// NewConn returns a Conn on c, whose handshake is done and has chosen h2. When the client's side takes no byte for as long as
-// patience, the connection is closed.
+// NewConn returns a Conn on c, whose handshake is done and has chosen h2. When the client's side takes no byte for as
+// long as patience, the connection is closed.
 func NewConn(c *tls.Conn, patience time.Duration) *Conn {
 	w := &Conn{Conn: c, patience: patience, theirs: firstWindow, token: "x-stream-" + strings.ToLower(rand.Text()), in: bufio.NewReaderSize(c, 8<<10), raw: prefaceBytes,
 		streams: map[uint32]*Stream{}, window: firstWindow, maxFrame: 16384, room: make(chan struct{})}
@@ -221,8 +223,8 @@ func (c *Conn) arrived(frame []byte, kind, flags byte, id uint32) []byte {
 	return frame
 }
 
-// tell adds a header with the stream's id to a request: a literal without indexing (RFC 7541, section 6.2.2), which leaves
-// the compression's state as it is.
+// tell adds a header with the stream's id to a request: a literal without indexing (RFC 7541, section 6.2.2), which
+// leaves the compression's state as it is.
 func (c *Conn) tell(frame []byte, id uint32) []byte {
 	value := strconv.FormatUint(uint64(id), 10)
 	frame = append(frame, 0, byte(len(c.token)))
@@ -257,8 +259,8 @@ func (c *Conn) settings(body []byte) {
 	c.wake()
 }
 
-// credit shares what the client adds to the connection's window: first what was spent here returns, then what the server
-// spent; of what is new each gets half.
+// credit shares what the client adds to the connection's window: first what was spent here returns, then what the
+// server spent; of what is new each gets half.
 func (c *Conn) credit(frame []byte, n int64) []byte {
 	if c.theirs < firstWindow && c.budget > leastBudget { // streams that the client leaves unread must not starve the server
 		c.spent -= min(n, c.spent)
@@ -283,8 +285,8 @@ func (c *Conn) credit(frame []byte, n int64) []byte {
 	return frame
 }
 
-// Write takes the server's frames, in whatever pieces they come. What is queued goes before them: the server may be about
-// to end a stream.
+// Write takes the server's frames, in whatever pieces they come. What is queued goes before them: the server may be
+// about to end a stream.
 func (c *Conn) Write(p []byte) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -23,8 +23,8 @@ func frameOf(kind, flags byte, id uint32, body []byte) []byte {
 	return append(out, body...)
 }
 
-// Whatever a client sends, the server is given whole frames, no more streams are noted than there may be, and the windows are what the
-// client has said. What comes between is what the server itself writes, in two pieces.
+// Whatever a client sends, the server is given whole frames, no more streams are noted than there may be, and the
+// windows are what the client has said. What comes between is what the server itself writes, in two pieces.
 func FuzzConn(f *testing.F) {
 	f.Add(frameOf(frameHeaders, flagEndHeaders, 1, []byte("block")), frameOf(frameData, 0, 1, []byte("x")))
 	f.Add(frameOf(frameSettings, 0, 0, []byte{0, settingInitialWindow, 0, 0, 0, 1, 0, settingInitialWindow, 0x7f, 0xff, 0xff, 0xff}), frameOf(frameGoAway, 0, 0, make([]byte, 8)))

@@ -67,9 +67,9 @@ func Of(req *http.Request) *Stream {
 	return s
 }
 
-// Take makes the rest of the body the caller's to write, with Offer and Write alone. The handler must have flushed what it
-// has written, which is written bytes, and must not return before it has made its last call here. It answers false where
-// the client's window is too small to be shared; then nothing has changed.
+// Take makes the rest of the body the caller's to write, with Offer and Write alone. The handler must have flushed what
+// it has written, which is written bytes, and must not return before it has made its last call here. It answers false
+// where the client's window is too small to be shared; then nothing has changed.
 func (s *Stream) Take(ctx context.Context, written int64) bool {
 	c := s.conn
 	c.mu.Lock()
@@ -112,7 +112,8 @@ func (s *Stream) dead() error {
 	return nil
 }
 
-// Offer queues all of parts, or nothing where there is no room for them now: Write then. Flush the connection afterwards.
+// Offer queues all of parts, or nothing where there is no room for them now: Write then. Flush the connection
+// afterwards.
 func (s *Stream) Offer(parts ...[]byte) bool {
 	n := 0
 	for _, p := range parts {
@@ -166,8 +167,8 @@ func (s *Stream) queue(p *parcel, n int) {
 	}
 }
 
-// Write queues parts and writes them, as fast as the client takes them. It is ErrSlow when the client takes no byte for as
-// long as patience.
+// Write queues parts and writes them, as fast as the client takes them. It is ErrSlow when the client takes no byte for
+// as long as patience.
 func (s *Stream) Write(ctx context.Context, patience time.Duration, parts ...[]byte) error {
 	left := 0
 	for _, p := range parts {

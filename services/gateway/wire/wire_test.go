@@ -158,7 +158,8 @@ func TestTakenStreamsAndOthersShareAConnection(t *testing.T) {
 	others.Wait()
 }
 
-// A client that does not read one of its streams still gets the others, and what it misses waits in its own window alone.
+// A client that does not read one of its streams still gets the others, and what it misses waits in its own window
+// alone.
 func TestASlowStreamIsSlowAlone(t *testing.T) {
 	taken, end := make(chan *Stream, 2), make(chan struct{})
 	defer close(end)

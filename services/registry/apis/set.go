@@ -209,8 +209,8 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 	return nil
 }
 
-// decoratorOf is what a storage does to every object that it reads: Services and claims that are older than a field get its
-// default. It is a field of the store that upstream's storages embed.
+// decoratorOf is what a storage does to every object that it reads: Services and claims that are older than a field get
+// its default. It is a field of the store that upstream's storages embed.
 func decoratorOf(st rest.Storage) func(runtime.Object) {
 	v := reflect.Indirect(reflect.ValueOf(st))
 	if v.Kind() != reflect.Struct {

@@ -32,7 +32,8 @@ import (
 	"watershed.dev/services/registry/verbs"
 )
 
-// builder builds what serves one definition, as k8s.io/apiextensions-apiserver/pkg/apiserver's getOrCreateServingInfoFor does.
+// builder builds what serves one definition, as k8s.io/apiextensions-apiserver/pkg/apiserver's
+// getOrCreateServingInfoFor does.
 type builder struct {
 	*crd.Definition
 	table        *Table

@@ -23,9 +23,9 @@ const definitionsName = "customresourcedefinitions.apiextensions.k8s.io"
 // Defines says whether a stored resource is that of the definitions.
 func Defines(st *storage.Stored) bool { return st.Name() == definitionsName }
 
-// StoredOf is how the publisher and the watch tier read a definition's objects: each in the version that it is stored in, so
-// that no webhook has to be asked. Their fields are those that any version may select by; where another
-// version of an object is more than its apiVersion, they are what they are in the version stored.
+// StoredOf is how the publisher and the watch tier read a definition's objects: each in the version that it is stored
+// in, so that no webhook has to be asked. Their fields are those that any version may select by; where another version
+// of an object is more than its apiVersion, they are what they are in the version stored.
 func StoredOf(s *storage.Storage, d *crd.Definition) *storage.Stored {
 	var selectable []apiextensionsv1.SelectableField
 	seen := map[string]bool{}
@@ -42,8 +42,8 @@ func StoredOf(s *storage.Storage, d *crd.Definition) *storage.Stored {
 	return s.Custom(d.Resource("").GroupResource(), kind, d.Decode, strategy.GetAttrs, d.Webhook() && len(selectable) > 0)
 }
 
-// Follower knows, for the publisher, how to read custom resources as of each definition's change: it is told of every change
-// in etcd's order.
+// Follower knows, for the publisher, how to read custom resources as of each definition's change: it is told of every
+// change in etcd's order.
 type Follower struct {
 	storage  *storage.Storage
 	byName   map[string]followed
@@ -125,8 +125,8 @@ func (f *Follower) ByKey(key, prefix string) (*storage.Stored, bool) {
 	return st, ok
 }
 
-// Changed tells of an event of obj, a definition: gone says that it was deleted. The answer is the stored resource whose
-// objects are read in another way from now on, or empty.
+// Changed tells of an event of obj, a definition: gone says that it was deleted. The answer is the stored resource
+// whose objects are read in another way from now on, or empty.
 func (f *Follower) Changed(obj runtime.Object, gone bool) string {
 	d, err := versioned(obj)
 	if err != nil {

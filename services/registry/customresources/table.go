@@ -1,5 +1,5 @@
-// Package customresources serves what CustomResourceDefinitions define, with the verbs that serve everything else: which
-// resources there are, how their objects are read, stored and converted, and what OpenAPI says of them.
+// Package customresources serves what CustomResourceDefinitions define, with the verbs that serve everything else:
+// which resources there are, how their objects are read, stored and converted, and what OpenAPI says of them.
 package customresources
 
 import (
@@ -40,7 +40,8 @@ type Table struct {
 
 	mu     sync.RWMutex
 	byName map[string]*served
-	// removed is the revision at which a definition was last known to go: what is read of it from before does not bring it back.
+	// removed is the revision at which a definition was last known to go: what is read of it from before does not bring it
+	// back.
 	removed map[string]uint64
 }
 
@@ -155,7 +156,8 @@ func newer(a, b *apiextensionsv1.CustomResourceDefinition) bool {
 	return aerr == nil && berr == nil && av > bv
 }
 
-// Servable says whether a definition's names are accepted; it is served from then on, and told of once it is established.
+// Servable says whether a definition's names are accepted; it is served from then on, and told of once it is
+// established.
 func Servable(d *apiextensionsv1.CustomResourceDefinition) bool {
 	return apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) || apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established)
 }
@@ -234,7 +236,8 @@ func (t *Table) definition(name string) *served {
 	return t.byName[name]
 }
 
-// GetCustomResourceListerCollectionDeleter implements finalizer.CRClientGetter: a deleted definition's objects go first.
+// GetCustomResourceListerCollectionDeleter implements finalizer.CRClientGetter: a deleted definition's objects go
+// first.
 func (t *Table) GetCustomResourceListerCollectionDeleter(d *apiextensionsv1.CustomResourceDefinition) (finalizer.ListerCollectionDeleter, error) {
 	s := t.definition(d.Name)
 	if s == nil || s.UID != d.UID {

@@ -1,4 +1,5 @@
-// Package encoder makes, for the watch tier, what its bytes are not yet: another version of an object, or the rows of a Table.
+// Package encoder makes, for the watch tier, what its bytes are not yet: another version of an object, or the rows of a
+// Table.
 package encoder
 
 import (

@@ -16,9 +16,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// establishAfter is how long a definition whose names are accepted waits until it is established. It is served meanwhile, so
-// that every gateway knows it before a client may rely on it. kube-apiserver waits not at all where it is alone, and 5 s where
-// it is not.
+// establishAfter is how long a definition whose names are accepted waits until it is established. It is served
+// meanwhile, so that every gateway knows it before a client may rely on it. kube-apiserver waits not at all where it is
+// alone, and 5 s where it is not.
 const establishAfter = 100 * time.Millisecond
 
 // definitions keeps the conditions of CustomResourceDefinitions, and removes the objects of those that are deleted.

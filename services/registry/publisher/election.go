@@ -57,7 +57,8 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 	return &lease.ID, nil
 }
 
-// serve leads until the lease is lost or ctx ends, or lead gives up, which is a resignation. A panic of lead gives the key up too.
+// serve leads until the lease is lost or ctx ends, or lead gives up, which is a resignation. A panic of lead gives the
+// key up too.
 func serve(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID, lead func(context.Context) error) (resigned bool) {
 	leading, cancel := context.WithCancel(ctx)
 	defer func() {

@@ -19,10 +19,11 @@ import (
 
 // HistoryKey is where etcd says which history it is of, outside of what kube-apiserver stores.
 //
-// An etcd that is restored from a backup counts revisions that the log has with another meaning, and nothing in etcd itself tells:
-// writes may carry it past the log's end before any publisher looks. So the publisher keeps a mark here that it changes every
-// markPeriod, and writes to the log what the mark is about to be before it changes it. Where the two differ, or the log's last event is
-// not in etcd at its revision, this is another history: it gets an id of its own, and nothing is carried over.
+// An etcd that is restored from a backup counts revisions that the log has with another meaning, and nothing in etcd
+// itself tells: writes may carry it past the log's end before any publisher looks. So the publisher keeps a mark here
+// that it changes every markPeriod, and writes to the log what the mark is about to be before it changes it. Where the
+// two differ, or the log's last event is not in etcd at its revision, this is another history: it gets an id of its
+// own, and nothing is carried over.
 const HistoryKey = "/watershed/history"
 
 const (
@@ -39,7 +40,8 @@ type history struct {
 
 var errHistory = errors.New("etcd has another history than the log, or somebody else publishes")
 
-// readHistory is what etcd says; the zero value where it says nothing. written is since which revision it says so, and revision is etcd's.
+// readHistory is what etcd says; the zero value where it says nothing. written is since which revision it says so, and
+// revision is etcd's.
 func readHistory(ctx context.Context, client *clientv3.Client) (h history, written, revision int64, err error) {
 	resp, err := client.Get(ctx, HistoryKey)
 	if err != nil {
@@ -55,7 +57,8 @@ func readHistory(ctx context.Context, client *clientv3.Client) (h history, writt
 	return h, written, resp.Header.Revision, nil
 }
 
-// writeHistory writes h if this publisher is still elected and nobody has written since the revision after (0: ever); else errHistory. A transaction that is late can so change nothing.
+// writeHistory writes h if this publisher is still elected and nobody has written since the revision after (0: ever);
+// else errHistory. A transaction that is late can so change nothing.
 func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (revision int64, err error) {
 	data, err := json.Marshal(h)
 	if err != nil {
@@ -72,8 +75,8 @@ func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (r
 	return resp.Header.Revision, nil
 }
 
-// continues says whether etcd is at a later point of the history h, of which it has this revision, that the log was written from. A reason
-// is why not.
+// continues says whether etcd is at a later point of the history h, of which it has this revision, that the log was
+// written from. A reason is why not.
 func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last eventlog.ID, h history, revision int64) (reason string, err error) {
 	if last.Revision > revision {
 		return fmt.Sprintf("etcd is at revision %d, the log at %d", revision, last.Revision), nil
@@ -148,8 +151,8 @@ func (p *Publisher) holds(ctx context.Context, stream jetstream.Stream) (bool, e
 	return true, nil
 }
 
-// mark changes the mark: what it is about to be is in the log first, so that whoever finds either knows it. It is done between two
-// transactions only, since it says that everything up to the log's last revision has been published.
+// mark changes the mark: what it is about to be is in the log first, so that whoever finds either knows it. It is done
+// between two transactions only, since it says that everything up to the log's last revision has been published.
 func (p *Publisher) mark(ctx context.Context, c *chain) error {
 	if !c.last.Mark && !c.whole {
 		return nil

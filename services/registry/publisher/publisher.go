@@ -224,8 +224,8 @@ type transaction struct {
 	out, resets []*logv1.Event
 }
 
-// reset adds the reset of a resource, for event i. Its place is past all events, by the event that it is for: the same whoever publishes
-// the transaction, and from wherever in it.
+// reset adds the reset of a resource, for event i. Its place is past all events, by the event that it is for: the same
+// whoever publishes the transaction, and from wherever in it.
 func (t *transaction) reset(i int, storedAs string, redefined bool) {
 	index := t.size + 2*i
 	if redefined {
@@ -241,8 +241,8 @@ func (t *transaction) refuse(i int, storedAs, key string, err error) {
 	t.reset(i, storedAs, false)
 }
 
-// transaction publishes the events of one revision: readers apply them together. What is wrong with one of them is the matter of its
-// resource, which readers are told to read anew; an error here is one of NATS, of etcd, or of the past.
+// transaction publishes the events of one revision: readers apply them together. What is wrong with one of them is the
+// matter of its resource, which readers are told to read anew; an error here is one of NATS, of etcd, or of the past.
 func (p *Publisher) transaction(ctx context.Context, c *chain, events []*clientv3.Event) error {
 	t := &transaction{revision: events[0].Kv.ModRevision, size: len(events)}
 	for i, e := range events {
@@ -288,7 +288,8 @@ func (t *transaction) publish(ctx context.Context, c *chain) error {
 	return nil
 }
 
-// one publishes one event, unless the log has it. What cannot be a message is *unsendable, also where the log has what comes after it.
+// one publishes one event, unless the log has it. What cannot be a message is *unsendable, also where the log has what
+// comes after it.
 func one(ctx context.Context, c *chain, event *logv1.Event) error {
 	if c.has(event) {
 		_, err := c.message(event)
@@ -307,8 +308,8 @@ func one(ctx context.Context, c *chain, event *logv1.Event) error {
 // unsendable is an event that can be no message: nothing was asked of NATS.
 type unsendable struct{ error }
 
-// stallWait is how long a publish waits for room among those that are not acknowledged yet: a NATS that stalls for less is no reason to
-// begin anew.
+// stallWait is how long a publish waits for room among those that are not acknowledged yet: a NATS that stalls for less
+// is no reason to begin anew.
 const stallWait = 5 * time.Second
 
 // headroom is what a message's headers may take.
@@ -326,8 +327,8 @@ func (p *Publisher) storedAt(key string) (*storage.Stored, bool) {
 	return p.customs.ByKey(key, p.Storage.Prefix())
 }
 
-// event decodes one etcd event; nil for a key of nothing served. redefined is the stored resource whose objects are read in
-// another way after it, since it is its definition's.
+// event decodes one etcd event; nil for a key of nothing served. redefined is the stored resource whose objects are
+// read in another way after it, since it is its definition's.
 func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Event, redefined string, err error) {
 	key := string(e.Kv.Key)
 	st, ok := p.storedAt(key)
@@ -492,7 +493,8 @@ type chain struct {
 	last  eventlog.ID
 	nonce string
 	sent  int
-	// history is what etcd says at HistoryKey, as this publisher wrote it; marker and nextMarker are what the log says of it.
+	// history is what etcd says at HistoryKey, as this publisher wrote it; marker and nextMarker are what the log says of
+	// it.
 	history            history
 	written            int64 // the revision at which etcd has it
 	marker, nextMarker string
@@ -508,7 +510,8 @@ type chain struct {
 	newest *settlement
 	// max is how large a message may be.
 	max int64
-	// acknowledged counts the log's messages, and stored is the revision of the newest message that the log has acknowledged.
+	// acknowledged counts the log's messages, and stored is the revision of the newest message that the log has
+	// acknowledged.
 	acknowledged, stored *atomic.Int64
 }
 

@@ -56,8 +56,8 @@ func (l *logged) says(t *testing.T) (out []string) {
 	return out
 }
 
-// A transaction is published once, whole and in one order, from wherever in it the log ends; what cannot be a message resets its resource,
-// also where the log is past it.
+// A transaction is published once, whole and in one order, from wherever in it the log ends; what cannot be a message
+// resets its resource, also where the log is past it.
 func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 	// Of four events one is a definition's and redefines "widgets", one cannot be read, and one is too large.
 	fresh := func() *transaction {

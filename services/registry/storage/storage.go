@@ -145,7 +145,8 @@ type optionsGetter struct {
 	unlisted bool
 }
 
-// CustomRESTOptions is the options getter of one version of a custom resource. What Custom makes stands for all versions.
+// CustomRESTOptions is the options getter of one version of a custom resource. What Custom makes stands for all
+// versions.
 func (s *Storage) CustomRESTOptions(codec runtime.Codec) genericregistry.RESTOptionsGetter {
 	return &optionsGetter{s: s, config: func(gr schema.GroupResource, _ runtime.Object) (*storagebackend.ConfigForResource, error) {
 		c := s.Options.StorageConfig
@@ -273,9 +274,9 @@ type Stored struct {
 // Name is the resource's name across the system.
 func (s *Stored) Name() string { return s.GroupResource.String() }
 
-// Custom is the stored resource of a definition: whoever follows definitions keeps it. kind is in the version that is stored
-// now; decode reads an object in the version that it is stored in, and attrs tells what selectors ask of it in that version.
-// converted: they may ask more, of other versions.
+// Custom is the stored resource of a definition: whoever follows definitions keeps it. kind is in the version that is
+// stored now; decode reads an object in the version that it is stored in, and attrs tells what selectors ask of it in
+// that version. converted: they may ask more, of other versions.
 func (s *Storage) Custom(gr schema.GroupResource, kind schema.GroupVersionKind, decode func([]byte) (*unstructured.Unstructured, error), attrs apistorage.AttrFunc, converted bool) *Stored {
 	return &Stored{always: converted, GroupResource: gr, Prefix: s.prefix + gr.Group + "/" + gr.Resource + "/", Kind: kind, codec: decoder(decode), attrs: attrs,
 		newFunc:     func() runtime.Object { return &unstructured.Unstructured{} },
@@ -382,8 +383,8 @@ func (s *Stored) Encode(obj runtime.Object) (*logv1.Object, error) {
 	return out, nil
 }
 
-// untyped writes an object without a Go type as the log carries it: metadata first, where what cuts it out looks for it, and
-// in protobuf once more, for those who watch nothing else.
+// untyped writes an object without a Go type as the log carries it: metadata first, where what cuts it out looks for
+// it, and in protobuf once more, for those who watch nothing else.
 func untyped(u *unstructured.Unstructured, out *logv1.Object) error {
 	out.Version = u.GroupVersionKind().Version
 	var err error
@@ -433,8 +434,8 @@ func (s *Stored) Row(ctx context.Context, key string, data []byte, revision int6
 	return row
 }
 
-// Read decodes an etcd value and encodes it. A panic of a type's own code, which a value of an unknown making may reach, is an
-// error like any other.
+// Read decodes an etcd value and encodes it. A panic of a type's own code, which a value of an unknown making may
+// reach, is an error like any other.
 func (s *Stored) Read(ctx context.Context, key string, data []byte, revision int64) (m metav1.Object, o *logv1.Object, err error) {
 	defer func() {
 		if r := recover(); r != nil {

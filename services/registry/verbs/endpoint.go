@@ -122,7 +122,8 @@ func objectName(obj runtime.Object) (namespace, name string, err error) {
 	return namespace, name, err
 }
 
-// decodeOptions fills options from a URL's query. A query that does not parse is read as far as it does, as net/http does.
+// decodeOptions fills options from a URL's query. A query that does not parse is read as far as it does, as net/http
+// does.
 func decodeOptions(query string, options runtime.Object) error {
 	if query == "" {
 		return nil

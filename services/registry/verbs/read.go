@@ -70,7 +70,8 @@ func getOptions(query string) (*metav1.GetOptions, error) {
 	return opts, decodeOptions(query, opts)
 }
 
-// requestOptions decodes options of a type of the storage's own (logs, proxy), with what follows the subresource in the path.
+// requestOptions decodes options of a type of the storage's own (logs, proxy), with what follows the subresource in the
+// path.
 func (e *Endpoint) requestOptions(r *registryv1.GetRequest, into runtime.Object, subpath bool, subpathKey string) error {
 	if into == nil {
 		return nil

@@ -153,7 +153,8 @@ func TestAnotherHistoryOverrunsEveryCursor(t *testing.T) {
 	}
 }
 
-// An event that cannot be applied is forgotten with its resource, and with no other of its transaction; it is not met again.
+// An event that cannot be applied is forgotten with its resource, and with no other of its transaction; it is not met
+// again.
 func TestWhatCannotBeAppliedIsNotAppliedAgain(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))

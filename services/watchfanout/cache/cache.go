@@ -1,5 +1,5 @@
-// Package cache holds encoded objects and the recent events of every stored resource. It knows bytes, labels and fields,
-// and no type of any API.
+// Package cache holds encoded objects and the recent events of every stored resource. It knows bytes, labels and
+// fields, and no type of any API.
 package cache
 
 import (
@@ -15,8 +15,8 @@ import (
 
 // Cache is every resource of one replica. One goroutine applies the log to it; any number reads.
 //
-// Each resource has a lock of its own. An event is applied to its resource before progress says so: whoever reads progress first
-// and the resource afterwards misses nothing up to it.
+// Each resource has a lock of its own. An event is applied to its resource before progress says so: whoever reads
+// progress first and the resource afterwards misses nothing up to it.
 type Cache struct {
 	// RingBytes bounds the recent events kept for each resource, with what was made of them.
 	RingBytes int
@@ -150,7 +150,8 @@ func (c *Cache) applyPending() {
 	c.applied.Store(time.Now().UnixNano())
 }
 
-// applyTo applies a transaction's events of one resource. What cannot be applied is forgotten with the resource, which readers bring back.
+// applyTo applies a transaction's events of one resource. What cannot be applied is forgotten with the resource, which
+// readers bring back.
 func (c *Cache) applyTo(name string, events []*logv1.Event) {
 	revision := events[0].Revision
 	defer func() {
@@ -182,7 +183,8 @@ func (c *Cache) moved() {
 	c.advanced = make(chan struct{})
 }
 
-// reset forgets everything: there may be a gap before revision, which may be less than before where etcd was restored from a backup.
+// reset forgets everything: there may be a gap before revision, which may be less than before where etcd was restored
+// from a backup.
 func (c *Cache) reset(revision int64, history string) {
 	c.whole.Lock()
 	defer c.whole.Unlock()
@@ -201,8 +203,8 @@ func (c *Cache) reset(revision int64, history string) {
 // Progress is the revision up to which everything has been applied.
 func (c *Cache) Progress() int64 { return c.progress.Load() }
 
-// History names the history of etcd that revisions are of; empty where the log does not say. A cursor that was got before it changed
-// has been overrun.
+// History names the history of etcd that revisions are of; empty where the log does not say. A cursor that was got
+// before it changed has been overrun.
 func (c *Cache) History() string { return *c.history.Load() }
 
 // Wait waits until everything up to revision has been applied. ask is called when that does not come by itself.

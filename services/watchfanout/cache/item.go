@@ -65,7 +65,8 @@ func (e *Event) Size() int {
 // eventBytes is what an event takes beside its objects.
 const eventBytes = 200
 
-// release takes the event out of its ring's account, and answers what it stood there for. Frames made later are their maker's.
+// release takes the event out of its ring's account, and answers what it stood there for. Frames made later are their
+// maker's.
 func (e *Event) release() int {
 	e.frames.mu.Lock()
 	defer e.frames.mu.Unlock()
@@ -90,8 +91,8 @@ type made struct {
 	err   error
 }
 
-// get makes what is not there. Who wants the same waits for it; who wants something else does not. grown accounts for what is kept; where it
-// is nil nothing is.
+// get makes what is not there. Who wants the same waits for it; who wants something else does not. grown accounts for
+// what is kept; where it is nil nothing is.
 func (d *derived) get(key any, build func() ([]byte, error), grown func(int)) ([]byte, error) {
 	d.mu.Lock()
 	for _, m := range d.made {
@@ -127,7 +128,8 @@ func guarded(build func() ([]byte, error)) (data []byte, err error) {
 	return build()
 }
 
-// Frame is a frame of the event, made at most once for each key for as long as a ring holds the event. It counts among what that holds.
+// Frame is a frame of the event, made at most once for each key for as long as a ring holds the event. It counts among
+// what that holds.
 func (e *Event) Frame(key any, build func() ([]byte, error)) ([]byte, error) {
 	if e.resource == nil { // a backfill's: no ring accounts for its frames, so none is kept beyond those who wait for it now
 		return e.frames.get(key, build, nil)

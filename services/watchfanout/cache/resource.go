@@ -92,7 +92,8 @@ func (r *Resource) apply(events []*Event) {
 const (
 	// idleShare is what part of the ring's bound is kept for a resource that nobody reads.
 	idleShare = 16
-	// loadShare is how many times the ring's bound may be kept while the resource is being loaded: what came meanwhile belongs to the load.
+	// loadShare is how many times the ring's bound may be kept while the resource is being loaded: what came meanwhile
+	// belongs to the load.
 	loadShare = 8
 	// staleTopics is how many events topics may hold beyond the ring before they are gone through.
 	staleTopics = 256
@@ -208,7 +209,8 @@ type Snapshot struct {
 // Pinned is about how many bytes of objects only this snapshot keeps alive, and those as old.
 func (s *Snapshot) Pinned() int64 { return s.resource.churn.Load() - s.churn }
 
-// Unreadable says why an object whose key begins with prefix cannot be read, if there is one: a list that it belongs to has no answer here.
+// Unreadable says why an object whose key begins with prefix cannot be read, if there is one: a list that it belongs to
+// has no answer here.
 func (s *Snapshot) Unreadable(prefix string) (key, reason string, found bool) {
 	for key, reason := range s.unreadable {
 		if strings.HasPrefix(key, prefix) {
@@ -230,7 +232,8 @@ func (s *Snapshot) Len() int { return s.tree.Len() }
 // Get finds one object.
 func (s *Snapshot) Get(key string) (*Item, bool) { return s.tree.Get(&Item{Key: key}) }
 
-// Scan calls visit with the objects whose keys begin with prefix, from the key from on, in order, until it returns false.
+// Scan calls visit with the objects whose keys begin with prefix, from the key from on, in order, until it returns
+// false.
 func (s *Snapshot) Scan(prefix, from string, visit func(*Item) bool) {
 	s.tree.AscendGreaterOrEqual(&Item{Key: max(prefix, from)}, func(i *Item) bool {
 		return strings.HasPrefix(i.Key, prefix) && visit(i)
@@ -323,8 +326,8 @@ func (r *Resource) loaded(ctx context.Context, field string, source Source, wait
 	return nil, r.loading
 }
 
-// SnapshotAt is the resource as it was at a revision, where it is loaded and has not changed since. It lets a replica go on
-// with a list that another one began.
+// SnapshotAt is the resource as it was at a revision, where it is loaded and has not changed since. It lets a replica
+// go on with a list that another one began.
 func (r *Resource) SnapshotAt(revision int64) (*Snapshot, bool) {
 	r.cache.whole.RLock()
 	defer r.cache.whole.RUnlock()

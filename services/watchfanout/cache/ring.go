@@ -38,8 +38,8 @@ func (g *ring) reset() {
 	g.notify()
 }
 
-// Topic is a part of a resource's events: those of objects, before or after the event, with a value in a field. With it an
-// event wakes those whom it concerns, not everyone who watches the resource.
+// Topic is a part of a resource's events: those of objects, before or after the event, with a value in a field. With it
+// an event wakes those whom it concerns, not everyone who watches the resource.
 type Topic struct{ Field, Value string }
 
 // Fields that are not an object's selectable ones.
@@ -192,8 +192,8 @@ func (f *Follower) After(revision int64, index int32) (cur Cursor, low int64, ok
 }
 
 // Next is what came after the cursor, at most n events, and where to go on. Where nothing came, changed is closed when
-// something does. progress is the revision that has been reached once the events are seen, 0 where more is to come at once. ok is
-// false where the cursor was overrun.
+// something does. progress is the revision that has been reached once the events are seen, 0 where more is to come at
+// once. ok is false where the cursor was overrun.
 func (f *Follower) Next(cur Cursor, n int) (events []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
 	r := f.resource
 	r.cache.whole.RLock()

@@ -59,8 +59,8 @@ func (c *Cache) Lag() time.Duration {
 	return max(0, time.Duration(c.applied.Load()-observed))
 }
 
-// Sweep forgets the objects of resources that nobody has read for IdleAfter, and most of their events; and of every resource what
-// frames have made too much of its events, and what topics hold that the ring has forgotten.
+// Sweep forgets the objects of resources that nobody has read for IdleAfter, and most of their events; and of every
+// resource what frames have made too much of its events, and what topics hold that the ring has forgotten.
 func (c *Cache) Sweep() (dropped []string) {
 	c.each(func(r *Resource) {
 		r.mu.Lock()

@@ -1,7 +1,7 @@
 //go:build tools
 
-// Package containerd names containerd's own commands. It is a module of its own: containerd's dependencies are newer than
-// Kubernetes' in places.
+// Package containerd names containerd's own commands. It is a module of its own: containerd's dependencies are newer
+// than Kubernetes' in places.
 package containerd
 
 import (
