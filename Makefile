@@ -30,11 +30,12 @@ split: build ## every service as a process of its own, in .watershed/
 
 test: lint unit e2e ## what CI runs
 
-lint: ## formatting, vet and staticcheck
+lint: ## formatting, vet, staticcheck, and the contracts' form
 	@test -z "$$(gofmt -l proto platform services cmd test)" || { gofmt -l proto platform services cmd test; echo 'run gofmt -w on these'; exit 1; }
 	go vet $(PACKAGES) ./test/...
 	cd proto/tools && GOWORK=off go build -o ../../.build/bin/staticcheck honnef.co/go/tools/cmd/staticcheck
 	.build/bin/staticcheck $(PACKAGES)
+	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint
 
 unit: ## unit tests with the race detector where things are concurrent
 	go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...

@@ -14,7 +14,6 @@ import (
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
-	_ "watershed.dev/proto/watershed/common/v1"
 	v1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -696,7 +695,7 @@ var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\n" +
-	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xb6\x02\n" +
+	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a$watershed/registry/v1/registry.proto\"\xb6\x02\n" +
 	"\x05Query\x12:\n" +
 	"\x05entry\x18\x01 \x01(\v2$.watershed.registry.v1.ResourceEntryR\x05entry\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12%\n" +
