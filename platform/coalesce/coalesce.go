@@ -86,8 +86,12 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 	if all != nil && all.next != nil {
 		r := all.next
 		r.callers++
-		if all.underWay == nil && len(g.waiting[owner]) < max(g.Queue, 1) && !slices.Contains(r.owners, owner) { // it is not to wait behind another's
+		switch { // it is not to wait behind another's
+		case slices.Contains(r.owners, owner) || g.Queue > 0 && len(g.waiting[owner]) >= g.Queue:
+		case all.underWay == nil:
 			g.enqueue(r, owner)
+		default:
+			r.owners = append(r.owners, owner)
 		}
 		return r, nil
 	}
@@ -181,9 +185,14 @@ func (g *Group[T]) begin(r *reading[T]) {
 		defer g.mu.Unlock()
 		g.running--
 		if all.underWay = nil; all.next != nil {
-			owner := all.next.owners[0]
-			all.next.owners = nil
-			g.enqueue(all.next, owner)
+			next := all.next
+			owners := next.owners
+			next.owners = nil
+			for _, owner := range owners {
+				if all.next == next { // else it has begun
+					g.enqueue(next, owner)
+				}
+			}
 			return
 		}
 		delete(g.names, r.name)

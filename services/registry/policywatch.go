@@ -95,7 +95,7 @@ func (w *policyWatch) begin(ctx context.Context) error {
 	case initial:
 		return w.initial(ctx)
 	case r.ResourceVersion == "" || r.ResourceVersion == "0":
-		w.position.Revision, err = w.registry.currentRevision(ctx)
+		w.position.Revision = w.revision
 	default:
 		if w.position.Revision, err = strconv.ParseInt(r.ResourceVersion, 10, 64); err != nil {
 			return apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
@@ -104,10 +104,10 @@ func (w *policyWatch) begin(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if w.position.Revision > high { // etcd that has not reached it either is of another history
-		if now, err := w.registry.currentRevision(ctx); err == nil && w.position.Revision > now {
-			return errOverrun
-		}
+	if w.position.Revision > max(high, w.revision) { // etcd that has not reached it either is of another history
+		return errOverrun
+	}
+	if w.position.Revision > high {
 		return nil
 	}
 	return w.send(nil, nil) // the stream is open, and can be resumed from here

@@ -215,6 +215,14 @@ func TestTheTailIsComparedWithEtcd(t *testing.T) {
 		if l.stalled() {
 			t.Error("it is still said to be behind")
 		}
+		for r := int64(20); r < 60; r++ { // always a little late, and it comes
+			set(r+5, false)
+			wait(comparePeriod)
+			_ = l.take(progress(r))
+			if l.stalled() {
+				t.Fatal("a log that is late, and comes, is said to stall")
+			}
+		}
 		cancel()
 		<-done
 	})

@@ -25,8 +25,9 @@ type tail struct {
 	started   bool
 	// epoch counts how often everything was dropped.
 	epoch int
-	// behind is since when the log has not brought what etcd has; the zero time where it has.
+	// behind is since when the tail stands at was though etcd has more; the zero time where it had all when it was last compared.
 	behind time.Time
+	was    int64
 }
 
 // ring is the newest events of one stored resource.
@@ -126,6 +127,9 @@ func (t *tail) take(e *logv1.Event) error {
 	}
 	if !event {
 		t.high = max(t.high, e.Revision)
+		for _, r := range t.rings { // somebody may be due to be told
+			r.tell()
+		}
 		return nil
 	}
 	// What is published again, after the log had lost its end, is here already.
@@ -147,30 +151,26 @@ func (t *tail) add(e *logv1.Event) {
 		t.high = max(t.high, e.Revision)
 	}
 	r.tell()
-	for t.bytes > tailBytes && t.evict(e) {
+	for t.bytes-n > tailBytes {
+		t.evict(e)
 	}
 }
 
-// evict gives up the oldest event of the resource that takes most; false where that is the newest one, which somebody
-// is to read.
-func (t *tail) evict(newest *logv1.Event) bool {
+// evict gives up the oldest event of the resource that takes most, but for the newest of all, which somebody is to read.
+func (t *tail) evict(newest *logv1.Event) {
 	var most *ring
 	for _, r := range t.rings {
-		if len(r.events) > 0 && (most == nil || r.bytes > most.bytes) {
+		if len(r.events) > 0 && r.events[0] != newest && (most == nil || r.bytes > most.bytes) {
 			most = r
 		}
 	}
 	e := most.events[0]
-	if e == newest {
-		return false
-	}
 	n := proto.Size(e)
 	most.bytes, t.bytes = most.bytes-n, t.bytes-n
 	most.gone = placeOf(e)
 	most.events[0] = nil
 	most.events = most.events[1:]
 	most.base++
-	return true
 }
 
 // at is how far the tail has come, and in which history of etcd.
@@ -191,7 +191,7 @@ func (t *tail) definedAt(storedAs string) int64 {
 func (t *tail) stalled() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return !t.behind.IsZero() && time.Since(t.behind) > stalledAfter
+	return !t.behind.IsZero() && t.high == t.was && time.Since(t.behind) > stalledAfter // one that is late, and comes, is not stalled
 }
 
 // compare compares the tail with etcd until ctx is done, and has the publisher asked how far it is where etcd has gone
@@ -217,8 +217,8 @@ func (t *tail) compare(ctx context.Context, etcd func(context.Context) (int64, e
 		switch {
 		case !late:
 			t.behind = time.Time{}
-		case t.behind.IsZero():
-			t.behind = asked
+		case t.behind.IsZero() || t.high != t.was:
+			t.behind, t.was = asked, t.high
 		}
 		t.mu.Unlock()
 		if late {

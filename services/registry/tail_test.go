@@ -149,19 +149,27 @@ func TestLargeEventsPushOutTheirOwn(t *testing.T) {
 		e.Object = &logv1.Object{Json: make([]byte, 9<<20)} // more than is kept at all
 		_ = l.take(e)
 	}
-	if got := told(reading); got != "3.0 to 19" {
+	for r := int64(20); r < 40; r++ { // each of another resource, and larger than the one before
+		e := event(r, 0, fmt.Sprint("resource", r))
+		e.Object = &logv1.Object{Json: make([]byte, 9<<20+r<<10)}
+		_ = l.take(e)
+		if l.bytes > tailBytes+10<<20 {
+			t.Fatalf("%d bytes are kept", l.bytes)
+		}
+	}
+	if got := told(reading); got != "3.0 to 39" {
 		t.Errorf("who reads roles is told %q", got)
 	}
-	if got := told(idle); got != " to 19" {
+	if got := told(idle); got != " to 39" {
 		t.Errorf("who reads nodes is told %q", got)
 	}
-	if got := told(l.follow("roles", place{2, lastIndex}, "h")); got != "3.0 to 19" {
+	if got := told(l.follow("roles", place{2, lastIndex}, "h")); got != "3.0 to 39" {
 		t.Errorf("who comes from a list is told %q", got)
 	}
 	if got := told(l.follow("configmaps", place{5, lastIndex}, "h")); got != " to 0 overrun" {
 		t.Errorf("who reads what is gone is told %q", got)
 	}
-	if got := told(l.follow("configmaps", place{19, lastIndex}, "h")); got != " to 19" {
+	if got := told(l.follow("configmaps", place{19, lastIndex}, "h")); got != " to 39" {
 		t.Errorf("who has seen it is told %q", got)
 	}
 	if got := told(l.follow("roles", place{19, lastIndex}, "restored")); got != " to 0 overrun" {

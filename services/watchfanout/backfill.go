@@ -20,8 +20,11 @@ const (
 	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold. Those
 	// beyond it wait.
 	backfillsBytes = 128 << 20
-	// backfillPiece is what a watch takes of one at a time and holds while its client takes it.
+	// backfillPiece is what a watch takes of one at a time and holds while its client takes it; smallPiece where all watches together hold
+	// piecesBytes.
 	backfillPiece = 512 << 10
+	smallPiece    = 32 << 10
+	piecesBytes   = 128 << 20
 	// backfillKept is how long a backfill is kept for others that resume from about the same place.
 	backfillKept = 15 * time.Second
 	// backfillReads is how many read from the log at a time.
@@ -55,13 +58,14 @@ func newBackfills() backfills {
 type backfill struct {
 	storedAs, history string
 	after             int64
-	begun             time.Time
 	done              chan struct{}
 	cancel            context.CancelFunc
 
 	// What follows belongs to the lock of all. users is how many watches wait for it or send from it; without users the
 	// reading ends.
 	users int
+	// readAt is when its reading ended.
+	readAt time.Time
 	// hasRoom: it has its room. dropped: nobody finds it any more, and its room is given up when its reading ends.
 	hasRoom, dropped bool
 
@@ -122,7 +126,7 @@ func (b *backfills) join(storedAs, history string, after int64, exact bool, begi
 		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), backfillTimeout)
-	f := &backfill{storedAs: storedAs, history: history, after: after, begun: time.Now(), done: make(chan struct{}), users: 1, cancel: cancel}
+	f := &backfill{storedAs: storedAs, history: history, after: after, done: make(chan struct{}), users: 1, cancel: cancel}
 	b.all = append(b.all, f)
 	begin(ctx, f)
 	return f
@@ -142,10 +146,15 @@ func (b *backfills) leave(f *backfill) {
 	}
 }
 
-// prune drops what is kept for nobody; the lock is held.
+// prune drops what is kept for nobody for long, and of the rest, oldest first, as many as others wait for; the lock is held.
 func (b *backfills) prune() {
+	wanted := b.wanted
 	for _, f := range slices.Clone(b.all) {
-		if f.users == 0 && f.ended() && (f.err != nil || time.Since(f.begun) > backfillKept || b.wanted > 0) {
+		if f.users > 0 || !f.ended() {
+			continue
+		}
+		if f.err != nil || time.Since(f.readAt) > backfillKept || wanted > 0 {
+			wanted--
 			b.drop(f)
 		}
 	}
@@ -176,21 +185,7 @@ func (b *backfills) giveUp(f *backfill) {
 
 // acquire waits for room, and for a turn to read.
 func (b *backfills) acquire(ctx context.Context, f *backfill) error {
-	b.mu.Lock()
-	b.wanted++
-	b.prune() // which it could have
-	b.mu.Unlock()
-	var err error
-	select {
-	case b.room <- struct{}{}:
-	case <-ctx.Done():
-		err = ctx.Err()
-	}
-	b.mu.Lock()
-	b.wanted--
-	f.hasRoom = err == nil
-	b.mu.Unlock()
-	if err != nil {
+	if err := b.acquireRoom(ctx, f); err != nil {
 		return err
 	}
 	select {
@@ -201,10 +196,36 @@ func (b *backfills) acquire(ctx context.Context, f *backfill) error {
 	}
 }
 
+func (b *backfills) acquireRoom(ctx context.Context, f *backfill) error {
+	b.mu.Lock()
+	select {
+	case b.room <- struct{}{}:
+		f.hasRoom = true
+		b.mu.Unlock()
+		return nil
+	default:
+	}
+	b.wanted++
+	b.prune() // which it could have
+	b.mu.Unlock()
+	var err error
+	select {
+	case b.room <- struct{}{}:
+	case <-ctx.Done():
+		err = ctx.Err()
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.wanted--
+	f.hasRoom = err == nil
+	return err
+}
+
 // end marks a backfill as read.
 func (b *backfills) end(f *backfill) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	f.readAt = time.Now()
 	close(f.done)
 	if f.dropped || f.err != nil {
 		b.giveUp(f)

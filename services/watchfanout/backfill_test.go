@@ -158,10 +158,14 @@ func TestABackfillIsTakenInPieces(t *testing.T) {
 	var seen []*cache.Event
 	for whole := false; !whole; {
 		var events []*cache.Event
-		events, whole = w.piece(all)
+		var said int
+		events, said, whole = w.piece(all, backfillPiece)
 		bytes := 0
 		for _, e := range events {
 			bytes += e.Size()
+		}
+		if said != bytes {
+			t.Errorf("said to be %d bytes, they are %d", said, bytes)
 		}
 		if len(events) == 0 || len(events) > 1 && bytes > backfillPiece || cap(events) > 2*len(events)+8 {
 			t.Fatalf("%d events of %d bytes, of a backfill of %d", len(events), bytes, len(all))
@@ -202,6 +206,49 @@ func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 		}
 		if len(s.backfills.room)+len(s.backfills.reads) != 0 {
 			t.Errorf("%d hold room, %d read", len(s.backfills.room), len(s.backfills.reads))
+		}
+	})
+}
+
+// Readings that nobody waits for make no way for others while there is room: a watch that takes pieces finds its own again.
+func TestABackfillIsKeptBetweenPieces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		all := newBackfills()
+		b := &all
+		read := func(ctx context.Context, f *backfill) {
+			go func() {
+				if f.err = b.acquire(ctx, f); f.err == nil {
+					<-b.reads
+				}
+				f.upTo = f.after + 100
+				b.end(f)
+			}()
+		}
+		const room = backfillsBytes / backfillBytes
+		var mine []*backfill
+		for n := range int64(room) {
+			f := b.join("configmaps", "h", 1000*n, false, read)
+			<-f.done
+			b.leave(f)
+			mine = append(mine, f)
+		}
+		for n, f := range mine {
+			if b.join("configmaps", "h", 1000*int64(n)+50, false, read) != f {
+				t.Errorf("the %dth was given up though there was room", n)
+			}
+			b.leave(f)
+		}
+		late := b.join("pods", "h", 1, false, read) // one too many: the oldest makes room
+		<-late.done
+		synctest.Wait()
+		if late.err != nil || len(b.all) != room || len(b.room) != room {
+			t.Errorf("%v, %d are kept, with %d rooms", late.err, len(b.all), len(b.room))
+		}
+		b.leave(late)
+		time.Sleep(2 * backfillKept)
+		b.sweep()
+		if len(b.all)+len(b.room) != 0 {
+			t.Errorf("%d are left", len(b.all))
 		}
 	})
 }

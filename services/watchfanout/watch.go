@@ -225,7 +225,13 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	case err != nil: // forgotten, or nobody could say for as long as backfillTimeout: a list is the way to go on
 		return expired(w.position.Revision, low)
 	}
-	events, whole := w.piece(b.events)
+	bound := backfillPiece
+	if w.pieces.Load() > piecesBytes {
+		bound = smallPiece
+	}
+	events, bytes, whole := w.piece(b.events, bound)
+	w.pieces.Add(int64(bytes))
+	defer w.pieces.Add(-int64(bytes))
 	upTo := b.upTo
 	leave() // before anything is sent: a client that takes little holds a piece, and no backfill
 	for len(events) > 0 {
@@ -260,18 +266,21 @@ func (w *watcher) past(e *cache.Event) {
 	}
 }
 
-// piece is the next of a backfill's events that a watch sends at a time; whole says that they are all.
-func (w *watcher) piece(all []*cache.Event) (events []*cache.Event, whole bool) {
+// piece is the next of a backfill's events that a watch sends at a time: one at least, and bound bytes at most beyond it. whole says that
+// they are all.
+func (w *watcher) piece(all []*cache.Event, bound int) (events []*cache.Event, bytes int, whole bool) {
 	for len(all) > 0 && (all[0].Revision < w.position.Revision || all[0].Revision == w.position.Revision && all[0].Index <= w.position.Index) {
 		all = all[1:]
 	}
-	n, bytes := 0, 0
+	n := 0
 	for ; n < len(all); n++ {
-		if bytes += all[n].Size(); n > 0 && bytes > backfillPiece {
+		size := all[n].Size()
+		if n > 0 && bytes+size > bound {
 			break
 		}
+		bytes += size
 	}
-	return slices.Clone(all[:n]), n == len(all) // a copy, which holds nothing else
+	return slices.Clone(all[:n]), bytes, n == len(all) // a copy, which holds nothing else
 }
 
 // expired is kube-apiserver's answer to a watch from a revision that is no longer known.

@@ -68,6 +68,8 @@ type Service struct {
 	freshness freshness
 	tasks     lifecycle.Supervisor
 	backfills backfills
+	// pieces is what watches hold of backfills while their clients take it, in bytes.
+	pieces atomic.Int64
 
 	rows, versions encodings
 

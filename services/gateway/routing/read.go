@@ -160,7 +160,7 @@ func (c *call) list() {
 	listing, cancel := context.WithCancel(ctx)
 	defer cancel()
 	silent := time.AfterFunc(answersWithin, cancel)
-	if c.decides() { // there is nobody else to ask
+	if c.decides() && !ofOne(q) { // nobody else is to be asked; of one object another registry may be, where this one hangs
 		silent.Stop()
 	}
 	source, _ := c.source()
@@ -194,6 +194,16 @@ func (c *call) list() {
 			return
 		}
 	}
+}
+
+// ofOne says whether a query is of one object.
+func ofOne(q *watchfanoutv1.Query) bool {
+	selector, err := fields.ParseSelector(q.FieldSelector)
+	if err != nil {
+		return false
+	}
+	_, ok := selector.RequiresExactMatch("metadata.name")
+	return ok
 }
 
 // directAbove is the size from which a body is written past the HTTP/2 server, which copies and frames it piece by
