@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/textproto"
 	"net/url"
+	"slices"
 	"strings"
 	"time"
 
@@ -27,6 +28,7 @@ import (
 	apiserverserviceaccount "k8s.io/apiserver/pkg/authentication/serviceaccount"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
+	genericoptions "k8s.io/apiserver/pkg/server/options"
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
@@ -73,6 +75,8 @@ type Service struct {
 	config    *Config
 	auth      authenticator.Request
 	audiences authenticator.Audiences
+	// consulted are the front proxy's headers, as AuthenticateResponse has them.
+	consulted []string
 	cluster   *apiclient.Cluster
 	filtered  []cache.SharedIndexInformer
 	reloader  *reloader
@@ -85,7 +89,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if errs := c.Options.Validate(); len(errs) > 0 {
 		return nil, errors.Join(errs...)
 	}
-	s := &Service{config: c, audiences: c.Options.APIAudiences}
+	s := &Service{config: c, audiences: c.Options.APIAudiences, consulted: consulted(c.Options.RequestHeader)}
 	if len(s.audiences) == 0 && c.Options.ServiceAccounts != nil {
 		s.audiences = c.Options.ServiceAccounts.Issuers
 	}
@@ -109,6 +113,18 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	}
 	s.reloader = newReloader(c.Options.AuthenticationConfigFile, &ac, update)
 	return s, s.issuer()
+}
+
+// consulted are the headers that a front proxy's identities come in.
+func consulted(o *genericoptions.RequestHeaderAuthenticationOptions) []string {
+	if o == nil || o.ClientCAFile == "" {
+		return nil
+	}
+	all := slices.Concat(o.UsernameHeaders, o.UIDHeaders, o.GroupHeaders)
+	for _, p := range o.ExtraHeaderPrefixes {
+		all = append(all, p+"*")
+	}
+	return all
 }
 
 // tokenSecrets and bootstrapSecrets select the secrets that tokens are looked up in; no other secret of the cluster
@@ -261,6 +277,9 @@ func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateReque
 			certificates = req.TLS.PeerCertificates
 		}
 		out.CacheMilliseconds = s.cacheable(r, certificates).Milliseconds()
+	}
+	if len(r.PeerCertificates) > 0 {
+		out.ConsultedHeaders = s.consulted
 	}
 	s.withoutCredentials(req.Header)
 	out.ReplacedHeaders = replaced(before, req.Header)

@@ -3,6 +3,7 @@ package edge
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 	"strings"
@@ -63,6 +64,8 @@ type knownUser struct {
 	response *authenticator.Response
 	// replaced are headers as they are to be from here on; one without values is removed.
 	replaced map[string][]string
+	// consulted are the headers that authn reads, where they are not all passed on to it.
+	consulted []string
 }
 
 // AuthenticateRequest implements authenticator.Request. It fails closed: an authn that cannot be asked is an error.
@@ -71,7 +74,7 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 	key, keepable := keyOfQuestion(r)
 	if keepable {
 		if k, ok := a.known.get(key); ok {
-			return finish(req, k), true, nil
+			return a.finish(req, k)
 		}
 	}
 	ctx, cancel := context.WithTimeout(req.Context(), rpcTimeout)
@@ -97,10 +100,15 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 			size += len(s)
 		}
 	}
+	for _, h := range resp.ConsultedHeaders {
+		if !a.passes(h) {
+			k.consulted = append(k.consulted, h)
+		}
+	}
 	if keepable && resp.CacheMilliseconds > 0 && !identity.Stranger(k.response.User) {
 		a.known.put(key, identity.Owner(k.response.User.GetName()), k, size, time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
 	}
-	return finish(req, k), true, nil
+	return a.finish(req, k)
 }
 
 // question is what authn needs to know of a request.
@@ -119,9 +127,7 @@ func (a *Authenticator) question(req *http.Request) *authnv1.AuthenticateRequest
 	}
 	if len(a.names)+len(a.prefixes) > 0 {
 		for name := range req.Header {
-			if slices.ContainsFunc(a.names, func(n string) bool { return strings.EqualFold(n, name) }) || slices.ContainsFunc(a.prefixes, func(p string) bool {
-				return len(name) >= len(p) && strings.EqualFold(name[:len(p)], p)
-			}) {
+			if a.passes(name) {
 				add(name)
 			}
 		}
@@ -174,7 +180,14 @@ func userBytes(u user.Info) int {
 }
 
 // finish takes the credentials out of the request, lest they travel on.
-func finish(req *http.Request, k *knownUser) *authenticator.Response {
+func (a *Authenticator) finish(req *http.Request, k *knownUser) (*authenticator.Response, bool, error) {
+	for _, h := range k.consulted {
+		for name := range req.Header {
+			if matches(h, name) {
+				return nil, false, fmt.Errorf("authn reads the header %q, which this gateway does not pass on: give both the same --requestheader-* settings", name)
+			}
+		}
+	}
 	for name, values := range k.replaced {
 		if len(values) == 0 {
 			req.Header.Del(name)
@@ -182,5 +195,23 @@ func finish(req *http.Request, k *knownUser) *authenticator.Response {
 			req.Header[http.CanonicalHeaderKey(name)] = slices.Clone(values)
 		}
 	}
-	return &authenticator.Response{User: k.response.User, Audiences: k.response.Audiences}
+	return &authenticator.Response{User: k.response.User, Audiences: k.response.Audiences}, true, nil
+}
+
+// passes says whether the headers that a name stands for, with a final * all that begin so, are passed on.
+func (a *Authenticator) passes(header string) bool {
+	if prefix, ok := strings.CutSuffix(header, "*"); ok {
+		return slices.ContainsFunc(a.prefixes, func(p string) bool { return matches(p+"*", prefix) })
+	}
+	return slices.ContainsFunc(a.names, func(n string) bool { return strings.EqualFold(n, header) }) ||
+		slices.ContainsFunc(a.prefixes, func(p string) bool { return matches(p+"*", header) })
+}
+
+// matches says whether a header's name is the one given or, with a final *, begins so.
+func matches(pattern, name string) bool {
+	prefix, ok := strings.CutSuffix(pattern, "*")
+	if !ok {
+		return strings.EqualFold(pattern, name)
+	}
+	return len(name) >= len(prefix) && strings.EqualFold(name[:len(prefix)], prefix)
 }

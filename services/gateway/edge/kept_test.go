@@ -417,3 +417,26 @@ func TestATransientDecisionIsNotKept(t *testing.T) {
 		}
 	})
 }
+
+// A user is not believed whose groups or scopes came in headers that authn reads and this gateway did not pass on, also where the answer to
+// the rest is known (S26).
+func TestAHeaderThatIsNotPassedOnIsNoneTheLess(t *testing.T) {
+	fake := &authn{answer: func(*authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse {
+		out := as("proxied")
+		out.ConsultedHeaders = []string{"X-Remote-User", "X-Remote-Groups", "X-Remote-Extra-*", "X-Scope-*"}
+		return out
+	}}
+	a := NewAuthenticator(fake, []string{"x-remote-user", "X-Remote-Group"}, []string{"X-Remote-Extra"})
+	for _, x := range []struct {
+		header string
+		want   bool
+	}{{"X-Remote-User", true}, {"X-Remote-Extra-Scopes", true}, {"X-Other", true}, {"X-Remote-Groups", false}, {"X-Scope-Limited", false}, {"X-Scope", true}} {
+		req := httptest.NewRequest("GET", "/version", nil)
+		req.TLS = &tls.ConnectionState{PeerCertificates: []*x509.Certificate{{Raw: []byte("front proxy")}}}
+		req.Header.Set(x.header, "v")
+		_, ok, err := a.AuthenticateRequest(req)
+		if ok != x.want || (err == nil) != x.want {
+			t.Errorf("%s: %v, %v", x.header, ok, err)
+		}
+	}
+}

@@ -161,8 +161,12 @@ type AuthenticateResponse struct {
 	// What the request's headers are to be before it travels on, by canonical name; one without values is removed. A credential
 	// never travels on.
 	ReplacedHeaders map[string]*v1.Values `protobuf:"bytes,7,rep,name=replaced_headers,json=replacedHeaders" json:"replaced_headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Of a request with a client certificate: the headers beside Authorization that an authenticator reads, by name or, with a final *, by
+	// how their names begin. A caller that has one of them and did not pass it on must not believe the answer: a user's groups or scopes
+	// may be missing.
+	ConsultedHeaders []string `protobuf:"bytes,8,rep,name=consulted_headers,json=consultedHeaders" json:"consulted_headers,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *AuthenticateResponse) Reset() {
@@ -233,6 +237,13 @@ func (x *AuthenticateResponse) GetCacheMilliseconds() int64 {
 func (x *AuthenticateResponse) GetReplacedHeaders() map[string]*v1.Values {
 	if x != nil {
 		return x.ReplacedHeaders
+	}
+	return nil
+}
+
+func (x *AuthenticateResponse) GetConsultedHeaders() []string {
+	if x != nil {
+		return x.ConsultedHeaders
 	}
 	return nil
 }
@@ -358,14 +369,15 @@ const file_watershed_authn_v1_authn_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01\"H\n" +
 	"\x12ReviewTokenRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x1c\n" +
-	"\taudiences\x18\x02 \x03(\tR\taudiences\"\x9f\x03\n" +
+	"\taudiences\x18\x02 \x03(\tR\taudiences\"\xcc\x03\n" +
 	"\x14AuthenticateResponse\x12$\n" +
 	"\rauthenticated\x18\x01 \x01(\bR\rauthenticated\x12-\n" +
 	"\x04user\x18\x02 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
 	"\taudiences\x18\x03 \x03(\tR\taudiences\x12\x14\n" +
 	"\x05error\x18\x04 \x01(\tR\x05error\x12-\n" +
 	"\x12cache_milliseconds\x18\x05 \x01(\x03R\x11cacheMilliseconds\x12h\n" +
-	"\x10replaced_headers\x18\a \x03(\v2=.watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntryR\x0freplacedHeaders\x1a_\n" +
+	"\x10replaced_headers\x18\a \x03(\v2=.watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntryR\x0freplacedHeaders\x12+\n" +
+	"\x11consulted_headers\x18\b \x03(\tR\x10consultedHeaders\x1a_\n" +
 	"\x14ReplacedHeadersEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x121\n" +
 	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01J\x04\b\x06\x10\a\"+\n" +
