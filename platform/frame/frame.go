@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"strconv"
 
+	"google.golang.org/protobuf/encoding/protowire"
+
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
@@ -75,14 +77,15 @@ func value(b []byte, i int) (int, error) {
 // MetadataProtobuf cuts field 1, the ObjectMeta, out of an object's protobuf; with it a PartialObjectMetadata is
 // complete.
 func MetadataProtobuf(body []byte) ([]byte, error) {
-	if len(body) == 0 || body[0] != 0x0a {
+	field, kind, head := protowire.ConsumeTag(body)
+	if head < 0 || field != 1 || kind != protowire.BytesType {
 		return nil, fmt.Errorf("metadata is not the first field")
 	}
-	n, w := binary.Uvarint(body[1:])
-	if w <= 0 || uint64(len(body)-1-w) < n {
+	_, n := protowire.ConsumeBytes(body[head:])
+	if n < 0 {
 		return nil, fmt.Errorf("metadata is cut short")
 	}
-	return body[:1+w+int(n)], nil
+	return body[:head+n], nil
 }
 
 // List is what a list's body says beside its items.
@@ -177,20 +180,13 @@ func (l *List) Protobuf(w *Chunks, items [][]byte) {
 // envelopeMagic begins every Kubernetes protobuf body.
 var envelopeMagic = []byte("k8s\x00")
 
-func tag(dst []byte, field int, n int) []byte {
-	return binary.AppendUvarint(append(dst, byte(field<<3|2)), uint64(n))
-}
-
-func uvarintLen(n int) int {
-	l := 1
-	for ; n >= 0x80; n >>= 7 {
-		l++
-	}
-	return l
+// tag begins a length-delimited field of n bytes.
+func tag(dst []byte, field protowire.Number, n int) []byte {
+	return protowire.AppendVarint(protowire.AppendTag(dst, field, protowire.BytesType), uint64(n))
 }
 
 // FieldLen is how long a length-delimited field with n bytes is.
-func FieldLen(n int) int { return 1 + uvarintLen(n) + n }
+func FieldLen(n int) int { return protowire.SizeTag(1) + protowire.SizeBytes(n) }
 
 // itemHeadProtobuf is what comes before one item of n bytes in a list's protobuf.
 func itemHeadProtobuf(n int) []byte { return tag(nil, 2, n) }
@@ -203,7 +199,7 @@ func (l *List) headProtobuf(items int) []byte {
 	m = append(tag(m, 2, len(rv)), rv...)
 	m = append(tag(m, 3, len(l.Continue)), l.Continue...)
 	if l.Remaining != nil {
-		m = binary.AppendUvarint(append(m, 4<<3), uint64(*l.Remaining))
+		m = protowire.AppendVarint(protowire.AppendTag(m, 4, protowire.VarintType), uint64(*l.Remaining))
 	}
 	return envelopeHead(l.Kind, l.APIVersion, FieldLen(len(m))+items, func(b []byte) []byte { return append(tag(b, 1, len(m)), m...) })
 }

@@ -23,30 +23,32 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"golang.org/x/net/http2"
 )
 
-// Frame types and flags (RFC 9113, section 6).
+// Frame types and flags (RFC 9113, section 6), as the bytes that they are in a frame's head.
 const (
-	frameData         = 0x0
-	frameHeaders      = 0x1
-	frameReset        = 0x3
-	frameSettings     = 0x4
-	framePush         = 0x5
-	frameGoAway       = 0x7
-	frameWindowUpdate = 0x8
-	frameContinuation = 0x9
+	frameData         = byte(http2.FrameData)
+	frameHeaders      = byte(http2.FrameHeaders)
+	frameReset        = byte(http2.FrameRSTStream)
+	frameSettings     = byte(http2.FrameSettings)
+	framePush         = byte(http2.FramePushPromise)
+	frameGoAway       = byte(http2.FrameGoAway)
+	frameWindowUpdate = byte(http2.FrameWindowUpdate)
+	frameContinuation = byte(http2.FrameContinuation)
 
-	flagEndStream  = 0x1
-	flagAck        = 0x1
-	flagEndHeaders = 0x4
-	flagPadded     = 0x8
+	flagEndStream  = byte(http2.FlagDataEndStream) // of HEADERS too
+	flagAck        = byte(http2.FlagSettingsAck)
+	flagEndHeaders = byte(http2.FlagHeadersEndHeaders) // of CONTINUATION and PUSH_PROMISE too
+	flagPadded     = byte(http2.FlagHeadersPadded)
 
-	settingInitialWindow = 0x4
-	settingMaxFrame      = 0x5
+	settingInitialWindow = http2.SettingInitialWindowSize
+	settingMaxFrame      = http2.SettingMaxFrameSize
 
 	headBytes    = 9
 	firstWindow  = 65535
-	prefaceBytes = len("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+	prefaceBytes = len(http2.ClientPreface)
 )
 
 const (
@@ -241,7 +243,7 @@ func (c *Conn) settings(body []byte) {
 	window := c.window
 	for ; len(body) >= 6; body = body[6:] {
 		v := binary.BigEndian.Uint32(body[2:])
-		switch binary.BigEndian.Uint16(body) {
+		switch http2.SettingID(binary.BigEndian.Uint16(body)) {
 		case settingInitialWindow:
 			window = int64(v)
 		case settingMaxFrame:

@@ -27,7 +27,7 @@ func frameOf(kind, flags byte, id uint32, body []byte) []byte {
 // windows are what the client has said. What comes between is what the server itself writes, in two pieces.
 func FuzzConn(f *testing.F) {
 	f.Add(frameOf(frameHeaders, flagEndHeaders, 1, []byte("block")), frameOf(frameData, 0, 1, []byte("x")))
-	f.Add(frameOf(frameSettings, 0, 0, []byte{0, settingInitialWindow, 0, 0, 0, 1, 0, settingInitialWindow, 0x7f, 0xff, 0xff, 0xff}), frameOf(frameGoAway, 0, 0, make([]byte, 8)))
+	f.Add(frameOf(frameSettings, 0, 0, []byte{0, byte(settingInitialWindow), 0, 0, 0, 1, 0, byte(settingInitialWindow), 0x7f, 0xff, 0xff, 0xff}), frameOf(frameGoAway, 0, 0, make([]byte, 8)))
 	f.Add(append(frameOf(frameHeaders, flagEndHeaders|flagPadded, 3, []byte{1, 'a', 0}), frameOf(frameWindowUpdate, 0, 3, []byte{0, 0, 1, 0})...), frameOf(frameReset, 0, 3, make([]byte, 4)))
 	f.Add(frameOf(frameWindowUpdate, 0, 0, []byte{0x7f, 0xff, 0xff, 0xff}), frameOf(frameContinuation, flagEndHeaders, 1, nil))
 	f.Fuzz(func(t *testing.T, fromClient, fromServer []byte) {
