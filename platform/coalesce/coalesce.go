@@ -188,8 +188,9 @@ func (g *Group[T]) begin(r *reading[T]) {
 			next := all.next
 			owners := next.owners
 			next.owners = nil
-			for _, owner := range owners {
-				if all.next == next { // else it has begun
+			for i, owner := range owners {
+				full := i > 0 && g.Queue > 0 && len(g.waiting[owner]) >= g.Queue
+				if all.next == next && !full { // else it has begun
 					g.enqueue(next, owner)
 				}
 			}

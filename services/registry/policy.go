@@ -56,7 +56,7 @@ func (p *policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 		return errAskObjects
 	}
 	ctx := stream.Context()
-	if _, one := exactName(r.Query.GetFieldSelector()); !one { // how fresh policy is is asked by a list of one object, which waits for no other
+	if _, one := exactName(r.Query.GetFieldSelector()); !one || r.Query.GetEntry().GetNamespaced() && r.Query.GetNamespace() == "" { // how fresh policy is is asked by a list of one object, which waits for no other
 		select {
 		case p.lists <- struct{}{}:
 			defer func() { <-p.lists }()

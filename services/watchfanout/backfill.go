@@ -23,7 +23,7 @@ const (
 	// backfillPiece is what a watch takes of one at a time and holds while its client takes it; smallPiece where all watches together hold
 	// piecesBytes.
 	backfillPiece = 512 << 10
-	smallPiece    = 32 << 10
+	smallPiece    = 128 << 10
 	piecesBytes   = 128 << 20
 	// backfillKept is how long a backfill is kept for others that resume from about the same place.
 	backfillKept = 15 * time.Second
@@ -154,7 +154,9 @@ func (b *backfills) prune() {
 			continue
 		}
 		if f.err != nil || time.Since(f.readAt) > backfillKept || wanted > 0 {
-			wanted--
+			if f.hasRoom {
+				wanted--
+			}
 			b.drop(f)
 		}
 	}

@@ -183,7 +183,7 @@ func userBytes(u user.Info) int {
 func (a *Authenticator) finish(req *http.Request, k *knownUser) (*authenticator.Response, bool, error) {
 	for _, h := range k.consulted {
 		for name := range req.Header {
-			if matches(h, name) {
+			if matches(h, name) && !a.passes(name) {
 				return nil, false, fmt.Errorf("authn reads the header %q, which this gateway does not pass on: give both the same --requestheader-* settings", name)
 			}
 		}

@@ -423,14 +423,14 @@ func TestATransientDecisionIsNotKept(t *testing.T) {
 func TestAHeaderThatIsNotPassedOnIsNoneTheLess(t *testing.T) {
 	fake := &authn{answer: func(*authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse {
 		out := as("proxied")
-		out.ConsultedHeaders = []string{"X-Remote-User", "X-Remote-Groups", "X-Remote-Extra-*", "X-Scope-*"}
+		out.ConsultedHeaders = []string{"X-Remote-User", "X-Remote-Groups", "X-Remote-Extra-*", "X-Scope-*", "X-Remo*"}
 		return out
 	}}
 	a := NewAuthenticator(fake, []string{"x-remote-user", "X-Remote-Group"}, []string{"X-Remote-Extra"})
 	for _, x := range []struct {
 		header string
 		want   bool
-	}{{"X-Remote-User", true}, {"X-Remote-Extra-Scopes", true}, {"X-Other", true}, {"X-Remote-Groups", false}, {"X-Scope-Limited", false}, {"X-Scope", true}} {
+	}{{"X-Remote-User", true}, {"X-Remote-Extra-Scopes", true}, {"X-Other", true}, {"X-Remote-Group", true}, {"X-Remote-Groups", false}, {"X-Scope-Limited", false}, {"X-Scope", true}} {
 		req := httptest.NewRequest("GET", "/version", nil)
 		req.TLS = &tls.ConnectionState{PeerCertificates: []*x509.Certificate{{Raw: []byte("front proxy")}}}
 		req.Header.Set(x.header, "v")

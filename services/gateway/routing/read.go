@@ -198,6 +198,9 @@ func (c *call) list() {
 
 // ofOne says whether a query is of one object.
 func ofOne(q *watchfanoutv1.Query) bool {
+	if q.Entry.Namespaced && q.Namespace == "" {
+		return false
+	}
 	selector, err := fields.ParseSelector(q.FieldSelector)
 	if err != nil {
 		return false
