@@ -129,6 +129,16 @@ var tailJSON = []byte("]}\n")
 
 var comma = []byte{','}
 
+// Send writes the list's body with its items, in JSON or protobuf, and ends it. itemHead is JSON's.
+func (l *List) Send(w *Chunks, protobuf bool, items [][]byte, itemHead []byte) error {
+	if protobuf {
+		l.Protobuf(w, items)
+	} else {
+		l.JSON(w, items, itemHead)
+	}
+	return w.End()
+}
+
 // JSON writes the list's body with its items. itemHead is what comes before an item in place of its opening brace,
 // which items of a list without a Go type have: their own kind; nil for nothing.
 func (l *List) JSON(w *Chunks, items [][]byte, itemHead []byte) {

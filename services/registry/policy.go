@@ -68,7 +68,7 @@ func (p *policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	rows, err := v.rows(ctx, v.revision, r.ResourceVersion)
+	rows, err := v.rows(ctx, r.ResourceVersion)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -89,12 +89,7 @@ func (p *policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	out := &frame.Chunks{Bytes: chunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
 	}}
-	if v.form.Protobuf {
-		list.Protobuf(out, items)
-	} else {
-		list.JSON(out, items, v.form.ItemHead())
-	}
-	return out.End()
+	return list.Send(out, v.form.Protobuf, items, v.form.ItemHead())
 }
 
 // view is which objects are read, and in which form.
@@ -185,16 +180,16 @@ func (v *view) own(version string) bool {
 	return v.native
 }
 
-// rows are the objects that are selected, as etcd had them at a revision, which is not to be older than
-// resourceVersion.
-func (v *view) rows(ctx context.Context, revision int64, resourceVersion string) ([]*registryv1.Row, error) {
+// rows are the objects that are selected, as etcd had them at the view's revision, which is not to be
+// older than resourceVersion.
+func (v *view) rows(ctx context.Context, resourceVersion string) ([]*registryv1.Row, error) {
 	if resourceVersion != "" {
-		if least, err := strconv.ParseInt(resourceVersion, 10, 64); err != nil || least > revision {
+		if least, err := strconv.ParseInt(resourceVersion, 10, 64); err != nil || least > v.revision {
 			return nil, errAskObjects // which knows in which words that is refused
 		}
 	}
 	var out []*registryv1.Row
-	err := v.registry.pages(ctx, v.prefix, revision, func(kvs []*mvccpb.KeyValue) error {
+	err := v.registry.pages(ctx, v.prefix, v.revision, func(kvs []*mvccpb.KeyValue) error {
 		for _, row := range rowsOf(ctx, v.stored, kvs) {
 			switch {
 			case row.Unreadable == "":

@@ -115,7 +115,7 @@ func (w *policyWatch) begin(ctx context.Context) error {
 
 // initial sends every object as ADDED.
 func (w *policyWatch) initial(ctx context.Context) error {
-	rows, err := w.rows(ctx, w.revision, w.request.ResourceVersion)
+	rows, err := w.rows(ctx, w.request.ResourceVersion)
 	if err != nil {
 		return err
 	}

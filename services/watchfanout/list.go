@@ -65,7 +65,7 @@ func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreaming
 	}
 	kind, apiVersion := q.listKind()
 	head := &frame.List{Kind: kind, APIVersion: apiVersion, Revision: page.revision, Continue: page.next, Remaining: page.remaining, Columns: columns,
-		Untyped: !q.typed && !q.table && !q.partial}
+		Untyped: q.form.Untyped && !q.table && !q.form.Partial}
 	return send(stream, q, head, parts)
 }
 
@@ -81,7 +81,7 @@ func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchf
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	if q.table || q.partial {
+	if q.table || q.form.Partial {
 		return nil, errElsewhere
 	}
 	snapshot, _, err := s.at(ctx, q, &watchfanoutv1.ListRequest{ResourceVersion: r.ResourceVersion})
@@ -89,10 +89,10 @@ func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchf
 		return nil, rpc.ToStatus(err)
 	}
 	item, ok := snapshot.Get(cache.Key(q.namespace, r.Name))
-	if !ok || !q.own(item) || q.protobuf && !q.typed {
+	if !ok || !q.own(item) || q.form.Protobuf && q.form.Untyped {
 		return nil, errElsewhere
 	}
-	if q.protobuf {
+	if q.form.Protobuf {
 		return &watchfanoutv1.GetResponse{Body: frame.Envelope(q.form.Kind, q.form.APIVersion, item.Protobuf)}, nil
 	}
 	body := make([]byte, 0, len(item.JSON)+len(q.form.Kind)+len(q.form.APIVersion)+32)
@@ -404,7 +404,7 @@ func (s *Service) encoded(ctx context.Context, q *query, items []*cache.Item) (p
 func (s *Service) encode(ctx context.Context, q *query, items []*cache.Item) (parts [][]byte, columns []byte, err error) {
 	r := &registryv1.EncodeRequest{StoredAs: q.entry.StoredAs, Resource: q.entry.Resource, Output: q.output, IncludeObject: q.includeObject, DefinedAt: s.cache.Resource(q.entry.StoredAs).Redefined()}
 	for _, i := range items {
-		if !q.typed {
+		if q.form.Untyped {
 			r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)
 		} else if len(i.Protobuf) > 0 {
 			r.Json, r.Protobuf = append(r.Json, nil), append(r.Protobuf, i.Protobuf)
@@ -434,10 +434,5 @@ func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *query, 
 	out := &frame.Chunks{Bytes: chunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
 	}}
-	if q.protobuf {
-		head.Protobuf(out, parts)
-	} else {
-		head.JSON(out, parts, q.itemHead())
-	}
-	return out.End()
+	return head.Send(out, q.form.Protobuf, parts, q.itemHead())
 }

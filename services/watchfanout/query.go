@@ -30,13 +30,11 @@ type query struct {
 	// skips: a list leaves out what cannot be read.
 	skips bool
 
-	form                     frame.Form
-	protobuf, table, partial bool
+	form  frame.Form
+	table bool
 	// native: the log's encodings are in the version asked for.
 	native bool
-	// typed items have no kind of their own in a list.
-	typed bool
-	as    *commonv1.Kind
+	as     *commonv1.Kind
 	// key tells forms apart, for frames that are made once.
 	key formKey
 }
@@ -61,9 +59,7 @@ func newQuery(p *watchfanoutv1.Query) (*query, error) {
 		return nil, apierrors.NewBadRequest(err.Error())
 	}
 	switch q.output.GetMediaType() {
-	case frame.JSON:
-	case frame.Protobuf:
-		q.protobuf = true
+	case frame.JSON, frame.Protobuf:
 	default:
 		return nil, apierrors.NewBadRequest(fmt.Sprintf("the watch tier does not write %q", q.output.GetMediaType()))
 	}
@@ -72,14 +68,12 @@ func newQuery(p *watchfanoutv1.Query) (*query, error) {
 	case "Table":
 		q.table = true
 	case "PartialObjectMetadata", "PartialObjectMetadataList":
-		q.partial = true
 	default:
 		return nil, apierrors.NewBadRequest("the watch tier does not write " + q.as.Kind)
 	}
 	k := q.entry.GetKind()
 	q.form = frame.FormOf(k, q.as, q.output.MediaType, q.entry.Untyped)
-	q.native = proto.Equal(k, q.entry.GetStoredKind()) || q.partial // metadata is the same in every version
-	q.typed = !q.entry.Untyped
+	q.native = proto.Equal(k, q.entry.GetStoredKind()) || q.form.Partial // metadata is the same in every version
 	q.key = formKey{resource: q.entry.StoredAs + " " + q.entry.Resource.GetGroup() + " " + q.entry.Resource.GetResource(), version: frame.APIVersion(k), mediaType: q.output.MediaType, as: q.as.GetKind(), asVersion: frame.APIVersion(q.as), include: q.includeObject}
 	return q, nil
 }
@@ -93,7 +87,7 @@ func (q *query) prefix() string {
 
 // own says whether the item's bytes are what the query asks for, in the version that it asks for.
 func (q *query) own(i *cache.Item) bool {
-	if q.partial || q.typed {
+	if q.form.Partial || !q.form.Untyped {
 		return q.native
 	}
 	return i.Version == q.entry.Kind.Version
@@ -145,7 +139,7 @@ func (q *query) listKind() (kind, apiVersion string) {
 	switch {
 	case q.table:
 		return "Table", frame.APIVersion(q.as)
-	case q.partial:
+	case q.form.Partial:
 		return "PartialObjectMetadataList", frame.APIVersion(q.as)
 	}
 	gv := &commonv1.Kind{Group: q.entry.Resource.Group, Version: q.entry.Resource.Version}

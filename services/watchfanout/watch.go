@@ -359,12 +359,12 @@ func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
 	for _, i := range items {
 		var err error
 		switch {
-		case w.partial || len(i.JSON) <= 2:
+		case w.form.Partial || len(i.JSON) <= 2:
 			var data []byte
 			if data, err = w.form.Event("ADDED", i.JSON, i.Protobuf); err == nil {
 				err = out.pieces(data)
 			}
-		case w.protobuf:
+		case w.form.Protobuf:
 			err = out.pieces(frame.WatchProtobufHead("ADDED", w.form.Kind, w.form.APIVersion, len(i.Protobuf)), i.Protobuf, frame.TailProtobuf)
 		default:
 			err = out.pieces(head, i.JSON[1:], frame.WatchJSONTail)
