@@ -74,6 +74,9 @@ spec:
 func define(t *testing.T, s *harness.Server, definition string) {
 	t.Helper()
 	s.Apply(definition)
+	// A CustomResourceDefinition's conditions are null until its names are accepted, and kubectl's wait for a condition
+	// fails on null at once, whichever server answers it.
+	s.Kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}=Widget", "crd/widgets.e2e.example.com")
 	s.Kubectl("wait", "--for=condition=Established", "crd/widgets.e2e.example.com")
 }
 
