@@ -5,7 +5,6 @@ package main
 import (
 	"fmt"
 	"os"
-
 	_ "time/tzdata" // CronJobs name time zones
 )
 
@@ -45,11 +44,12 @@ func main() {
 	case "help", "-h", "--help":
 		fmt.Print(usage)
 	default:
-		if _, ok := services[command]; !ok {
+		m := moduleOf(command)
+		if m == nil {
 			fmt.Fprintf(os.Stderr, "watershed: unknown command %q\n\n%s", command, usage)
 			os.Exit(2)
 		}
-		err = serviceCommand(command, args)
+		err = serviceCommand(m, args)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "watershed "+command+":", err)

@@ -53,7 +53,7 @@ func split(args []string) error {
 	}
 	for name, n := range *replicas {
 		if _, ok := defaultReplicas[name]; !ok || n < 1 {
-			return fmt.Errorf("--replicas %s=%d: want a service (etcd, nats, %s) and a number above 0", name, n, strings.Join(order, ", "))
+			return fmt.Errorf("--replicas %s=%d: want a service (etcd, nats, %s) and a number above 0", name, n, strings.Join(moduleNames(), ", "))
 		}
 		counts[name] = n
 	}
@@ -122,7 +122,7 @@ func (s *splitRun) plan() ([]*child, error) {
 	addresses := map[string][]string{}
 	for name, n := range s.counts {
 		for range n {
-			if d := services[name]; d == nil || d.serves {
+			if m := moduleOf(name); m == nil || m.serves {
 				addresses[name] = append(addresses[name], take())
 			}
 		}
@@ -140,14 +140,15 @@ func (s *splitRun) plan() ([]*child, error) {
 	if err := s.planStores(addresses, take, add); err != nil {
 		return nil, err
 	}
-	for _, name := range order {
+	for _, m := range modules {
+		name := m.name
 		for n := range s.counts[name] {
 			debug := filepath.Join(socketDir(s.dir), fmt.Sprintf("%s-%d.sock", name, n))
 			settings := with(s.settings(name), s.identitySettings(name), s.common, map[string]any{"debug-address": debug})
-			if services[name].serves {
+			if m.serves {
 				settings["rpc-address"] = addresses[name][n]
 			}
-			for _, peer := range services[name].calls {
+			for _, peer := range m.calls {
 				settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
 			}
 			switch name {

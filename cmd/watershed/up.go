@@ -31,8 +31,8 @@ func up(args []string) error {
 	var t telemetry.Options
 	t.AddFlags(fs)
 	all := map[string]*built{}
-	for _, name := range order {
-		all[name] = newBuilt(name, fs)
+	for _, m := range modules {
+		all[m.name] = newBuilt(m, fs)
 	}
 	if err := config.Load(fs, args); err != nil {
 		return help(err)
@@ -58,7 +58,7 @@ func up(args []string) error {
 	if t.DebugAddress == "" {
 		t.DebugAddress = filepath.Join(socketDir(l.dir), debugSocket)
 	}
-	u := &upRun{layout: l, flags: fs, all: all, transport: rpc.NewInProcess()}
+	u := &upRun{layout: l, flags: fs, all: all, transport: rpc.NewInProcess(t.TracingEndpoint != "")}
 	parts, err := u.parts(&t)
 	if err != nil {
 		return err
@@ -75,16 +75,15 @@ func up(args []string) error {
 
 // built is one service on its way.
 type built struct {
-	flags *pflag.FlagSet
-	build func(context.Context, *wiring) (service, error)
-	run   service
+	flags    *pflag.FlagSet
+	settings settings
+	run      service
 }
 
 // newBuilt gives a service flags of its own and shows those that fs lacks there.
-func newBuilt(name string, fs *pflag.FlagSet) *built {
-	add, build := services[name].new()
-	b := &built{flags: pflag.NewFlagSet(name, pflag.ContinueOnError), build: build}
-	add(b.flags)
+func newBuilt(m *module, fs *pflag.FlagSet) *built {
+	b := &built{flags: pflag.NewFlagSet(m.name, pflag.ContinueOnError), settings: m.settings()}
+	b.settings.AddFlags(b.flags)
 	b.flags.VisitAll(func(f *pflag.Flag) {
 		if fs.Lookup(f.Name) == nil {
 			fs.AddFlag(f)
@@ -151,8 +150,8 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	if natsURL == "" {
 		parts = append(parts, u.natsPart())
 	}
-	for _, name := range order {
-		if err := u.all[name].take(u.flags); err != nil {
+	for _, m := range modules {
+		if err := u.all[m.name].take(u.flags); err != nil {
 			return nil, err
 		}
 	}
@@ -160,7 +159,8 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	if f := u.flags.Lookup("service-account-issuer"); f.Changed {
 		audiences = f.Value.(pflag.SliceValue).GetSlice()
 	}
-	for _, name := range order {
+	for _, m := range modules {
+		name := m.name
 		settings := u.settings(name)
 		if name == "registry" && len(external) == 0 {
 			settings["etcd-servers"] = socket
@@ -179,8 +179,8 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	parts = append(parts, lifecycle.Part{Name: "policies", Run: wait, Ready: u.synced})
 	return append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
 		var running []service
-		for _, name := range order {
-			running = append(running, u.all[name].run)
+		for _, m := range modules {
+			running = append(running, u.all[m.name].run)
 		}
 		return t.ServeDebug(ctx, registerMetrics(running...), pages(u.all["watchfanout"].run))
 	}}), nil
@@ -224,8 +224,8 @@ func (u *upRun) servicePart(name string) lifecycle.Part {
 	b := u.all[name]
 	ready := make(chan struct{})
 	return lifecycle.Part{Name: name, Run: func(ctx context.Context) error {
-		s, err := b.build(ctx, &wiring{
-			client: func(string, rpc.Policy) (grpc.ClientConnInterface, error) { return u.transport, nil },
+		s, err := b.settings.build(ctx, &deps{
+			dial: func(string, rpc.Balancer) (grpc.ClientConnInterface, error) { return u.transport.Client(name), nil },
 			log: func(o *eventlog.Options) {
 				if u.nats != nil {
 					o.Conn = u.nats

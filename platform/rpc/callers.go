@@ -35,3 +35,9 @@ var Callers = map[string][]string{
 	"/watershed.watchfanout.v1.Policy/List":  {"gateway"},
 	"/watershed.watchfanout.v1.Policy/Watch": {"gateway"},
 }
+
+// Once names the methods whose calls are never sent twice: a replica that was lost before it answered may have written.
+// All others may be sent again.
+var Once = []string{
+	"/watershed.registry.v1.Objects/Write",
+}

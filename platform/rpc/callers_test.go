@@ -5,6 +5,8 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/json"
+	"maps"
 	"strings"
 	"testing"
 
@@ -85,5 +87,33 @@ func TestAServiceCallsOnlyWhatIsItsOwn(t *testing.T) {
 	}
 	if got := status.Code(allowed(t.Context(), "/watershed.registry.v1.Objects/Get")); got != codes.Unauthenticated {
 		t.Errorf("without a certificate: %v", got)
+	}
+}
+
+// A write is sent once, whatever becomes of its replica; everything else is sent again.
+func TestOnlyWhatMayBeRepeatedIsRetried(t *testing.T) {
+	var config struct {
+		MethodConfig []struct {
+			Name        []struct{ Service, Method string }
+			RetryPolicy map[string]any
+		}
+	}
+	if err := json.Unmarshal([]byte(serviceConfig(ByKey)), &config); err != nil {
+		t.Fatal(err)
+	}
+	retried := map[string]bool{}
+	for _, m := range config.MethodConfig {
+		for _, n := range m.Name {
+			retried["/"+n.Service+"/"+n.Method] = m.RetryPolicy != nil
+		}
+	}
+	want := map[string]bool{"//": true, "/watershed.registry.v1.Objects/Write": false}
+	if !maps.Equal(retried, want) {
+		t.Errorf("%v", retried)
+	}
+	for _, m := range Once {
+		if len(Callers[m]) == 0 {
+			t.Errorf("there is no %s", m)
+		}
 	}
 }

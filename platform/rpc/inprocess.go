@@ -2,27 +2,29 @@ package rpc
 
 import (
 	"context"
-	"fmt"
 	"io"
-	"log/slog"
-	"runtime/debug"
-	"strings"
 	"sync"
+	"time"
 
+	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
 // InProcess connects clients to services in the same process: no sockets and no encoding. Messages are shared, not
-// copied, so a message must not be changed once it has been sent; that holds for gRPC's own transport as well.
+// copied, so a message must not be changed once it has been sent; that holds for gRPC's own transport as well. Its calls
+// pass the interceptors and bounds that those between processes pass: callers, metrics, panics, MaxMessageBytes.
 //
-// It is a grpc.ServiceRegistrar and a grpc.ClientConnInterface. Register everything before the first call.
+// It is a grpc.ServiceRegistrar. Register everything before the first call.
 type InProcess struct {
 	methods map[string]method
+	// spans makes a span of each call; nil: there are none.
+	spans stats.Handler
 }
 
 type method struct {
@@ -34,8 +36,14 @@ type method struct {
 // streamBuffer is how many messages a sender may be ahead of its receiver.
 const streamBuffer = 32
 
-// NewInProcess returns an empty transport.
-func NewInProcess() *InProcess { return &InProcess{methods: map[string]method{}} }
+// NewInProcess returns an empty transport; traced says whether calls are traced.
+func NewInProcess(traced bool) *InProcess {
+	p := &InProcess{methods: map[string]method{}}
+	if traced {
+		p.spans = otelgrpc.NewServerHandler()
+	}
+	return p
+}
 
 // RegisterService implements grpc.ServiceRegistrar.
 func (p *InProcess) RegisterService(d *grpc.ServiceDesc, impl any) {
@@ -47,14 +55,32 @@ func (p *InProcess) RegisterService(d *grpc.ServiceDesc, impl any) {
 	}
 }
 
+// Client returns the connection on which a service calls the others.
+func (p *InProcess) Client(service string) grpc.ClientConnInterface {
+	return &inProcessClient{p, service}
+}
+
+// inProcessClient is one service's connection to all the others.
+type inProcessClient struct {
+	*InProcess
+	service string
+}
+
 // Invoke implements grpc.ClientConnInterface.
-func (p *InProcess) Invoke(ctx context.Context, name string, args, reply any, _ ...grpc.CallOption) (err error) {
-	m, ok := p.methods[name]
+func (c *inProcessClient) Invoke(ctx context.Context, name string, args, reply any, _ ...grpc.CallOption) (err error) {
+	m, ok := c.methods[name]
 	if !ok || m.unary == nil {
 		return status.Error(codes.Unimplemented, "unknown method "+name)
 	}
-	defer recovered(name, &err)
-	out, err := m.unary.Handler(m.impl, serverContext(ctx), func(in any) error { share(in, args); return nil }, nil)
+	if err := bounded(args); err != nil {
+		return err
+	}
+	ctx, end := c.begin(ctx, name)
+	defer func() { end(err) }()
+	out, err := m.unary.Handler(m.impl, ctx, func(in any) error { share(in, args); return nil }, unary)
+	if err == nil {
+		err = bounded(out)
+	}
 	if err != nil {
 		return ToStatus(err)
 	}
@@ -63,27 +89,42 @@ func (p *InProcess) Invoke(ctx context.Context, name string, args, reply any, _ 
 }
 
 // NewStream implements grpc.ClientConnInterface.
-func (p *InProcess) NewStream(ctx context.Context, _ *grpc.StreamDesc, name string, _ ...grpc.CallOption) (grpc.ClientStream, error) {
-	m, ok := p.methods[name]
+func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, name string, _ ...grpc.CallOption) (grpc.ClientStream, error) {
+	m, ok := c.methods[name]
 	if !ok || m.stream == nil {
 		return nil, status.Error(codes.Unimplemented, "unknown stream "+name)
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	s := &pipe{ctx: ctx, up: make(chan any, streamBuffer), down: make(chan any, streamBuffer), done: make(chan struct{})}
+	info := &grpc.StreamServerInfo{FullMethod: name, IsClientStream: m.stream.ClientStreams, IsServerStream: m.stream.ServerStreams}
 	go func() {
 		defer cancel()
 		defer close(s.done)
-		defer recovered(name, &s.err)
-		s.err = ToStatus(m.stream.Handler(m.impl, &serverPipe{s, serverContext(ctx)}))
+		ctx, end := c.begin(ctx, name)
+		s.err = ToStatus(stream(m.impl, &serverPipe{s, ctx}, info, m.stream.Handler))
+		end(s.err)
 	}()
 	return &clientPipe{pipe: s}, nil
 }
 
-func recovered(name string, err *error) {
-	if r := recover(); r != nil {
-		slog.Error("A handler panicked", "method", name, "panic", r, "stack", string(debug.Stack()))
-		*err = status.Error(codes.Internal, fmt.Sprintf("panic in %s: %v", name[strings.LastIndexByte(name, '/')+1:], r))
+// begin is the server's context of a call, and what is to be called at the call's end.
+func (c *inProcessClient) begin(ctx context.Context, name string) (context.Context, func(error)) {
+	ctx = asCaller(serverContext(ctx), c.service)
+	if c.spans == nil {
+		return ctx, func(error) {}
 	}
+	began := time.Now()
+	ctx = c.spans.TagRPC(ctx, &stats.RPCTagInfo{FullMethodName: name})
+	c.spans.HandleRPC(ctx, &stats.Begin{BeginTime: began})
+	return ctx, func(err error) { c.spans.HandleRPC(ctx, &stats.End{BeginTime: began, EndTime: time.Now(), Error: err}) }
+}
+
+// bounded refuses a message that is too large for the wire.
+func bounded(m any) error {
+	if n := proto.Size(m.(proto.Message)); n > MaxMessageBytes {
+		return status.Errorf(codes.ResourceExhausted, "a message of %d bytes is larger than %d", n, MaxMessageBytes)
+	}
+	return nil
 }
 
 func serverContext(ctx context.Context) context.Context {
@@ -123,6 +164,9 @@ func (c *clientPipe) CloseSend() error {
 }
 
 func (c *clientPipe) SendMsg(m any) error {
+	if err := bounded(m); err != nil {
+		return err
+	}
 	select {
 	case c.up <- m:
 		return nil
@@ -169,6 +213,9 @@ func (s *serverPipe) SetTrailer(metadata.MD)       {}
 func (s *serverPipe) Context() context.Context     { return s.serverCtx }
 
 func (s *serverPipe) SendMsg(m any) error {
+	if err := bounded(m); err != nil {
+		return err
+	}
 	select {
 	case s.down <- m:
 		return nil

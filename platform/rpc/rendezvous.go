@@ -19,7 +19,7 @@ const routeBy = "watershed-route"
 // replicasFor is how many replicas serve one key: while one is away the other has what it takes in memory.
 const replicasFor = 2
 
-// Routed makes a call go to one of the two replicas that serve key, if the connection was dialled with Sharded. The two
+// Routed makes a call go to one of the two replicas that serve key, if the connection was dialled with ByKey. The two
 // are chosen by rendezvous hashing (Thaler and Ravishankar, 1998): every caller chooses the same ones without asking,
 // and when a replica comes or goes only what it serves moves.
 func Routed(ctx context.Context, key string) context.Context {

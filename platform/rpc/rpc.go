@@ -4,13 +4,13 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"os"
 	"runtime/debug"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -19,15 +19,12 @@ import (
 	"github.com/spf13/pflag"
 	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/health"
 	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/keepalive"
-	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/resolver"
 	"google.golang.org/grpc/resolver/manual"
-	"google.golang.org/grpc/status"
 )
 
 // MaxMessageBytes bounds one message: an object may be 3 MB in a request and is sent with the object it replaces.
@@ -192,51 +189,12 @@ func NewServer(id TLS) (*Server, error) {
 		grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(4<<20),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
-		grpc.UnaryInterceptor(func(ctx context.Context, req any, info *grpc.UnaryServerInfo, h grpc.UnaryHandler) (resp any, err error) {
-			defer observe(info.FullMethod, time.Now(), &err)
-			defer recovered(info.FullMethod, &err)
-			if err := allowed(ctx, info.FullMethod); err != nil {
-				return nil, err
-			}
-			resp, err = h(ctx, req)
-			return resp, ToStatus(err)
-		}),
-		grpc.StreamInterceptor(func(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, h grpc.StreamHandler) (err error) {
-			defer observe(info.FullMethod, time.Now(), &err)
-			defer recovered(info.FullMethod, &err)
-			if err := allowed(ss.Context(), info.FullMethod); err != nil {
-				return err
-			}
-			return ToStatus(h(srv, ss))
-		}),
+		grpc.UnaryInterceptor(unary),
+		grpc.StreamInterceptor(stream),
 	)
 	healthv1.RegisterHealthServer(s.Server, s.health)
 	s.health.SetServingStatus("", healthv1.HealthCheckResponse_NOT_SERVING)
 	return s, nil
-}
-
-func observe(method string, since time.Time, err *error) {
-	handled.WithLabelValues(method, status.Code(*err).String()).Observe(time.Since(since).Seconds())
-}
-
-// allowed says whether the caller, by its certificate, may call the method. Health is anybody's who has a certificate
-// at all.
-func allowed(ctx context.Context, method string) error {
-	if strings.HasPrefix(method, "/grpc.health.") {
-		return nil
-	}
-	p, ok := peer.FromContext(ctx)
-	if !ok {
-		return status.Error(codes.Unauthenticated, "no peer")
-	}
-	info, ok := p.AuthInfo.(credentials.TLSInfo)
-	if !ok || len(info.State.PeerCertificates) == 0 {
-		return status.Error(codes.Unauthenticated, "no client certificate")
-	}
-	if name := info.State.PeerCertificates[0].Subject.CommonName; !slices.Contains(Callers[method], name) {
-		return status.Errorf(codes.PermissionDenied, "service %q may not call %s", name, method)
-	}
-	return nil
 }
 
 // SetReady tells health checks, and so every caller's balancer, whether to send requests here.
@@ -273,24 +231,53 @@ func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) er
 	return nil
 }
 
-const serviceConfig = `{"loadBalancingConfig":[{%q:{}}],"healthCheckConfig":{"serviceName":""}%s}`
-
-// retry sends a call again, on another replica where there is one, when a replica was lost before it answered.
-const retry = `,"methodConfig":[{"name":[{}],"waitForReady":true,"retryPolicy":{"maxAttempts":5,"initialBackoff":"0.02s","maxBackoff":"0.5s","backoffMultiplier":3,"retryableStatusCodes":["UNAVAILABLE"]}}]`
-
-// wait only waits for a connection; a call that may have had an effect is never sent twice.
-const wait = `,"methodConfig":[{"name":[{}],"waitForReady":true}]`
-
-// Policy is how a service's replicas share its calls.
-type Policy struct {
-	// Idempotent: a call whose replica dies is sent again, to another.
-	Idempotent bool
-	// Sharded: a Routed call goes to the replicas of its key. Without it they take turns.
-	Sharded bool
+// serviceConfig is how clients call a service (gRPC's service config): by which balancer, and what is sent again. A call
+// whose replica is lost before it answers is sent again, to another replica where there is one; of the methods in Once
+// it is only waited for a connection.
+func serviceConfig(b Balancer) string {
+	type name struct {
+		Service string `json:"service,omitempty"`
+		Method  string `json:"method,omitempty"`
+	}
+	type method struct {
+		Name         []name         `json:"name"`
+		WaitForReady bool           `json:"waitForReady"`
+		RetryPolicy  map[string]any `json:"retryPolicy,omitempty"`
+	}
+	methods := []method{{Name: []name{{}}, WaitForReady: true, RetryPolicy: map[string]any{
+		"maxAttempts":          5,
+		"initialBackoff":       "0.02s",
+		"maxBackoff":           "0.5s",
+		"backoffMultiplier":    3,
+		"retryableStatusCodes": []string{"UNAVAILABLE"},
+	}}}
+	for _, m := range Once {
+		service, call, _ := strings.Cut(strings.TrimPrefix(m, "/"), "/")
+		methods = append(methods, method{Name: []name{{service, call}}, WaitForReady: true})
+	}
+	data, err := json.Marshal(map[string]any{
+		"loadBalancingConfig": []any{map[Balancer]any{b: struct{}{}}},
+		"healthCheckConfig":   map[string]any{"serviceName": ""},
+		"methodConfig":        methods,
+	})
+	if err != nil { // nothing in it can fail
+		panic(err)
+	}
+	return string(data)
 }
 
+// Balancer is how a service's replicas share its calls.
+type Balancer string
+
+const (
+	// TakeTurns has replicas that are all alike take turns.
+	TakeTurns Balancer = "round_robin"
+	// ByKey sends a Routed call to the replicas of its key, and has all replicas take turns at the others.
+	ByKey Balancer = rendezvousName
+)
+
 // Dial connects to every address of one service. Close the connection to end it.
-func Dial(id TLS, addresses []string, serverName string, p Policy) (*grpc.ClientConn, error) {
+func Dial(id TLS, addresses []string, serverName string, b Balancer) (*grpc.ClientConn, error) {
 	if len(addresses) == 0 {
 		return nil, errors.New("no address for service " + serverName)
 	}
@@ -304,17 +291,10 @@ func Dial(id TLS, addresses []string, serverName string, p Policy) (*grpc.Client
 		endpoints = append(endpoints, resolver.Address{Addr: a})
 	}
 	r.InitialState(resolver.State{Addresses: endpoints})
-	calls, balancer := wait, "round_robin"
-	if p.Idempotent {
-		calls = retry
-	}
-	if p.Sharded {
-		balancer = rendezvousName
-	}
 	return grpc.NewClient(r.Scheme()+":///"+serverName,
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
-		grpc.WithDefaultServiceConfig(fmt.Sprintf(serviceConfig, balancer, calls)),
+		grpc.WithDefaultServiceConfig(serviceConfig(b)),
 		grpc.WithStatsHandler(otelgrpc.NewClientHandler()),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
 		grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(4<<20),

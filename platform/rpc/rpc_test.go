@@ -32,9 +32,9 @@ func (f *fake) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1
 }
 
 func clientOf(f *fake) registryv1.ObjectsClient {
-	p := NewInProcess()
+	p := NewInProcess(false)
 	registryv1.RegisterObjectsServer(p, f)
-	return registryv1.NewObjectsClient(p)
+	return registryv1.NewObjectsClient(p.Client("gateway"))
 }
 
 func TestInProcessCallsShareMessages(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -18,6 +19,7 @@ import (
 	"k8s.io/component-base/metrics/prometheus/slis"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
 
+	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/kubeversion"
@@ -27,10 +29,11 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/access"
 	"watershed.dev/services/gateway/aggregation"
-	"watershed.dev/services/gateway/discovery"
+	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/edge"
-	"watershed.dev/services/gateway/openapi"
 	"watershed.dev/services/gateway/routing"
 	"watershed.dev/services/gateway/streaming"
 	"watershed.dev/services/gateway/watch"
@@ -61,13 +64,12 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800, "The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
 }
 
-// Services are the clients of the others. Writes must not send a call twice; the rest may.
-type Services struct {
+// Deps are the clients of the other services.
+type Deps struct {
 	Authn     authnv1.AuthnClient
 	Authz     authzv1.AuthzClient
 	Admission admissionv1.AdmissionClient
 	Objects   registryv1.ObjectsClient
-	Writes    registryv1.ObjectsClient
 	Catalog   registryv1.CatalogClient
 	Source    registryv1.SourceClient
 	Watch     watchfanoutv1.WatchClient
@@ -85,56 +87,48 @@ const (
 // Service is a running gateway.
 type Service struct {
 	config    *Config
-	services  Services
+	deps      Deps
 	server    *edge.Server
-	authz     *edge.Authorizer
-	catalog   *routing.Catalog
+	authz     *access.Authorizer
+	catalog   *catalog.Catalog
 	interests *routing.Interests
-	remotes   *aggregation.Proxy
-	learner   *aggregation.Learner
+	views     *views
 	handler   http.Handler
 	health    map[string]*check
 }
 
-// New builds a gateway over the other services.
-func New(c *Config, s Services) (*Service, error) {
+// NewConfig returns the defaults.
+func NewConfig() *Config { return &Config{} }
+
+// New builds a gateway.
+func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	metrics.Register()
-	g := &Service{config: c, services: s, server: edge.NewServer(&c.Edge), authz: &edge.Authorizer{Client: s.Authz}, interests: &routing.Interests{Client: s.Admission}}
-	names, prefixes := c.Edge.FrontProxyHeaders()
-	authn := edge.NewAuthenticator(s.Authn, names, prefixes)
-	address := fmt.Sprintf("%s:%d", c.AdvertiseAddress, c.Edge.SecurePort)
 	carrier, err := streaming.New(&c.Streaming)
 	if err != nil {
 		return nil, err
 	}
-	if g.remotes, err = aggregation.New(&c.Aggregation); err != nil {
+	remotes, err := aggregation.New(&c.Aggregation)
+	if err != nil {
 		return nil, err
 	}
-	var tell sync.Mutex // discovery and OpenAPI are told of a view and of what others serve one after the other
-	var disco *discovery.Handler
-	var docs *openapi.Handler
-	var latest *routing.View
-	told := func(v *routing.View) {
-		latest = v
-		disco.Set(v)
-		docs.Set(v)
+	g := &Service{
+		config:    c,
+		deps:      d,
+		server:    edge.NewServer(&c.Edge),
+		authz:     &access.Authorizer{Client: d.Authz},
+		interests: &routing.Interests{Client: d.Admission},
+		views:     newViews(fmt.Sprintf("%s:%d", c.AdvertiseAddress, c.Edge.SecurePort), d.Catalog, remotes),
 	}
-	g.learner = aggregation.NewLearner(g.remotes, func() {
-		tell.Lock()
-		defer tell.Unlock()
-		if latest != nil {
-			told(latest)
-		}
-	})
-	disco, docs = &discovery.Handler{Address: address, Remotes: g.learner}, &openapi.Handler{Registry: s.Catalog, Remotes: g.learner}
-	g.catalog = &routing.Catalog{Registry: s.Catalog, Changed: func(v *routing.View) {
-		tell.Lock()
-		defer tell.Unlock()
-		if g.remotes.Set(v) {
-			g.learner.Wake()
-		}
-		told(v)
-	}}
+	g.catalog = &catalog.Catalog{Registry: d.Catalog, Changed: g.views.publish}
+	names, prefixes := c.Edge.FrontProxyHeaders()
+	authn := access.NewAuthenticator(d.Authn, names, prefixes)
+	g.handler = c.Edge.Chain(g.mux(g.router(carrier)), authn, g.authz, g.server.InFlight, g.own)
+	return g, nil
+}
+
+// router is what answers requests for resources.
+func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
+	c, d := g.config, &g.deps
 	feeds := new(watch.Room)
 	hub := func(from watch.Streams) *watch.Hub {
 		return &watch.Hub{Client: from, Config: &c.Watch, Revision: g.revision, Room: feeds}
@@ -142,36 +136,34 @@ func New(c *Config, s Services) (*Service, error) {
 	lists := func() *coalesce.Group[[]byte] {
 		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Queue: maxFallbackQueue, Timeout: c.Edge.RequestTimeout}
 	}
-	router := &routing.Router{
+	r := &routing.Router{
 		Catalog:           g.catalog,
 		Interests:         g.interests,
-		Objects:           s.Objects,
-		Writes:            s.Writes,
-		Tier:              s.Watch,
-		Watches:           hub(s.Watch),
-		Policy:            s.Policy,
-		PolicyWatches:     hub(s.Policy),
-		TierGets:          c.TierGets,
+		Objects:           d.Objects,
+		Tier:              routing.Source{Lists: d.Watch, Watches: hub(d.Watch)},
+		Policy:            routing.Source{Lists: d.Policy, Watches: hub(d.Policy)},
 		Lists:             lists(),
 		FirstLists:        lists(),
-		Admission:         s.Admission,
-		Authn:             s.Authn,
-		Authz:             s.Authz,
+		Admission:         d.Admission,
+		Authn:             d.Authn,
+		Authz:             d.Authz,
 		Authorize:         g.authz,
 		Carrier:           carrier,
 		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
 		Stopping:          g.server.Wave,
 	}
-	g.handler = c.Edge.Chain(g.mux(router, disco, docs), authn, g.authz, g.server.InFlight, g.own)
-	return g, nil
+	if c.TierGets {
+		r.TierGets = d.Watch
+	}
+	return r
 }
 
 // mux sends a request to resources, discovery or the gateway's own pages.
-func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Handler {
+func (g *Service) mux(router *routing.Router) http.Handler {
 	own := http.NewServeMux()
 	own.HandleFunc("/version", writeVersion)
 	own.HandleFunc("/version/{$}", writeVersion)
-	own.Handle("/openapi/", docs)
+	own.Handle("/openapi/", g.views.openapi)
 	own.Handle("/metrics", legacyregistry.HandlerWithReset())
 	for _, p := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks"} {
 		own.HandleFunc("GET "+p, g.issuerDocument)
@@ -184,7 +176,7 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 	g.installHealth(own)
 	own.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		if req.URL.Path != "/" {
-			edge.NotFound(w, req)
+			answer.NotFound(w, req)
 			return
 		}
 		g.index(w)
@@ -192,14 +184,14 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		info, ok := request.RequestInfoFrom(req.Context())
 		switch group, version := groupVersion(req.URL.Path); {
-		case group != "" && g.remotes.Handles(group, version):
-			g.remotes.Serve(w, req, group, version)
+		case group != "" && g.views.remotes.Handles(group, version):
+			g.views.remotes.Serve(w, req, group, version)
 		case ok && info.IsResourceRequest && (under(req.URL.Path, "/api") || under(req.URL.Path, "/apis")):
 			router.ServeHTTP(w, req)
 		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
-			disco.ServeHTTP(w, req)
+			g.views.discovery.ServeHTTP(w, req)
 		case strings.Contains(req.URL.Path, "//"): // nothing is mended in a path that is not as it should be
-			edge.NotFound(w, req)
+			answer.NotFound(w, req)
 		default:
 			own.ServeHTTP(w, req)
 		}
@@ -208,7 +200,7 @@ func (g *Service) mux(router *routing.Router, disco, docs http.Handler) http.Han
 
 // revision is etcd's now.
 func (g *Service) revision(ctx context.Context) (int64, error) {
-	r, err := g.services.Source.Revision(ctx, &registryv1.RevisionRequest{})
+	r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
 	return r.GetRevision(), err
 }
 
@@ -219,7 +211,7 @@ func (g *Service) own(req *http.Request) bool {
 		return false
 	}
 	group, version := groupVersion(req.URL.Path)
-	return group == "" || !g.remotes.Handles(group, version)
+	return group == "" || !g.views.remotes.Handles(group, version)
 }
 
 // groupVersion is what follows /apis/ in a path that names a version.
@@ -238,9 +230,9 @@ func groupVersion(path string) (group, version string) {
 func under(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
 
 func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
-	d, err := g.services.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{Path: req.URL.Path})
+	d, err := g.deps.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{Path: req.URL.Path})
 	if err != nil {
-		edge.NotFound(w, req)
+		answer.NotFound(w, req)
 		return
 	}
 	w.Header().Set("Content-Type", d.ContentType)
@@ -250,7 +242,7 @@ func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 
 // Collectors are the gateway's own metrics; kube-apiserver's are in the registry that it shares with its libraries.
 func (g *Service) Collectors() []prometheus.Collector {
-	return append(watch.Metrics(), edge.Metrics()...)
+	return slices.Concat(watch.Metrics(), access.Metrics(), body.Metrics())
 }
 
 // StopTimeout is how long the gateway takes to stop at most.
@@ -262,7 +254,7 @@ func (g *Service) Run(ctx context.Context) error {
 	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	wg.Go(func() { g.catalog.Run(following) })
 	wg.Go(func() { g.interests.Run(following) })
-	wg.Go(func() { g.learner.Run(following) })
+	wg.Go(func() { g.views.learner.Run(following) })
 	wg.Go(func() { g.authz.Follow(following) })
 	err := g.server.Run(ctx, g.handler)
 	cancel()
@@ -275,7 +267,7 @@ func tierRoute(ctx context.Context) context.Context { return rpc.Routed(ctx, "na
 
 func writeVersion(w http.ResponseWriter, req *http.Request) {
 	if req.Method != http.MethodGet {
-		edge.WriteCode(w, req, http.StatusMethodNotAllowed, "Method Not Allowed")
+		answer.Error(w, req, answer.V1, answer.MethodNotAllowed)
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")

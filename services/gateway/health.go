@@ -84,19 +84,19 @@ func (g *Service) checks() map[string]*check {
 			return nil
 		}},
 		"etcd": {ask: func(ctx context.Context) error {
-			_, err := g.services.Source.Revision(ctx, &registryv1.RevisionRequest{})
+			_, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
 			return err
 		}},
 		"authn": {ask: func(ctx context.Context) error {
-			_, err := g.services.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})
+			_, err := g.deps.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})
 			return err
 		}},
 		"authz": {ask: func(ctx context.Context) error {
-			_, err := g.services.Authz.Rules(ctx, &authzv1.RulesRequest{})
+			_, err := g.deps.Authz.Rules(ctx, &authzv1.RulesRequest{})
 			return err
 		}},
 		"admission": {ask: func(ctx context.Context) error {
-			stream, err := g.services.Admission.Interests(ctx, &admissionv1.InterestsRequest{})
+			stream, err := g.deps.Admission.Interests(ctx, &admissionv1.InterestsRequest{})
 			if err == nil {
 				_, err = stream.Recv()
 			}
@@ -169,7 +169,7 @@ func (g *Service) tier(ctx context.Context) error {
 	if !ok {
 		return errors.New("namespaces are not served")
 	}
-	stream, err := g.services.Watch.List(tierRoute(ctx), &watchfanoutv1.ListRequest{
+	stream, err := g.deps.Watch.List(tierRoute(ctx), &watchfanoutv1.ListRequest{
 		Query: &watchfanoutv1.Query{Entry: entry, Output: &registryv1.Output{MediaType: "application/json"}}, Limit: 1})
 	if err == nil {
 		_, err = stream.Recv()

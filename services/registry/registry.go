@@ -103,8 +103,14 @@ type Service struct {
 	tasks      lifecycle.Supervisor
 }
 
-// New connects and builds everything that is served. id is the registry's identity on the inner network.
-func New(ctx context.Context, c *Config, id rpc.TLS) (*Service, error) {
+// Deps is what a registry is built with.
+type Deps struct {
+	// ID is its identity on the inner network.
+	ID rpc.TLS
+}
+
+// New connects and builds everything that is served.
+func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	resources, err := c.APIs.Resources()
 	if err != nil {
 		return nil, err
@@ -118,7 +124,7 @@ func New(ctx context.Context, c *Config, id rpc.TLS) (*Service, error) {
 	if s.store, err = storage.Open(c.Storage, resources); err != nil {
 		return nil, err
 	}
-	if s.nats, s.js, err = c.Log.Connect("registry", id); err != nil {
+	if s.nats, s.js, err = c.Log.Connect("registry", d.ID); err != nil {
 		return nil, err
 	}
 	s.revisions.Timeout = readTimeout

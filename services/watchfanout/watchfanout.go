@@ -78,12 +78,22 @@ type Service struct {
 	rate       rate
 }
 
+// NewConfig returns the defaults.
+func NewConfig() *Config { return &Config{} }
+
+// Deps is what a replica is built with.
+type Deps struct {
+	// ID is its identity on the inner network.
+	ID     rpc.TLS
+	Source registryv1.SourceClient
+}
+
 // New builds a replica. It begins to serve when it has read the log to its end.
-func New(c *Config, registry registryv1.SourceClient, id rpc.TLS) (*Service, error) {
-	s := &Service{config: c, registry: registry, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{}), backfills: newBackfills(), watchers: map[*watcher]struct{}{},
+func New(_ context.Context, c *Config, d Deps) (*Service, error) {
+	s := &Service{config: c, registry: d.Source, cache: cache.New(c.RingBytes, c.IdleAfter), draining: make(chan struct{}), backfills: newBackfills(), watchers: map[*watcher]struct{}{},
 		rows: encodings{life: rowsLife, limit: encodingsSize}, versions: encodings{life: versionsLife, limit: encodingsSize}}
 	var err error
-	if s.nats, s.js, err = c.Log.Connect("watchfanout", id); err != nil {
+	if s.nats, s.js, err = c.Log.Connect("watchfanout", d.ID); err != nil {
 		return nil, err
 	}
 	s.metrics = newMetrics(s)

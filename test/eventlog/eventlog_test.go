@@ -4,6 +4,7 @@ package eventlog
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"net"
@@ -30,7 +31,6 @@ type cluster struct {
 	server *natsserver.Server
 	log    eventlog.Options
 	js     jetstream.JetStream
-	last   string
 }
 
 // InProcessConn implements nats.InProcessConnProvider over whichever server runs.
@@ -89,28 +89,52 @@ func (c *cluster) begin() {
 	if _, err := c.log.Stream(c.t.Context(), c.js); err != nil {
 		c.t.Fatal(err)
 	}
-	c.last = ""
 }
 
-// write publishes events as the publisher does: each expects the one before.
+// write appends events as the publisher does, until the log has them: a writer of its own for each try.
 func (c *cluster) write(events ...*logv1.Event) {
 	c.t.Helper()
 	for _, e := range events {
-		m, err := eventlog.Message(e)
-		if err != nil {
-			c.t.Fatal(err)
-		}
-		id := eventlog.IDOf(e, "t").String()
-		opts := []jetstream.PublishOpt{jetstream.WithMsgID(id)}
-		if c.last != "" {
-			opts = append(opts, jetstream.WithExpectLastMsgID(c.last))
-		}
 		harness.Eventually(c.t, 10*time.Second, func() error {
-			_, err := c.js.PublishMsg(c.t.Context(), m, opts...)
-			return err
+			w, err := c.writer()
+			if err != nil {
+				return err
+			}
+			if w.Has(e) {
+				return nil
+			}
+			if err := w.Append(e); err != nil {
+				return err
+			}
+			return w.Flush(c.t.Context())
 		})
-		c.last = id
 	}
+}
+
+// last is the id of the log's last message.
+func (c *cluster) last() string {
+	w, err := c.writer()
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return w.Last().String()
+}
+
+// writer goes on where the log ends, or begins one that is empty.
+func (c *cluster) writer() (*eventlog.Writer, error) {
+	stream, err := c.js.Stream(c.t.Context(), eventlog.StreamName)
+	if err != nil {
+		return nil, err
+	}
+	last, sequence, ok, err := eventlog.Last(c.t.Context(), stream)
+	if err != nil {
+		return nil, err
+	}
+	w := eventlog.NewWriter(c.js, 32<<20, last, func(eventlog.ID) {})
+	if !ok {
+		w.Restart(sequence)
+	}
+	return w, nil
 }
 
 func added(revision int64, of string) *logv1.Event {
@@ -168,27 +192,103 @@ func TestAReaderSurvivesNATS(t *testing.T) {
 	r.is(t, "!10 11 12 ")
 }
 
+// A message that does not follow the one that was read before it is told after a reset, up to where there may be a gap.
 func TestAGapIsToldAsAReset(t *testing.T) {
 	c := start(t)
-	c.write(reset(10), added(11, "pods"))
-	r := c.read()
-	r.is(t, "!10 11 ")
-	c.stop()
-	c.run() // while the reader is away, more is written than the log keeps
-	c.write(added(12, "pods"), added(13, "pods"))
+	c.write(reset(10), added(11, "pods"), added(12, "pods"), added(13, "pods"))
 	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.is(t, "!10 11 12 13 ")
-	late := c.read()
-	late.is(t, "!10 11 12 13 ")
+	if err := stream.DeleteMsg(t.Context(), 3); err != nil { // the third message is lost
+		t.Fatal(err)
+	}
+	r := c.read()
+	r.is(t, "!10 11 !12 13 ")
+	c.write(added(14, "pods"))
+	r.is(t, "!10 11 !12 13 14 ")
+}
+
+// A log that is found empty is begun with a reset.
+func TestAnEmptiedLogBeginsWithAReset(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	r := c.read()
+	r.is(t, "!10 11 ")
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := stream.Purge(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	c.last = "" // as a publisher that found the log empty
 	c.write(reset(20), added(21, "pods"))
-	r.is(t, "!10 11 12 13 !20 21 ")
+	r.is(t, "!10 11 !20 21 ")
+}
+
+// Of two writers that begin after the same message one goes on, and the other's appends are all refused.
+func TestTwoWritersDoNotForkTheLog(t *testing.T) {
+	c := start(t)
+	c.write(reset(10))
+	one, err := c.writer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := c.writer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range []*logv1.Event{added(11, "pods"), added(12, "pods")} {
+		if err := one.Append(e); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := one.Flush(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range []*logv1.Event{added(11, "secrets"), added(12, "secrets"), added(13, "secrets")} {
+		if err := other.Append(e); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := other.Flush(t.Context()); err == nil {
+		t.Error("the log has taken two messages after one")
+	}
+	select {
+	case err := <-other.Failed():
+		if err == nil {
+			t.Error("no reason is given")
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("nobody is told of the refusal")
+	}
+	c.read().is(t, "!10 11 12 ")
+}
+
+// What can be no message is said before NATS is asked, and the writer goes on.
+func TestWhatIsTooLargeIsNoMessage(t *testing.T) {
+	c := start(t)
+	w, err := c.writer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Append(reset(10)); err != nil {
+		t.Fatal(err)
+	}
+	large := added(11, "pods")
+	large.Object.Json = make([]byte, 33<<20)
+	_, _ = rand.Read(large.Object.Json) // it does not compress
+	var unsendable *eventlog.UnsendableError
+	if err := w.Append(large); !errors.As(err, &unsendable) {
+		t.Errorf("%v", err)
+	}
+	if err := w.Append(added(12, "pods")); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Flush(t.Context()); err != nil {
+		t.Error(err)
+	}
+	c.read().is(t, "!10 12 ")
 }
 
 func TestALogMadeAnewIsAReset(t *testing.T) {
@@ -214,10 +314,9 @@ func TestACorruptMessageIsAReset(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.Data = []byte{0xff, 0xff, 0xff}
-	if _, err := c.js.PublishMsg(t.Context(), m, jetstream.WithMsgID("12.0.t"), jetstream.WithExpectLastMsgID(c.last)); err != nil {
+	if _, err := c.js.PublishMsg(t.Context(), m, jetstream.WithMsgID("12.0.t"), jetstream.WithExpectLastMsgID(c.last())); err != nil {
 		t.Fatal(err)
 	}
-	c.last = "12.0.t"
 	c.write(added(13, "pods"))
 	r.is(t, "!10 11 !12 13 ")
 }

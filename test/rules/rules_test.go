@@ -92,3 +92,52 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 		}
 	}
 }
+
+// floors are the packages of each service from the bottom up: a package imports only those of floors below its own. The
+// root, named ".", only puts the others together.
+var floors = map[string][][]string{
+	"services/gateway": {
+		{"answer", "wire"},
+		{"body", "access", "watch", "streaming", "aggregation"},
+		{"discovery", "openapi", "routing", "edge"},
+		{"."},
+	},
+	"services/watchfanout": {{"cache"}, {"."}},
+	"services/registry": {
+		{"storage"},
+		{"verbs"},
+		{"apis", "customresources"},
+		{"encoder", "loops", "publisher"},
+		{"."},
+	},
+}
+
+func TestNoPackageImportsUpwards(t *testing.T) {
+	for service, all := range floors {
+		floor := map[string]int{}
+		for i, names := range all {
+			for _, n := range names {
+				floor[strings.TrimSuffix("watershed.dev/"+service+"/"+n, "/.")] = i
+			}
+		}
+		cmd := exec.Command("go", "list", "-f", "{{.ImportPath}} {{join .Imports \" \"}}", "./...")
+		cmd.Dir = harness.Root() + "/" + service
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for line := range strings.Lines(string(out)) {
+			names := strings.Fields(line)
+			own, ok := floor[names[0]]
+			if !ok {
+				t.Errorf("%s is on no floor of %s", names[0], service)
+				continue
+			}
+			for _, p := range names[1:] {
+				if below, ours := floor[p]; ours && below >= own {
+					t.Errorf("%s imports %s, which is not below it", names[0], p)
+				}
+			}
+		}
+	}
+}

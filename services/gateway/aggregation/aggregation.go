@@ -23,8 +23,8 @@ import (
 	"k8s.io/client-go/transport"
 	"k8s.io/streaming/pkg/httpstream"
 
+	"watershed.dev/platform/catalog"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/gateway/routing"
 )
 
 // Config is how the gateway proves to other servers that it may speak for users, under kube-apiserver's names.
@@ -68,7 +68,7 @@ func New(c *Config) (*Proxy, error) {
 
 // Set makes v the view whose servers are known, and says whether they are others than before. What is the same keeps
 // its connections.
-func (p *Proxy) Set(v *routing.View) (changed bool) {
+func (p *Proxy) Set(v *catalog.View) (changed bool) {
 	before := p.said
 	p.said = v.Remotes
 	if slices.EqualFunc(before, v.Remotes, func(a, b *registryv1.Remote) bool { return proto.Equal(a, b) }) {

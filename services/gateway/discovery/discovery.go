@@ -14,11 +14,11 @@ import (
 	genericapi "k8s.io/apiserver/pkg/endpoints"
 	"k8s.io/apiserver/pkg/endpoints/discovery/aggregated"
 
+	"watershed.dev/platform/catalog"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
-	"watershed.dev/services/gateway/edge"
-	"watershed.dev/services/gateway/routing"
+	"watershed.dev/services/gateway/answer"
 )
 
 // Handler serves discovery of the newest view.
@@ -32,20 +32,20 @@ type Handler struct {
 
 // documents is discovery of one view.
 type documents struct {
-	view         *routing.View
+	view         *catalog.View
 	versions     map[string][]metav1.APIResource
 	groups       metav1.APIGroupList
 	legacy, apis http.Handler
 }
 
 // Set makes v the view that is told of. Its documents are made when somebody asks.
-func (h *Handler) Set(v *routing.View) {
+func (h *Handler) Set(v *catalog.View) {
 	h.current.Store(&lazy{make: sync.OnceValue(func() *documents { return h.documents(v) })})
 }
 
 type lazy struct{ make func() *documents }
 
-func (h *Handler) documents(v *routing.View) *documents {
+func (h *Handler) documents(v *catalog.View) *documents {
 	d := &documents{view: v, versions: map[string][]metav1.APIResource{}}
 	for _, e := range v.Resources {
 		if e.Hidden {
@@ -124,7 +124,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
 	// Only the pages that kube-apiserver's web framework serves know methods.
 	if framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1]); framework && req.Method != http.MethodGet {
-		edge.WriteCode(w, req, http.StatusMethodNotAllowed, "Method Not Allowed")
+		answer.Error(w, req, answer.V1, answer.MethodNotAllowed)
 		return
 	}
 	switch {
@@ -139,15 +139,15 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 			if d.groups.Groups[i].Name == parts[1] {
 				g := d.groups.Groups[i]
 				g.TypeMeta = metav1.TypeMeta{Kind: "APIGroup", APIVersion: "v1"}
-				edge.WriteObject(w, req, http.StatusOK, &g)
+				answer.Object(w, req, http.StatusOK, &g)
 				return
 			}
 		}
-		edge.NotFound(w, req)
+		answer.NotFound(w, req)
 	case len(parts) == 3 && parts[0] == "apis":
 		d.resources(w, req, parts[1]+"/"+parts[2])
 	default:
-		edge.NotFound(w, req)
+		answer.NotFound(w, req)
 	}
 }
 
@@ -156,19 +156,19 @@ func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv strin
 	group, _, _ := strings.Cut(gv, "/")
 	switch {
 	case !ok && (d.view.BuiltIn(group) || !strings.Contains(gv, "/")):
-		edge.WriteCode(w, req, http.StatusNotFound, "Page Not Found")
+		answer.Error(w, req, answer.V1, answer.PageNotFound)
 		return
 	case !ok:
-		edge.NotFound(w, req)
+		answer.NotFound(w, req)
 		return
 	}
 	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv, APIResources: resources}
 	if gv == "v1" {
 		list.APIVersion = ""
-		edge.WriteUnversioned(w, req, &list)
+		answer.Unversioned(w, req, &list)
 		return
 	}
-	edge.WriteObject(w, req, http.StatusOK, &list)
+	answer.Object(w, req, http.StatusOK, &list)
 }
 
 func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
@@ -177,7 +177,7 @@ func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
 	if err == nil && (host == "" || host == "0.0.0.0" || host == "::") {
 		address = net.JoinHostPort(localAddress(req), port)
 	}
-	edge.WriteUnversioned(w, req, &metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"},
+	answer.Unversioned(w, req, &metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"},
 		ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{{ClientCIDR: "0.0.0.0/0", ServerAddress: address}}})
 }
 
@@ -192,7 +192,7 @@ func localAddress(req *http.Request) string {
 
 func (d *documents) allGroups(w http.ResponseWriter, req *http.Request) {
 	groups := d.groups
-	edge.WriteObject(w, req, http.StatusOK, &groups)
+	answer.Object(w, req, http.StatusOK, &groups)
 }
 
 func groupVersion(group, version string) string {

@@ -1,3 +1,5 @@
+// Package edge is the gateway's outer side: the HTTPS server and the filters that every request passes. Nothing inside
+// the gateway imports it.
 package edge
 
 import (
@@ -5,8 +7,9 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io"
+	"log"
 	"log/slog"
-	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -17,20 +20,7 @@ import (
 	"github.com/spf13/pflag"
 	"golang.org/x/net/http2"
 	"golang.org/x/sys/unix"
-	metainternalversion "k8s.io/apimachinery/pkg/apis/meta/internalversion"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/runtime/serializer"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/util/waitgroup"
-	"k8s.io/apiserver/pkg/authentication/authenticator"
-	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
-	"k8s.io/apiserver/pkg/endpoints/filters/impersonation"
-	"k8s.io/apiserver/pkg/endpoints/request"
-	genericfeatures "k8s.io/apiserver/pkg/features"
-	genericfilters "k8s.io/apiserver/pkg/server/filters"
-	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/services/gateway/wire"
 )
@@ -87,92 +77,6 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 // them.
 func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
 	return slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders), c.RequestHeaderExtraPrefixes
-}
-
-// Codecs encode what the gateway itself says: statuses, discovery.
-var (
-	Scheme = runtime.NewScheme()
-	Codecs = serializer.NewCodecFactory(Scheme)
-)
-
-func init() {
-	metav1.AddToGroupVersion(Scheme, schema.GroupVersion{Version: "v1"})
-	metav1.AddToGroupVersion(Scheme, schema.GroupVersion{Group: "meta.k8s.io", Version: "v1"})
-	if err := metainternalversion.AddToScheme(Scheme); err != nil {
-		panic(err)
-	}
-	Scheme.AddUnversionedTypes(schema.GroupVersion{Version: "v1"}, &metav1.Status{}, &metav1.APIVersions{}, &metav1.APIGroupList{}, &metav1.APIGroup{}, &metav1.APIResourceList{})
-}
-
-// RequestInfo parses paths as kube-apiserver does.
-var RequestInfo = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
-
-// LongRunning recognizes requests without a time limit.
-var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"), sets.NewString("attach", "exec", "proxy", "log", "portforward"))
-
-// Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
-// DefaultBuildHandlerChain). buffered says of which requests the body is read before they count as in flight: those
-// that the gateway answers itself.
-func (c *Config) Chain(api http.Handler, authn *Authenticator, authz *Authorizer, inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
-	h := genericapifilters.WithAuthorization(api, authz, Codecs)
-	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
-	h = new(bodies).readAhead(h, buffered)
-	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
-		h = impersonation.WithConstrainedImpersonation(h, authz, Codecs)
-	} else {
-		h = impersonation.WithImpersonation(h, authz, Codecs)
-	}
-	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
-	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{}, authenticator.Audiences(c.APIAudiences), nil)
-	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
-	h = genericapifilters.WithWarningRecorder(h)
-	h = genericfilters.WithTimeoutForNonLongRunningRequests(h, LongRunning)
-	h = genericapifilters.WithRequestDeadline(h, nil, nil, LongRunning, Codecs, c.RequestTimeout)
-	h = genericfilters.WithWaitGroup(h, LongRunning, inFlight)
-	if c.GoawayChance > 0 {
-		h = genericfilters.WithProbabilisticGoaway(h, c.GoawayChance)
-	}
-	h = genericapifilters.WithCacheControl(h)
-	h = genericfilters.WithHSTS(h, c.HSTS)
-	h = genericfilters.WithHTTPLogging(h)
-	h = genericapifilters.WithLatencyTrackers(h)
-	h = genericapifilters.WithRequestInfo(h, RequestInfo)
-	h = genericapifilters.WithRequestReceivedTimestamp(h)
-	h = genericfilters.WithPanicRecovery(h, RequestInfo)
-	return genericapifilters.WithAuditInit(h)
-}
-
-type waitGroup interface {
-	Add(delta int) error
-	Done()
-}
-
-// failClosed turns an authn that cannot be asked into an answer that a client retries, rather than a 401.
-type failClosed struct{ *Authenticator }
-
-var errUnavailable = errors.New("authentication is unavailable")
-
-func (f failClosed) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
-	resp, ok, err := f.Authenticator.AuthenticateRequest(req)
-	if err != nil && unreachable(err) {
-		*req = *req.WithContext(context.WithValue(req.Context(), unavailableKey{}, err))
-		return nil, false, errUnavailable
-	}
-	return resp, ok, err
-}
-
-type unavailableKey struct{}
-
-// unauthorized answers what nobody vouched for: 401, or 503 where nobody could be asked.
-type unauthorized struct{}
-
-func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
-	if err, ok := req.Context().Value(unavailableKey{}).(error); ok {
-		w.Header().Set("Retry-After", "1")
-		WriteError(w, req, schema.GroupVersion{Version: "v1"}, err)
-		return
-	}
-	genericapifilters.Unauthorized(Codecs).ServeHTTP(w, req)
 }
 
 // Server serves HTTPS.
@@ -289,4 +193,5 @@ func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) 
 	return lc.Listen(ctx, "tcp", addr)
 }
 
-func sortedKeys(m map[string][]string) []string { return slices.Sorted(maps.Keys(m)) }
+// quiet drops what net/http says of clients that hang up.
+func quiet() *log.Logger { return log.New(io.Discard, "", 0) }

@@ -16,19 +16,19 @@ import (
 	"sync"
 	"time"
 
-	"github.com/google/gnostic-models/openapiv2"
-	"github.com/google/gnostic-models/openapiv3"
+	openapi_v2 "github.com/google/gnostic-models/openapiv2"
+	openapi_v3 "github.com/google/gnostic-models/openapiv3"
 	"github.com/munnerz/goautoneg"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/kube-openapi/pkg/aggregator"
 	"k8s.io/kube-openapi/pkg/validation/spec"
 
+	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
-	"watershed.dev/services/gateway/edge"
-	"watershed.dev/services/gateway/routing"
+	"watershed.dev/services/gateway/answer"
 )
 
 // Handler serves the documents.
@@ -38,7 +38,7 @@ type Handler struct {
 	Remotes *aggregation.Learner
 
 	mu   sync.Mutex
-	view *routing.View
+	view *catalog.View
 	made map[string]*document
 }
 
@@ -56,7 +56,7 @@ type document struct {
 }
 
 // Set makes v the view whose documents are served. What is the same stays.
-func (h *Handler) Set(v *routing.View) {
+func (h *Handler) Set(v *catalog.View) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.view = v
@@ -107,13 +107,13 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		return
 	}
 	if path != "v2" && !strings.HasPrefix(path, "v3/") {
-		edge.NotFound(w, req)
+		answer.NotFound(w, req)
 		return
 	}
 	d, err := h.document(path)
 	if err != nil {
 		if strings.Contains(err.Error(), "404 page not found") {
-			edge.NotFound(w, req)
+			answer.NotFound(w, req)
 			return
 		}
 		http.Error(w, err.Error(), http.StatusServiceUnavailable)

@@ -25,7 +25,14 @@ func callOf(query, accept string) *call {
 	if accept != "" {
 		req.Header["Accept"] = []string{accept}
 	}
-	return &call{Router: &Router{}, w: httptest.NewRecorder(), req: req, info: &request.RequestInfo{Verb: "list", Resource: "pods"}, entry: entryOf()}
+	return &call{
+		router:  &Router{},
+		w:       httptest.NewRecorder(),
+		req:     req,
+		info:    &request.RequestInfo{Verb: "list", Resource: "pods"},
+		entry:   entryOf(),
+		dialect: builtIn{},
+	}
 }
 
 // What is negotiated is one of the forms that are served, whatever is accepted.
@@ -53,9 +60,9 @@ func FuzzListOptions(f *testing.F) {
 	f.Fuzz(func(t *testing.T, query string) {
 		c := callOf(query, "")
 		c.out = &registryv1.Output{MediaType: "application/json"}
-		_, q, err := c.options()
-		if err == nil && (q.Entry == nil || q.Namespace != "") {
-			t.Errorf("%q is %v", query, q)
+		p, err := c.plan()
+		if err == nil && p.query != nil && (p.query.Entry == nil || p.query.Namespace != "" || p.from == nil) {
+			t.Errorf("%q is %v", query, p)
 		}
 		values := c.req.URL.Query()
 		key := listQuery(values)

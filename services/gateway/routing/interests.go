@@ -5,6 +5,9 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc"
+
+	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
@@ -15,23 +18,18 @@ type Interests struct {
 	current atomic.Pointer[admissionv1.InterestSet]
 }
 
+// interestsPause is how long to wait before admission is asked again what it looks at.
+const interestsPause = 100 * time.Millisecond
+
 // Run follows until ctx is done. When the stream breaks, what admission may since have become interested in is not
 // known: everything goes there again.
 func (i *Interests) Run(ctx context.Context) {
-	for ctx.Err() == nil {
-		stream, err := i.Client.Interests(ctx, &admissionv1.InterestsRequest{})
-		for err == nil {
-			var m *admissionv1.InterestSet
-			if m, err = stream.Recv(); err == nil {
-				i.current.Store(m)
-			}
-		}
-		i.current.Store(nil)
-		select {
-		case <-ctx.Done():
-		case <-time.After(100 * time.Millisecond):
-		}
+	open := func(ctx context.Context) (grpc.ServerStreamingClient[admissionv1.InterestSet], error) {
+		return i.Client.Interests(ctx, &admissionv1.InterestsRequest{})
 	}
+	rpc.Follow(ctx, interestsPause, open,
+		func(m *admissionv1.InterestSet, _ bool) { i.current.Store(m) },
+		func(error) { i.current.Store(nil) })
 }
 
 var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE,

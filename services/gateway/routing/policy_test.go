@@ -1,9 +1,12 @@
 package routing
 
 import (
+	"net/http"
+	"net/url"
 	"testing"
 
 	"google.golang.org/grpc"
+	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/identity"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -15,17 +18,29 @@ import (
 // The services that decide are answered by registry: lists, watches and GETs.
 func TestWhoDecidesIsAnsweredByRegistry(t *testing.T) {
 	var nowhere grpc.ClientConnInterface
-	r := &Router{Tier: watchfanoutv1.NewWatchClient(nowhere), Watches: &watch.Hub{}, Policy: watchfanoutv1.NewPolicyClient(nowhere), PolicyWatches: &watch.Hub{}, TierGets: true}
+	r := &Router{
+		Tier:     Source{watchfanoutv1.NewWatchClient(nowhere), &watch.Hub{}},
+		Policy:   Source{watchfanoutv1.NewPolicyClient(nowhere), &watch.Hub{}},
+		TierGets: watchfanoutv1.NewWatchClient(nowhere),
+	}
 	e := entryOf()
 	e.Verbs = []string{"get", "list", "watch"}
 	for group, decides := range map[string]bool{identity.ServicesGroup: true, "system:masters": false, "system:nodes": false} {
-		c := &call{Router: r, entry: e, user: &commonv1.User{Name: "u", Groups: []string{"a", group}}, out: &registryv1.Output{MediaType: "application/json"}}
-		source, hub := c.source()
-		if lists := source == lister(r.Policy); lists != decides || (hub == r.PolicyWatches) != decides {
-			t.Errorf("%s: lists of registry's %v, watches %v", group, lists, hub == r.PolicyWatches)
+		c := &call{
+			router:  r,
+			req:     &http.Request{URL: &url.URL{}},
+			info:    &request.RequestInfo{Verb: "watch"},
+			entry:   e,
+			dialect: builtIn{},
+			user:    &commonv1.User{Name: "u", Groups: []string{"a", group}},
+			out:     &registryv1.Output{MediaType: "application/json"},
+		}
+		p, err := c.plan()
+		if err != nil || (p.from == &r.Policy) != decides || (p.from == &r.Tier) == decides {
+			t.Errorf("%s: lists and watches are answered by registry: %v, %v", group, p.from == &r.Policy, err)
 		}
 		if decides {
-			if _, ok := c.getFromTier(); ok {
+			if _, ok := c.tierVersion(); ok {
 				t.Errorf("%s: a GET is answered by a replica", group)
 			}
 		}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"io"
 	"slices"
-	"sort"
 	"sync"
 	"time"
 
@@ -15,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -29,12 +29,11 @@ type feed struct {
 	cancel context.CancelFunc
 
 	mu sync.Mutex
-	// entries are the recent events; base is the sequence of the first.
-	entries []entry
-	base    int64
+	// entries are the recent events.
+	entries events.Ring[entry]
 	bytes   int
 	// Everything after low is in entries. The feed has come to high.
-	low, high position
+	low, high events.Position
 	// bookmark is the newest one: everything up to it has been in entries.
 	bookmark entry
 	// bookmarks counts them.
@@ -46,13 +45,13 @@ type feed struct {
 
 type entry struct {
 	data []byte
-	at   position
+	at   events.Position
 }
 
 // subscriber is one client of a feed. All its fields belong to the feed's lock.
 type subscriber struct {
 	cursor int64
-	at     position
+	at     events.Position
 	// stream is set where events may be written without the client's own goroutine.
 	stream *wire.Stream
 	// direct: the client has seen everything, so the next event is written to stream as it comes.
@@ -67,18 +66,18 @@ type subscriber struct {
 	// due is when the next bookmark is; zero for none.
 	due time.Time
 	// skip: events up to here were sent before.
-	skip position
+	skip events.Position
 }
 
 // join adds a client; nil where what it needs next is gone, or the feed has ended.
-func (f *feed) join(at position) *subscriber {
+func (f *feed) join(at events.Position) *subscriber {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.ended || at.before(f.low) || at.foreign(f.high) {
+	if f.ended || at.Before(f.low) || at.Foreign(f.high) {
 		return nil
 	}
-	i := sort.Search(len(f.entries), func(i int) bool { return at.before(f.entries[i].at) })
-	s := &subscriber{cursor: f.base + int64(i), at: at, skip: at, wake: make(chan struct{}, 1)}
+	next := f.entries.Search(func(e entry) bool { return at.Before(e.at) })
+	s := &subscriber{cursor: next, at: at, skip: at, wake: make(chan struct{}, 1)}
 	f.subs = append(f.subs, s)
 	if f.idle != nil {
 		f.idle.Stop()
@@ -89,14 +88,14 @@ func (f *feed) join(at position) *subscriber {
 }
 
 // ahead says whether a position is further than the feed has come.
-func (f *feed) ahead(at position) bool {
+func (f *feed) ahead(at events.Position) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.high.revision < at.revision
+	return f.high.Revision < at.Revision
 }
 
 // leave takes a client off and answers its place.
-func (f *feed) leave(s *subscriber) position {
+func (f *feed) leave(s *subscriber) events.Position {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if i := slices.Index(f.subs, s); i >= 0 {
@@ -116,7 +115,7 @@ func (f *feed) leave(s *subscriber) position {
 
 // moveOn makes the place of a client that has seen everything that of the feed.
 func (f *feed) moveOn(s *subscriber) {
-	if s.cursor == f.base+int64(len(f.entries)) && s.at.before(f.high) {
+	if s.cursor == f.entries.Next() && s.at.Before(f.high) {
 		s.at = f.high
 	}
 }
@@ -145,17 +144,17 @@ func (f *feed) next(s *subscriber) ([][]byte, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	s.direct = false // until it has seen everything; what this answers is written by the client's own goroutine
-	if s.cursor < f.base {
+	if s.cursor < f.entries.Base() {
 		return nil, errBehind
 	}
 	var parts [][]byte
-	for _, e := range f.entries[s.cursor-f.base:] {
-		if s.skip.before(e.at) { // else it was sent before the client came, which may be further than the feed had come
+	for _, e := range f.entries.From(s.cursor) {
+		if s.skip.Before(e.at) { // else it was sent before the client came, which may be further than the feed had come
 			parts = append(parts, e.data)
 			s.at = e.at
 		}
 	}
-	s.cursor = f.base + int64(len(f.entries))
+	s.cursor = f.entries.Next()
 	delivered.Add(float64(len(parts)))
 	if now := time.Now(); f.owes(s, now) {
 		parts = append(parts, f.bookmark.data)
@@ -174,7 +173,7 @@ func (f *feed) next(s *subscriber) ([][]byte, error) {
 
 // owes says whether a client that has seen every event is due the newest bookmark.
 func (f *feed) owes(s *subscriber, now time.Time) bool {
-	return s.bookmarks && s.marks < f.bookmarks && !now.Before(s.due) && !f.bookmark.at.before(s.at) && !f.bookmark.at.before(s.skip)
+	return s.bookmarks && s.marks < f.bookmarks && !now.Before(s.due) && !f.bookmark.at.Before(s.at) && !f.bookmark.at.Before(s.skip)
 }
 
 // marked notes that the newest bookmark was sent.
@@ -194,24 +193,24 @@ func (f *feed) publish(m *watchfanoutv1.WatchFrame) {
 	began := time.Now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	known := len(f.entries)
+	known := f.entries.Next()
 	begin := int32(0)
 	marked := false
 	for _, mark := range m.Marks {
-		e := entry{m.Data[begin:mark.End], positionOf(mark.Position)}
+		e := entry{m.Data[begin:mark.End], events.FromProto(mark.Position)}
 		begin = mark.End
 		if mark.Bookmark {
 			f.bookmark, marked = e, true
 			f.bookmarks++
 			continue
 		}
-		f.entries = append(f.entries, e)
+		f.entries.Add(e)
 		f.hold(len(e.data) + entryBytes)
 	}
-	if p := positionOf(m.Position); f.high.before(p) {
+	if p := events.FromProto(m.Position); f.high.Before(p) {
 		f.high = p
 	}
-	fresh := f.entries[known:]
+	fresh := f.entries.From(known)
 	if len(fresh) > 0 {
 		f.deliver(fresh)
 	}
@@ -230,7 +229,7 @@ func (f *feed) publish(m *watchfanoutv1.WatchFrame) {
 const entryBytes = 48
 
 func (f *feed) deliver(fresh []entry) {
-	end := f.base + int64(len(f.entries))
+	end := f.entries.Next()
 	parts := make([][]byte, len(fresh))
 	for i, e := range fresh {
 		parts[i] = e.data
@@ -238,7 +237,7 @@ func (f *feed) deliver(fresh []entry) {
 	last := fresh[len(fresh)-1].at
 	n := 0
 	for _, s := range f.subs {
-		if s.direct && s.cursor == end-int64(len(fresh)) && s.skip.before(fresh[0].at) && s.stream.Offer(parts...) {
+		if s.direct && s.cursor == end-int64(len(fresh)) && s.skip.Before(fresh[0].at) && s.stream.Offer(parts...) {
 			s.cursor, s.at = end, last
 			n++
 			continue
@@ -302,22 +301,21 @@ func (f *feed) trim() {
 	if f.bytes <= 2*keptRecent && !over() {
 		return
 	}
-	slowest := f.base + int64(len(f.entries))
+	slowest := f.entries.Next()
 	for _, s := range f.subs {
 		slowest = min(slowest, s.cursor)
 	}
-	n := 0
-	for ; n < len(f.entries); n++ {
-		seen := f.base+int64(n) < slowest
+	sequence := f.entries.Base()
+	f.entries.DropWhile(func(e entry) bool {
+		seen := sequence < slowest
 		if !over() && (!seen || f.bytes <= keptRecent) {
-			break
+			return false
 		}
-		f.hold(-len(f.entries[n].data) - entryBytes)
-		f.low = f.entries[n].at
-		f.entries[n] = entry{}
-	}
-	f.entries = f.entries[n:]
-	f.base += int64(n)
+		f.hold(-len(e.data) - entryBytes)
+		f.low = e.at
+		sequence++
+		return true
+	})
 }
 
 // end lets every client go on alone.
@@ -337,7 +335,7 @@ func (f *feed) end() {
 func (f *feed) run(ctx context.Context) {
 	defer f.end()
 	r := &watchfanoutv1.WatchRequest{Query: f.query, AllowBookmarks: true, SendInitialEvents: new(bool), ColumnsSent: true,
-		ResumeAfter: f.low.proto(), InitialEventsDone: true}
+		ResumeAfter: f.low.Proto(), InitialEventsDone: true}
 	var lost time.Time
 	for {
 		err := f.follow(ctx, r, func() { lost = time.Time{} })

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/events"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/wire"
 )
@@ -152,7 +153,7 @@ func keyOf(q *watchfanoutv1.Query) (key, error) {
 // join adds a client at a position to the feed of its query, which is begun there if there is none and the tier has
 // reached the position: a client may name any revision, and the others are not to wait for it. It answers nil where
 // there is no feed that holds what comes after the position.
-func (h *Hub) join(k key, q *watchfanoutv1.Query, at position, reached bool) (*feed, *subscriber) {
+func (h *Hub) join(k key, q *watchfanoutv1.Query, at events.Position, reached bool) (*feed, *subscriber) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	f := h.feeds[k]
@@ -174,7 +175,7 @@ func (h *Hub) join(k key, q *watchfanoutv1.Query, at position, reached bool) (*f
 
 // exists says whether etcd has come to a revision that a client has from somewhere. One that it has not come to is of
 // another history, from before a backup was restored: a feed would leave out in silence what comes before it.
-func (h *Hub) exists(ctx context.Context, k key, at position) bool {
+func (h *Hub) exists(ctx context.Context, k key, at events.Position) bool {
 	h.mu.Lock()
 	f := h.feeds[k]
 	h.mu.Unlock()
@@ -187,11 +188,11 @@ func (h *Hub) exists(ctx context.Context, k key, at position) bool {
 	ctx, cancel := context.WithTimeout(ctx, existsTimeout)
 	defer cancel()
 	now, err := h.revisions.Get(ctx, "", h.Revision)
-	return err == nil && at.revision <= now
+	return err == nil && at.Revision <= now
 }
 
 // joinable says whether a client at a position could join.
-func (h *Hub) joinable(k key, at position) bool {
+func (h *Hub) joinable(k key, at events.Position) bool {
 	h.mu.Lock()
 	f := h.feeds[k]
 	h.mu.Unlock()
@@ -200,7 +201,7 @@ func (h *Hub) joinable(k key, at position) bool {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return !f.ended && !at.before(f.low) && !at.foreign(f.high)
+	return !f.ended && !at.Before(f.low) && !at.Foreign(f.high)
 }
 
 // drop forgets a feed: it has ended.
@@ -214,36 +215,8 @@ func (h *Hub) drop(f *feed) {
 	f.cancel()
 }
 
-// position is a place in the log.
-type position struct {
-	revision int64
-	index    int32
-	// history is that of etcd which the revision is of; empty where nobody has said.
-	history string
-}
-
-// lastIndex is past every event of a revision.
-const lastIndex = 1<<31 - 1
-
-func positionOf(p *watchfanoutv1.Position) position {
-	return position{p.GetRevision(), p.GetIndex(), p.GetHistory()}
-}
-
-func (p position) proto() *watchfanoutv1.Position {
-	return &watchfanoutv1.Position{Revision: p.revision, Index: p.index, History: p.history}
-}
-
-func (p position) before(q position) bool {
-	return p.revision < q.revision || p.revision == q.revision && p.index < q.index
-}
-
-// foreign says whether the two are known to be of different histories of etcd: then neither is before the other.
-func (p position) foreign(q position) bool {
-	return p.history != "" && q.history != "" && p.history != q.history
-}
-
 // after is the place after everything of a resourceVersion; ok is false where it is none that a log has.
-func after(resourceVersion string) (position, bool) {
+func after(resourceVersion string) (events.Position, bool) {
 	n, err := strconv.ParseInt(resourceVersion, 10, 64)
-	return position{revision: n, index: lastIndex}, err == nil && n > 0
+	return events.Position{Revision: n, Index: events.LastIndex}, err == nil && n > 0
 }

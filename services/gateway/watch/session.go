@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/wire"
@@ -89,12 +90,12 @@ type session struct {
 	moved <-chan struct{}
 }
 
-func (s *session) place(at position) {
+func (s *session) place(at events.Position) {
 	s.placed = true
-	s.ResumeAfter, s.InitialEventsDone = at.proto(), true
+	s.ResumeAfter, s.InitialEventsDone = at.Proto(), true
 }
 
-func (s *session) at() position { return positionOf(s.ResumeAfter) }
+func (s *session) at() events.Position { return events.FromProto(s.ResumeAfter) }
 
 // errDone ends a session without a word.
 var errDone = errors.New("done")
@@ -182,7 +183,7 @@ func (s *session) share(ctx context.Context) error {
 		return errBehind
 	}
 	defer func() {
-		s.ResumeAfter = f.leave(sub).proto()
+		s.ResumeAfter = f.leave(sub).Proto()
 		s.due = sub.due
 	}()
 	s.open()
@@ -349,7 +350,7 @@ func (s *session) took(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
 	if m.Position.GetRevision() > 0 {
 		s.ResumeAfter, s.reached = m.Position, true
 		if m.InitialEventsDone || s.InitialEventsDone || !s.initial() {
-			s.place(positionOf(m.Position))
+			s.place(events.FromProto(m.Position))
 		}
 	}
 	if s.mayShare() && s.hub.joinable(s.key, s.at()) {

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"watershed.dev/platform/events"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -76,10 +77,10 @@ func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest, _ ...gr
 		s.expired = s.at < t.low
 	default: // initial events: the state is one object
 		s.at = t.log[len(t.log)-1]
-		s.first = append(s.first, &watchfanoutv1.WatchFrame{Data: []byte("initial\n"), InitialEventsDone: true, Position: &watchfanoutv1.Position{Revision: s.at, Index: lastIndex}})
+		s.first = append(s.first, &watchfanoutv1.WatchFrame{Data: []byte("initial\n"), InitialEventsDone: true, Position: &watchfanoutv1.Position{Revision: s.at, Index: events.LastIndex}})
 	}
 	if !s.expired && (t.ahead == 0 || s.at <= t.ahead) {
-		s.first = append(s.first, &watchfanoutv1.WatchFrame{Position: &watchfanoutv1.Position{Revision: s.at, Index: lastIndex}})
+		s.first = append(s.first, &watchfanoutv1.WatchFrame{Position: &watchfanoutv1.Position{Revision: s.at, Index: events.LastIndex}})
 	}
 	return s, nil
 }
@@ -395,14 +396,14 @@ func TestATableSharesAfterItsFirstRow(t *testing.T) {
 
 // A client that has seen more than the feed has come to is not set back by what it is spared.
 func TestJoiningAFeedThatIsBehindRepeatsNothing(t *testing.T) {
-	f := &feed{hub: hub(newTier()), low: position{revision: 80, index: 0}, high: position{revision: 90, index: 0}, cancel: func() {}}
-	s := f.join(position{revision: 100, index: lastIndex})
+	f := &feed{hub: hub(newTier()), low: events.Position{Revision: 80, Index: 0}, high: events.Position{Revision: 90, Index: 0}, cancel: func() {}}
+	s := f.join(events.Position{Revision: 100, Index: events.LastIndex})
 	f.publish(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
 		Marks: []*watchfanoutv1.Mark{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}})
 	if parts, err := f.next(s); len(parts) > 0 || err != nil {
 		t.Errorf("%q %v", parts, err)
 	}
-	if at := f.leave(s); at != (position{revision: 100, index: lastIndex}) {
+	if at := f.leave(s); at != (events.Position{Revision: 100, Index: events.LastIndex}) {
 		t.Errorf("set back to %v", at)
 	}
 }
@@ -418,7 +419,7 @@ func TestAFutureRevisionBeginsNoFeed(t *testing.T) {
 	present.shows(t, "e6 ")
 	h.mu.Lock()
 	for _, f := range h.feeds {
-		if f.low.revision > 6 {
+		if f.low.Revision > 6 {
 			t.Errorf("a feed begins at %v", f.low)
 		}
 	}
@@ -473,10 +474,10 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 	}
 	var feeds []*feed
 	for range 100 {
-		feeds = append(feeds, &feed{hub: h, low: position{revision: 1}, high: position{revision: 1}, cancel: func() {}})
+		feeds = append(feeds, &feed{hub: h, low: events.Position{Revision: 1}, high: events.Position{Revision: 1}, cancel: func() {}})
 	}
 	for _, f := range feeds {
-		s := f.join(position{revision: 1})
+		s := f.join(events.Position{Revision: 1})
 		for r := int64(2); r < 60; r++ {
 			f.publish(frame(r, 20_000))
 			if _, err := f.next(s); err != nil {
@@ -493,8 +494,8 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 		t.Errorf("%d bytes are told to be kept by feeds that have ended", n)
 	}
 	for i := range feeds {
-		feeds[i] = &feed{hub: h, low: position{revision: 1}, high: position{revision: 1}, cancel: func() {}}
-		feeds[i].join(position{revision: 1}) // and never reads
+		feeds[i] = &feed{hub: h, low: events.Position{Revision: 1}, high: events.Position{Revision: 1}, cancel: func() {}}
+		feeds[i].join(events.Position{Revision: 1}) // and never reads
 		for r := int64(2); r < 30; r++ {
 			feeds[i].publish(frame(r, 20_000))
 		}

@@ -153,34 +153,34 @@ func (p *Publisher) holds(ctx context.Context, stream jetstream.Stream) (bool, e
 
 // mark changes the mark: what it is about to be is in the log first, so that whoever finds either knows it. It is done
 // between two transactions only, since it says that everything up to the log's last revision has been published.
-func (p *Publisher) mark(ctx context.Context, c *chain) error {
-	if !c.last.Mark && !c.whole {
+func (p *Publisher) mark(ctx context.Context, w *term) error {
+	if !w.log.Last().Mark && !w.whole {
 		return nil
 	}
 	next := rand.Text()
-	c.marker, c.nextMarker = c.history.Mark, next
-	if err := c.send(&logv1.Event{Revision: c.last.Revision}); err != nil {
+	w.marker, w.nextMarker = w.history.Mark, next
+	if err := w.append(&logv1.Event{Revision: w.log.Last().Revision}); err != nil {
 		return err
 	}
-	if err := c.flush(ctx); err != nil {
+	if err := w.log.Flush(ctx); err != nil {
 		return err
 	}
-	h := history{ID: c.history.ID, Mark: next}
+	h := history{ID: w.history.ID, Mark: next}
 	var err error
-	if c.written, err = p.writeHistory(ctx, h, c.written); err != nil {
+	if w.written, err = p.writeHistory(ctx, h, w.written); err != nil {
 		return err
 	}
-	c.history, c.marker, c.nextMarker = h, next, ""
-	return c.send(&logv1.Event{Revision: c.last.Revision})
+	w.history, w.marker, w.nextMarker = h, next, ""
+	return w.append(&logv1.Event{Revision: w.log.Last().Revision})
 }
 
 // unmarked is errHistory once the mark is not what this publisher wrote, or etcd has gone back.
-func (p *Publisher) unmarked(ctx context.Context, c *chain) error {
+func (p *Publisher) unmarked(ctx context.Context, w *term) error {
 	h, _, revision, err := readHistory(ctx, p.Storage.Client.Client)
 	if err != nil {
 		return err
 	}
-	if h != c.history || revision < c.last.Revision {
+	if h != w.history || revision < w.log.Last().Revision {
 		return errHistory
 	}
 	return nil

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync/atomic"
 	"testing"
 
 	"github.com/nats-io/nats.go"
@@ -82,11 +81,11 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 	left := map[string]int{"between two": 5, "after its first": 4, "after its events": 3, "amid its resets": 2, "before the last": 1, "at its end": 0}
 	for name, last := range begins {
 		js := &logged{}
-		c := &chain{js: js, last: last, max: 500, failed: make(chan error, 1), acknowledged: new(atomic.Int64), stored: new(atomic.Int64)}
-		if err := fresh().publish(t.Context(), c); err != nil {
+		w := &term{log: eventlog.NewWriter(js, 4<<10+500, last, func(eventlog.ID) {})}
+		if err := fresh().publish(t.Context(), w); err != nil {
 			t.Fatal(err)
 		}
-		if err := c.flush(t.Context()); err != nil {
+		if err := w.log.Flush(t.Context()); err != nil {
 			t.Error(err)
 		}
 		if got, want := js.says(t), whole[len(whole)-left[name]:]; !slices.Equal(got, want) {

@@ -49,7 +49,7 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 		t.Errorf("%d events hold %d bytes of %d", s.Events, held, bound)
 	}
 	real := 0
-	for _, e := range r.all.events {
+	for _, e := range r.all.All() {
 		real += e.Size() + e.frames.bytes
 	}
 	if int64(real) != r.ringBytes.Load() {

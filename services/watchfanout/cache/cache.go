@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"watershed.dev/platform/watchable"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -35,14 +36,14 @@ type Cache struct {
 	resources map[string]*Resource
 	low       int64
 	started   bool
-	advanced  chan struct{}
+	advanced  watchable.Signal
 
 	pending []*logv1.Event // belongs to the goroutine that applies
 }
 
 // New returns an empty cache.
 func New(ringBytes int, idleAfter time.Duration) *Cache {
-	c := &Cache{RingBytes: ringBytes, IdleAfter: idleAfter, resources: map[string]*Resource{}, advanced: make(chan struct{})}
+	c := &Cache{RingBytes: ringBytes, IdleAfter: idleAfter, resources: map[string]*Resource{}}
 	c.history.Store(new(string))
 	return c
 }
@@ -54,7 +55,6 @@ func (c *Cache) Resource(name string) *Resource {
 	r, ok := c.resources[name]
 	if !ok {
 		r = &Resource{Name: name, cache: c, low: c.low, topics: map[Topic]*topic{}, topicFields: map[string]int{}, used: time.Now()}
-		r.all.changed = make(chan struct{})
 		c.resources[name] = r
 	}
 	return r
@@ -179,8 +179,7 @@ func (c *Cache) advance(revision int64) {
 func (c *Cache) moved() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	close(c.advanced)
-	c.advanced = make(chan struct{})
+	c.advanced.Notify()
 }
 
 // reset forgets everything: there may be a gap before revision, which may be less than before where etcd was restored
@@ -211,7 +210,7 @@ func (c *Cache) History() string { return *c.history.Load() }
 func (c *Cache) Wait(ctx context.Context, revision int64, ask func(ctx context.Context, advanced <-chan struct{})) error {
 	for {
 		c.mu.Lock()
-		advanced := c.advanced
+		advanced := c.advanced.C()
 		c.mu.Unlock()
 		if c.progress.Load() >= revision {
 			return nil

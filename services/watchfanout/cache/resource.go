@@ -81,12 +81,12 @@ func (r *Resource) apply(events []*Event) {
 		}
 		r.applied = e.Revision
 		e.resource = r
-		r.all.add(e)
+		r.all.Add(e)
 		r.ringBytes.Add(int64(e.Size()))
 		r.publish(e)
 	}
 	r.trim(r.bound())
-	r.all.notify()
+	r.all.changed.Notify()
 }
 
 const (
@@ -109,8 +109,8 @@ func (r *Resource) bound() int {
 // trim forgets the oldest events beyond the bound; a revision goes whole.
 func (r *Resource) trim(bound int) {
 	forgotten := 0
-	for n := len(r.all.events); n > 1; n-- {
-		first, over := r.all.events[0], r.ringBytes.Load()
+	for r.all.Len() > 1 {
+		first, over := r.all.Oldest(), r.ringBytes.Load()
 		if r.loading != nil && first.Revision > r.loading.from && over <= int64(loadShare*r.cache.RingBytes) {
 			break
 		}
@@ -120,9 +120,7 @@ func (r *Resource) trim(bound int) {
 		r.low = first.Revision
 		forgotten++
 		r.ringBytes.Add(-int64(first.release()))
-		r.all.events[0] = nil
-		r.all.events = r.all.events[1:]
-		r.all.base++
+		r.all.Drop(1)
 	}
 	if r.stale += forgotten; r.stale > staleTopics {
 		r.forgetTopics()
@@ -181,7 +179,7 @@ func (r *Resource) forget(revision int64, redefined bool, at int64) {
 	defer r.mu.Unlock()
 	r.drop()
 	r.epoch++
-	for _, e := range r.all.events {
+	for _, e := range r.all.From(r.all.Base()) {
 		e.release()
 	}
 	r.all.reset()
@@ -361,7 +359,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 	}
 	r.drop()
 	r.tree, r.unreadable, r.bytes = tree, bad, bytes
-	for _, e := range r.all.events {
+	for _, e := range r.all.From(r.all.Base()) {
 		if e.Revision > revision {
 			r.change(e)
 		}

@@ -2,40 +2,27 @@ package cache
 
 import (
 	"slices"
-	"sort"
 	"time"
+
+	"watershed.dev/platform/events"
+	"watershed.dev/platform/watchable"
 )
 
-// ring is recent events in order. A cursor is a place in it; what is forgotten overruns the cursors that stood there.
+// ring is recent events, which can be waited for.
 type ring struct {
-	events []*Event
-	base   int64 // the sequence of events[0]
-	// changed is closed when something is added.
-	changed chan struct{}
-}
-
-func (g *ring) add(e *Event) { g.events = append(g.events, e) }
-
-func (g *ring) notify() {
-	close(g.changed)
-	g.changed = make(chan struct{})
+	events.Ring[*Event]
+	changed watchable.Signal
 }
 
 // forget drops the events up to a revision.
 func (g *ring) forget(revision int64) {
-	n := 0
-	for ; n < len(g.events) && g.events[n].Revision <= revision; n++ {
-		g.events[n] = nil
-	}
-	g.events = g.events[n:]
-	g.base += int64(n)
+	g.DropWhile(func(e *Event) bool { return e.Revision <= revision })
 }
 
-// reset makes every cursor an overrun one, also of those who have seen every event.
+// reset overruns every cursor and wakes whoever waits at one.
 func (g *ring) reset() {
-	g.base += int64(len(g.events)) + 1
-	g.events = nil
-	g.notify()
+	g.Reset()
+	g.changed.Notify()
 }
 
 // Topic is a part of a resource's events: those of objects, before or after the event, with a value in a field. With it
@@ -97,7 +84,7 @@ func (r *Resource) Follow(t Topic) *Follower {
 		defer r.mu.Unlock()
 		return r.join(t, own)
 	}
-	past, base := slices.Clone(r.all.events), r.all.base
+	past, next := r.all.All(), r.all.Next()
 	r.mu.Unlock()
 	var concerned []*Event // the whole ring is gone through, with nobody waiting for that
 	for _, e := range past {
@@ -110,14 +97,16 @@ func (r *Resource) Follow(t Topic) *Follower {
 	own := r.topics[t]
 	if own == nil {
 		own = &topic{}
-		own.changed = make(chan struct{})
-		rest := r.all.events // all of them, where the ring has been reset meanwhile or what was seen of it has gone by
-		if seen := base + int64(len(past)); r.all.base <= seen {
-			own.events, rest = concerned, rest[seen-r.all.base:]
+		if r.all.Base() <= next { // else the ring has been reset meanwhile, or what was seen of it has gone by
+			for _, e := range concerned {
+				own.Add(e)
+			}
+		} else {
+			next = r.all.Base()
 		}
-		for _, e := range rest {
+		for _, e := range r.all.From(next) {
 			if t.has(e) {
-				own.add(e)
+				own.Add(e)
 			}
 		}
 		own.forget(r.low)
@@ -164,8 +153,8 @@ func (r *Resource) publish(e *Event) {
 
 func (r *Resource) publishTo(t Topic, e *Event) {
 	if own := r.topics[t]; own != nil {
-		own.add(e)
-		own.notify()
+		own.Add(e)
+		own.changed.Notify()
 	}
 }
 
@@ -184,17 +173,15 @@ func (f *Follower) After(revision int64, index int32) (cur Cursor, low int64, ok
 		return 0, r.low, false
 	}
 	f.ring.forget(r.low)
-	i := sort.Search(len(f.ring.events), func(i int) bool {
-		e := f.ring.events[i]
+	return Cursor(f.ring.Search(func(e *Event) bool {
 		return e.Revision > revision || e.Revision == revision && e.Index > index
-	})
-	return Cursor(f.ring.base + int64(i)), r.low, true
+	})), r.low, true
 }
 
 // Next is what came after the cursor, at most n events, and where to go on. Where nothing came, changed is closed when
 // something does. progress is the revision that has been reached once the events are seen, 0 where more is to come at
 // once. ok is false where the cursor was overrun.
-func (f *Follower) Next(cur Cursor, n int) (events []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
+func (f *Follower) Next(cur Cursor, n int) (came []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
 	r := f.resource
 	r.cache.whole.RLock()
 	defer r.cache.whole.RUnlock()
@@ -202,20 +189,19 @@ func (f *Follower) Next(cur Cursor, n int) (events []*Event, next Cursor, progre
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	f.ring.forget(r.low)
-	if int64(cur) < f.ring.base {
+	if int64(cur) < f.ring.Base() {
 		return nil, cur, 0, nil, false
 	}
-	start := int(int64(cur) - f.ring.base)
-	end := min(len(f.ring.events), start+n)
-	if end < len(f.ring.events) {
-		progress = 0
+	rest := f.ring.From(int64(cur))
+	if len(rest) > n {
+		rest, progress = rest[:n], 0
 	}
-	return slices.Clone(f.ring.events[start:end]), cur + Cursor(end-start), progress, f.ring.changed, true
+	return slices.Clone(rest), cur + Cursor(len(rest)), progress, f.ring.changed.C(), true
 }
 
 // Behind is how many events wait after a cursor.
 func (f *Follower) Behind(cur Cursor) int64 {
 	f.resource.mu.Lock()
 	defer f.resource.mu.Unlock()
-	return max(0, f.ring.base+int64(len(f.ring.events))-int64(cur))
+	return max(0, f.ring.Next()-int64(cur))
 }

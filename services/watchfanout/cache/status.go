@@ -30,7 +30,7 @@ func (c *Cache) Resources() []Status {
 			Name:            r.Name,
 			Loaded:          r.tree != nil,
 			Bytes:           r.bytes,
-			Events:          len(r.all.events),
+			Events:          r.all.Len(),
 			EventBytes:      int(r.ringBytes.Load()),
 			OldestResumable: r.low,
 			Watches:         r.followers,

@@ -1,8 +1,11 @@
-package edge
+// Package body reads requests' bodies, ahead of their turn and within bounds, and writes answers' bodies, compressed
+// where that pays.
+package body
 
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io"
 	"net/http"
 	"slices"
@@ -11,15 +14,15 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/services/gateway/answer"
 )
 
-// MaxBodyBytes is the largest body of a request for a resource, kube-apiserver's.
-const MaxBodyBytes = 3 << 20
+// MaxBytes is the largest body of a request for a resource, kube-apiserver's.
+const MaxBytes = 3 << 20
 
 const (
 	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of one
@@ -36,25 +39,28 @@ const (
 	firstPiece = 4 << 10
 )
 
-var bodiesGauge = prometheus.NewGauge(prometheus.GaugeOpts{
+var heldGauge = prometheus.NewGauge(prometheus.GaugeOpts{
 	Name: "watershed_gateway_body_bytes",
 	Help: "Bytes of request bodies that have been read and whose requests are not answered yet.",
 })
 
+// Metrics are this package's collectors.
+func Metrics() []prometheus.Collector { return []prometheus.Collector{heldGauge} }
+
 // unbounded are the groups whose bodies are taken even where others' fill the room: what runs the cluster goes on.
 var unbounded = []string{user.SystemPrivilegedGroup, user.NodesGroup, identity.ServicesGroup}
 
-// bodies reads requests' bodies before the requests are counted as in flight: a client that sends slowly takes up what
-// it has sent, and nobody's slot.
-type bodies struct {
+// Reader reads requests' bodies before the requests are counted as in flight: a client that sends slowly takes up what
+// it has sent, and nobody's slot. Its zero value is ready to use.
+type Reader struct {
 	mu     sync.Mutex
 	bytes  int
 	owners map[string]int
 }
 
-// readAhead has next find the whole body of those requests that buffered says are for the gateway itself. What is too
+// ReadAhead has next find the whole body of those requests that buffered says are for the gateway itself. What is too
 // large is passed on so: next answers it. Strangers' bodies are not read: next refuses most of them without.
-func (b *bodies) readAhead(next http.Handler, buffered func(*http.Request) bool) http.Handler {
+func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if req.Body == nil || req.Body == http.NoBody || req.ContentLength == 0 || !buffered(req) {
 			next.ServeHTTP(w, req)
@@ -76,7 +82,7 @@ func (b *bodies) readAhead(next http.Handler, buffered func(*http.Request) bool)
 		_ = control.SetReadDeadline(time.Now().Add(bodyPatience))
 		err := held.read(req.Body, req.ContentLength)
 		if errors.Is(err, errBodies) {
-			WriteError(w, req, schema.GroupVersion{Version: "v1"}, apierrors.NewTooManyRequests(err.Error(), 1))
+			answer.Error(w, req, answer.V1, apierrors.NewTooManyRequests(err.Error(), 1))
 			return
 		}
 		_ = control.SetReadDeadline(time.Time{})
@@ -84,7 +90,7 @@ func (b *bodies) readAhead(next http.Handler, buffered func(*http.Request) bool)
 		if err != nil { // the client broke off; next finds out as it would by itself
 			after = io.MultiReader(after, failing{err})
 		}
-		req.Body = &readBody{Reader: after, Closer: req.Body, data: held.data, whole: err == nil && len(held.data) <= MaxBodyBytes}
+		req.Body = &readBody{Reader: after, Closer: req.Body, data: held.data, whole: err == nil && len(held.data) <= MaxBytes}
 		next.ServeHTTP(w, req)
 	})
 }
@@ -93,7 +99,7 @@ var errBodies = errors.New("too many bytes of request bodies are waiting, please
 
 // heldBody is one request's body, accounted for as it comes.
 type heldBody struct {
-	all   *bodies
+	all   *Reader
 	owner string
 	// free: it is not refused for want of room.
 	free bool
@@ -108,14 +114,14 @@ func (h *heldBody) read(body io.Reader, length int64) error {
 	if length >= 0 {
 		room = int(min(length, firstPiece-1)) + 1 // one more, to find its end without growing
 	}
-	for len(h.data) <= MaxBodyBytes {
+	for len(h.data) <= MaxBytes {
 		if len(h.data) == cap(h.data) {
 			if err := h.grow(room); err != nil {
 				return err
 			}
 			room = cap(h.data) // twice as much each time
 			if length >= 0 {
-				room = min(room, max(int(min(length, MaxBodyBytes))+1-len(h.data), firstPiece))
+				room = min(room, max(int(min(length, MaxBytes))+1-len(h.data), firstPiece))
 			}
 		}
 		n, err := body.Read(h.data[len(h.data):cap(h.data)])
@@ -132,7 +138,7 @@ func (h *heldBody) read(body io.Reader, length int64) error {
 
 // grow makes room for n more bytes, where there is any.
 func (h *heldBody) grow(n int) error {
-	n = min(n, MaxBodyBytes+1-cap(h.data))
+	n = min(n, MaxBytes+1-cap(h.data))
 	if !h.hold(n) {
 		return errBodies
 	}
@@ -160,7 +166,7 @@ func (h *heldBody) hold(n int) bool {
 	h.held += n
 	b.bytes += n
 	b.owners[h.owner] += n
-	bodiesGauge.Set(float64(b.bytes))
+	heldGauge.Set(float64(b.bytes))
 	return true
 }
 
@@ -172,7 +178,7 @@ func (h *heldBody) release() {
 	if b.owners[h.owner] -= h.held; b.owners[h.owner] <= 0 {
 		delete(b.owners, h.owner)
 	}
-	bodiesGauge.Set(float64(b.bytes))
+	heldGauge.Set(float64(b.bytes))
 }
 
 type readBody struct {
@@ -182,8 +188,36 @@ type readBody struct {
 	whole bool
 }
 
-// Body is a request's body where all of it has been read ahead; it must not be changed.
-func Body(req *http.Request) (data []byte, ok bool) {
+// Read is a request's whole body, which must not be changed: what ReadAhead has read of it, or what comes now. One of
+// more than MaxBytes is kube-apiserver's error.
+func Read(req *http.Request) ([]byte, error) {
+	if req.Body == nil {
+		return nil, nil
+	}
+	defer req.Body.Close()
+	if data, ok := ahead(req); ok {
+		return data, nil
+	}
+	limited := &io.LimitedReader{R: req.Body, N: MaxBytes + 1}
+	var data []byte
+	var err error
+	if n := req.ContentLength; n > 0 && n <= MaxBytes {
+		data = make([]byte, n)
+		_, err = io.ReadFull(limited, data)
+	} else {
+		data, err = io.ReadAll(limited)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if limited.N <= 0 {
+		return nil, apierrors.NewRequestEntityTooLargeError(fmt.Sprintf("limit is %d", MaxBytes))
+	}
+	return data, nil
+}
+
+// ahead is a request's body where all of it has been read ahead.
+func ahead(req *http.Request) (data []byte, ok bool) {
 	b, ok := req.Body.(*readBody)
 	if !ok || !b.whole {
 		return nil, false
@@ -194,15 +228,3 @@ func Body(req *http.Request) (data []byte, ok bool) {
 type failing struct{ err error }
 
 func (f failing) Read([]byte) (int, error) { return 0, f.err }
-
-// unlimited passes the system's own services by the limit of requests in flight: what everybody is decided by is not to
-// wait for everybody. A fair share of the rest is another matter.
-func unlimited(limited, next http.Handler) http.Handler {
-	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if u, ok := request.UserFrom(req.Context()); ok && slices.Contains(u.GetGroups(), identity.ServicesGroup) {
-			next.ServeHTTP(w, req)
-			return
-		}
-		limited.ServeHTTP(w, req)
-	})
-}

@@ -1,10 +1,13 @@
-// Package edge is the gateway's outer side: TLS, the filters that every request passes, and who may pass.
-package edge
+// Package access asks authn who a request is of and authz what they may do, and keeps the answers for as long as those
+// say.
+package access
 
 import (
 	"context"
 	"errors"
+	"maps"
 	"math"
+	"slices"
 	"sync"
 	"time"
 
@@ -85,22 +88,16 @@ func (a *Authorizer) cache() *kept[decision] {
 // Follow learns of the policy's changes until ctx is done.
 func (a *Authorizer) Follow(ctx context.Context) {
 	go a.checkHeard(ctx)
-	for ctx.Err() == nil {
+	open := func(ctx context.Context) (grpc.ServerStreamingClient[authzv1.Generation], error) {
 		// It must not wait for an authz that is away: nobody is heard of meanwhile.
-		stream, err := a.Client.Generations(ctx, &authzv1.GenerationsRequest{}, grpc.WaitForReady(false))
-		for first := true; err == nil; first = false {
-			var g *authzv1.Generation
-			if g, err = stream.Recv(); err == nil {
-				a.moved(g, first)
-			}
-		}
-		a.moved(nil, false)
-		select {
-		case <-ctx.Done():
-		case <-time.After(100 * time.Millisecond):
-		}
+		return a.Client.Generations(ctx, &authzv1.GenerationsRequest{}, grpc.WaitForReady(false))
 	}
+	rpc.Follow(ctx, followPause, open, a.moved, func(error) { a.moved(nil, false) })
+	a.moved(nil, false)
 }
+
+// followPause is how long to wait before authz is asked for its generations again.
+const followPause = 100 * time.Millisecond
 
 // checkHeard looks whether anybody is heard of, until ctx is done.
 func (a *Authorizer) checkHeard(ctx context.Context) {
@@ -363,7 +360,7 @@ func writeUser(d *digester, u user.Info) {
 		d.part(g)
 	}
 	d.number(len(u.GetExtra()))
-	for _, k := range sortedKeys(u.GetExtra()) {
+	for _, k := range slices.Sorted(maps.Keys(u.GetExtra())) {
 		d.part(k)
 		d.number(len(u.GetExtra()[k]))
 		for _, v := range u.GetExtra()[k] {

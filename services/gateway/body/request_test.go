@@ -1,4 +1,4 @@
-package edge
+package body
 
 import (
 	"bytes"
@@ -20,10 +20,10 @@ import (
 // A body that comes slowly holds what has come of it, and no slot; what one owner's bodies take is bounded, and small
 // ones and the control plane's are always taken (S6).
 func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
-	b := &bodies{}
+	b := &Reader{}
 	inside := 0
 	var mu sync.Mutex
-	h := b.readAhead(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+	h := b.ReadAhead(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		mu.Lock()
 		inside++
 		mu.Unlock()
@@ -31,7 +31,7 @@ func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
 		if u, _ := request.UserFrom(req.Context()); u.GetName() == user.Anonymous {
 			return
 		}
-		if whole, ok := Body(req); err != nil || ok && !bytes.Equal(whole, data) {
+		if whole, ok := ahead(req); err != nil || ok && !bytes.Equal(whole, data) {
 			t.Errorf("%d bytes, %v, %v", len(data), ok, err)
 		}
 	}), func(*http.Request) bool { return true })
@@ -91,24 +91,24 @@ func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
 }
 
 func TestABodyThatIsTooLargeIsPassedOnSo(t *testing.T) {
-	h := new(bodies).readAhead(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if _, whole := Body(req); whole {
+	h := new(Reader).ReadAhead(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if _, whole := ahead(req); whole {
 			t.Error("it is whole")
 		}
-		if n, _ := io.Copy(io.Discard, req.Body); n != MaxBodyBytes+1 {
+		if n, _ := io.Copy(io.Discard, req.Body); n != MaxBytes+1 {
 			t.Errorf("%d bytes come through", n)
 		}
 	}), func(*http.Request) bool { return true })
-	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(make([]byte, MaxBodyBytes+1000))))
+	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(make([]byte, MaxBytes+1000))))
 }
 
 // Nothing that a request says of its length is believed.
 func TestABodysLengthIsNotBelieved(t *testing.T) {
 	for _, length := range []int64{math.MaxInt64, 1, 3, 4095, 4096, 1 << 20, -1} {
 		for _, n := range []int{1, 3, 4095, 4096, 4097, 100_000} {
-			b := &bodies{}
-			h := b.readAhead(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
-				if data, ok := Body(req); !ok || len(data) != n {
+			b := &Reader{}
+			h := b.ReadAhead(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+				if data, ok := ahead(req); !ok || len(data) != n {
 					t.Errorf("said to be %d, a body of %d comes as %d: %v", length, n, len(data), ok)
 				}
 			}), func(*http.Request) bool { return true })

@@ -1,4 +1,4 @@
-package edge
+package access
 
 import (
 	"context"
@@ -41,7 +41,7 @@ var (
 
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{keptGauge, unsettledWatches, bodiesGauge}
+	return []prometheus.Collector{keptGauge, unsettledWatches}
 }
 
 // Authenticator asks authn, and keeps its answers for as long as authn says. What a stranger sends leaves nothing

@@ -1,4 +1,4 @@
-package routing
+package body
 
 import (
 	"compress/gzip"
@@ -16,18 +16,18 @@ var gzips = sync.Pool{New: func() any {
 	return w
 }}
 
-// body writes an answer, compressed where that pays.
-type body struct {
+// Writer writes an answer, compressed where that pays.
+type Writer struct {
 	w  http.ResponseWriter
 	gz *gzip.Writer
 }
 
-// newBody sends the head. size is the body's, or -1 where it is not known.
-func newBody(w http.ResponseWriter, req *http.Request, contentType string, code int, size int64) *body {
+// NewWriter sends the head. size is the body's, or -1 where it is not known.
+func NewWriter(w http.ResponseWriter, req *http.Request, contentType string, code int, size int64) *Writer {
 	h := w.Header()
 	h.Set("Content-Type", contentType)
-	b := &body{w: w}
-	if size > gzipAbove && acceptsGzip(req) {
+	b := &Writer{w: w}
+	if Compressed(req, size) {
 		h.Set("Content-Encoding", "gzip")
 		h.Add("Vary", "Accept-Encoding")
 		b.gz = gzips.Get().(*gzip.Writer)
@@ -39,6 +39,9 @@ func newBody(w http.ResponseWriter, req *http.Request, contentType string, code 
 	return b
 }
 
+// Compressed says whether an answer of some size is compressed for who asks.
+func Compressed(req *http.Request, size int64) bool { return size > gzipAbove && acceptsGzip(req) }
+
 func acceptsGzip(req *http.Request) bool {
 	for _, e := range strings.Split(req.Header.Get("Accept-Encoding"), ",") {
 		if strings.TrimSpace(e) == "gzip" { // with a quality kube-apiserver does not take it either
@@ -48,7 +51,7 @@ func acceptsGzip(req *http.Request) bool {
 	return false
 }
 
-func (b *body) Write(p []byte) (int, error) {
+func (b *Writer) Write(p []byte) (int, error) {
 	if b.gz != nil {
 		return b.gz.Write(p)
 	}
@@ -56,7 +59,7 @@ func (b *body) Write(p []byte) (int, error) {
 }
 
 // Close ends the body.
-func (b *body) Close() error {
+func (b *Writer) Close() error {
 	if b.gz == nil {
 		return nil
 	}

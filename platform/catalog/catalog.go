@@ -1,7 +1,5 @@
-// Package routing finds who answers a request and carries it there: reads of stored resources to the watch tier (to
-// registry, where authn, authz or admission read), all else to registry, with admission and authorization asked for on
-// registry's behalf.
-package routing
+// Package catalog follows registry's catalogue: which resources there are, in which versions, and how each is served.
+package catalog
 
 import (
 	"cmp"
@@ -13,8 +11,10 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/protobuf/proto"
 
+	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -49,30 +49,25 @@ type Catalog struct {
 // View is the newest view; nil before the first.
 func (c *Catalog) View() *View { return c.current.Load() }
 
+// followPause is how long to wait before registry is asked for its catalogue again.
+const followPause = 200 * time.Millisecond
+
 // Run follows until ctx is done. While no registry answers, the last view stays.
 func (c *Catalog) Run(ctx context.Context) {
-	for ctx.Err() == nil {
-		stream, err := c.Registry.Follow(ctx, &registryv1.CatalogRequest{})
-		var full *registryv1.CatalogResponse
-		for err == nil {
-			var m *registryv1.CatalogResponse
-			if m, err = stream.Recv(); err != nil {
-				break
-			}
-			if m.Delta {
-				m = applied(full, m)
-			}
-			full = m
-			c.set(m)
-		}
-		if ctx.Err() == nil {
-			slog.Debug("The catalogue broke off", "error", err)
-		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(200 * time.Millisecond):
-		}
+	open := func(ctx context.Context) (grpc.ServerStreamingClient[registryv1.CatalogResponse], error) {
+		return c.Registry.Follow(ctx, &registryv1.CatalogRequest{})
 	}
+	var full *registryv1.CatalogResponse
+	rpc.Follow(ctx, followPause, open, func(m *registryv1.CatalogResponse, first bool) {
+		if first {
+			full = nil
+		}
+		if m.Delta {
+			m = applied(full, m)
+		}
+		full = m
+		c.set(m)
+	}, func(err error) { slog.Debug("The catalogue broke off", "error", err) })
 }
 
 // applied is a catalogue with what has changed. Neither is changed itself.

@@ -1,0 +1,49 @@
+package main
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"watershed.dev/platform/rpc"
+)
+
+// Whoever may call a method of a service's is connected to the service, and nobody else is (rpc.Callers); each service
+// comes after those that it calls.
+func TestModulesCallWhatTheyMay(t *testing.T) {
+	// offered is which service offers a contract, where the two names differ.
+	offered := map[string]string{"/watershed.watchfanout.v1.Policy": "registry"}
+	allowed := map[string][]string{}
+	for method, callers := range rpc.Callers {
+		contract := method[:strings.LastIndexByte(method, '/')]
+		callee := offered[contract]
+		if callee == "" {
+			callee = strings.Split(contract, ".")[1]
+		}
+		for _, c := range callers {
+			if !slices.Contains(allowed[c], callee) {
+				allowed[c] = append(allowed[c], callee)
+			}
+		}
+		if m := moduleOf(callee); m == nil || !m.serves {
+			t.Errorf("%s is offered by no module", method)
+		}
+	}
+	var before []string
+	for _, m := range modules {
+		calls, may := slices.Sorted(slices.Values(m.calls)), slices.Sorted(slices.Values(allowed[m.name]))
+		if !slices.Equal(calls, may) {
+			t.Errorf("%s calls %v, and may call %v", m.name, calls, may)
+		}
+		for _, c := range m.calls {
+			if !slices.Contains(before, c) {
+				t.Errorf("%s comes before %s, which it calls", m.name, c)
+			}
+		}
+		before = append(before, m.name)
+		delete(allowed, m.name)
+	}
+	for name := range allowed {
+		t.Errorf("%q may call and is no module", name)
+	}
+}

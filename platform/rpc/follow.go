@@ -1,0 +1,31 @@
+package rpc
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/grpc"
+)
+
+// Follow reads a stream of news until ctx is done. Each message goes to each, which is told whether it is its stream's
+// first; a stream that ends or cannot be opened goes to lost, with the reason, and is opened anew after a pause.
+func Follow[M any](ctx context.Context, pause time.Duration, open func(context.Context) (grpc.ServerStreamingClient[M], error),
+	each func(m *M, first bool), lost func(error)) {
+	for ctx.Err() == nil {
+		stream, err := open(ctx)
+		for first := true; err == nil; first = false {
+			var m *M
+			if m, err = stream.Recv(); err == nil {
+				each(m, first)
+			}
+		}
+		if ctx.Err() != nil {
+			return
+		}
+		lost(err)
+		select {
+		case <-ctx.Done():
+		case <-time.After(pause):
+		}
+	}
+}

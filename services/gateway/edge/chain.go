@@ -1,0 +1,106 @@
+package edge
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
+	"k8s.io/apiserver/pkg/endpoints/filters/impersonation"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	genericfeatures "k8s.io/apiserver/pkg/features"
+	genericfilters "k8s.io/apiserver/pkg/server/filters"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+
+	"watershed.dev/platform/identity"
+	"watershed.dev/services/gateway/access"
+	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/body"
+)
+
+// RequestInfo parses paths as kube-apiserver does.
+var RequestInfo = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
+
+// LongRunning recognizes requests without a time limit.
+var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"), sets.NewString("attach", "exec", "proxy", "log", "portforward"))
+
+// Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
+// DefaultBuildHandlerChain). buffered says of which requests the body is read before they count as in flight: those
+// that the gateway answers itself.
+func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
+	h := genericapifilters.WithAuthorization(api, authz, answer.Codecs)
+	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
+	h = new(body.Reader).ReadAhead(h, buffered)
+	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
+		h = impersonation.WithConstrainedImpersonation(h, authz, answer.Codecs)
+	} else {
+		h = impersonation.WithImpersonation(h, authz, answer.Codecs)
+	}
+	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
+	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{}, authenticator.Audiences(c.APIAudiences), nil)
+	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
+	h = genericapifilters.WithWarningRecorder(h)
+	h = genericfilters.WithTimeoutForNonLongRunningRequests(h, LongRunning)
+	h = genericapifilters.WithRequestDeadline(h, nil, nil, LongRunning, answer.Codecs, c.RequestTimeout)
+	h = genericfilters.WithWaitGroup(h, LongRunning, inFlight)
+	if c.GoawayChance > 0 {
+		h = genericfilters.WithProbabilisticGoaway(h, c.GoawayChance)
+	}
+	h = genericapifilters.WithCacheControl(h)
+	h = genericfilters.WithHSTS(h, c.HSTS)
+	h = genericfilters.WithHTTPLogging(h)
+	h = genericapifilters.WithLatencyTrackers(h)
+	h = genericapifilters.WithRequestInfo(h, RequestInfo)
+	h = genericapifilters.WithRequestReceivedTimestamp(h)
+	h = genericfilters.WithPanicRecovery(h, RequestInfo)
+	return genericapifilters.WithAuditInit(h)
+}
+
+type waitGroup interface {
+	Add(delta int) error
+	Done()
+}
+
+// failClosed turns an authn that cannot be asked into an answer that a client retries, rather than a 401.
+type failClosed struct{ *access.Authenticator }
+
+var errUnavailable = errors.New("authentication is unavailable")
+
+func (f failClosed) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
+	resp, ok, err := f.Authenticator.AuthenticateRequest(req)
+	if err != nil && (apierrors.IsServiceUnavailable(err) || apierrors.IsTimeout(err)) {
+		*req = *req.WithContext(context.WithValue(req.Context(), unavailableKey{}, err))
+		return nil, false, errUnavailable
+	}
+	return resp, ok, err
+}
+
+type unavailableKey struct{}
+
+// unauthorized answers what nobody vouched for: 401, or 503 where nobody could be asked.
+type unauthorized struct{}
+
+func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	if err, ok := req.Context().Value(unavailableKey{}).(error); ok {
+		w.Header().Set("Retry-After", "1")
+		answer.Error(w, req, answer.V1, err)
+		return
+	}
+	genericapifilters.Unauthorized(answer.Codecs).ServeHTTP(w, req)
+}
+
+// unlimited passes the system's own services by the limit of requests in flight: what everybody is decided by is not to
+// wait for everybody. A fair share of the rest is another matter.
+func unlimited(limited, next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if u, ok := request.UserFrom(req.Context()); ok && slices.Contains(u.GetGroups(), identity.ServicesGroup) {
+			next.ServeHTTP(w, req)
+			return
+		}
+		limited.ServeHTTP(w, req)
+	})
+}

@@ -1,0 +1,25 @@
+package routing
+
+import (
+	"k8s.io/apiserver/pkg/endpoints/metrics"
+	"k8s.io/apiserver/pkg/warning"
+)
+
+// connect asks registry where the request goes, and carries it there.
+func (c *call) connect() {
+	r := c.writeRequest()
+	if c.entry.ConnectSubpath {
+		r.Subpath = c.subpath()
+	}
+	m, err := c.converse(r, c.router.Objects.Connect)
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	for _, t := range m.GetConnection().GetWarnings() {
+		warning.AddWarning(c.req.Context(), "", t)
+	}
+	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
+		c.router.Carrier.Serve(c.w, c.req, c.info.Name, m.GetConnection(), c.fail)
+	})
+}

@@ -1,0 +1,175 @@
+package routing
+
+import (
+	"net/http"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/endpoints/request"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/answer"
+)
+
+// dialect is where kube-apiserver answers the two sorts of resources differently: requests for built-in resources pass
+// its web framework (go-restful) first, which refuses in words of its own; requests for custom resources reach its CRD
+// handler directly.
+type dialect interface {
+	// has says whether the request's path is one that the resource has.
+	has(*registryv1.ResourceEntry, *request.RequestInfo, *http.Request) bool
+	// supports is nil where the request's verb and, of a patch, its media type are ones that the resource takes.
+	supports(*call) error
+	// accepts is nil where the answer may be in what the client accepts, as far as is seen before it is negotiated.
+	accepts(*call) error
+	// offers says whether objects as they are can be answered in application/subtype.
+	offers(subtype string) bool
+	// deprecated says whether requests for the resource count as for a deprecated API.
+	deprecated(*registryv1.ResourceEntry) bool
+}
+
+func dialectOf(e *registryv1.ResourceEntry) dialect {
+	if e.Untyped {
+		return custom{}
+	}
+	return builtIn{}
+}
+
+// errUnwatchable is not nil where a watch was asked for of what can only be listed.
+func (c *call) errUnwatchable() error {
+	if c.info.Verb == "watch" && c.req.Method == http.MethodGet && c.offers("list") && !c.offers("watch") {
+		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)
+	}
+	return nil
+}
+
+var patchTypes = []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
+
+// builtIn is the dialect of the resources of Go's types.
+type builtIn struct{}
+
+// has follows the routes that k8s.io/apiserver/pkg/endpoints/installer.go registers: a cluster's own objects have no
+// namespace, a namespaced object has one, and what can only be created has neither lists nor names.
+func (builtIn) has(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Request) bool {
+	any := func(verbs ...string) bool {
+		return slices.ContainsFunc(verbs, func(v string) bool { return slices.Contains(e.Verbs, v) })
+	}
+	switch {
+	case len(e.ConnectMethods) > 0:
+		// What was authorized is what the path said. There is one path to what is connected to, and it says what the method
+		// does.
+		if info.Name == "" || watchPath(req) || len(info.Parts) < 2 || info.Parts[1] != info.Name || info.Verb != methodVerbs[req.Method] {
+			return false
+		}
+	case info.Name != "" && info.Subresource == "" && !any("get", "update", "patch", "delete"),
+		e.Namespaced && info.Namespace == "" && info.Name == "" && !any("list", "watch"),
+		watchPath(req) && !any("watch"):
+		return false
+	}
+	if info.Resource == "namespaces" && info.APIGroup == "" {
+		return true
+	}
+	if !e.Namespaced {
+		return info.Namespace == ""
+	}
+	if info.Namespace == "" {
+		return info.Name == "" || info.Verb == "watch" || info.Verb == "list"
+	}
+	return true
+}
+
+func (d builtIn) supports(c *call) error {
+	if err := c.errUnwatchable(); err != nil {
+		return err
+	}
+	if c.req.Method == http.MethodHead || !d.routed(c) {
+		return answer.MethodNotAllowed
+	}
+	// Only types of Go's own can be merged strategically.
+	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes, t) && t != string(types.StrategicMergePatchType) {
+		return answer.Code(http.StatusUnsupportedMediaType, "Unsupported Media Type")
+	}
+	return nil
+}
+
+// routed says whether the verb exists where it was asked for: create on a collection, update on an object.
+func (builtIn) routed(c *call) bool {
+	named, scoped := c.info.Name != "", c.info.Namespace != "" || !c.entry.Namespaced
+	if watchPath(c.req) && c.req.Method != http.MethodGet || !c.offers(c.info.Verb) {
+		return false
+	}
+	switch c.info.Verb {
+	case "get", "update", "patch", "delete":
+		return named
+	case "create":
+		return scoped && (!named || c.entry.Resource.Subresource != "")
+	case "deletecollection":
+		return scoped && !named
+	}
+	return true
+}
+
+func (builtIn) accepts(c *call) error {
+	if answer.Produced(c.req.Header.Get("Accept"), c.entry.MediaTypes) {
+		return nil
+	}
+	produced := c.entry.MediaTypes
+	if c.info.Verb == "list" || c.info.Verb == "watch" {
+		produced = append(slices.Clone(produced), runtime.ContentTypeJSON+";stream=watch")
+		if slices.Contains(produced, runtime.ContentTypeProtobuf) {
+			produced = append(produced, runtime.ContentTypeProtobuf+";stream=watch")
+		}
+	}
+	return answer.NotProduced(produced)
+}
+
+func (builtIn) offers(string) bool { return true }
+
+func (builtIn) deprecated(e *registryv1.ResourceEntry) bool { return e.Deprecation != "" }
+
+// custom is the dialect of custom resources
+// (k8s.io/apiextensions-apiserver/pkg/apiserver/customresource_handler.go).
+type custom struct{}
+
+// has looks at the path's namespace alone.
+func (custom) has(e *registryv1.ResourceEntry, info *request.RequestInfo, _ *http.Request) bool {
+	return scoped(e, info)
+}
+
+func scoped(e *registryv1.ResourceEntry, info *request.RequestInfo) bool {
+	if !e.Namespaced {
+		return info.Namespace == ""
+	}
+	return info.Namespace != "" || info.Verb == "list" || info.Verb == "watch"
+}
+
+// customVerbs are those that the handler knows; a resource that is being deleted refuses some in its own words.
+var customVerbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
+
+func (custom) supports(c *call) error {
+	if err := c.errUnwatchable(); err != nil {
+		return err
+	}
+	known := slices.Contains(customVerbs, c.info.Verb)
+	if c.entry.Resource.Subresource != "" {
+		known = c.offers(c.info.Verb)
+	}
+	if !known {
+		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)
+	}
+	if c.info.Verb == "patch" && !slices.Contains(patchTypes, mediaType(c.req)) {
+		return negotiation.NewUnsupportedMediaTypeError(patchTypes)
+	}
+	return nil
+}
+
+func (custom) accepts(*call) error { return nil }
+
+// offers leaves out protobuf and CBOR: a custom resource has no message of its own.
+func (custom) offers(subtype string) bool { return subtype == "json" || subtype == "yaml" }
+
+func (custom) deprecated(e *registryv1.ResourceEntry) bool {
+	return e.Deprecation != "" || len(e.Warnings) > 0
+}

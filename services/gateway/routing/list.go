@@ -1,0 +1,176 @@
+package routing
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apiserver/pkg/authentication/user"
+
+	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// Lister answers lists from encoded bytes.
+type Lister interface {
+	List(context.Context, *watchfanoutv1.ListRequest, ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.ListChunk], error)
+}
+
+// answersWithin is how long the watch tier may be silent before registry is asked in its place: a replica may be there,
+// and yet not move.
+const answersWithin = 5 * time.Second
+
+// list answers a list, from who plan says.
+func (c *call) list() {
+	p, err := c.plan()
+	switch {
+	case err != nil:
+		c.fail(err)
+	case p.query == nil:
+		c.listFromRegistry()
+	default:
+		c.listFrom(p)
+	}
+}
+
+// listFrom answers a list from a source, or from registry where the source cannot.
+func (c *call) listFrom(p *plan) {
+	ctx := c.req.Context()
+	listing, cancel := context.WithCancel(ctx)
+	defer cancel()
+	silent := time.AfterFunc(answersWithin, cancel)
+	if c.decides() && !ofOne(p.query) { // nobody else is to be asked; of one object another registry may be, where this one hangs
+		silent.Stop()
+	}
+	stream, err := p.from.Lists.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{
+		Query:                p.query,
+		ResourceVersion:      p.opts.ResourceVersion,
+		ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
+		Limit:                p.opts.Limit,
+		Continue:             p.opts.Continue,
+	}, grpc.WaitForReady(false))
+	var chunk *watchfanoutv1.ListChunk
+	if err == nil {
+		chunk, err = stream.Recv()
+	}
+	silent.Stop()
+	if err != nil {
+		if elsewhere(ctx, err) {
+			c.listFromRegistry()
+		} else {
+			c.fail(rpc.FromStatus(err))
+		}
+		return
+	}
+	write, end := c.begin(chunk.Size)
+	for err == nil {
+		if write(chunk.Data) != nil {
+			panic(http.ErrAbortHandler) // as below
+		}
+		chunk, err = stream.Recv()
+	}
+	if !errors.Is(err, io.EOF) {
+		panic(http.ErrAbortHandler) // the client must not take half a list for a whole one
+	}
+	end()
+}
+
+// elsewhere says whether a source's error means that registry has to be asked: the source does not hold it, nobody is
+// there, or gRPC itself could not carry it.
+func elsewhere(ctx context.Context, err error) bool {
+	switch status.Code(err) {
+	case codes.FailedPrecondition, codes.Unavailable, codes.Unimplemented:
+		return true
+	case codes.Canceled:
+		return ctx.Err() == nil // it was silent for too long
+	case codes.ResourceExhausted, codes.Internal:
+		return len(status.Convert(err).Details()) == 0
+	}
+	return false
+}
+
+// ofOne says whether a query is of one object.
+func ofOne(q *watchfanoutv1.Query) bool {
+	if q.Entry.Namespaced && q.Namespace == "" {
+		return false
+	}
+	selector, err := fields.ParseSelector(q.FieldSelector)
+	if err != nil {
+		return false
+	}
+	_, ok := selector.RequiresExactMatch("metadata.name")
+	return ok
+}
+
+// listFromRegistry answers a list that the watch tier does not. Many who ask the same at once, as all do when the tier
+// is away, share one reading of etcd that began after they asked.
+func (c *call) listFromRegistry() {
+	r := c.getRequest()
+	r.User, r.Query = nil, listQuery(c.req.URL.Query()) // a list is the same for whoever may see it
+	key, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	r.User, r.Query = c.user, c.req.URL.RawQuery
+	lists := c.router.Lists
+	if slices.ContainsFunc(c.user.GetGroups(), func(g string) bool { return slices.Contains(first, g) }) {
+		lists = c.router.FirstLists
+	}
+	data, err := lists.GetFor(c.req.Context(), identity.Owner(c.user.GetName()), string(key), func(ctx context.Context) ([]byte, error) {
+		return c.readList(ctx, r)
+	})
+	if errors.Is(err, coalesce.ErrBusy) {
+		err = apierrors.NewTooManyRequests("too many lists are waiting for etcd, please try again later", 1)
+	}
+	if err != nil {
+		c.fail(rpc.FromStatus(err))
+		return
+	}
+	c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
+}
+
+// first are the groups whose lists do not wait for everybody's: what decides, what administers, and nodes.
+var first = []string{identity.ServicesGroup, user.SystemPrivilegedGroup, user.NodesGroup}
+
+// listQuery is a query without what no list depends on, in one order.
+func listQuery(q url.Values) string {
+	for k := range q {
+		switch k {
+		case "labelSelector", "fieldSelector", "limit", "continue", "resourceVersion", "resourceVersionMatch", "timeoutSeconds", "includeObject", "watch",
+			"allowWatchBookmarks", "sendInitialEvents", "shardSelector":
+		default:
+			delete(q, k)
+		}
+	}
+	return q.Encode()
+}
+
+func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) (data []byte, err error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := c.router.Objects.List(ctx, r)
+	for err == nil {
+		var chunk *registryv1.ListChunk
+		if chunk, err = stream.Recv(); err == nil {
+			data = append(data, chunk.Data...)
+		}
+	}
+	if !errors.Is(err, io.EOF) {
+		return nil, err
+	}
+	return data, nil
+}

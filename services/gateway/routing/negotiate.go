@@ -1,0 +1,89 @@
+package routing
+
+import (
+	"net/http"
+	"strings"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/warning"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/answer"
+)
+
+// negotiate chooses the answer's encoding.
+func (c *call) negotiate() (*registryv1.Output, error) {
+	if err := c.dialect.accepts(c); err != nil {
+		return nil, err
+	}
+	if c.entry.Deprecation != "" {
+		warning.AddWarning(c.req.Context(), "", c.entry.Deprecation)
+	}
+	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(), restrictions{c.dialect, c.entry})
+	if !ok {
+		return nil, negotiation.NewNotAcceptableError(c.entry.MediaTypes)
+	}
+	out := &registryv1.Output{MediaType: m.Accepted.MediaType, Pretty: m.Pretty || pretty(c.req)}
+	if m.Convert != nil {
+		out.As = &commonv1.Kind{Group: m.Convert.Group, Version: m.Convert.Version, Kind: m.Convert.Kind}
+	}
+	return out, nil
+}
+
+// serializers are the media types that the resource is served in.
+func (c *call) serializers() []runtime.SerializerInfo {
+	var all []runtime.SerializerInfo
+	for _, s := range answer.Codecs.SupportedMediaTypes() {
+		for _, m := range c.entry.MediaTypes {
+			if s.MediaType == m {
+				all = append(all, s)
+			}
+		}
+	}
+	return all
+}
+
+// restrictions is which conversions an endpoint offers.
+type restrictions struct {
+	dialect dialect
+	entry   *registryv1.ResourceEntry
+}
+
+func (r restrictions) AllowsMediaTypeTransform(mimeType, mimeSubType string, gvk *schema.GroupVersionKind) bool {
+	if gvk == nil {
+		return r.dialect.offers(mimeSubType)
+	}
+	if gvk.Group != metav1.GroupName || gvk.Version != "v1" && gvk.Version != "v1beta1" {
+		return false
+	}
+	switch gvk.Kind {
+	case "Table":
+		return r.entry.Table && mimeType == "application" && (mimeSubType == "json" || mimeSubType == "yaml")
+	case "PartialObjectMetadata", "PartialObjectMetadataList":
+		return true
+	}
+	return false
+}
+
+func (restrictions) AllowsServerVersion(v string) bool { return v == "v1" }
+func (restrictions) AllowsStreamSchema(s string) bool  { return s == "watch" }
+
+// pretty recognizes people: curl, wget and browsers get indented JSON unless they say otherwise.
+func pretty(req *http.Request) bool {
+	if strings.Contains(req.URL.RawQuery, "pretty") {
+		if p := req.URL.Query().Get("pretty"); p != "" {
+			return p == "true" || p == "1" || p == "t" || p == "T" || p == "TRUE" || p == "True"
+		}
+	}
+	agent := req.UserAgent()
+	return strings.HasPrefix(agent, "curl") || strings.HasPrefix(agent, "Wget") || strings.HasPrefix(agent, "Mozilla/5.0")
+}
+
+func mediaType(req *http.Request) string {
+	t, _, _ := strings.Cut(req.Header.Get("Content-Type"), ";")
+	return strings.TrimSpace(t)
+}

@@ -1,0 +1,148 @@
+package routing
+
+import (
+	"errors"
+	"net/url"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/validate/content"
+	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
+	metainternalversionscheme "k8s.io/apimachinery/pkg/apis/meta/internalversion/scheme"
+	metainternalversionvalidation "k8s.io/apimachinery/pkg/apis/meta/internalversion/validation"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"watershed.dev/platform/identity"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// plan says who answers a list or a watch. It is made once, before anybody is asked.
+type plan struct {
+	// from answers query; where query is nil, registry answers the request itself, from etcd.
+	from  *Source
+	query *watchfanoutv1.Query
+	opts  *internalversion.ListOptions
+}
+
+// plan decides who answers a list or a watch; the error refuses it, in kube-apiserver's words
+// (k8s.io/apiserver/pkg/endpoints/handlers/get.go, ListResource).
+func (c *call) plan() (*plan, error) {
+	opts, err := listOptions(c.req.URL)
+	if err != nil {
+		return nil, err
+	}
+	p := &plan{opts: opts}
+	if !c.encoded() {
+		return p, nil
+	}
+	selector, known, err := c.fieldSelector(opts.FieldSelector)
+	if err != nil {
+		return nil, err
+	}
+	if !known { // the words are those of the resource's own field label conversion
+		return p, nil
+	}
+	q := &watchfanoutv1.Query{
+		Entry:          c.entry,
+		Namespace:      c.namespace(),
+		FieldSelector:  selector.String(),
+		Output:         c.out,
+		SkipUnreadable: c.skips(),
+	}
+	if opts.LabelSelector != nil {
+		q.LabelSelector = opts.LabelSelector.String()
+	}
+	if c.out.GetAs().GetKind() == "Table" {
+		q.IncludeObject = c.req.URL.Query().Get("includeObject")
+		switch metav1.IncludeObjectPolicy(q.IncludeObject) {
+		case "", metav1.IncludeNone, metav1.IncludeMetadata, metav1.IncludeObject:
+		default:
+			return p, nil
+		}
+	}
+	p.query, p.from = q, c.source()
+	return p, nil
+}
+
+// listOptions reads a list's or watch's options.
+func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
+	opts := &internalversion.ListOptions{}
+	if u.RawQuery != "" {
+		if err := metainternalversionscheme.ParameterCodec.DecodeParameters(u.Query(), metav1.SchemeGroupVersion, opts); err != nil {
+			return nil, apierrors.NewBadRequest(err.Error())
+		}
+	}
+	internalversion.SetListOptionsDefaults(opts, true)
+	if errs := metainternalversionvalidation.ValidateListOptions(opts, true); len(errs) > 0 {
+		return nil, apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: "ListOptions"}, "", errs)
+	}
+	return opts, nil
+}
+
+// encoded says whether the answer is made of the bytes that a source holds.
+func (c *call) encoded() bool {
+	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || len(content.IsPathSegmentName(c.namespace())) > 0 {
+		return false
+	}
+	return c.info.Verb == "watch" || streamed(c.out.MediaType) && !c.out.Pretty && c.out.GetAs().GetKind() != "PartialObjectMetadata"
+}
+
+// streamed says whether a media type is one that sources write.
+func streamed(mediaType string) bool {
+	return mediaType == runtime.ContentTypeJSON || mediaType == runtime.ContentTypeProtobuf
+}
+
+var errUnknownField = errors.New("a field that the catalogue does not know")
+
+// fieldSelector is the request's selector in stored fields, with the name that the path has. known is false where it
+// names a field that the catalogue does not know.
+func (c *call) fieldSelector(asked fields.Selector) (selector fields.Selector, known bool, err error) {
+	selector = fields.Everything()
+	if asked != nil {
+		selector, err = asked.Transform(func(label, value string) (string, string, error) {
+			to, ok := c.entry.SelectableFields[label]
+			if !ok {
+				return "", "", errUnknownField
+			}
+			return to, value, nil
+		})
+		if errors.Is(err, errUnknownField) {
+			return nil, false, nil
+		}
+		if err != nil {
+			return nil, false, apierrors.NewBadRequest(err.Error())
+		}
+	}
+	if c.info.Name == "" {
+		return selector, true, nil
+	}
+	if selector.Empty() {
+		return fields.OneTermEqualSelector("metadata.name", c.info.Name), true, nil
+	}
+	if name, ok := selector.RequiresExactMatch("metadata.name"); !ok || name != c.info.Name {
+		return nil, false, apierrors.NewBadRequest("fieldSelector metadata.name doesn't match requested name")
+	}
+	return selector, true, nil
+}
+
+// source is what answers the request's lists and fills its watches.
+func (c *call) source() *Source {
+	if c.decides() {
+		return &c.router.Policy
+	}
+	return &c.router.Tier
+}
+
+// decides says whether who asks decides by the answer: authn, authz and admission. They are answered by registry, so
+// that a replica of the watch tier can neither make a permission up nor keep one that was taken away.
+func (c *call) decides() bool { return slices.Contains(c.user.GetGroups(), identity.ServicesGroup) }
+
+// skips says whether what cannot be read is left out of a list. It is for the services that decide by it: an unreadable
+// role grants nothing, and is no reason not to hear of the others. An unreadable webhook or policy might refuse, so of
+// those they are refused the list, and in time decide nothing.
+func (c *call) skips() bool {
+	return c.entry.Resource.GetGroup() != "admissionregistration.k8s.io" && c.decides()
+}

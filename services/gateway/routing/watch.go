@@ -1,0 +1,119 @@
+package routing
+
+import (
+	"context"
+	"math"
+	"math/rand/v2"
+	"net/http"
+	"strconv"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apiserver/pkg/endpoints/filters"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/endpoints/metrics"
+	"k8s.io/apiserver/pkg/storage"
+	"k8s.io/streaming/pkg/httpstream/wsstream"
+
+	"watershed.dev/platform/rpc"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/watch"
+)
+
+// watch keeps a client's stream open, over the loss of any number of replicas.
+func (c *call) watch() {
+	r, hub, err := c.watchRequest()
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
+		if wsstream.IsWebSocketRequest(c.req) {
+			c.overWebSocket(hub, r)
+			return
+		}
+		hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
+	})
+}
+
+// watchRequest is what a watch asks, and of whom; the error refuses it.
+func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
+	p, err := c.plan()
+	if err != nil {
+		return nil, nil, err
+	}
+	if p.query == nil {
+		return nil, nil, c.refusal()
+	}
+	version, err := watchVersion(p.opts.ResourceVersion)
+	if err != nil {
+		return nil, nil, err
+	}
+	if !streamed(c.out.MediaType) {
+		var streams []string
+		for _, m := range c.serializers() {
+			if m.StreamSerializer != nil {
+				streams = append(streams, m.MediaType+";stream=watch")
+			}
+		}
+		return nil, nil, negotiation.NewNotAcceptableError(streams)
+	}
+	bookmarks := p.from.Watches.Config.BookmarkPeriod
+	if c.decides() { // they measure by them how fresh they are
+		bookmarks = 0
+	}
+	timeout := time.Duration(float64(c.router.MinRequestTimeout) * (rand.Float64() + 1))
+	if s := p.opts.TimeoutSeconds; s != nil && *s != 0 { // a negative one is over at once
+		timeout = time.Duration(*s) * time.Second
+	}
+	return &watch.Request{
+		WatchRequest: &watchfanoutv1.WatchRequest{
+			Query:                p.query,
+			ResourceVersion:      version,
+			ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
+			AllowBookmarks:       p.opts.AllowWatchBookmarks,
+			SendInitialEvents:    p.opts.SendInitialEvents,
+		},
+		Deadline:       time.Now().Add(timeout),
+		BookmarkPeriod: bookmarks,
+		Stopping:       c.router.Stopping(),
+		Moved:          func() <-chan struct{} { return c.router.Authorize.Moved(c.namespace()) },
+		Allowed:        c.stillAllowed(),
+	}, p.from.Watches, nil
+}
+
+// watchVersion reads a watch's resourceVersion as kube-apiserver does, with its error: a number of 64 bits, however
+// written.
+func watchVersion(v string) (string, error) {
+	if v == "" {
+		return "", nil
+	}
+	n, err := storage.APIObjectVersioner{}.ParseResourceVersion(v)
+	return strconv.FormatUint(min(n, math.MaxInt64), 10), err
+}
+
+// stillAllowed asks again what the authorization filter asked.
+func (c *call) stillAllowed() func(context.Context) bool {
+	attrs, err := filters.GetAuthorizerAttributes(c.req.Context())
+	return func(ctx context.Context) bool { return err == nil && c.router.Authorize.Still(ctx, attrs) }
+}
+
+// refusal is why no source takes the watch, in the words of registry, which is asked for a list of one.
+func (c *call) refusal() error {
+	r := c.getRequest()
+	r.Output = &registryv1.Output{MediaType: runtime.ContentTypeJSON, As: c.out.As}
+	q := c.req.URL.Query()
+	q.Set("limit", "1")
+	q.Del("resourceVersion") // with a limit it is an exact one
+	r.Query = q.Encode()
+	stream, err := c.router.Objects.List(c.req.Context(), r)
+	if err == nil {
+		_, err = stream.Recv()
+	}
+	if err == nil {
+		return apierrors.NewMethodNotSupported(c.groupResource(), "watch")
+	}
+	return rpc.FromStatus(err)
+}

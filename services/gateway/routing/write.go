@@ -1,0 +1,129 @@
+package routing
+
+import (
+	"context"
+	"errors"
+	"io"
+	"slices"
+
+	"google.golang.org/grpc"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/body"
+)
+
+// write carries one write to registry and answers what registry asks on the way.
+func (c *call) write() {
+	data, err := body.Read(c.req)
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	r := c.writeRequest()
+	r.ContentType, r.Body, r.Output = c.req.Header.Get("Content-Type"), data, c.out
+	m, err := c.converse(r, c.router.Objects.Write)
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	c.respond(m.GetResult())
+}
+
+func (c *call) writeRequest() *registryv1.WriteRequest {
+	r := &registryv1.WriteRequest{
+		Verb:      c.info.Verb,
+		Resource:  c.entry.Resource,
+		Namespace: c.namespace(),
+		Name:      c.info.Name,
+		User:      c.user,
+		Query:     c.req.URL.RawQuery,
+		UserAgent: c.req.UserAgent(),
+		Path:      c.req.URL.Path,
+	}
+	if !c.asksItself() {
+		r.Admit, r.Validate = c.router.Interests.For(c.entry.Resource)
+	}
+	return r
+}
+
+// asksItself says whether the request is a question that admission has while it reviews something else: it is not to be
+// reviewed, which might ask again without end. kube-apiserver's plugins ask its authorizer without a request.
+func (c *call) asksItself() bool {
+	return c.user.GetName() == identity.Admission && slices.Contains(c.user.GetGroups(), identity.ServicesGroup) &&
+		c.entry.Resource.GetGroup() == "authorization.k8s.io" && c.entry.Resource.GetResource() == "subjectaccessreviews"
+}
+
+// conversation is a stream on which registry may ask back before it answers.
+type conversation = grpc.BidiStreamingClient[registryv1.WriteCall, registryv1.WriteReply]
+
+// converse sends one request and answers what registry asks until it has an answer.
+func (c *call) converse(r *registryv1.WriteRequest, open func(context.Context, ...grpc.CallOption) (conversation, error)) (*registryv1.WriteReply, error) {
+	ctx, cancel := context.WithCancel(c.req.Context())
+	defer cancel()
+	stream, err := open(ctx)
+	if err == nil {
+		err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})
+	}
+	for err == nil || errors.Is(err, io.EOF) {
+		var m *registryv1.WriteReply
+		if m, err = stream.Recv(); err != nil {
+			break
+		}
+		if m.GetResult() != nil || m.GetConnection() != nil {
+			return m, nil
+		}
+		err = stream.Send(c.answer(ctx, m))
+	}
+	return nil, rpc.FromStatus(err)
+}
+
+// answer asks the service that registry's question is for. A question that cannot be answered refuses the write.
+func (c *call) answer(ctx context.Context, q *registryv1.WriteReply) *registryv1.WriteCall {
+	switch q := q.Reply.(type) {
+	case *registryv1.WriteReply_Admission:
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Admission{Admission: c.review(ctx, q.Admission)}}
+	case *registryv1.WriteReply_Authorization:
+		result := &registryv1.AuthorizationResult{}
+		var err error
+		if result.Decision, err = c.router.Authorize.Ask(ctx, q.Authorization); err != nil {
+			result.Error = err.Error()
+		}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Authorization{Authorization: result}}
+	case *registryv1.WriteReply_Token:
+		resp, err := c.router.Authn.ReviewToken(ctx, q.Token)
+		if err != nil {
+			resp = &authnv1.AuthenticateResponse{Error: err.Error()}
+		}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Token{Token: resp}}
+	case *registryv1.WriteReply_Rules:
+		resp, err := c.router.Authz.Rules(ctx, q.Rules)
+		if err != nil {
+			resp = &authzv1.RulesResponse{Incomplete: true, EvaluationError: err.Error()}
+		}
+		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Rules{Rules: resp}}
+	}
+	return &registryv1.WriteCall{}
+}
+
+func (c *call) review(ctx context.Context, q *registryv1.AdmissionNeeded) *registryv1.AdmissionResult {
+	ask := c.router.Admission.Validate
+	if q.Phase == registryv1.Phase_PHASE_ADMIT {
+		ask = c.router.Admission.Admit
+	}
+	verdict, err := ask(ctx, q.Review)
+	if err == nil {
+		return &registryv1.AdmissionResult{Verdict: verdict}
+	}
+	err = rpc.FromStatus(err)
+	var api apierrors.APIStatus
+	if !errors.As(err, &api) {
+		api = rpc.Plain(err)
+	}
+	st := api.Status()
+	return &registryv1.AdmissionResult{Refusal: rpc.StatusProto(&st)}
+}

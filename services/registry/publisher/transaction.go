@@ -1,0 +1,128 @@
+package publisher
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/telemetry"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// answer publishes one answer of the watch.
+func (p *Publisher) answer(ctx context.Context, w *term, resp clientv3.WatchResponse) error {
+	if resp.IsProgressNotify() {
+		return w.progress(resp.Header.Revision)
+	}
+	for events := resp.Events; len(events) > 0; {
+		n := 1
+		for n < len(events) && events[n].Kv.ModRevision == events[0].Kv.ModRevision {
+			n++
+		}
+		if err := p.transaction(ctx, w, events[:n]); err != nil {
+			return err
+		}
+		events = events[n:]
+		w.whole = true
+	}
+	return nil
+}
+
+// transaction is what one revision of etcd says.
+type transaction struct {
+	revision int64
+	// size is how many events etcd has of it, out those that are published and resets what is told beside them.
+	size        int
+	out, resets []*logv1.Event
+}
+
+// reset adds the reset of a resource, for event i. Its place is past all events, by the event that it is for: the same
+// whoever publishes the transaction, and from wherever in it.
+func (t *transaction) reset(i int, storedAs string, redefined bool) {
+	index := t.size + 2*i
+	if redefined {
+		index++
+	}
+	t.resets = append(t.resets, &logv1.Event{
+		Type:      logv1.Type_TYPE_RESET,
+		Revision:  t.revision,
+		StoredAs:  storedAs,
+		Redefined: redefined,
+		Index:     int32(index),
+	})
+}
+
+// refuse resets a resource for event i, which cannot be published.
+func (t *transaction) refuse(i int, storedAs, key string, err error) {
+	refused.Inc()
+	slog.Error("An event cannot be published; its resource is to be read anew", "key", key, "revision", t.revision, "error", err)
+	t.reset(i, storedAs, false)
+}
+
+// transaction publishes the events of one revision: readers apply them together. What is wrong with one of them is the
+// matter of its resource, which readers are told to read anew; an error here is one of NATS, of etcd, or of the past.
+func (p *Publisher) transaction(ctx context.Context, w *term, events []*clientv3.Event) error {
+	t := &transaction{revision: events[0].Kv.ModRevision, size: len(events)}
+	for i, e := range events {
+		event, redefined, err := p.event(ctx, e)
+		if errors.Is(err, errUnknownPast) {
+			return err
+		}
+		if redefined != "" {
+			t.reset(i, redefined, true)
+		}
+		if st, ok := p.storedAt(string(e.Kv.Key)); err != nil && ok {
+			t.refuse(i, st.Name(), string(e.Kv.Key), err)
+		}
+		if err == nil && event != nil {
+			event.Index = int32(i)
+			t.out = append(t.out, event)
+		}
+	}
+	return t.publish(ctx, w)
+}
+
+// publish sends what the log does not have yet: it may end amid the transaction.
+func (t *transaction) publish(ctx context.Context, w *term) error {
+	for n, event := range t.out {
+		event.More = n < len(t.out)-1 || len(t.resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
+		var bad *eventlog.UnsendableError
+		if err := one(ctx, w, event); errors.As(err, &bad) {
+			t.refuse(int(event.Index), event.StoredAs, event.Namespace+"/"+event.Name, bad)
+		} else if err != nil {
+			return err
+		}
+	}
+	slices.SortFunc(t.resets, func(a, b *logv1.Event) int { return cmp.Compare(a.Index, b.Index) })
+	for n, event := range t.resets {
+		event.More = n < len(t.resets)-1
+		if w.log.Has(event) {
+			continue
+		}
+		if err := w.append(event); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// one publishes one event, unless the log has it. What cannot be a message is an *eventlog.UnsendableError, also where the log has what
+// comes after it.
+func one(ctx context.Context, w *term, event *logv1.Event) error {
+	if w.log.Has(event) {
+		return w.log.Check(w.told(event))
+	}
+	span, traced := telemetry.BeginEvent(ctx, event.StoredAs, event.Revision)
+	defer span.End()
+	event.Trace = traced
+	if err := w.append(event); err != nil {
+		return err
+	}
+	published.WithLabelValues(event.StoredAs).Inc()
+	return nil
+}
