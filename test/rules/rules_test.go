@@ -102,7 +102,7 @@ var floors = map[string][][]string{
 		{"discovery", "openapi", "routing", "edge"},
 		{"."},
 	},
-	"services/watchfanout": {{"cache"}, {"."}},
+	"services/watchfanout": {{"cache"}, {"form"}, {"convert", "log"}, {"lists", "streams"}, {"."}},
 	"services/registry": {
 		{"storage"},
 		{"verbs"},

@@ -1,4 +1,4 @@
-package watchfanout
+package convert
 
 import (
 	"testing"
@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/form"
 )
 
 func TestEncodingsAreKeptForTheirLifeAndWithinBounds(t *testing.T) {
@@ -13,13 +14,13 @@ func TestEncodingsAreKeptForTheirLifeAndWithinBounds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := &encodings{life: time.Second, limit: 1000}
 		item := &cache.Item{Key: "a"}
-		k := encodingKey{item, formKey{mediaType: "x"}}
+		k := encodingKey{item, form.Key{Event: "x"}}
 		e.put(k, []byte("row"))
 		time.Sleep(400 * time.Millisecond)
 		if v, ok := e.get(k); !ok || string(v) != "row" {
 			t.Errorf("%q %v", v, ok)
 		}
-		if _, ok := e.get(encodingKey{item, formKey{mediaType: "y"}}); ok {
+		if _, ok := e.get(encodingKey{item, form.Key{Event: "y"}}); ok {
 			t.Error("another form is the same")
 		}
 		time.Sleep(time.Second)

@@ -1,4 +1,4 @@
-package watchfanout
+package log
 
 import (
 	"context"
@@ -11,7 +11,6 @@ import (
 
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
-	"github.com/prometheus/client_golang/prometheus"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/services/watchfanout/cache"
@@ -21,9 +20,9 @@ import (
 func TestBackfillsAreShared(t *testing.T) {
 	all := newBackfills()
 	b := &all
-	contexts := map[*backfill]context.Context{}
-	begin := func(ctx context.Context, f *backfill) { contexts[f] = ctx }
-	join := func(resource string, after int64) *backfill { return b.join(resource, "h", after, false, begin) }
+	contexts := map[*Backfill]context.Context{}
+	begin := func(ctx context.Context, f *Backfill) { contexts[f] = ctx }
+	join := func(resource string, after int64) *Backfill { return b.join(resource, "h", after, false, begin) }
 	first := join("pods", 100)
 	if join("pods", 150) != first || join("nodes", 150) == first || join("pods", 50) == first {
 		t.Error("the wrong ones share")
@@ -54,7 +53,7 @@ func TestBackfillsAreBounded(t *testing.T) {
 		b := &all
 		const room = backfillsBytes / backfillBytes
 		var holding, failed atomic.Int32
-		read := func(ctx context.Context, f *backfill) {
+		read := func(ctx context.Context, f *Backfill) {
 			go func() {
 				if f.err = b.acquire(ctx, f); f.err == nil {
 					holding.Add(1)
@@ -65,7 +64,7 @@ func TestBackfillsAreBounded(t *testing.T) {
 				b.end(f)
 			}()
 		}
-		var joined []*backfill
+		var joined []*Backfill
 		for n := range int64(room + 5) {
 			joined = append(joined, b.join("configmaps", "h", 1000-n, true, read))
 		}
@@ -73,7 +72,7 @@ func TestBackfillsAreBounded(t *testing.T) {
 		if holding.Load() != room {
 			t.Errorf("%d hold what they have read, of %d", holding.Load(), room)
 		}
-		slices.SortStableFunc(joined, func(f, g *backfill) int { // those that have read first
+		slices.SortStableFunc(joined, func(f, g *Backfill) int { // those that have read first
 			switch {
 			case f.ended() == g.ended():
 				return 0
@@ -127,9 +126,8 @@ func (a *awayFor) Stream(context.Context, string) (jetstream.Stream, error) {
 // could say in time.
 func TestABackfillWaitsForNATS(t *testing.T) {
 	fill := func(ctx context.Context, away *awayFor) error {
-		s := &Service{js: away, backfills: newBackfills(),
-			metrics: &metrics{replays: prometheus.NewCounter(prometheus.CounterOpts{Name: "replays"})}}
-		f := s.backfills.join("pods", "h", 100, false, func(context.Context, *backfill) {})
+		s := New(cache.New(1<<20, 0), nil, away, nil)
+		f := s.backfills.join("pods", "h", 100, false, func(context.Context, *Backfill) {})
 		s.fill(ctx, f, 200)
 		return f.err
 	}
@@ -144,46 +142,11 @@ func TestABackfillWaitsForNATS(t *testing.T) {
 	}
 }
 
-// A watch takes a backfill piece by piece: every event once, and little at a time, whatever its size and its
-// transaction's.
-func TestABackfillIsTakenInPieces(t *testing.T) {
-	var all []*cache.Event
-	for revision := int64(10); revision < 30; revision++ {
-		for index := range int32(3) {
-			all = append(all, &cache.Event{Revision: revision, Index: index, Item: &cache.Item{JSON: make([]byte, int(revision%5)*100<<10)}})
-		}
-	}
-	w := &watcher{}
-	w.place(10, 1)
-	var seen []*cache.Event
-	for whole := false; !whole; {
-		var events []*cache.Event
-		var said int
-		events, said, whole = w.piece(all, backfillPiece)
-		bytes := 0
-		for _, e := range events {
-			bytes += e.Size()
-		}
-		if said != bytes {
-			t.Errorf("said to be %d bytes, they are %d", said, bytes)
-		}
-		if len(events) == 0 || len(events) > 1 && bytes > backfillPiece || cap(events) > 2*len(events)+8 {
-			t.Fatalf("%d events of %d bytes, of a backfill of %d", len(events), bytes, len(all))
-		}
-		seen = append(seen, events...)
-		w.past(events[len(events)-1])
-	}
-	if !slices.Equal(seen, all[2:]) {
-		t.Errorf("%d events were taken, of %d", len(seen), len(all)-2)
-	}
-}
-
 // Who joins a reading late waits as long as anybody, though the reading's own time is up before; and no longer.
 func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		away := int((backfillTimeout + 5*time.Second) / backfillRetry)
-		s := &Service{js: &awayFor{times: away}, backfills: newBackfills(), cache: cache.New(1<<20, 0), draining: make(chan struct{}),
-			metrics: &metrics{replays: prometheus.NewCounter(prometheus.CounterOpts{Name: "replays"})}}
+		s := New(cache.New(1<<20, 0), nil, &awayFor{times: away}, nil)
 		began := time.Now()
 		type end struct {
 			after time.Duration
@@ -192,7 +155,7 @@ func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 		ends := make(chan end, 2)
 		wait := func(patience time.Duration) {
 			time.Sleep(patience)
-			_, _, err := s.backfill(t.Context(), "pods", 100, 200)
+			_, _, err := s.Backfill(t.Context(), "pods", 100, 200)
 			ends <- end{time.Since(began), err}
 		}
 		go wait(0)
@@ -215,17 +178,17 @@ func TestABackfillIsKeptBetweenPieces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		all := newBackfills()
 		b := &all
-		read := func(ctx context.Context, f *backfill) {
+		read := func(ctx context.Context, f *Backfill) {
 			go func() {
 				if f.err = b.acquire(ctx, f); f.err == nil {
 					<-b.reads
 				}
-				f.upTo = f.after + 100
+				f.UpTo = f.after + 100
 				b.end(f)
 			}()
 		}
 		const room = backfillsBytes / backfillBytes
-		var mine []*backfill
+		var mine []*Backfill
 		for n := range int64(room) {
 			f := b.join("configmaps", "h", 1000*n, false, read)
 			<-f.done

@@ -1,4 +1,4 @@
-package watchfanout
+package log
 
 import (
 	"context"
@@ -36,7 +36,7 @@ func (f *freshness) err() error {
 }
 
 // verify compares the replica with etcd until ctx is done.
-func (s *Service) verify(ctx context.Context) error {
+func (l *Log) verify(ctx context.Context) error {
 	tick := time.NewTicker(verifyPeriod)
 	defer tick.Stop()
 	for {
@@ -45,25 +45,25 @@ func (s *Service) verify(ctx context.Context) error {
 			return ctx.Err()
 		case <-tick.C:
 		}
-		asked, before := time.Now(), s.cache.Progress()
+		asked, before := time.Now(), l.cache.Progress()
 		one, cancel := context.WithTimeout(ctx, staleAfter)
-		r, err := s.registry.Revision(one, &registryv1.RevisionRequest{})
+		r, err := l.source.Revision(one, &registryv1.RevisionRequest{})
 		if err != nil {
 			cancel()
 			continue
 		}
-		err = s.wait(one, r.Revision)
+		err = l.Wait(one, r.Revision)
 		cancel()
 		switch {
 		case ctx.Err() != nil:
-		case err != nil && s.cache.Progress() > before: // it is late, and comes: everybody is, and another replica is not ahead
-		case err != nil && s.freshness.since.CompareAndSwap(nil, &asked):
-			slog.Warn("The event log does not bring what etcd has", "revision", s.cache.Progress(), "etcd", r.Revision)
-		case err == nil && s.freshness.since.Swap(nil) != nil:
-			slog.Info("The event log has come as far as etcd again", "revision", s.cache.Progress())
+		case err != nil && l.cache.Progress() > before: // it is late, and comes: everybody is, and another replica is not ahead
+		case err != nil && l.freshness.since.CompareAndSwap(nil, &asked):
+			slog.Warn("The event log does not bring what etcd has", "revision", l.cache.Progress(), "etcd", r.Revision)
+		case err == nil && l.freshness.since.Swap(nil) != nil:
+			slog.Info("The event log has come as far as etcd again", "revision", l.cache.Progress())
 		}
 	}
 }
 
-// serving refuses a call where the replica is stale: another one may not be.
-func (s *Service) serving() error { return s.freshness.err() }
+// Fresh refuses a call where the replica is stale: another one may not be.
+func (l *Log) Fresh() error { return l.freshness.err() }

@@ -1,4 +1,4 @@
-package watchfanout
+package log
 
 import (
 	"context"
@@ -20,11 +20,6 @@ const (
 	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold. Those
 	// beyond it wait.
 	backfillsBytes = 128 << 20
-	// backfillPiece is what a watch takes of one at a time and holds while its client takes it; smallPiece where all watches together hold
-	// piecesBytes.
-	backfillPiece = 512 << 10
-	smallPiece    = 128 << 10
-	piecesBytes   = 128 << 20
 	// backfillKept is how long a backfill is kept for others that resume from about the same place.
 	backfillKept = 15 * time.Second
 	// backfillReads is how many read from the log at a time.
@@ -45,7 +40,7 @@ type backfills struct {
 	room, reads chan struct{}
 
 	mu  sync.Mutex
-	all []*backfill
+	all []*Backfill
 	// wanted is how many wait for room.
 	wanted int
 }
@@ -54,8 +49,8 @@ func newBackfills() backfills {
 	return backfills{room: make(chan struct{}, backfillsBytes/backfillBytes), reads: make(chan struct{}, backfillReads)}
 }
 
-// backfill is the events of a resource after a revision, up to another.
-type backfill struct {
+// Backfill is the events of a resource after a revision, up to another.
+type Backfill struct {
 	storedAs, history string
 	after             int64
 	done              chan struct{}
@@ -70,36 +65,36 @@ type backfill struct {
 	hasRoom, dropped bool
 
 	// What follows may be read once done is closed.
-	upTo   int64 // every event up to this revision is here
-	events []*cache.Event
+	UpTo   int64 // every event up to this revision is here
+	Events []*cache.Event
 	err    error
 	// cut: its time was up before it came to where memory goes on.
 	cut bool
 }
 
-// backfill answers the resource's events after a revision, as far as fits, for anybody who asks. low is where memory
+// Backfill answers the resource's events after a revision, as far as fits, for anybody who asks. low is where memory
 // goes on. Call leave when they are sent.
-func (s *Service) backfill(ctx context.Context, storedAs string, after, low int64) (b *backfill, leave func(), err error) {
+func (l *Log) Backfill(ctx context.Context, storedAs string, after, low int64) (b *Backfill, leave func(), err error) {
 	until := time.Now().Add(backfillTimeout)
 	patience := time.NewTimer(backfillTimeout)
 	defer patience.Stop()
 	for missed := false; ; {
-		b := s.backfills.join(storedAs, s.cache.History(), after, missed, func(ctx context.Context, b *backfill) { go s.fill(ctx, b, low) })
-		leave := func() { s.backfills.leave(b) }
+		b := l.backfills.join(storedAs, l.cache.History(), after, missed, func(ctx context.Context, b *Backfill) { go l.fill(ctx, b, low) })
+		leave := func() { l.backfills.leave(b) }
 		select {
 		case <-b.done:
 		case <-ctx.Done():
 			leave()
 			return nil, nil, ctx.Err()
-		case <-s.draining:
+		case <-l.draining:
 			leave()
-			return nil, nil, errDraining
+			return nil, nil, ErrDraining
 		case <-patience.C:
 			leave()
 			return nil, nil, errBackfillTimeout
 		}
 		switch {
-		case b.after < after && (b.err != nil || b.upTo <= after): // begun from further back, and it has not come as far: one of its own
+		case b.after < after && (b.err != nil || b.UpTo <= after): // begun from further back, and it has not come as far: one of its own
 			leave()
 			missed = true
 			continue
@@ -115,24 +110,24 @@ func (s *Service) backfill(ctx context.Context, storedAs string, after, low int6
 }
 
 // join finds a backfill that holds what comes after a revision, or begins one. exact: only one that begins just there.
-func (b *backfills) join(storedAs, history string, after int64, exact bool, begin func(context.Context, *backfill)) *backfill {
+func (b *backfills) join(storedAs, history string, after int64, exact bool, begin func(context.Context, *Backfill)) *Backfill {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.prune()
 	for _, f := range b.all {
-		if f.storedAs == storedAs && f.history == history && (f.after == after || f.after < after && !exact) && (!f.ended() || f.err == nil && after < f.upTo) {
+		if f.storedAs == storedAs && f.history == history && (f.after == after || f.after < after && !exact) && (!f.ended() || f.err == nil && after < f.UpTo) {
 			f.users++
 			return f
 		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), backfillTimeout)
-	f := &backfill{storedAs: storedAs, history: history, after: after, done: make(chan struct{}), users: 1, cancel: cancel}
+	f := &Backfill{storedAs: storedAs, history: history, after: after, done: make(chan struct{}), users: 1, cancel: cancel}
 	b.all = append(b.all, f)
 	begin(ctx, f)
 	return f
 }
 
-func (b *backfills) leave(f *backfill) {
+func (b *backfills) leave(f *Backfill) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if f.users--; f.users > 0 {
@@ -169,8 +164,8 @@ func (b *backfills) sweep() {
 }
 
 // drop has nobody find a backfill any more; the lock is held.
-func (b *backfills) drop(f *backfill) {
-	b.all = slices.DeleteFunc(b.all, func(o *backfill) bool { return o == f })
+func (b *backfills) drop(f *Backfill) {
+	b.all = slices.DeleteFunc(b.all, func(o *Backfill) bool { return o == f })
 	f.dropped = true
 	if f.ended() {
 		b.giveUp(f)
@@ -178,7 +173,7 @@ func (b *backfills) drop(f *backfill) {
 }
 
 // giveUp gives a backfill's room to another; the lock is held.
-func (b *backfills) giveUp(f *backfill) {
+func (b *backfills) giveUp(f *Backfill) {
 	if f.hasRoom {
 		f.hasRoom = false
 		<-b.room
@@ -186,7 +181,7 @@ func (b *backfills) giveUp(f *backfill) {
 }
 
 // acquire waits for room, and for a turn to read.
-func (b *backfills) acquire(ctx context.Context, f *backfill) error {
+func (b *backfills) acquire(ctx context.Context, f *Backfill) error {
 	if err := b.acquireRoom(ctx, f); err != nil {
 		return err
 	}
@@ -198,7 +193,7 @@ func (b *backfills) acquire(ctx context.Context, f *backfill) error {
 	}
 }
 
-func (b *backfills) acquireRoom(ctx context.Context, f *backfill) error {
+func (b *backfills) acquireRoom(ctx context.Context, f *Backfill) error {
 	b.mu.Lock()
 	select {
 	case b.room <- struct{}{}:
@@ -224,7 +219,7 @@ func (b *backfills) acquireRoom(ctx context.Context, f *backfill) error {
 }
 
 // end marks a backfill as read.
-func (b *backfills) end(f *backfill) {
+func (b *backfills) end(f *Backfill) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	f.readAt = time.Now()
@@ -234,7 +229,7 @@ func (b *backfills) end(f *backfill) {
 	}
 }
 
-func (f *backfill) ended() bool {
+func (f *Backfill) ended() bool {
 	select {
 	case <-f.done:
 		return true
@@ -244,45 +239,45 @@ func (f *backfill) ended() bool {
 }
 
 // fill reads from the log until it has come to where memory goes on, or holds enough. It ends between two revisions.
-func (s *Service) fill(ctx context.Context, b *backfill, low int64) {
-	defer s.backfills.end(b)
+func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
+	defer l.backfills.end(b)
 	defer b.cancel()
 	defer func() {
 		if r := recover(); r != nil {
 			b.err = fmt.Errorf("panic: %v\n%s", r, debug.Stack())
 		}
 	}()
-	b.upTo = b.after
-	if b.err = s.backfills.acquire(ctx, b); b.err != nil {
+	b.UpTo = b.after
+	if b.err = l.backfills.acquire(ctx, b); b.err != nil {
 		b.cut = true
 		return
 	}
-	defer func() { <-s.backfills.reads }()
-	s.metrics.replays.Inc()
+	defer func() { <-l.backfills.reads }()
+	l.replays.Inc()
 	bytes := 0
 	for {
-		b.err = eventlog.Replay(ctx, s.js, b.storedAs, b.upTo, func(e *logv1.Event) (bool, error) {
-			if n := len(b.events); n > 0 && e.Revision > b.events[n-1].Revision {
-				b.upTo = b.events[n-1].Revision
-				if bytes > backfillBytes || b.upTo >= low {
+		b.err = eventlog.Replay(ctx, l.js, b.storedAs, b.UpTo, func(e *logv1.Event) (bool, error) {
+			if n := len(b.Events); n > 0 && e.Revision > b.Events[n-1].Revision {
+				b.UpTo = b.Events[n-1].Revision
+				if bytes > backfillBytes || b.UpTo >= low {
 					return false, nil
 				}
 			}
 			if e.Type == logv1.Type_TYPE_UNSPECIFIED { // everything up to here has come
-				b.upTo = e.Revision
+				b.UpTo = e.Revision
 				return e.Revision < low, nil
 			}
 			event := cache.EventOf(e)
-			b.events = append(b.events, event)
+			b.Events = append(b.Events, event)
 			bytes += event.Size()
 			return true, nil
 		})
-		n := len(b.events)
-		for n > 0 && b.events[n-1].Revision > b.upTo {
+		n := len(b.Events)
+		for n > 0 && b.Events[n-1].Revision > b.UpTo {
 			n--
-			bytes -= b.events[n].Size()
+			bytes -= b.Events[n].Size()
 		}
-		b.events = b.events[:n]
+		b.Events = b.Events[:n]
 		if b.cut = ctx.Err() != nil; b.err == nil || errors.Is(b.err, eventlog.ErrForgotten) || b.cut {
 			break
 		}
@@ -291,7 +286,7 @@ func (s *Service) fill(ctx context.Context, b *backfill, low int64) {
 		case <-time.After(backfillRetry):
 		}
 	}
-	if b.err != nil && b.upTo > b.after { // what came before the log broke off is sound
+	if b.err != nil && b.UpTo > b.after { // what came before the log broke off is sound
 		b.err = nil
 	}
 }

@@ -1,10 +1,11 @@
-package watchfanout
+package convert
 
 import (
 	"sync"
 	"time"
 
 	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/form"
 )
 
 // encodings remembers for a while what registry has made of objects: many ask for the same at once. It holds two
@@ -24,7 +25,7 @@ type encodings struct {
 type encodingKey struct {
 	// item is nil for the columns of a Table.
 	item *cache.Item
-	form formKey
+	form form.Key
 }
 
 const (

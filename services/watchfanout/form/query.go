@@ -1,0 +1,245 @@
+// Package form has what a list or a watch asks for: which objects, and in which form. It makes bytes of bytes; nothing
+// in it waits for anybody.
+package form
+
+import (
+	"bytes"
+	"fmt"
+	"slices"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/selection"
+
+	"watershed.dev/platform/frame"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+)
+
+// Query is which objects, and in which form. It does not change.
+type Query struct {
+	Entry         *registryv1.ResourceEntry
+	Output        *registryv1.Output
+	Namespace     string
+	Labels        labels.Selector
+	Fields        fields.Selector
+	IncludeObject string
+	// SkipUnreadable: a list leaves out what cannot be read.
+	SkipUnreadable bool
+
+	Form frame.Form
+	// Table: rows of a Table, of the kind As.
+	Table bool
+	As    *commonv1.Kind
+	// Key tells forms apart, for what is made once for all who ask in the same.
+	Key Key
+	// native: the log's encodings are in the version asked for.
+	native bool
+}
+
+// Key is a form, and with Event what is made of an event in it.
+type Key struct {
+	resource, version, mediaType, as, asVersion, include string
+	Event                                                string
+}
+
+// ForFields is the key of what objects' fields are in the query's version, whatever form they are asked for in.
+func (k Key) ForFields(event string) Key {
+	return Key{resource: k.resource, version: k.version, Event: event}
+}
+
+// NewQuery reads what a caller asks for; an error is the API's own.
+func NewQuery(p *watchfanoutv1.Query) (*Query, error) {
+	q := &Query{
+		SkipUnreadable: p.GetSkipUnreadable(),
+		Entry:          p.GetEntry(),
+		Output:         p.GetOutput(),
+		IncludeObject:  p.GetIncludeObject(),
+		As:             p.GetOutput().GetAs(),
+	}
+	if q.Entry.GetStoredAs() == "" {
+		return nil, apierrors.NewBadRequest("the resource is not stored")
+	}
+	if q.Entry.Namespaced {
+		q.Namespace = p.GetNamespace()
+	}
+	var err error
+	if q.Labels, err = labels.Parse(p.GetLabelSelector()); err != nil {
+		return nil, apierrors.NewBadRequest(err.Error())
+	}
+	if q.Fields, err = fields.ParseSelector(p.GetFieldSelector()); err != nil {
+		return nil, apierrors.NewBadRequest(err.Error())
+	}
+	switch q.Output.GetMediaType() {
+	case frame.JSON, frame.Protobuf:
+	default:
+		return nil, apierrors.NewBadRequest(fmt.Sprintf("the watch tier does not write %q", q.Output.GetMediaType()))
+	}
+	switch q.As.GetKind() {
+	case "":
+	case "Table":
+		q.Table = true
+	case "PartialObjectMetadata", "PartialObjectMetadataList":
+	default:
+		return nil, apierrors.NewBadRequest("the watch tier does not write " + q.As.Kind)
+	}
+	k := q.Entry.GetKind()
+	q.Form = frame.FormOf(k, q.As, q.Output.MediaType, q.Entry.Untyped)
+	q.native = proto.Equal(k, q.Entry.GetStoredKind()) || q.Form.Partial // metadata is the same in every version
+	q.Key = Key{
+		resource:  q.Entry.StoredAs + " " + q.Entry.Resource.GetGroup() + " " + q.Entry.Resource.GetResource(),
+		version:   frame.APIVersion(k),
+		mediaType: q.Output.MediaType,
+		as:        q.As.GetKind(),
+		asVersion: frame.APIVersion(q.As),
+		include:   q.IncludeObject,
+	}
+	return q, nil
+}
+
+// Prefix is how the keys of the namespace's objects begin.
+func (q *Query) Prefix() string {
+	if q.Namespace == "" {
+		return ""
+	}
+	return q.Namespace + "/"
+}
+
+// Own says whether the item's bytes are what the query asks for, in the version that it asks for.
+func (q *Query) Own(i *cache.Item) bool {
+	if q.Form.Partial || !q.Form.Untyped {
+		return q.native
+	}
+	return i.Version == q.Entry.Kind.Version
+}
+
+// Converts says whether only converting an object can tell if it is selected.
+func (q *Query) Converts() bool {
+	return q.Entry.ConvertedFields && slices.ContainsFunc(q.Fields.Requirements(), func(r fields.Requirement) bool { return !strings.HasPrefix(r.Field, "metadata.") })
+}
+
+// Unselected says whether every object of the namespace is asked for.
+func (q *Query) Unselected() bool { return q.Labels.Empty() && q.Fields.Empty() }
+
+// Matches says whether the selectors select an object, by its stored fields.
+func (q *Query) Matches(i *cache.Item) bool {
+	return (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))) && (q.Fields.Empty() || q.Fields.Matches(fields.Set(i.Fields)))
+}
+
+// InScope says whether the object is of the namespace asked for.
+func (q *Query) InScope(i *cache.Item) bool { return q.Namespace == "" || i.Namespace == q.Namespace }
+
+// ExactName is the one name that the field selector allows.
+func (q *Query) ExactName() (string, bool) {
+	if q.Entry.Namespaced && q.Namespace == "" {
+		return "", false
+	}
+	return q.Fields.RequiresExactMatch("metadata.name")
+}
+
+// Topic is the smallest part of the resource's events, and of its objects, that holds all that the query selects.
+func (q *Query) Topic() cache.Topic {
+	if name, ok := q.ExactName(); ok {
+		return cache.Topic{Field: cache.ByKey, Value: cache.Key(q.Namespace, name)}
+	}
+	for _, r := range q.Fields.Requirements() {
+		if q.Converts() {
+			break
+		}
+		if (r.Operator == selection.Equals || r.Operator == selection.DoubleEquals) && r.Value != "" && !strings.HasPrefix(r.Field, "metadata.") {
+			return cache.Topic{Field: r.Field, Value: r.Value}
+		}
+	}
+	if q.Namespace != "" {
+		return cache.Topic{Field: cache.ByNamespace, Value: q.Namespace}
+	}
+	return cache.Topic{}
+}
+
+// ListKind is the kind of a list's body.
+func (q *Query) ListKind() (kind, apiVersion string) {
+	switch {
+	case q.Table:
+		return "Table", frame.APIVersion(q.As)
+	case q.Form.Partial:
+		return "PartialObjectMetadataList", frame.APIVersion(q.As)
+	}
+	gv := &commonv1.Kind{Group: q.Entry.Resource.Group, Version: q.Entry.Resource.Version}
+	return q.Entry.ListKind, frame.APIVersion(gv)
+}
+
+// ItemHead is what comes before an item of a list, in place of its opening brace; nil for nothing.
+func (q *Query) ItemHead() []byte {
+	if q.Table {
+		return nil
+	}
+	return q.Form.ItemHead()
+}
+
+// WithMetadata puts an object's metadata into its row, which registry leaves open: it is cut from the bytes at hand.
+func (q *Query) WithMetadata(row, body []byte) ([]byte, error) {
+	const open = `"object":null}`
+	head, ok := bytes.CutSuffix(row, []byte(open))
+	if !ok {
+		return nil, fmt.Errorf("a row does not end with its object: %.80q", row)
+	}
+	p, err := frame.PartialJSON(frame.APIVersion(q.As), body)
+	if err != nil {
+		return nil, err
+	}
+	out := make([]byte, 0, len(head)+len(p)+len(open))
+	out = append(append(out, head...), `"object":`...)
+	return append(append(out, p...), '}'), nil
+}
+
+// MayMatch is Matches, but where only converting an object can tell.
+func (q *Query) MayMatch(i *cache.Item) bool {
+	if !q.Converts() || q.Own(i) {
+		return q.Matches(i)
+	}
+	return q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))
+}
+
+// Describe names what is selected, for people.
+func (q *Query) Describe() string {
+	var parts []string
+	for _, p := range [][2]string{
+		{"namespace", q.Namespace},
+		{"labels", q.Labels.String()},
+		{"fields", q.Fields.String()},
+		{"as", q.As.GetKind()},
+		{"version", frame.APIVersion(q.Entry.Kind)},
+	} {
+		if p[1] != "" {
+			parts = append(parts, p[0]+"="+p[1])
+		}
+	}
+	return strings.Join(parts, " ")
+}
+
+// noColumns stand for columns that the client has been told of.
+var noColumns = []byte("null")
+
+// Row is an event whose object is a Table of one row. columns is nil where the client has been told of them.
+func (q *Query) Row(event string, revision int64, row, columns []byte) []byte {
+	if columns == nil {
+		columns = noColumns
+	}
+	table := fmt.Appendf(nil, `{"kind":"Table","apiVersion":%q,"metadata":{"resourceVersion":"%d"},"columnDefinitions":%s,"rows":[%s]}`,
+		frame.APIVersion(q.As), revision, columns, row)
+	return frame.WatchJSON(event, table)
+}
+
+// Bookmark says that everything up to a revision has been sent, or with initialEnd all initial events.
+func (q *Query) Bookmark(revision int64, initialEnd bool) []byte {
+	if !q.Table {
+		return q.Form.Bookmark(revision, initialEnd)
+	}
+	object := frame.Object(nil, "PartialObjectMetadata", frame.APIVersion(q.As), frame.BookmarkJSON(revision, initialEnd))
+	return q.Row("BOOKMARK", revision, fmt.Appendf(nil, `{"cells":[],"object":%s}`, object), nil)
+}

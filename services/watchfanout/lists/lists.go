@@ -1,0 +1,245 @@
+// Package lists answers lists and GETs from encoded bytes.
+package lists
+
+import (
+	"context"
+	"log/slog"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"watershed.dev/platform/frame"
+	"watershed.dev/platform/rpc"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/convert"
+	"watershed.dev/services/watchfanout/form"
+	"watershed.dev/services/watchfanout/log"
+)
+
+// errElsewhere is the answer to what only registry can say: an exact revision that the replica does not hold.
+var errElsewhere = status.Error(codes.FailedPrecondition, "not held here; ask registry")
+
+const (
+	// coldTimeout is how long a list waits for a resource that has to be loaded first.
+	coldTimeout = 5 * time.Second
+	chunkBytes  = 256 << 10
+)
+
+// Lists answers them, and keeps snapshots for those that are read in pages.
+type Lists struct {
+	cache     *cache.Cache
+	log       *log.Log
+	converter *convert.Converter
+	served    *prometheus.CounterVec
+
+	mu        sync.Mutex
+	snapshots []keptSnapshot
+}
+
+// New returns lists of a cache's objects, as fresh as a log is.
+func New(c *cache.Cache, l *log.Log, converter *convert.Converter) *Lists {
+	return &Lists{
+		cache:     c,
+		log:       l,
+		converter: converter,
+		served: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "watershed_watchfanout_lists_total",
+			Help: "Lists answered, by stored resource.",
+		}, []string{"resource"}),
+	}
+}
+
+// Metrics are this package's collectors.
+func (l *Lists) Metrics() []prometheus.Collector { return []prometheus.Collector{l.served} }
+
+// List answers a list's body.
+func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+	ctx := stream.Context()
+	q, err := form.NewQuery(r.Query)
+	if err == nil {
+		err = l.log.Fresh()
+	}
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	l.served.WithLabelValues(q.Entry.StoredAs).Inc()
+	if q.Converts() || q.Table && q.Entry.StoredAs == sortedTable {
+		return errElsewhere
+	}
+	page, err := l.page(ctx, q, r)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	parts, columns, err := l.converter.Parts(ctx, q, page.items)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	kind, apiVersion := q.ListKind()
+	head := &frame.List{
+		Kind:       kind,
+		APIVersion: apiVersion,
+		Revision:   page.revision,
+		Continue:   page.next,
+		Remaining:  page.remaining,
+		Columns:    columns,
+		Untyped:    q.Form.Untyped && !q.Table && !q.Form.Partial,
+	}
+	return send(stream, q, head, parts)
+}
+
+// sortedTable is the one resource whose Tables are sorted by more than names.
+const sortedTable = "flowschemas.flowcontrol.apiserver.k8s.io"
+
+// Get answers one object's body.
+func (l *Lists) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
+	q, err := form.NewQuery(r.Query)
+	if err == nil {
+		err = l.log.Fresh()
+	}
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	if q.Table || q.Form.Partial {
+		return nil, errElsewhere
+	}
+	snapshot, _, err := l.at(ctx, q, &watchfanoutv1.ListRequest{ResourceVersion: r.ResourceVersion})
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	item, ok := snapshot.Get(cache.Key(q.Namespace, r.Name))
+	if !ok || !q.Own(item) || q.Form.Protobuf && q.Form.Untyped {
+		return nil, errElsewhere
+	}
+	if q.Form.Protobuf {
+		return &watchfanoutv1.GetResponse{Body: frame.Envelope(q.Form.Kind, q.Form.APIVersion, item.Protobuf)}, nil
+	}
+	body := make([]byte, 0, len(item.JSON)+len(q.Form.Kind)+len(q.Form.APIVersion)+32)
+	return &watchfanoutv1.GetResponse{Body: append(frame.Object(body, q.Form.Kind, q.Form.APIVersion, item.JSON), '\n')}, nil
+}
+
+type page struct {
+	items     []*cache.Item
+	revision  int64
+	next      string
+	remaining *int64
+}
+
+// page selects a list's objects, by Kubernetes' rules for resourceVersion, limit and continue.
+func (l *Lists) page(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequest) (*page, error) {
+	limit := r.Limit
+	if r.ResourceVersion == "0" && q.Entry.StoredAs != "events" { // kube-apiserver's cache knows no limit, and it has none of events
+		limit = 0
+	}
+	history := l.cache.History() // should it change now, the list goes on from registry
+	snapshot, from, err := l.at(ctx, q, r)
+	if err != nil {
+		return nil, err
+	}
+	p := &page{revision: snapshot.Revision}
+	prefix := q.Prefix()
+	more := false
+	var lastKey string
+	if name, ok := q.ExactName(); ok && r.Continue == "" {
+		key := cache.Key(q.Namespace, name)
+		if i, ok := snapshot.Get(key); ok && q.Matches(i) {
+			p.items = append(p.items, i)
+		} else if snapshot.IsUnreadable(key) && !q.SkipUnreadable {
+			return nil, errElsewhere
+		}
+		return p, nil
+	}
+	if _, _, bad := snapshot.Unreadable(prefix); bad && !q.SkipUnreadable {
+		return nil, errElsewhere // which says what is wrong with it
+	}
+	total := int64(0)
+	snapshot.ScanField(q.Topic(), prefix, from, func(i *cache.Item) bool {
+		if limit > 0 && int64(len(p.items)) >= limit {
+			more = true
+			if !q.Unselected() {
+				return false
+			}
+			total++
+			return true
+		}
+		if q.Matches(i) {
+			p.items = append(p.items, i)
+			lastKey = i.Key
+		}
+		return true
+	})
+	if more {
+		p.next = encodeContinue(p.revision, "/"+strings.TrimPrefix(lastKey, prefix)+"\x00")
+		if q.Unselected() {
+			p.remaining = &total
+		}
+		l.keep(q.Entry.StoredAs, history, snapshot)
+	}
+	return p, nil
+}
+
+// at is the snapshot that a list is answered from, and the key to begin at.
+func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequest) (*cache.Snapshot, string, error) {
+	res := l.cache.Resource(q.Entry.StoredAs)
+	if r.Continue != "" {
+		if r.ResourceVersion != "" && r.ResourceVersion != "0" {
+			return nil, "", errElsewhere // which is an error
+		}
+		revision, start, err := decodeContinue(r.Continue)
+		if err != nil {
+			return nil, "", err
+		}
+		if kept, ok := l.kept(q.Entry.StoredAs, revision); ok {
+			return kept, q.Prefix() + start, nil
+		}
+		if err := l.log.Reach(ctx, revision); err != nil {
+			return nil, "", errElsewhere
+		}
+		if _, err := res.Snapshot(ctx, "", l.log.Load, l.log.Wait); err != nil { // loads it
+			return nil, "", errElsewhere
+		}
+		if unchanged, ok := res.SnapshotAt(revision); ok {
+			return unchanged, q.Prefix() + start, nil
+		}
+		return nil, "", errElsewhere
+	}
+	switch rv := r.ResourceVersion; {
+	case r.ResourceVersionMatch == string(metav1.ResourceVersionMatchExact), rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
+		return nil, "", errElsewhere
+	case rv == "":
+		if err := l.log.Consistent(ctx); err != nil { // the log does not move: registry can still say
+			return nil, "", errElsewhere
+		}
+	case rv != "0":
+		revision, err := strconv.ParseUint(rv, 10, 63)
+		if err != nil {
+			return nil, "", errElsewhere // registry says what is wrong with it
+		}
+		if err := l.log.Reach(ctx, int64(revision)); err != nil {
+			return nil, "", err
+		}
+	}
+	patient, cancel := context.WithTimeout(ctx, coldTimeout)
+	defer cancel()
+	snapshot, err := res.Snapshot(patient, q.Topic().Index(), l.log.Load, l.log.Wait)
+	if err != nil && ctx.Err() == nil { // it goes on being loaded, or cannot be
+		slog.Debug("Not loaded; registry is asked", "resource", q.Entry.StoredAs, "error", err)
+		err = errElsewhere
+	}
+	return snapshot, "", err
+}
+
+// send sends a list's body.
+func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query, head *frame.List, parts [][]byte) error {
+	out := &frame.Chunks{Bytes: chunkBytes, Send: func(pieces [][]byte, size int64) error {
+		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
+	}}
+	return head.Send(out, q.Form.Protobuf, parts, q.ItemHead())
+}

@@ -1,0 +1,131 @@
+package streams
+
+import (
+	"context"
+
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/convert"
+)
+
+// eventFrame is made once for all who watch in the same form; of an event in a backfill, once for each watch.
+func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, item *cache.Item) ([]byte, error) {
+	key := w.query.Key
+	key.Event = kind
+	if w.query.Table {
+		headers := w.headers // others who have been told of the columns share the frame
+		w.headers = true
+		if !headers {
+			key.Event = kind + "+columns"
+		}
+		return e.Frame(key, func() ([]byte, error) {
+			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), convert.Timeout) // others wait for it too
+			defer cancel()
+			parts, columns, err := w.converter.Encoded(ctx, w.query, []*cache.Item{item})
+			if err != nil {
+				return nil, err
+			}
+			if headers {
+				columns = nil
+			}
+			return w.query.Row(kind, e.Revision, parts[0], columns), nil
+		})
+	}
+	return e.Frame(key, func() ([]byte, error) {
+		if !w.query.Own(item) {
+			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), convert.Timeout)
+			defer cancel()
+			parts, _, err := w.converter.Encoded(ctx, w.query, []*cache.Item{item})
+			if err != nil {
+				return nil, err
+			}
+			return w.query.Form.Event(kind, parts[0], parts[0])
+		}
+		return w.query.Form.Event(kind, item.JSON, item.Protobuf)
+	})
+}
+
+// row is an event of a Table of one row; the stream's first one names the columns.
+func (w *watcher) row(event string, revision int64, row, columns []byte) []byte {
+	if w.headers {
+		columns = nil
+	}
+	w.headers = true
+	return w.query.Row(event, revision, row, columns)
+}
+
+func (w *watcher) bookmark(revision int64) error {
+	out := &frames{watcher: w}
+	if err := out.event(w.query.Bookmark(revision, false), true, ""); err != nil {
+		return err
+	}
+	return out.flush()
+}
+
+// frames gathers frames into messages.
+type frames struct {
+	watcher     *watcher
+	buf         []byte
+	marks       []*watchfanoutv1.Mark
+	initial     [][]byte
+	initialSize int
+	initialDone bool
+	// position: tell the position though there are no frames.
+	position bool
+}
+
+// add adds initial events, which have no place in the log.
+func (f *frames) add(data []byte) error {
+	f.append(data)
+	return f.flushFull()
+}
+
+// pieces adds an initial event in pieces, which are not copied.
+func (f *frames) pieces(all ...[]byte) error {
+	f.initial = append(f.initial, all...)
+	for _, p := range all {
+		f.initialSize += len(p)
+	}
+	if f.initialSize > frameBytes {
+		return f.flush()
+	}
+	return nil
+}
+
+// event adds one event, at the watcher's position.
+func (f *frames) event(data []byte, bookmark bool, trace string) error {
+	f.append(data)
+	f.marks = append(f.marks, &watchfanoutv1.Mark{End: int32(len(f.buf)), Position: f.watcher.position.Proto(), Bookmark: bookmark, Trace: trace})
+	return f.flushFull()
+}
+
+func (f *frames) append(data []byte) {
+	if f.buf == nil {
+		f.buf = data[:len(data):len(data)] // one frame is sent as it is, shared with every other watcher
+	} else {
+		f.buf = append(f.buf, data...)
+	}
+}
+
+func (f *frames) flushFull() error {
+	if len(f.buf) > frameBytes {
+		return f.flush()
+	}
+	return nil
+}
+
+func (f *frames) flush() error {
+	if len(f.buf) == 0 && len(f.initial) == 0 && !f.initialDone && !f.position {
+		return nil
+	}
+	m := &watchfanoutv1.WatchFrame{
+		Data:              f.buf,
+		InitialEventsDone: f.initialDone,
+		Marks:             f.marks,
+		ColumnsSent:       f.watcher.headers,
+		Initial:           f.initial,
+		Position:          f.watcher.position.Proto(),
+	}
+	f.buf, f.marks, f.initial, f.initialSize = nil, nil, make([][]byte, 0, len(f.initial)), 0
+	return f.watcher.stream.Send(m)
+}

@@ -1,0 +1,81 @@
+package streams
+
+import (
+	"context"
+	"encoding/json"
+
+	"k8s.io/apimachinery/pkg/fields"
+
+	"watershed.dev/platform/events"
+	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/convert"
+)
+
+// seen is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is DELETED
+// in the state that it was last seen in.
+func (w *watcher) seen(ctx context.Context, e *cache.Event) (string, *cache.Item, error) {
+	now, err := w.selects(ctx, e, "fields", e.Item)
+	if err != nil {
+		return "", nil, err
+	}
+	before := now
+	if e.Previous != nil {
+		if before, err = w.selects(ctx, e, "fields before", e.Previous); err != nil {
+			return "", nil, err
+		}
+	}
+	kind, left := events.Seen(e.Type, now, before)
+	if left {
+		return kind, e.Previous, nil
+	}
+	return kind, e.Item, nil
+}
+
+// selected are those of items that may match that do: registry is asked of all that have to be converted, many at a
+// time.
+func (w *watcher) selected(ctx context.Context, items []*cache.Item) ([]*cache.Item, error) {
+	if !w.query.Converts() {
+		return items, nil
+	}
+	var out []*cache.Item
+	for len(items) > 0 {
+		n := convert.Batch(items)
+		all, err := w.converter.Fields(ctx, w.query, items[:n])
+		if err != nil {
+			return nil, err
+		}
+		for i, item := range items[:n] {
+			if w.query.Fields.Matches(fields.Set(all[i])) {
+				out = append(out, item)
+			}
+		}
+		items = items[n:]
+	}
+	return out, nil
+}
+
+// selects says whether the query selects an object of an event. What only converting can tell is asked once for all
+// watchers.
+func (w *watcher) selects(ctx context.Context, e *cache.Event, which string, i *cache.Item) (bool, error) {
+	if !w.query.Converts() || w.query.Own(i) {
+		return w.query.Matches(i), nil
+	}
+	if !w.query.MayMatch(i) {
+		return false, nil
+	}
+	data, err := e.Frame(w.query.Key.ForFields(which), func() ([]byte, error) {
+		all, err := w.converter.Fields(ctx, w.query, []*cache.Item{i})
+		if err != nil {
+			return nil, err
+		}
+		return json.Marshal(all[0])
+	})
+	if err != nil {
+		return false, err
+	}
+	var set fields.Set
+	if err := json.Unmarshal(data, &set); err != nil {
+		return false, err
+	}
+	return w.query.Fields.Matches(set), nil
+}

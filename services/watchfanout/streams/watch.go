@@ -1,0 +1,218 @@
+// Package streams fills watches: each is a cursor into the events of what it asks for.
+package streams
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"watershed.dev/platform/events"
+	"watershed.dev/platform/rpc"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/convert"
+	"watershed.dev/services/watchfanout/form"
+	"watershed.dev/services/watchfanout/log"
+)
+
+const (
+	// batchEvents is how many events are taken of the ring at a time, and frameBytes about how many bytes one message has.
+	batchEvents = 256
+	frameBytes  = 256 << 10
+	// backfillPiece is what a watch takes of a backfill at a time and holds while its client takes it; smallPiece where all
+	// watches together hold piecesBytes.
+	backfillPiece = 512 << 10
+	smallPiece    = 128 << 10
+	piecesBytes   = 128 << 20
+)
+
+// Streams are the open watches of a replica.
+type Streams struct {
+	// ProgressPeriod is how often a stream is told how far it has come.
+	ProgressPeriod time.Duration
+
+	cache     *cache.Cache
+	log       *log.Log
+	source    registryv1.SourceClient
+	converter *convert.Converter
+	delivered *prometheus.CounterVec
+	rate      rate
+	// pieces is what watches hold of backfills while their clients take it, in bytes.
+	pieces atomic.Int64
+
+	mu       sync.Mutex
+	watchers map[*watcher]struct{}
+}
+
+// New returns the watches of what a log brings into a cache.
+func New(progress time.Duration, c *cache.Cache, l *log.Log, source registryv1.SourceClient, converter *convert.Converter) *Streams {
+	return &Streams{
+		ProgressPeriod: progress,
+		cache:          c,
+		log:            l,
+		source:         source,
+		converter:      converter,
+		delivered: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "watershed_watchfanout_events_delivered_total",
+			Help: "Watch events written to streams, by stored resource.",
+		}, []string{"resource"}),
+		watchers: map[*watcher]struct{}{},
+	}
+}
+
+// Watch streams frames until the caller goes away.
+func (s *Streams) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+	q, err := form.NewQuery(r.Query)
+	if err == nil {
+		err = s.log.Fresh()
+	}
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	w := &watcher{
+		streams:   s,
+		cache:     s.cache,
+		log:       s.log,
+		converter: s.converter,
+		query:     q,
+		request:   r,
+		stream:    stream,
+		resource:  s.cache.Resource(q.Entry.StoredAs),
+		headers:   r.ColumnsSent,
+	}
+	w.events = w.resource.Follow(q.Topic())
+	defer w.events.Close()
+	defer s.open(w)()
+	return rpc.ToStatus(w.run(stream.Context()))
+}
+
+// watcher is one stream: a cursor into the resource's events.
+type watcher struct {
+	streams   *Streams
+	cache     *cache.Cache
+	log       *log.Log
+	converter *convert.Converter
+
+	query    *form.Query
+	request  *watchfanoutv1.WatchRequest
+	stream   grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
+	resource *cache.Resource
+	events   *cache.Follower
+	position events.Position
+	headers  bool // a Table's columns have been sent
+	// at is the cursor's place and sent the last event's revision, for whoever asks how slow the watch is.
+	at, sent atomic.Int64
+}
+
+func (w *watcher) run(ctx context.Context) error {
+	cur, err := w.begin(ctx)
+	if err != nil {
+		return w.fail(w.ended(err, w.resumed()))
+	}
+	if w.position.Revision <= w.cache.Progress() { // the stream is open, and can be resumed from here; not from what has not come yet
+		if err := (&frames{watcher: w, position: true}).flush(); err != nil {
+			return err
+		}
+	}
+	bookmarks := time.NewTicker(w.streams.ProgressPeriod)
+	defer bookmarks.Stop()
+	for due := false; ; { // due: a bookmark, of where the replica is once the events before it are sent
+		came, next, progress, changed, ok := w.events.Next(cur, batchEvents)
+		if !ok { // more came at once than memory keeps; the log has it, unless it was reset
+			if cur, err = w.resume(ctx, w.position); err != nil {
+				return w.fail(w.ended(err, true))
+			}
+			continue
+		}
+		cur = next
+		w.at.Store(int64(cur))
+		if err := w.deliver(ctx, came); err != nil {
+			return err
+		}
+		if progress == 0 {
+			continue
+		}
+		if due && progress >= w.position.Revision { // else it was resumed from what has not come here yet
+			due = false
+			w.place(progress, events.LastIndex)
+			if !w.request.AllowBookmarks { // the gateway alone is told how far the stream has come
+				err = (&frames{watcher: w, position: true}).flush()
+			} else {
+				err = w.bookmark(progress)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return status.FromContextError(ctx.Err()).Err()
+		case <-w.log.Draining():
+			return log.ErrDraining
+		case <-bookmarks.C:
+			if err := w.log.Fresh(); err != nil { // another replica may be fresh
+				return err
+			}
+			due = true
+		}
+	}
+}
+
+// place notes that everything up to a position has been sent.
+func (w *watcher) place(revision int64, index int32) {
+	w.position.Revision, w.position.Index = revision, index
+}
+
+// deliver sends the frames of those events that the query selects.
+func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
+	out := &frames{watcher: w}
+	for _, e := range all {
+		if !w.query.InScope(e.Item) || e.Revision < w.position.Revision || e.Revision == w.position.Revision && e.Index <= w.position.Index {
+			continue // of another namespace, or seen by the client before this replica had it
+		}
+		kind, item, err := w.seen(ctx, e)
+		if err != nil {
+			return err
+		}
+		if kind == "" {
+			continue
+		}
+		data, err := w.eventFrame(ctx, e, kind, item)
+		if err != nil {
+			return err
+		}
+		w.place(e.Revision, e.Index)
+		if err := out.event(data, false, e.Trace); err != nil {
+			return err
+		}
+		w.sent.Store(e.Revision)
+		w.streams.delivered.WithLabelValues(w.query.Entry.StoredAs).Inc()
+		w.streams.rate.count.Add(1)
+	}
+	return out.flush()
+}
+
+// fail ends the stream with an ERROR event where the error is the API's own, for the client to see.
+func (w *watcher) fail(err error) error {
+	if errors.Is(err, errRedefined) {
+		return w.stream.Send(&watchfanoutv1.WatchFrame{End: true})
+	}
+	api, ok := err.(apierrors.APIStatus)
+	if !ok {
+		return err
+	}
+	data, err := w.query.Form.Error(api.Status())
+	if err != nil {
+		return err
+	}
+	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
+}
