@@ -39,3 +39,15 @@ func (c *Chunks) End() error {
 	}
 	return c.err
 }
+
+// Split sends a body in pieces of at most size bytes, one at least.
+func Split(body []byte, size int, send func([]byte) error) error {
+	for first := true; first || len(body) > 0; first = false {
+		n := min(len(body), size)
+		if err := send(body[:n]); err != nil {
+			return err
+		}
+		body = body[n:]
+	}
+	return nil
+}

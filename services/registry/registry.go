@@ -21,6 +21,7 @@ import (
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
+	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	etcdmetrics "k8s.io/apiserver/pkg/storage/etcd3/metrics"
 	"k8s.io/apiserver/pkg/util/proxy"
 	"k8s.io/apiserver/pkg/util/webhook"
@@ -31,7 +32,6 @@ import (
 	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/serviceaccount"
 
-	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
@@ -39,10 +39,17 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/apis"
+	"watershed.dev/services/registry/catalogue"
 	"watershed.dev/services/registry/customresources"
+	"watershed.dev/services/registry/loopback"
 	"watershed.dev/services/registry/loops"
+	"watershed.dev/services/registry/objects"
+	"watershed.dev/services/registry/policy"
 	"watershed.dev/services/registry/publisher"
+	"watershed.dev/services/registry/resources"
+	"watershed.dev/services/registry/source"
 	"watershed.dev/services/registry/storage"
+	"watershed.dev/services/registry/tail"
 )
 
 // Config is what a registry is told.
@@ -78,29 +85,26 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 
 // Service is a running registry.
 type Service struct {
-	registryv1.UnimplementedObjectsServer
-	registryv1.UnimplementedCatalogServer
-	registryv1.UnimplementedSourceServer
-	config    *Config
-	store     *storage.Storage
-	set       *apis.Set
-	nats      *nats.Conn
-	js        jetstream.JetStream
-	loopback  *loopback
-	informers informers.SharedInformerFactory
-	client    *kubernetes.Clientset
-	identity  string
-	revisions coalesce.Group[int64]
-	tail      *tail
-	policy    *policy
+	config   *Config
+	identity string
+	nats     *nats.Conn
+	js       jetstream.JetStream
 
-	// customs is what definitions define; extensions keeps it up to date.
-	customs    *customresources.Table
+	resources *resources.Resources
+	objects   *objects.Objects
+	source    *source.Source
+	catalogue *catalogue.Catalogue
+	policy    *policy.Policy
+	tail      *tail.Tail
+
+	// loopback is a client of the registry's own, and informers and extensions read by it: built-in resources, and CRDs.
+	loopback   *restclient.Config
+	client     *kubernetes.Clientset
+	informers  informers.SharedInformerFactory
 	extensions extensions.SharedInformerFactory
-	remotes    *remotes
-	catalogue  *catalogue
-	ready      atomic.Bool
-	tasks      lifecycle.Supervisor
+
+	ready atomic.Bool
+	tasks lifecycle.Supervisor
 }
 
 // Deps is what a registry is built with.
@@ -111,69 +115,86 @@ type Deps struct {
 
 // New connects and builds everything that is served.
 func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
-	resources, err := c.APIs.Resources()
+	served, err := c.APIs.Resources()
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{config: c, tail: newTail()}
-	s.policy = newPolicy(s)
-	s.catalogue = newCatalogue(s.makeCatalog)
 	host, _ := os.Hostname()
-	s.identity = fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano())
+	s := &Service{config: c, tail: tail.New(), identity: fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano())}
 	etcdmetrics.Register()
-	if s.store, err = storage.Open(c.Storage, resources); err != nil {
+	store, err := storage.Open(c.Storage, served)
+	if err != nil {
 		return nil, err
 	}
 	if s.nats, s.js, err = c.Log.Connect("registry", d.ID); err != nil {
 		return nil, err
 	}
-	s.revisions.Timeout = readTimeout
+	s.resources = &resources.Resources{Storage: store}
+	s.objects = objects.New(s.resources)
+	s.source = source.New(s.resources)
+	s.catalogue = catalogue.New(s.resources)
+	s.policy = policy.New(s.resources, s.source, s.tail)
 	if err := s.reachable(ctx); err != nil {
 		return nil, err
 	}
-	s.loopback = &loopback{service: s}
-	config := s.loopback.config()
-	if s.client, err = kubernetes.NewForConfig(config); err != nil {
+	s.loopback = loopback.New(s.resources, s.tail).Config()
+	if s.client, err = kubernetes.NewForConfig(s.loopback); err != nil {
 		return nil, err
 	}
 	s.informers = informers.NewSharedInformerFactory(s.client, 10*time.Minute)
-	deps := apis.Deps{Loopback: config, Client: s.client, Informers: s.informers, TokenAudiences: c.APIAudiences,
-		MaxTokenExpiry: c.MaxTokenExpiration, ExtendExpiry: c.ExtendTokenExpiration, MaxExtendedTime: serviceaccount.ExpirationExtensionSeconds * time.Second}
-	if deps.TokenIssuer, err = c.tokenIssuer(); err != nil {
+	if s.resources.BuiltIn, err = s.builtIn(served); err != nil {
 		return nil, err
 	}
-	if len(deps.TokenAudiences) == 0 {
-		deps.TokenAudiences = c.ServiceAccountIssuers
-	}
-	if s.set, err = apis.BuiltIn(&c.APIs, s.store, resources, deps); err != nil {
+	if err := s.custom(); err != nil {
 		return nil, err
 	}
-	if err := s.follow(config); err != nil {
-		return nil, err
-	}
-	return s, s.followRegistrations(config)
+	return s, s.catalogue.FollowAPIServices(s.loopback, s.informers, c.Loops.AggregatorRouting)
 }
 
-// follow makes ready to serve custom resources.
-func (s *Service) follow(loopback *restclient.Config) error {
-	client, err := extensionsclient.NewForConfig(loopback)
+// builtIn builds the resources of Go's types.
+func (s *Service) builtIn(served *serverstorage.ResourceConfig) (*apis.Set, error) {
+	c := s.config
+	issuer, err := c.tokenIssuer()
+	if err != nil {
+		return nil, err
+	}
+	audiences := c.APIAudiences
+	if len(audiences) == 0 {
+		audiences = c.ServiceAccountIssuers
+	}
+	return apis.BuiltIn(&c.APIs, s.resources.Storage, served, apis.Deps{
+		Loopback:        s.loopback,
+		Client:          s.client,
+		Informers:       s.informers,
+		TokenIssuer:     issuer,
+		TokenAudiences:  audiences,
+		MaxTokenExpiry:  c.MaxTokenExpiration,
+		ExtendExpiry:    c.ExtendTokenExpiration,
+		MaxExtendedTime: serviceaccount.ExpirationExtensionSeconds * time.Second,
+	})
+}
+
+// custom makes ready to serve custom resources.
+func (s *Service) custom() error {
+	client, err := extensionsclient.NewForConfig(s.loopback)
 	if err != nil {
 		return err
 	}
 	s.extensions = extensions.NewSharedInformerFactory(client, 5*time.Minute)
-	s.customs = &customresources.Table{Storage: s.store, Changed: s.catalogue.touch}
-	if s.customs.Models, err = s.set.Models(apiextensionsv1.GroupName); err != nil {
+	customs := &customresources.Table{Storage: s.resources.Storage, Changed: s.catalogue.Touch}
+	if customs.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
 		return err
 	}
 	services, err := s.resolver()
 	if err != nil {
 		return err
 	}
-	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, loopback, noop.NewTracerProvider())
-	if s.customs.Converters, err = conversion.NewCRConverterFactory(services, wrapper); err != nil {
+	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, s.loopback, noop.NewTracerProvider())
+	if customs.Converters, err = conversion.NewCRConverterFactory(services, wrapper); err != nil {
 		return err
 	}
-	_, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().AddEventHandler(s.customs.Handler())
+	s.resources.Customs = customs
+	_, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().AddEventHandler(customs.Handler())
 	return err
 }
 
@@ -183,8 +204,8 @@ func (s *Service) resolver() (aggregator.ServiceResolver, error) {
 	if !s.config.Loops.AggregatorRouting {
 		return aggregator.NewClusterIPServiceResolver(services), nil
 	}
-	slices, err := proxy.NewEndpointSliceIndexerGetter(s.informers.Discovery().V1().EndpointSlices())
-	return aggregator.NewEndpointServiceResolver(services, slices), err
+	endpoints, err := proxy.NewEndpointSliceIndexerGetter(s.informers.Discovery().V1().EndpointSlices())
+	return aggregator.NewEndpointServiceResolver(services, endpoints), err
 }
 
 func (c *Config) tokenIssuer() (serviceaccount.TokenGenerator, error) {
@@ -205,7 +226,7 @@ func (c *Config) tokenIssuer() (serviceaccount.TokenGenerator, error) {
 func (s *Service) reachable(ctx context.Context) error {
 	for {
 		one, cancel := context.WithTimeout(ctx, 5*time.Second)
-		_, err := s.readRevision(one)
+		_, err := s.source.ReadRevision(one)
 		cancel()
 		if err == nil {
 			return nil
@@ -214,15 +235,21 @@ func (s *Service) reachable(ctx context.Context) error {
 			return ctx.Err()
 		}
 		slog.Warn("etcd does not answer; trying again", "servers", s.config.Storage.Servers, "error", err)
-		time.Sleep(200 * time.Millisecond)
+		select {
+		case <-ctx.Done():
+		case <-time.After(reachPause):
+		}
 	}
 }
 
+// reachPause is how long to wait before etcd is asked again whether it is there.
+const reachPause = 200 * time.Millisecond
+
 // Register offers the service on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) {
-	registryv1.RegisterObjectsServer(g, s)
-	registryv1.RegisterCatalogServer(g, s)
-	registryv1.RegisterSourceServer(g, s)
+	registryv1.RegisterObjectsServer(g, s.objects)
+	registryv1.RegisterCatalogServer(g, s.catalogue)
+	registryv1.RegisterSourceServer(g, s.source)
 	watchfanoutv1.RegisterPolicyServer(g, s.policy)
 }
 
@@ -240,66 +267,69 @@ func (s *Service) Ready(ctx context.Context) error {
 	if err := s.tasks.Down(); err != nil {
 		return err
 	}
-	_, err := s.currentRevision(ctx)
+	_, err := s.source.CurrentRevision(ctx)
 	return err
 }
 
 // Run publishes (when elected), runs the loops (when elected) and serves until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
-	defer s.store.Close()
+	defer s.resources.Storage.Close()
 	defer s.nats.Close()
 	defer s.informers.Shutdown()
 	defer s.extensions.Shutdown()
-	defer s.remotes.informers.Shutdown()
+	defer s.catalogue.APIServices.Informers.Shutdown()
 	services, err := s.resolver()
 	if err != nil {
 		return err
 	}
-	p := &publisher.Publisher{Storage: s.store, Log: &s.config.Log, NATS: s.nats, JS: s.js, Identity: s.identity, CompactionInterval: s.config.Storage.CompactionInterval}
-	l := &loops.Loops{Options: s.config.Loops, Client: s.client, Loopback: s.loopback.config(), Informers: s.informers, Hooks: s.set.Hooks, Groups: s.set.Groups,
-		Storage: s.store, APIs: &s.config.APIs, Identity: s.identity, Extensions: s.extensions, Customs: s.customs, Services: services}
+	p := &publisher.Publisher{
+		Storage:            s.resources.Storage,
+		Log:                &s.config.Log,
+		NATS:               s.nats,
+		JS:                 s.js,
+		Identity:           s.identity,
+		CompactionInterval: s.config.Storage.CompactionInterval,
+	}
+	l := &loops.Loops{
+		Options:    s.config.Loops,
+		Client:     s.client,
+		Loopback:   s.loopback,
+		Informers:  s.informers,
+		Hooks:      s.resources.BuiltIn.Hooks,
+		Groups:     s.resources.BuiltIn.Groups,
+		Storage:    s.resources.Storage,
+		APIs:       &s.config.APIs,
+		Identity:   s.identity,
+		Extensions: s.extensions,
+		Customs:    s.resources.Customs,
+		Services:   services,
+	}
 	if err := l.Prepare(); err != nil {
 		return err
 	}
 	s.tasks.Go(ctx, "publisher", p.Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
-		s.tail.begin()
-		return eventlog.Read(ctx, s.js, s.tail.take)
+		s.tail.Begin()
+		return eventlog.Read(ctx, s.js, s.tail.Take)
 	})
 	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
-		return s.tail.compare(ctx, s.currentRevision, func() error { return s.nats.Publish(eventlog.AskProgress, nil) })
+		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error { return s.nats.Publish(eventlog.AskProgress, nil) })
 	})
 	s.tasks.Go(ctx, "loops", func(ctx context.Context) error {
-		return publisher.Elect(ctx, s.store.Client.Client, loops.ElectionKey, s.identity, l.Run)
+		return publisher.Elect(ctx, s.resources.Storage.Client.Client, loops.ElectionKey, s.identity, l.Run)
 	})
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
-	s.remotes.informers.Start(ctx.Done())
+	s.catalogue.APIServices.Informers.Start(ctx.Done())
 	s.tasks.Go(ctx, "catalogue", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.extensions.WaitForCacheSync(ctx.Done())
-		s.remotes.informers.WaitForCacheSync(ctx.Done())
-		s.catalogue.renew()
+		s.catalogue.APIServices.Informers.WaitForCacheSync(ctx.Done())
+		s.catalogue.Renew()
 		s.ready.Store(true)
-		return s.catalogue.run(ctx)
+		return s.catalogue.Run(ctx)
 	})
 	<-ctx.Done()
 	s.tasks.Wait()
 	return nil
-}
-
-// readTimeout bounds one read of etcd's revision; its callers may give up sooner.
-const readTimeout = 5 * time.Second
-
-// currentRevision is etcd's, as of a read that began after it was asked for; all who wait share one.
-func (s *Service) currentRevision(ctx context.Context) (int64, error) {
-	return s.revisions.Get(ctx, "", s.readRevision)
-}
-
-func (s *Service) readRevision(ctx context.Context) (int64, error) {
-	resp, err := s.store.Client.Client.Get(ctx, publisher.ElectionKey)
-	if err != nil {
-		return 0, err
-	}
-	return resp.Header.Revision, nil
 }

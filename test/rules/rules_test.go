@@ -107,7 +107,9 @@ var floors = map[string][][]string{
 		{"storage"},
 		{"verbs"},
 		{"apis", "customresources"},
-		{"encoder", "loops", "publisher"},
+		{"resources", "encoder", "loops", "publisher", "tail"},
+		{"objects", "source", "catalogue", "loopback"},
+		{"policy"},
 		{"."},
 	},
 }

@@ -1,4 +1,4 @@
-package registry
+package policy
 
 import (
 	"bytes"
@@ -15,11 +15,13 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"watershed.dev/platform/events"
 	"watershed.dev/platform/frame"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/registry/tail"
 )
 
 // watching is a stream that keeps what it was sent.
@@ -83,19 +85,39 @@ func role(revision int64, index int32, kind logv1.Type, name string, labels map[
 	return e
 }
 
+func event(revision int64, index int32, storedAs string) *logv1.Event {
+	return &logv1.Event{Type: logv1.Type_TYPE_MODIFIED, Revision: revision, Index: index, StoredAs: storedAs, History: "h"}
+}
+
+func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, History: "h"} }
+
+func reset(revision int64, index int32, storedAs string) *logv1.Event {
+	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, Index: index, StoredAs: storedAs, History: "h"}
+}
+
+func tailOf(t *testing.T, all ...*logv1.Event) *tail.Tail {
+	t.Helper()
+	out := tail.New()
+	out.Begin()
+	for _, e := range all {
+		if err := out.Take(e); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return out
+}
+
 // watchOf begins a watch of roles over a tail.
-func watchOf(t *testing.T, l *tail, r *watchfanoutv1.WatchRequest, labels string) (w *policyWatch, s *watching) {
+func watchOf(t *testing.T, l *tail.Tail, r *watchfanoutv1.WatchRequest, labels string) (w *watch, s *watching) {
 	t.Helper()
 	k := &commonv1.Kind{Group: "rbac.authorization.k8s.io", Version: "v1", Kind: "Role"}
-	selects, err := newSelector("x", labels, "")
+	selects, err := tail.NewSelector("x", labels, "")
 	if err != nil {
 		t.Fatal(err)
 	}
-	service := &Service{tail: l}
-	service.revisions.Timeout = readTimeout
 	s = &watching{}
-	return &policyWatch{tail: l, draining: make(chan struct{}), request: r, stream: s,
-		view: &view{registry: service, entry: &registryv1.ResourceEntry{StoredAs: "roles", Kind: k, StoredKind: k}, form: frame.FormOf(k, nil, frame.JSON, false), selects: selects, native: true}}, s
+	return &watch{tail: l, draining: make(chan struct{}), request: r, stream: s,
+		view: &view{policy: &Policy{tail: l}, entry: &registryv1.ResourceEntry{StoredAs: "roles", Kind: k, StoredKind: k}, form: frame.FormOf(k, nil, frame.JSON, false), selects: selects, native: true}}, s
 }
 
 // Whoever decides is told of every change once, from wherever it goes on: also of objects that come into its selection
@@ -126,7 +148,7 @@ func TestAPolicyWatchTellsEveryChangeOnce(t *testing.T) {
 		"no bookmarks":        {log(progress(20)), &watchfanoutv1.WatchRequest{ResourceVersion: "12"}, "team=a", "DELETED c"},
 		"of another history":  {log(), at(11, 0, "restored"), "team=a", "ERROR 410"},
 		"from before the log": {log(), &watchfanoutv1.WatchRequest{ResourceVersion: "5"}, "team=a", "ERROR 410"},
-		"to be read anew":     {log(reset(14, 1, "roles"), role(15, 0, logv1.Type_TYPE_ADDED, "d", mine)), at(12, lastIndex, "h"), "team=a", "DELETED c, ERROR 410"},
+		"to be read anew":     {log(reset(14, 1, "roles"), role(15, 0, logv1.Type_TYPE_ADDED, "d", mine)), at(12, events.LastIndex, "h"), "team=a", "DELETED c, ERROR 410"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -171,7 +193,7 @@ func TestTheTailIsComparedWithEtcd(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() {
-			done <- l.compare(ctx, func(context.Context) (int64, error) {
+			done <- l.Compare(ctx, func(context.Context) (int64, error) {
 				mu.Lock()
 				defer mu.Unlock()
 				return revision, nil
@@ -179,7 +201,7 @@ func TestTheTailIsComparedWithEtcd(t *testing.T) {
 				mu.Lock()
 				defer mu.Unlock()
 				if asked++; answered {
-					_ = l.take(progress(revision))
+					_ = l.Take(progress(revision))
 				}
 				return nil
 			})
@@ -195,31 +217,31 @@ func TestTheTailIsComparedWithEtcd(t *testing.T) {
 			defer mu.Unlock()
 			revision, answered = r, answers
 		}
-		wait(10 * comparePeriod)
-		if asked != 0 || l.stalled() {
+		wait(10 * tail.ComparePeriod)
+		if asked != 0 || l.Stalled() {
 			t.Errorf("asked %d times for nothing", asked)
 		}
 		set(12, true)
-		wait(10 * comparePeriod)
-		if asked != 1 || l.stalled() {
+		wait(10 * tail.ComparePeriod)
+		if asked != 1 || l.Stalled() {
 			t.Errorf("asked %d times", asked)
 		}
 		set(15, false)
-		wait(10 * comparePeriod)
+		wait(10 * tail.ComparePeriod)
 		w, s := watchOf(t, l, &watchfanoutv1.WatchRequest{ResourceVersion: "12"}, "")
-		if err := w.run(t.Context()); !l.stalled() || status.Code(err) != codes.Unavailable || len(s.frames) != 1 {
-			t.Errorf("stalled: %v, %v", l.stalled(), err)
+		if err := w.run(t.Context()); !l.Stalled() || status.Code(err) != codes.Unavailable || len(s.frames) != 1 {
+			t.Errorf("stalled: %v, %v", l.Stalled(), err)
 		}
 		set(15, true)
-		wait(2 * comparePeriod)
-		if l.stalled() {
+		wait(2 * tail.ComparePeriod)
+		if l.Stalled() {
 			t.Error("it is still said to be behind")
 		}
 		for r := int64(20); r < 60; r++ { // always a little late, and it comes
 			set(r+5, false)
-			wait(comparePeriod)
-			_ = l.take(progress(r))
-			if l.stalled() {
+			wait(tail.ComparePeriod)
+			_ = l.Take(progress(r))
+			if l.Stalled() {
 				t.Fatal("a log that is late, and comes, is said to stall")
 			}
 		}

@@ -1,4 +1,6 @@
-package registry
+// Package policy answers authn, authz and admission, who decide by what they read: lists from etcd, and events from the
+// tail of the log that registry itself reads.
+package policy
 
 import (
 	"context"
@@ -22,36 +24,44 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/registry/resources"
+	"watershed.dev/services/registry/source"
 	"watershed.dev/services/registry/storage"
+	"watershed.dev/services/registry/tail"
 )
 
-// policy is what authn, authz and admission read: lists from etcd, and events from the tail. It is no part of Service,
-// whose List is that of Objects.
-type policy struct {
+// Policy answers them.
+type Policy struct {
 	watchfanoutv1.UnimplementedPolicyServer
-	registry  *Service
+	resources *resources.Resources
+	source    *source.Source
+	tail      *tail.Tail
 	draining  chan struct{}
 	drainOnce sync.Once
 	// lists are the turns of lists: each is a whole resource in memory.
 	lists chan struct{}
 }
 
+// chunkBytes is how much of a list one message carries.
+const chunkBytes = 256 << 10
+
 // policyLists is how many lists are read at a time.
 const policyLists = 4
 
-func newPolicy(s *Service) *policy {
-	return &policy{registry: s, draining: make(chan struct{}), lists: make(chan struct{}, policyLists)}
+// New returns a policy of what is served, whose events t has.
+func New(r *resources.Resources, s *source.Source, t *tail.Tail) *Policy {
+	return &Policy{resources: r, source: s, tail: t, draining: make(chan struct{}), lists: make(chan struct{}, policyLists)}
 }
 
 // Drain ends every watch, so that the gateways resume them on another registry.
-func (p *policy) Drain() { p.drainOnce.Do(func() { close(p.draining) }) }
+func (p *Policy) Drain() { p.drainOnce.Do(func() { close(p.draining) }) }
 
 // errAskObjects is the answer to a list that Objects.List knows how to answer, and to a watch in a form that none of
 // these services asks for.
 var errAskObjects = status.Error(codes.FailedPrecondition, "not offered here; ask for objects")
 
 // List answers a whole list as it is in etcd.
-func (p *policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	if r.Limit != 0 && r.ResourceVersion != "0" || r.Continue != "" || r.ResourceVersionMatch == "Exact" { // with "0" a limit does not count
 		return errAskObjects
 	}
@@ -94,12 +104,12 @@ func (p *policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 
 // view is which objects are read, and in which form.
 type view struct {
-	registry *Service
-	entry    *registryv1.ResourceEntry
-	output   *registryv1.Output
-	form     frame.Form
-	stored   *storage.Stored
-	selects  selector
+	policy  *Policy
+	entry   *registryv1.ResourceEntry
+	output  *registryv1.Output
+	form    frame.Form
+	stored  *storage.Stored
+	selects tail.Selector
 	// revision was etcd's before the definition was read that objects are read by: a later one is told of after it.
 	revision int64
 	// prefix is where in etcd all that is selected lies.
@@ -110,12 +120,12 @@ type view struct {
 	native bool
 }
 
-func (p *policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error) {
-	revision, err := p.registry.readRevision(ctx)
+func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error) {
+	revision, err := p.source.ReadRevision(ctx)
 	if err != nil {
 		return nil, err
 	}
-	e, err := p.registry.endpoint(ctx, q.GetEntry().GetResource())
+	e, err := p.resources.Endpoint(ctx, q.GetEntry().GetResource())
 	if err != nil {
 		return nil, err
 	}
@@ -123,11 +133,11 @@ func (p *policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 	if entry.GetStoredAs() == "" || !offered(q.GetOutput()) {
 		return nil, errAskObjects
 	}
-	v := &view{registry: p.registry, revision: revision, entry: entry, output: q.GetOutput(), skips: q.GetSkipUnreadable()}
+	v := &view{policy: p, revision: revision, entry: entry, output: q.GetOutput(), skips: q.GetSkipUnreadable()}
 	v.form = frame.FormOf(entry.Kind, as, q.GetOutput().GetMediaType(), entry.Untyped)
 	k, stored := entry.Kind, entry.StoredKind
 	v.native = k.Group == stored.Group && k.Version == stored.Version && k.Kind == stored.Kind
-	if v.stored, err = p.registry.stored(ctx, entry.StoredAs); err != nil {
+	if v.stored, err = p.resources.Stored(ctx, entry.StoredAs); err != nil {
 		return nil, err
 	}
 	v.prefix = v.stored.Prefix
@@ -142,7 +152,7 @@ func (p *policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 	if entry.ConvertedFields && convertedField(q.GetFieldSelector()) {
 		return nil, errAskObjects
 	}
-	v.selects, err = newSelector(namespace, q.GetLabelSelector(), q.GetFieldSelector())
+	v.selects, err = tail.NewSelector(namespace, q.GetLabelSelector(), q.GetFieldSelector())
 	return v, err
 }
 
@@ -189,8 +199,8 @@ func (v *view) rows(ctx context.Context, resourceVersion string) ([]*registryv1.
 		}
 	}
 	var out []*registryv1.Row
-	err := v.registry.pages(ctx, v.prefix, v.revision, func(kvs []*mvccpb.KeyValue) error {
-		for _, row := range rowsOf(ctx, v.stored, kvs) {
+	err := v.policy.source.Pages(ctx, v.prefix, v.revision, func(kvs []*mvccpb.KeyValue) error {
+		for _, row := range source.RowsOf(ctx, v.stored, kvs) {
 			switch {
 			case row.Unreadable == "":
 				if v.selects(row.Namespace, &logv1.Object{Labels: row.Labels, Fields: row.Fields}) {

@@ -1,4 +1,4 @@
-package registry
+package policy
 
 import (
 	"context"
@@ -10,13 +10,14 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
+	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/registry/tail"
 )
 
 const (
@@ -26,41 +27,41 @@ const (
 	messageBytes = 1 << 20
 )
 
-// errRegistryDrains ends a watch that another registry goes on with.
-var errRegistryDrains = status.Error(codes.Unavailable, "the registry is draining")
+// errDraining ends a watch that another registry goes on with.
+var errDraining = status.Error(codes.Unavailable, "the registry is draining")
 
-// errTailStalls ends a watch that another registry may know more for.
-var errTailStalls = status.Error(codes.Unavailable, "the event log does not bring what etcd has")
+// errStalled ends a watch that another registry may know more for.
+var errStalled = status.Error(codes.Unavailable, "the event log does not bring what etcd has")
 
 // Watch streams events of the tail. What is no longer there has expired, and is listed.
-func (p *policy) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+func (p *Policy) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	v, err := p.view(stream.Context(), r.Query)
-	if err == nil && p.registry.tail.stalled() {
-		err = errTailStalls
+	if err == nil && p.tail.Stalled() {
+		err = errStalled
 	}
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	w := &policyWatch{view: v, tail: p.registry.tail, draining: p.draining, request: r, stream: stream}
+	w := &watch{view: v, tail: p.tail, draining: p.draining, request: r, stream: stream}
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 
-// policyWatch is one stream: a place in the tail.
-type policyWatch struct {
+// watch is one stream: a place in the tail.
+type watch struct {
 	*view
-	tail     *tail
+	tail     *tail.Tail
 	draining <-chan struct{}
 	request  *watchfanoutv1.WatchRequest
 	stream   grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
-	position watchfanoutv1.Position
+	position events.Position
 }
 
-func (w *policyWatch) run(ctx context.Context) error {
+func (w *watch) run(ctx context.Context) error {
 	err := w.begin(ctx)
 	if err == nil {
 		err = w.follow(ctx)
 	}
-	if errors.Is(err, errOverrun) {
+	if errors.Is(err, tail.ErrOverrun) {
 		err = apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", w.position.Revision))
 	}
 	api, ok := err.(apierrors.APIStatus)
@@ -75,10 +76,10 @@ func (w *policyWatch) run(ctx context.Context) error {
 }
 
 // begin finds where the watch goes on from, and sends the objects that come before.
-func (w *policyWatch) begin(ctx context.Context) error {
+func (w *watch) begin(ctx context.Context) error {
 	r := w.request
-	high, history := w.tail.at()
-	w.position.History, w.position.Index = history, lastIndex // which the reading corrects, where nobody knows it yet
+	high, history := w.tail.At()
+	w.position.History, w.position.Index = history, events.LastIndex // which the reading corrects, where nobody knows it yet
 	initial := r.ResourceVersion == "" || r.ResourceVersion == "0"
 	if r.SendInitialEvents != nil {
 		initial = *r.SendInitialEvents
@@ -88,7 +89,7 @@ func (w *policyWatch) begin(ctx context.Context) error {
 	case r.ResumeAfter != nil && (!initial || r.InitialEventsDone):
 		w.position.Revision, w.position.Index = r.ResumeAfter.Revision, r.ResumeAfter.Index
 		if h := r.ResumeAfter.History; h != "" && history != "" && h != history {
-			return errOverrun
+			return tail.ErrOverrun
 		} else if h != "" {
 			w.position.History = h
 		}
@@ -105,7 +106,7 @@ func (w *policyWatch) begin(ctx context.Context) error {
 		return err
 	}
 	if w.position.Revision > max(high, w.revision) { // etcd that has not reached it either is of another history
-		return errOverrun
+		return tail.ErrOverrun
 	}
 	if w.position.Revision > high {
 		return nil
@@ -114,7 +115,7 @@ func (w *policyWatch) begin(ctx context.Context) error {
 }
 
 // initial sends every object as ADDED.
-func (w *policyWatch) initial(ctx context.Context) error {
+func (w *watch) initial(ctx context.Context) error {
 	rows, err := w.rows(ctx, w.request.ResourceVersion)
 	if err != nil {
 		return err
@@ -138,18 +139,18 @@ func (w *policyWatch) initial(ctx context.Context) error {
 	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
 		pieces = append(pieces, w.form.Bookmark(w.revision, true))
 	}
-	return w.stream.Send(&watchfanoutv1.WatchFrame{Initial: pieces, InitialEventsDone: true, Position: proto.CloneOf(&w.position)})
+	return w.stream.Send(&watchfanoutv1.WatchFrame{Initial: pieces, InitialEventsDone: true, Position: w.position.Proto()})
 }
 
 // follow sends events, and now and then how far that is, until the caller goes away or the reading is at its end.
-func (w *policyWatch) follow(ctx context.Context) error {
-	f := w.tail.follow(w.entry.StoredAs, place{w.position.Revision, w.position.Index}, w.position.History)
+func (w *watch) follow(ctx context.Context) error {
+	f := w.tail.Read(w.entry.StoredAs, w.position)
 	bookmarks := time.NewTicker(policyBookmarks)
 	defer bookmarks.Stop()
 	for due := false; ; {
-		events, high, changed, overrun := f.read()
-		w.position.History = f.history
-		if err := w.deliver(ctx, events); err != nil {
+		came, high, changed, overrun := f.Next()
+		w.position.History = f.History()
+		if err := w.deliver(ctx, came); err != nil {
 			return err
 		}
 		if overrun != nil {
@@ -157,7 +158,7 @@ func (w *policyWatch) follow(ctx context.Context) error {
 		}
 		if due && high > w.position.Revision {
 			due = false
-			w.position.Revision, w.position.Index = high, lastIndex
+			w.position.Revision, w.position.Index = high, events.LastIndex
 			if err := w.told(); err != nil {
 				return err
 			}
@@ -167,10 +168,10 @@ func (w *policyWatch) follow(ctx context.Context) error {
 		case <-ctx.Done():
 			return status.FromContextError(ctx.Err()).Err()
 		case <-w.draining:
-			return errRegistryDrains
+			return errDraining
 		case <-bookmarks.C:
-			if w.tail.stalled() {
-				return errTailStalls
+			if w.tail.Stalled() {
+				return errStalled
 			}
 			due = true
 		}
@@ -178,19 +179,19 @@ func (w *policyWatch) follow(ctx context.Context) error {
 }
 
 // told sends where the watch is: to the client as a bookmark, or to the gateway alone.
-func (w *policyWatch) told() error {
+func (w *watch) told() error {
 	if !w.request.AllowBookmarks {
 		return w.send(nil, nil)
 	}
 	data := w.form.Bookmark(w.position.Revision, false)
-	return w.send(data, []*watchfanoutv1.Mark{{Bookmark: true, End: int32(len(data)), Position: proto.CloneOf(&w.position)}})
+	return w.send(data, []*watchfanoutv1.Mark{{Bookmark: true, End: int32(len(data)), Position: w.position.Proto()}})
 }
 
-func (w *policyWatch) deliver(ctx context.Context, events []*logv1.Event) error {
+func (w *watch) deliver(ctx context.Context, came []*logv1.Event) error {
 	var data []byte
 	var marks []*watchfanoutv1.Mark
-	for _, e := range events {
-		kind, o := seen(e, w.selects)
+	for _, e := range came {
+		kind, o := tail.Seen(e, w.selects)
 		if kind == "" {
 			continue
 		}
@@ -200,7 +201,7 @@ func (w *policyWatch) deliver(ctx context.Context, events []*logv1.Event) error 
 		}
 		w.position.Revision, w.position.Index = e.Revision, e.Index
 		data = append(data, f...)
-		marks = append(marks, &watchfanoutv1.Mark{End: int32(len(data)), Position: proto.CloneOf(&w.position), Trace: e.Trace})
+		marks = append(marks, &watchfanoutv1.Mark{End: int32(len(data)), Position: w.position.Proto(), Trace: e.Trace})
 		if len(data) > messageBytes {
 			if err := w.send(data, marks); err != nil {
 				return err
@@ -215,8 +216,8 @@ func (w *policyWatch) deliver(ctx context.Context, events []*logv1.Event) error 
 }
 
 // send sends frames that end at the watch's position.
-func (w *policyWatch) send(data []byte, marks []*watchfanoutv1.Mark) error {
-	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, Marks: marks, Position: proto.CloneOf(&w.position)})
+func (w *watch) send(data []byte, marks []*watchfanoutv1.Mark) error {
+	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, Marks: marks, Position: w.position.Proto()})
 }
 
 // event is one event's frame.
@@ -224,12 +225,18 @@ func (v *view) event(ctx context.Context, kind string, o *logv1.Object) ([]byte,
 	if v.own(o.Version) {
 		return v.form.Event(kind, o.Json, o.Protobuf)
 	}
-	r := &registryv1.EncodeRequest{StoredAs: v.entry.StoredAs, Resource: v.entry.Resource, Output: v.output, Json: [][]byte{o.Json},
-		Versions: []string{o.Version}, DefinedAt: v.registry.tail.definedAt(v.entry.StoredAs)}
+	r := &registryv1.EncodeRequest{
+		StoredAs:  v.entry.StoredAs,
+		Resource:  v.entry.Resource,
+		Output:    v.output,
+		Json:      [][]byte{o.Json},
+		Versions:  []string{o.Version},
+		DefinedAt: v.policy.tail.DefinedAt(v.entry.StoredAs),
+	}
 	if !v.entry.Untyped {
 		r.Protobuf = [][]byte{o.Protobuf}
 	}
-	resp, err := v.registry.Encode(ctx, r)
+	resp, err := v.policy.source.Encode(ctx, r)
 	if err != nil {
 		return nil, err
 	}

@@ -1,4 +1,4 @@
-package registry
+package catalogue
 
 import (
 	"fmt"
@@ -12,6 +12,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/informers"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	discoverylisters "k8s.io/client-go/listers/discovery/v1"
 	restclient "k8s.io/client-go/rest"
@@ -21,13 +22,14 @@ import (
 	registrationsclient "k8s.io/kube-aggregator/pkg/client/clientset_generated/clientset"
 	registrations "k8s.io/kube-aggregator/pkg/client/informers/externalversions"
 	registrationlisters "k8s.io/kube-aggregator/pkg/client/listers/apiregistration/v1"
+	"k8s.io/utils/ptr"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// remotes is which group versions other servers answer for, and where these are.
-type remotes struct {
-	informers     registrations.SharedInformerFactory
+// APIServices are which group versions other servers answer for, and where these are.
+type APIServices struct {
+	Informers     registrations.SharedInformerFactory
 	registrations registrationlisters.APIServiceLister
 	services      corelisters.ServiceLister
 	slices        discoverylisters.EndpointSliceLister
@@ -35,17 +37,23 @@ type remotes struct {
 	endpoints bool
 }
 
-func (s *Service) followRegistrations(loopback *restclient.Config) error {
-	client, err := registrationsclient.NewForConfig(loopback)
+// FollowAPIServices has the catalogue tell of the APIServices that a client of the cluster's own finds, and where the
+// services are that they name. Run the informers of both.
+func (c *Catalogue) FollowAPIServices(config *restclient.Config, core informers.SharedInformerFactory, endpoints bool) error {
+	client, err := registrationsclient.NewForConfig(config)
 	if err != nil {
 		return err
 	}
-	r := &remotes{informers: registrations.NewSharedInformerFactory(client, 5*time.Minute), endpoints: s.config.Loops.AggregatorRouting,
-		services: s.informers.Core().V1().Services().Lister(), slices: s.informers.Discovery().V1().EndpointSlices().Lister()}
-	all := r.informers.Apiregistration().V1().APIServices()
+	r := &APIServices{
+		Informers: registrations.NewSharedInformerFactory(client, 5*time.Minute),
+		endpoints: endpoints,
+		services:  core.Core().V1().Services().Lister(),
+		slices:    core.Discovery().V1().EndpointSlices().Lister(),
+	}
+	all := r.Informers.Apiregistration().V1().APIServices()
 	r.registrations = all.Lister()
-	s.remotes = r
-	touch := func(any) { s.catalogue.touch() }
+	c.APIServices = r
+	touch := func(any) { c.Touch() }
 	if _, err := all.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: touch, DeleteFunc: touch, UpdateFunc: func(_, o any) { touch(o) }}); err != nil {
 		return err
 	}
@@ -56,12 +64,12 @@ func (s *Service) followRegistrations(loopback *restclient.Config) error {
 				o = gone.Obj
 			}
 			if ns, service := name(o); r.uses(ns, service) {
-				s.catalogue.touch()
+				c.Touch()
 			}
 		}
 		return cache.ResourceEventHandlerFuncs{AddFunc: check, DeleteFunc: check, UpdateFunc: func(_, o any) { check(o) }}
 	}
-	if _, err := s.informers.Core().V1().Services().Informer().AddEventHandler(moved(func(o any) (string, string) {
+	if _, err := core.Core().V1().Services().Informer().AddEventHandler(moved(func(o any) (string, string) {
 		if service, ok := o.(*corev1.Service); ok {
 			return service.Namespace, service.Name
 		}
@@ -69,7 +77,7 @@ func (s *Service) followRegistrations(loopback *restclient.Config) error {
 	})); err != nil {
 		return err
 	}
-	_, err = s.informers.Discovery().V1().EndpointSlices().Informer().AddEventHandler(moved(func(o any) (string, string) {
+	_, err = core.Discovery().V1().EndpointSlices().Informer().AddEventHandler(moved(func(o any) (string, string) {
 		if slice, ok := o.(*discoveryv1.EndpointSlice); ok {
 			return slice.Namespace, slice.Labels[discoveryv1.LabelServiceName]
 		}
@@ -79,7 +87,7 @@ func (s *Service) followRegistrations(loopback *restclient.Config) error {
 }
 
 // all is every registration that has a service.
-func (r *remotes) all() []*apiregistrationv1.APIService {
+func (r *APIServices) all() []*apiregistrationv1.APIService {
 	registered, err := r.registrations.List(labels.Everything())
 	if err != nil {
 		return nil
@@ -89,29 +97,34 @@ func (r *remotes) all() []*apiregistrationv1.APIService {
 	return registered
 }
 
-func (r *remotes) uses(namespace, service string) bool {
+func (r *APIServices) uses(namespace, service string) bool {
 	return slices.ContainsFunc(r.all(), func(a *apiregistrationv1.APIService) bool {
 		return a.Spec.Service.Namespace == namespace && a.Spec.Service.Name == service
 	})
 }
 
 // add tells of them in a catalogue.
-func (r *remotes) add(c *registryv1.CatalogResponse, into *groups) {
+func (r *APIServices) add(c *registryv1.CatalogResponse, into *groups) {
 	for _, a := range r.all() {
 		into.add(schema.GroupVersion{Group: a.Spec.Group, Version: a.Spec.Version}, a.Spec.GroupPriorityMinimum, a.Spec.VersionPriority)
-		port := int32(443)
-		if a.Spec.Service.Port != nil {
-			port = *a.Spec.Service.Port
+		port := ptr.Deref(a.Spec.Service.Port, 443)
+		remote := &registryv1.Remote{
+			Group:                 a.Spec.Group,
+			Version:               a.Spec.Version,
+			ServiceNamespace:      a.Spec.Service.Namespace,
+			ServiceName:           a.Spec.Service.Name,
+			Port:                  port,
+			InsecureSkipTlsVerify: a.Spec.InsecureSkipTLSVerify,
+			CaBundle:              a.Spec.CABundle,
+			Available:             helper.IsAPIServiceConditionTrue(a, apiregistrationv1.Available),
 		}
-		remote := &registryv1.Remote{Group: a.Spec.Group, Version: a.Spec.Version, ServiceNamespace: a.Spec.Service.Namespace, ServiceName: a.Spec.Service.Name, Port: port,
-			InsecureSkipTlsVerify: a.Spec.InsecureSkipTLSVerify, CaBundle: a.Spec.CABundle, Available: helper.IsAPIServiceConditionTrue(a, apiregistrationv1.Available)}
 		remote.Addresses, _ = r.addresses(a.Spec.Service.Namespace, a.Spec.Service.Name, port)
 		c.Remotes = append(c.Remotes, remote)
 	}
 }
 
 // addresses is where a service's port is: its own address, an external name, or whatever endpoints are ready.
-func (r *remotes) addresses(namespace, name string, port int32) ([]string, error) {
+func (r *APIServices) addresses(namespace, name string, port int32) ([]string, error) {
 	service, err := r.services.Services(namespace).Get(name)
 	if err != nil {
 		return nil, err
@@ -142,7 +155,7 @@ func (r *remotes) addresses(namespace, name string, port int32) ([]string, error
 			continue
 		}
 		for _, p := range slice.Ports {
-			if p.Port == nil || deref(p.Name) != service.Spec.Ports[i].Name {
+			if p.Port == nil || ptr.Deref(p.Name, "") != service.Spec.Ports[i].Name {
 				continue
 			}
 			for _, e := range slice.Endpoints {
@@ -154,11 +167,4 @@ func (r *remotes) addresses(namespace, name string, port int32) ([]string, error
 	}
 	slices.Sort(all)
 	return all, nil
-}
-
-func deref(s *string) string {
-	if s == nil {
-		return ""
-	}
-	return *s
 }

@@ -1,9 +1,12 @@
-package registry
+// Package source answers the watch tier: every object of a stored resource, etcd's revision, and objects in other
+// versions or as rows of Tables.
+package source
 
 import (
 	"context"
 	"runtime"
 	"sync"
+	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	clientv3 "go.etcd.io/etcd/client/v3"
@@ -11,9 +14,12 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/encoder"
+	"watershed.dev/services/registry/publisher"
+	"watershed.dev/services/registry/resources"
 	"watershed.dev/services/registry/storage"
 )
 
@@ -27,24 +33,62 @@ const (
 	rowsBytes = 4 << 20
 )
 
+// Source reads etcd for the watch tier.
+type Source struct {
+	registryv1.UnimplementedSourceServer
+	resources *resources.Resources
+	revisions coalesce.Group[int64]
+}
+
+// New returns a source of what is served.
+func New(r *resources.Resources) *Source {
+	return &Source{resources: r, revisions: coalesce.Group[int64]{Timeout: readTimeout}}
+}
+
+// readTimeout bounds one read of etcd's revision; its callers may give up sooner.
+const readTimeout = 5 * time.Second
+
+// Revision answers etcd's current revision.
+func (s *Source) Revision(ctx context.Context, _ *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
+	r, err := s.CurrentRevision(ctx)
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	return &registryv1.RevisionResponse{Revision: r}, nil
+}
+
+// CurrentRevision is etcd's, as of a read that began after it was asked for; all who wait share one.
+func (s *Source) CurrentRevision(ctx context.Context) (int64, error) {
+	return s.revisions.Get(ctx, "", s.ReadRevision)
+}
+
+// ReadRevision is etcd's, by a read of its own.
+func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
+	resp, err := s.resources.Storage.Client.Client.Get(ctx, publisher.ElectionKey)
+	if err != nil {
+		return 0, err
+	}
+	return resp.Header.Revision, nil
+}
+
 // Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row
 // that says so: it is the matter of those who ask for it.
-func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
+func (s *Source) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	ctx := stream.Context()
 	// The revision comes first: a definition that changes after it was read is told of in the log after this revision.
-	revision, err := s.readRevision(ctx)
+	revision, err := s.ReadRevision(ctx)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	st, err := s.stored(ctx, r.StoredAs)
+	st, err := s.resources.Stored(ctx, r.StoredAs)
 	if err != nil {
 		return err
 	}
 	out := &snapshotChunks{stream: stream, revision: revision}
-	err = s.pages(ctx, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
+	err = s.Pages(ctx, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batch(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
-			for _, row := range rowsOf(ctx, st, kvs[:n]) {
+			for _, row := range RowsOf(ctx, st, kvs[:n]) {
 				if err := out.add(row); err != nil {
 					return err
 				}
@@ -59,12 +103,12 @@ func (s *Service) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStre
 	return out.flush()
 }
 
-// pages reads all that lies below a prefix in etcd at one revision, in reads of about pageBytes.
-func (s *Service) pages(ctx context.Context, prefix string, revision int64, each func([]*mvccpb.KeyValue) error) error {
+// Pages reads all that lies below a prefix in etcd at one revision, in reads of about pageBytes.
+func (s *Source) Pages(ctx context.Context, prefix string, revision int64, each func([]*mvccpb.KeyValue) error) error {
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {
-		resp, err := s.store.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(limit), clientv3.WithRev(revision))
+		resp, err := s.resources.Storage.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(limit), clientv3.WithRev(revision))
 		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these are larger than those before
 			limit = max(1, limit/4)
 			continue
@@ -128,23 +172,8 @@ func batch[T any](all []T, bound int, size func(T) int) int {
 	return n
 }
 
-// stored finds how a resource's objects are read: for a custom resource, by its definition as it is now in etcd.
-func (s *Service) stored(ctx context.Context, name string) (*storage.Stored, error) {
-	if st, ok := s.store.ByName(name); ok {
-		return st, nil
-	}
-	st, err := s.customs.Stored(ctx, name)
-	if err != nil {
-		return nil, rpc.ToStatus(err)
-	}
-	if st == nil {
-		return nil, status.Errorf(codes.NotFound, "no stored resource %q", name)
-	}
-	return st, nil
-}
-
-// rowsOf encodes on every processor.
-func rowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) []*registryv1.Row {
+// RowsOf encodes on every processor.
+func RowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) []*registryv1.Row {
 	rows := make([]*registryv1.Row, len(kvs))
 	workers := min(runtime.GOMAXPROCS(0), len(kvs))
 	var wg sync.WaitGroup
@@ -160,11 +189,11 @@ func rowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) []*
 }
 
 // Encode turns stored encodings into another version, or into Table rows.
-func (s *Service) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
-	if err := s.customs.NotBefore(ctx, r.StoredAs, r.DefinedAt); err != nil {
+func (s *Source) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	if err := s.resources.Customs.NotBefore(ctx, r.StoredAs, r.DefinedAt); err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	e, err := s.endpoint(ctx, r.Resource)
+	e, err := s.resources.Endpoint(ctx, r.Resource)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
@@ -172,7 +201,7 @@ func (s *Service) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*reg
 		resp, err := encoder.EncodeUntyped(ctx, e, r)
 		return resp, rpc.ToStatus(err)
 	}
-	st, ok := s.store.ByName(r.StoredAs)
+	st, ok := s.resources.Storage.ByName(r.StoredAs)
 	if !ok {
 		return nil, status.Errorf(codes.NotFound, "no stored resource %q", r.StoredAs)
 	}

@@ -1,26 +1,23 @@
-package registry
+// Package catalogue tells the others what is served: every resource, and which group versions other servers answer for.
+package catalogue
 
 import (
 	"cmp"
 	"context"
-	"encoding/json"
-	"fmt"
 	"maps"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"google.golang.org/grpc"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/version"
-	"k8s.io/kube-openapi/pkg/validation/spec"
 
-	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/watchable"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/apis"
+	"watershed.dev/services/registry/resources"
 )
 
 // catalogPeriod is the least time between two catalogues: where a thousand definitions come at once, not each makes a
@@ -33,38 +30,39 @@ const (
 	customVersionPriority = 100
 )
 
-// catalogue is what is served, as the others are told.
-type catalogue struct {
-	make func() *registryv1.CatalogResponse
+// Catalogue tells what is served, and whenever that changes.
+type Catalogue struct {
+	registryv1.UnimplementedCatalogServer
+	resources *resources.Resources
+	// APIServices are the group versions that other servers answer for.
+	APIServices *APIServices
 
-	dirty chan struct{}
-
-	mu      sync.Mutex
-	current *registryv1.CatalogResponse
-	changed chan struct{}
+	dirty   chan struct{}
+	current watchable.Value[*registryv1.CatalogResponse]
 }
 
-func newCatalogue(make_ func() *registryv1.CatalogResponse) *catalogue {
-	return &catalogue{make: make_, dirty: make(chan struct{}, 1), changed: make(chan struct{})}
+// New returns the catalogue of what is served. It is empty until Renew.
+func New(r *resources.Resources) *Catalogue {
+	return &Catalogue{resources: r, dirty: make(chan struct{}, 1)}
 }
 
-// touch has the catalogue made anew soon.
-func (c *catalogue) touch() {
+// Touch has the catalogue made anew soon.
+func (c *Catalogue) Touch() {
 	select {
 	case c.dirty <- struct{}{}:
 	default:
 	}
 }
 
-// run makes catalogues until ctx is done.
-func (c *catalogue) run(ctx context.Context) error {
+// Run makes catalogues until ctx is done.
+func (c *Catalogue) Run(ctx context.Context) error {
 	for {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-c.dirty:
 		}
-		c.renew()
+		c.Renew()
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
@@ -73,35 +71,23 @@ func (c *catalogue) run(ctx context.Context) error {
 	}
 }
 
-func (c *catalogue) renew() {
-	made := c.make()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.current = made
-	close(c.changed)
-	c.changed = make(chan struct{})
-}
-
-func (c *catalogue) get() (*registryv1.CatalogResponse, <-chan struct{}) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.current, c.changed
-}
+// Renew makes the catalogue anew.
+func (c *Catalogue) Renew() { c.current.Set(c.make()) }
 
 // Follow sends what is served now and whenever it changes.
-func (s *Service) Follow(_ *registryv1.CatalogRequest, stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+func (c *Catalogue) Follow(_ *registryv1.CatalogRequest, stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
 	var sent *registryv1.CatalogResponse
 	for {
-		c, changed := s.catalogue.get()
-		if c != nil {
-			m := c
+		now, changed := c.current.Get()
+		if now != nil {
+			m := now
 			if sent != nil {
-				m = delta(sent, c)
+				m = delta(sent, now)
 			}
 			if err := stream.Send(m); err != nil {
 				return err
 			}
-			sent = c
+			sent = now
 		}
 		select {
 		case <-changed:
@@ -143,36 +129,37 @@ func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse 
 	return d
 }
 
-// makeCatalog puts together what is built in, what definitions define and what other servers answer for.
-func (s *Service) makeCatalog() *registryv1.CatalogResponse {
-	customs := s.customs.Entries()
-	c := &registryv1.CatalogResponse{Resources: slices.Concat(s.set.Entries(), customs), Openapi: map[string]string{}}
+// make puts together what is built in, what definitions define and what other servers answer for.
+func (c *Catalogue) make() *registryv1.CatalogResponse {
+	builtIn, customs := c.resources.BuiltIn, c.resources.Customs
+	entries := customs.Entries()
+	out := &registryv1.CatalogResponse{Resources: slices.Concat(builtIn.Entries(), entries), Openapi: map[string]string{}}
 	var all groups
 	priorities := apis.Priorities()
-	for _, g := range s.set.Groups {
+	for _, g := range builtIn.Groups {
 		for _, v := range g.Versions {
 			gv := schema.GroupVersion{Group: g.Name, Version: v}
 			all.add(gv, g.GroupPriorityMinimum, priorities[gv].Version)
-			c.Openapi[documentPath(gv)] = s.set.OpenAPIHash()
+			out.Openapi[documentPath(gv)] = builtIn.OpenAPIHash()
 		}
 	}
-	for _, e := range customs {
+	for _, e := range entries {
 		if !e.Hidden {
 			all.add(schema.GroupVersion{Group: e.Resource.Group, Version: e.Resource.Version}, customGroupPriority, customVersionPriority)
 		}
 	}
-	s.remotes.add(c, &all)
-	v2 := s.set.OpenAPIHash()
-	hashes := s.customs.Hashes()
+	c.APIServices.add(out, &all)
+	v2 := builtIn.OpenAPIHash()
+	hashes := customs.Hashes()
 	for gv, hash := range hashes {
-		c.Openapi[documentPath(gv)] = hash
+		out.Openapi[documentPath(gv)] = hash
 	}
 	for _, gv := range slices.SortedFunc(maps.Keys(hashes), func(a, b schema.GroupVersion) int { return strings.Compare(a.String(), b.String()) }) {
 		v2 += hashes[gv]
 	}
-	c.Openapi["v2"] = v2
-	c.Groups = all.sorted()
-	return c
+	out.Openapi["v2"] = v2
+	out.Groups = all.sorted()
+	return out
 }
 
 // documentPath is where a group version's OpenAPI document is found, below /openapi/.
@@ -220,45 +207,4 @@ func (g *groups) sorted() []*registryv1.Group {
 		return cmp.Or(cmp.Compare(b.GroupPriorityMinimum, a.GroupPriorityMinimum), strings.Compare(a.Name, b.Name))
 	})
 	return all
-}
-
-// OpenAPI sends one document in JSON.
-func (s *Service) OpenAPI(r *registryv1.OpenAPIRequest, stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
-	doc, err := s.document(r.Path)
-	if err != nil {
-		return rpc.ToStatus(apierrors.NewInternalError(err))
-	}
-	if doc == nil {
-		return rpc.ToStatus(apierrors.NewGenericServerResponse(404, "", schemaResource(nil), "", "404 page not found", 0, true))
-	}
-	data, err := json.Marshal(doc)
-	if err != nil {
-		return rpc.ToStatus(err)
-	}
-	return inChunks(data, func(b []byte) error { return stream.Send(&registryv1.OpenAPIChunk{Data: b}) })
-}
-
-func (s *Service) document(path string) (any, error) {
-	doc, ok, err := s.set.OpenAPI(path)
-	switch {
-	case err != nil:
-		return nil, err
-	case path == "v2":
-		builtIn, ok := doc.(*spec.Swagger)
-		if !ok {
-			return nil, fmt.Errorf("the document of v2 is a %T", doc)
-		}
-		return s.customs.OpenAPIV2(builtIn)
-	case ok:
-		return doc, nil
-	}
-	gv, err := schema.ParseGroupVersion(strings.TrimPrefix(path, "v3/apis/"))
-	if err != nil {
-		return nil, nil
-	}
-	v3, err := s.customs.OpenAPIV3(gv)
-	if v3 == nil {
-		return nil, err
-	}
-	return v3, err
 }

@@ -1,0 +1,84 @@
+package loopback
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"strconv"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/endpoints/request"
+
+	"watershed.dev/platform/events"
+	"watershed.dev/platform/frame"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/tail"
+)
+
+// watch streams events of the log that come after the resource version asked for.
+func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, entry *registryv1.ResourceEntry, info *request.RequestInfo) *http.Response {
+	q := req.URL.Query()
+	if q.Get("sendInitialEvents") != "" { // a reflector then lists and watches
+		done()
+		return failure(req, apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: "ListOptions"}, "", nil))
+	}
+	after, err := strconv.ParseInt(q.Get("resourceVersion"), 10, 64)
+	if err != nil || entry.StoredAs == "" {
+		done()
+		return failure(req, apierrors.NewBadRequest("a loopback watch needs a resourceVersion and a stored resource"))
+	}
+	namespace := ""
+	if entry.Namespaced {
+		namespace = info.Namespace
+	}
+	selects, err := tail.NewSelector(namespace, q.Get("labelSelector"), q.Get("fieldSelector"))
+	if err != nil {
+		done()
+		return failure(req, err)
+	}
+	r, w := io.Pipe()
+	go func() {
+		defer done()
+		reading := l.tail.Read(entry.StoredAs, events.Position{Revision: after, Index: events.LastIndex})
+		err := reading.Each(ctx, func(e *logv1.Event) error { return writeEvent(w, entry, e, selects) })
+		if errors.Is(err, tail.ErrOverrun) {
+			err = expired(w, after)
+		}
+		w.CloseWithError(err)
+	}()
+	return &http.Response{StatusCode: http.StatusOK, Status: "200 OK", Proto: "HTTP/2.0", ProtoMajor: 2, Request: req,
+		Header: http.Header{"Content-Type": {runtime.ContentTypeJSON}}, Body: &pipeBody{r, done}, ContentLength: -1}
+}
+
+type pipeBody struct {
+	*io.PipeReader
+	done func()
+}
+
+func (p *pipeBody) Close() error {
+	p.done()
+	return p.PipeReader.Close()
+}
+
+func expired(w io.Writer, after int64) error {
+	st := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", after)).Status()
+	data, _ := json.Marshal(st)
+	_, _ = fmt.Fprintf(w, `{"type":"ERROR","object":%s}`+"\n", data)
+	return io.EOF
+}
+
+func writeEvent(w io.Writer, entry *registryv1.ResourceEntry, e *logv1.Event, selects tail.Selector) error {
+	event, o := tail.Seen(e, selects)
+	if event == "" {
+		return nil
+	}
+	_, err := w.Write(frame.WatchJSON(event, frame.Object(nil, entry.StoredKind.Kind, frame.APIVersion(entry.StoredKind), o.Json)))
+	return err
+}
