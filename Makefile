@@ -14,7 +14,7 @@ PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 # The race detector needs a C compiler; everything else here does without.
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 
-.PHONY: build up split test unit e2e lint generate peers conformance differential node-peers robustness robustness-broken bench fuzz clean help
+.PHONY: build up split test unit e2e lint generate contracts peers conformance differential node-peers robustness robustness-broken bench fuzz clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -35,7 +35,7 @@ lint: ## formatting, vet, staticcheck, and the contracts' form
 	go vet $(PACKAGES) ./test/...
 	cd proto/tools && GOWORK=off go build -o ../../.build/bin/staticcheck honnef.co/go/tools/cmd/staticcheck
 	.build/bin/staticcheck $(PACKAGES)
-	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint
+	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
 
 unit: ## unit tests with the race detector where things are concurrent
 	go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
@@ -97,6 +97,9 @@ FUZZ_TIME  ?= 1m
 fuzz: ## each fuzz target for FUZZ_TIME (a minute): what parses strangers' bytes and is ours
 	@for p in ./services/gateway/wire ./services/gateway/routing ./services/watchfanout/form ./services/watchfanout/lists ./platform/frame ./platform/eventlog; do \
 	  for f in $$(go test -list '^Fuzz' $$p | grep ^Fuzz); do echo "$$p $$f"; go test -run '^$$' -fuzz "^$$f$$" -fuzztime $(FUZZ_TIME) $$p || exit 1; done; done
+
+contracts: ## takes the contracts as they are for what later ones must be compatible with
+	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf build --exclude-source-info -o baseline.binpb
 
 generate: ## Go code from proto/
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf generate

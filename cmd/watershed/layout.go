@@ -219,11 +219,7 @@ func writeYAML(path string, doc any) error {
 	if err != nil {
 		return err
 	}
-	tmp := path + ".new"
-	if err := os.WriteFile(tmp, b, 0o600); err != nil {
-		return err
-	}
-	return os.Rename(tmp, path)
+	return pki.WriteFile(path, b, 0o600)
 }
 
 const issuer = "https://kubernetes.default.svc.cluster.local"

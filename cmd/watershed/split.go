@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -224,12 +225,10 @@ func total(counts map[string]int) (n int) {
 	return n
 }
 
-func with(maps ...map[string]any) map[string]any {
+func with(all ...map[string]any) map[string]any {
 	out := map[string]any{}
-	for _, m := range maps {
-		for k, v := range m {
-			out[k] = v
-		}
+	for _, m := range all {
+		maps.Copy(out, m)
 	}
 	return out
 }

@@ -5,10 +5,11 @@ package coalesce
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"sync"
 	"time"
+
+	"watershed.dev/platform/guard"
 )
 
 // Group shares readings by name. Its zero value bounds how many by nothing; set its fields before the first use.
@@ -202,11 +203,7 @@ func (g *Group[T]) begin(r *reading[T]) {
 }
 
 func one[T any](ctx context.Context, read func(context.Context) (T, error)) (value T, err error) {
-	defer func() {
-		if r := recover(); r != nil {
-			err = fmt.Errorf("panic: %v", r)
-		}
-	}()
+	defer guard.Error("a shared reading", &err)
 	value, err = read(ctx)
 	if err == nil && ctx.Err() != nil {
 		err = errors.New("the reading took too long")

@@ -5,9 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"runtime/debug"
 	"sync"
 	"time"
+
+	"watershed.dev/platform/guard"
 )
 
 // Supervisor runs a service's background tasks and starts again what ends or panics. Its zero value is ready to use.
@@ -30,7 +31,7 @@ func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Conte
 		pause := leastPause
 		for {
 			began := time.Now()
-			err := guarded(ctx, run)
+			err := guarded(ctx, name, run)
 			if ctx.Err() != nil {
 				return
 			}
@@ -78,12 +79,7 @@ func (s *Supervisor) Down() error {
 func (s *Supervisor) Wait() { s.wg.Wait() }
 
 // guarded makes a panic an error.
-func guarded(ctx context.Context, run func(context.Context) error) (err error) {
-	defer func() {
-		if r := recover(); r != nil {
-			slog.Error("A background task panicked", "panic", r, "stack", string(debug.Stack()))
-			err = fmt.Errorf("panic: %v", r)
-		}
-	}()
+func guarded(ctx context.Context, name string, run func(context.Context) error) (err error) {
+	defer guard.Error("the task "+name, &err)
 	return run(ctx)
 }

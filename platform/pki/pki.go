@@ -167,8 +167,13 @@ func SecretKey(path string) error {
 	}
 	var key [32]byte
 	_, _ = rand.Read(key[:]) // never fails
+	return WriteFile(path, []byte(hex.EncodeToString(key[:])+"\n"), 0o600)
+}
+
+// WriteFile writes a file whole or not at all: whoever reads it meanwhile finds what was there.
+func WriteFile(path string, data []byte, mode fs.FileMode) error {
 	tmp := path + ".new"
-	if err := os.WriteFile(tmp, []byte(hex.EncodeToString(key[:])+"\n"), 0o600); err != nil {
+	if err := os.WriteFile(tmp, data, mode); err != nil {
 		return err
 	}
 	return os.Rename(tmp, path)
@@ -216,11 +221,7 @@ func write(crt, key string, t, parent *x509.Certificate, k, signer crypto.Signer
 }
 
 func writePEM(path, kind string, der []byte, mode fs.FileMode) error {
-	tmp := path + ".new"
-	if err := os.WriteFile(tmp, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), mode); err != nil {
-		return err
-	}
-	return os.Rename(tmp, path)
+	return WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), mode)
 }
 
 func exists(path string) bool {

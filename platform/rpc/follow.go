@@ -2,6 +2,8 @@ package rpc
 
 import (
 	"context"
+	"errors"
+	"io"
 	"time"
 
 	"google.golang.org/grpc"
@@ -26,6 +28,23 @@ func Follow[M any](ctx context.Context, pause time.Duration, open func(context.C
 		select {
 		case <-ctx.Done():
 		case <-time.After(pause):
+		}
+	}
+}
+
+// Each calls handle with every message of a stream to its end. The error is the stream's, which is nil at its end, or
+// handle's.
+func Each[M any](stream grpc.ServerStreamingClient[M], handle func(*M) error) error {
+	for {
+		m, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err == nil {
+			err = handle(m)
+		}
+		if err != nil {
+			return err
 		}
 	}
 }

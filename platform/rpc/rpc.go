@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"net"
 	"os"
-	"runtime/debug"
 	"strings"
 	"sync"
 	"time"
@@ -301,11 +300,4 @@ func Dial(id TLS, addresses []string, serverName string, b Balancer) (*grpc.Clie
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 3 * time.Second, PermitWithoutStream: true}),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoffConfig, MinConnectTimeout: 2 * time.Second}),
 	)
-}
-
-// Recover logs a panic of a background goroutine and lets the process live. Use it with defer.
-func Recover(what string) {
-	if r := recover(); r != nil {
-		slog.Error("A background task panicked", "task", what, "panic", r, "stack", string(debug.Stack()))
-	}
 }

@@ -93,6 +93,14 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	return func() { _ = tp.Shutdown(context.WithoutCancel(ctx)) }, nil
 }
 
+// Profiles serves the process's profiles below /debug/pprof/.
+func Profiles(mux *http.ServeMux) {
+	mux.HandleFunc("/debug/pprof/", pprof.Index)
+	mux.HandleFunc("/debug/pprof/profile", pprof.Profile)
+	mux.HandleFunc("/debug/pprof/symbol", pprof.Symbol)
+	mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
+}
+
 // ServeDebug serves the process's own state until ctx is done. extra adds pages.
 func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, extra map[string]http.Handler) error {
 	if o.DebugAddress == "" {
@@ -101,10 +109,7 @@ func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, 
 	}
 	mux := http.NewServeMux()
 	mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
-	mux.HandleFunc("/debug/pprof/", pprof.Index)
-	mux.HandleFunc("/debug/pprof/profile", pprof.Profile)
-	mux.HandleFunc("/debug/pprof/symbol", pprof.Symbol)
-	mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
+	Profiles(mux)
 	for path, h := range extra {
 		mux.Handle(path, h)
 	}

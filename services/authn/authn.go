@@ -252,26 +252,11 @@ func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateReque
 		}
 	}
 	before := req.Header.Clone()
-	audiences := s.audiences
-	if len(r.Audiences) > 0 {
-		audiences = r.Audiences
+	out, u, err := s.ask(req, nil)
+	if err != nil || !out.Authenticated {
+		return out, err
 	}
-	if len(audiences) > 0 {
-		req = req.WithContext(authenticator.WithAudiences(ctx, audiences))
-	}
-	resp, ok, err := s.auth.AuthenticateRequest(req)
-	out := &authnv1.AuthenticateResponse{Authenticated: ok}
-	if err != nil {
-		out.Error = err.Error()
-	}
-	if !ok {
-		return out, nil
-	}
-	if err := s.trusted(resp.User); err != nil {
-		return nil, err
-	}
-	out.User, out.Audiences = identity.UserProto(resp.User), resp.Audiences
-	if !identity.Stranger(resp.User) {
+	if !identity.Stranger(u) {
 		var certificates []*x509.Certificate
 		if req.TLS != nil {
 			certificates = req.TLS.PeerCertificates
@@ -306,25 +291,32 @@ func (s *Service) ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
 	req := (&http.Request{URL: &url.URL{}, Header: http.Header{"Authorization": {"Bearer " + r.Token}}}).WithContext(ctx)
-	audiences := s.audiences
-	if len(r.Audiences) > 0 {
-		audiences = r.Audiences
+	out, _, err := s.ask(req, r.Audiences)
+	return out, err
+}
+
+// ask has the authenticators say whose a request is, for an audience; none is the API's own. The error is that nobody
+// can say.
+func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.AuthenticateResponse, user.Info, error) {
+	if len(audiences) == 0 {
+		audiences = s.audiences
 	}
 	if len(audiences) > 0 {
-		req = req.WithContext(authenticator.WithAudiences(ctx, audiences))
+		req = req.WithContext(authenticator.WithAudiences(req.Context(), audiences))
 	}
 	resp, ok, err := s.auth.AuthenticateRequest(req)
 	out := &authnv1.AuthenticateResponse{Authenticated: ok}
 	if err != nil {
 		out.Error = err.Error()
 	}
-	if ok {
-		if err := s.trusted(resp.User); err != nil {
-			return nil, err
-		}
-		out.User, out.Audiences = identity.UserProto(resp.User), resp.Audiences
+	if !ok {
+		return out, nil, nil
 	}
-	return out, nil
+	if err := s.trusted(resp.User); err != nil {
+		return nil, nil, err
+	}
+	out.User, out.Audiences = identity.UserProto(resp.User), resp.Audiences
+	return out, resp.User, nil
 }
 
 // IssuerDocument implements authnv1.AuthnServer.

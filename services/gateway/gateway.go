@@ -24,6 +24,7 @@ import (
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/kubeversion"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -169,7 +170,7 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 		own.HandleFunc("GET "+p, g.issuerDocument)
 	}
 	if g.config.Profiling {
-		debug(own)
+		telemetry.Profiles(own)
 	}
 	slis.SLIMetricsWithReset{}.Install(own)
 	g.health = g.checks()

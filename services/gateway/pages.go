@@ -3,7 +3,6 @@ package gateway
 import (
 	"encoding/json"
 	"net/http"
-	"net/http/pprof"
 	"slices"
 )
 
@@ -20,12 +19,4 @@ func writeJSON(w http.ResponseWriter, v any) {
 func sorted(s []string) []string {
 	slices.Sort(s)
 	return s
-}
-
-// debug serves profiles to those that authorization lets see them.
-func debug(mux *http.ServeMux) {
-	mux.HandleFunc("/debug/pprof/", pprof.Index)
-	mux.HandleFunc("/debug/pprof/profile", pprof.Profile)
-	mux.HandleFunc("/debug/pprof/symbol", pprof.Symbol)
-	mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
 }

@@ -150,6 +150,7 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	if err := srv.Shutdown(drain); err != nil {
 		return srv.Close()
 	}
+	s.InFlight.Wait() // nothing is, once the connections have ended
 	return nil
 }
 

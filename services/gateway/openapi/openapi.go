@@ -9,7 +9,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net/http"
 	"strings"
@@ -20,6 +19,7 @@ import (
 	openapi_v3 "github.com/google/gnostic-models/openapiv3"
 	"github.com/munnerz/goautoneg"
 	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/kube-openapi/pkg/aggregator"
 	"k8s.io/kube-openapi/pkg/validation/spec"
@@ -112,7 +112,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 	d, err := h.document(path)
 	if err != nil {
-		if strings.Contains(err.Error(), "404 page not found") {
+		if apierrors.IsNotFound(err) {
 			answer.NotFound(w, req)
 			return
 		}
@@ -229,22 +229,19 @@ func (h *Handler) document(path string) (*document, error) {
 	return d, d.err
 }
 
-// readTimeout bounds what registry may take to make a document: a thousand definitions are a large one.
-const readTimeout = time.Minute
+// documentTimeout bounds what registry may take to make a document: a thousand definitions are a large one.
+const documentTimeout = time.Minute
 
 // read has registry make a document; that of v2 holds what others serve too.
 func (h *Handler) read(path string) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), readTimeout) // others wait for it too
+	ctx, cancel := context.WithTimeout(context.Background(), documentTimeout) // others wait for it too
 	defer cancel()
-	stream, err := h.Registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
 	var data []byte
-	for err == nil {
-		var chunk *registryv1.OpenAPIChunk
-		if chunk, err = stream.Recv(); err == nil {
-			data = append(data, chunk.Data...)
-		}
+	stream, err := h.Registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
+	if err == nil {
+		err = rpc.Each(stream, func(c *registryv1.OpenAPIChunk) error { data = append(data, c.Data...); return nil })
 	}
-	if !errors.Is(err, io.EOF) {
+	if err != nil {
 		return nil, rpc.FromStatus(err)
 	}
 	if path == "v2" {

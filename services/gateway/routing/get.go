@@ -33,7 +33,6 @@ func (c *call) getRequest() *registryv1.GetRequest {
 		User:      c.user,
 		Query:     c.req.URL.RawQuery,
 		Output:    c.out,
-		Method:    c.req.Method,
 	}
 }
 

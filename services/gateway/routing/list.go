@@ -163,14 +163,8 @@ func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) (data []b
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := c.router.Objects.List(ctx, r)
-	for err == nil {
-		var chunk *registryv1.ListChunk
-		if chunk, err = stream.Recv(); err == nil {
-			data = append(data, chunk.Data...)
-		}
+	if err == nil {
+		err = rpc.Each(stream, func(chunk *registryv1.ListChunk) error { data = append(data, chunk.Data...); return nil })
 	}
-	if !errors.Is(err, io.EOF) {
-		return nil, err
-	}
-	return data, nil
+	return data, err
 }

@@ -70,11 +70,10 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 	}
 	return &watch.Request{
 		WatchRequest: &watchfanoutv1.WatchRequest{
-			Query:                p.query,
-			ResourceVersion:      version,
-			ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
-			AllowBookmarks:       p.opts.AllowWatchBookmarks,
-			SendInitialEvents:    p.opts.SendInitialEvents,
+			Query:             p.query,
+			ResourceVersion:   version,
+			AllowBookmarks:    p.opts.AllowWatchBookmarks,
+			SendInitialEvents: p.opts.SendInitialEvents,
 		},
 		Deadline:       time.Now().Add(timeout),
 		BookmarkPeriod: bookmarks,

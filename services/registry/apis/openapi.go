@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"fmt"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 
@@ -433,11 +434,9 @@ func (w *routeWriter) get(path string, params []common.Parameter) {
 
 // versionedOptions are the parameters of an internal options type in the version that is served.
 func (w *routeWriter) versionedOptions(internal any) []common.Parameter {
-	obj, ok := internal.(interface{ GetObjectKind() schema.ObjectKind })
-	if !ok || reflect.ValueOf(internal).IsNil() {
+	if _, ok := internal.(interface{ GetObjectKind() schema.ObjectKind }); !ok || reflect.ValueOf(internal).IsNil() {
 		return nil
 	}
-	_ = obj
 	name := reflect.Indirect(reflect.ValueOf(internal)).Type().Name()
 	versioned, err := w.e.Creater.New(w.e.Kind.GroupVersion().WithKind(name))
 	if err != nil {
@@ -563,21 +562,12 @@ func parameters(options any, except ...string) []common.Parameter {
 		f := t.Field(i)
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
 		dataType, ok := jsonType(f.Type)
-		if name == "" || !ok || contains(except, name) {
+		if name == "" || !ok || slices.Contains(except, name) {
 			continue
 		}
 		all = append(all, parameter{name: name, description: docs[name], dataType: dataType, kind: common.QueryParameterKind})
 	}
 	return all
-}
-
-func contains(list []string, s string) bool {
-	for _, l := range list {
-		if l == s {
-			return true
-		}
-	}
-	return false
 }
 
 func jsonType(t reflect.Type) (string, bool) {

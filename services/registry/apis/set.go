@@ -7,7 +7,6 @@ import (
 	"sort"
 	"strings"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/managedfields"
@@ -49,9 +48,6 @@ func (s *Set) Endpoint(r *commonv1.Resource) (*verbs.Endpoint, bool) {
 	return e, ok
 }
 
-// Endpoints is all of them, by group in /apis order, version and path.
-func (s *Set) Endpoints() []*verbs.Endpoint { return s.ordered }
-
 func key(group, version, resource, subresource string) string {
 	return group + "/" + version + "/" + resource + "/" + subresource
 }
@@ -67,6 +63,10 @@ func (s *Set) complete(store *storage.Storage) error {
 	if err != nil {
 		return err
 	}
+	converter, err := managedfields.NewTypeConverter(models, false)
+	if err != nil {
+		return fmt.Errorf("models: %w", err)
+	}
 	for i := range s.groups {
 		info := &s.groups[i]
 		name := info.PrioritizedVersions[0].Group
@@ -78,10 +78,6 @@ func (s *Set) complete(store *storage.Storage) error {
 			}
 			g.Versions = append(g.Versions, gv.Version)
 			g.GroupPriorityMinimum = priorities[gv].Group
-			converter, err := managedfields.NewTypeConverter(models, false)
-			if err != nil {
-				return fmt.Errorf("%s: models: %w", gv, err)
-			}
 			if err := s.version(store, info, gv, storages, converter); err != nil {
 				return fmt.Errorf("%s: %w", gv, err)
 			}
@@ -171,7 +167,6 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 		entry.ConnectMethods = c.ConnectMethods()
 		_, entry.ConnectSubpath, _ = c.NewConnectOptions()
 	}
-	_, entry.NamedCreater = e.Storage.(rest.NamedCreater)
 	_, entry.GetWithOptions = e.Storage.(rest.GetterWithOptions)
 	_, entry.Table = e.Storage.(rest.TableConvertor)
 	versioned, err := e.Creater.New(e.Kind)
@@ -311,9 +306,4 @@ func (s *Set) Models(group string) (map[string]*spec.Schema, error) {
 // OpenAPI answers a document: "v2", or "v3/" and a group version's path. ok is false where there is none.
 func (s *Set) OpenAPI(path string) (doc any, ok bool, err error) {
 	return s.openapi.get(path, s.ordered)
-}
-
-// Resource is the endpoint's resource as an API client names it.
-func Resource(e *verbs.Endpoint) metav1.GroupVersionResource {
-	return metav1.GroupVersionResource{Group: e.Resource.Group, Version: e.Resource.Version, Resource: e.Resource.Resource}
 }

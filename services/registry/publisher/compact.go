@@ -7,14 +7,14 @@ import (
 )
 
 // compact removes revisions that are older than the interval. Only the leader does.
-func (p *Publisher) compact(ctx context.Context) {
+func (p *Publisher) compact(ctx context.Context) error {
 	tick := time.NewTicker(p.CompactionInterval)
 	defer tick.Stop()
 	var before int64
 	for {
 		select {
 		case <-ctx.Done():
-			return
+			return ctx.Err()
 		case <-tick.C:
 		}
 		resp, err := p.Storage.Client.Client.Get(ctx, ElectionKey)

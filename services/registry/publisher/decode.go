@@ -3,7 +3,6 @@ package publisher
 import (
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
@@ -11,6 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 
+	"watershed.dev/platform/guard"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/storage"
@@ -36,11 +36,7 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Ev
 	if !ok {
 		return nil, "", nil
 	}
-	defer func() {
-		if r := recover(); r != nil {
-			err = fmt.Errorf("reading %q panicked: %v", key, r)
-		}
-	}()
+	defer guard.Error("reading an object", &err)
 	out, obj, err := p.read(ctx, e, st)
 	if err == nil && customresources.Defines(st) {
 		redefined = p.customs.Changed(obj, e.Type == mvccpb.DELETE)

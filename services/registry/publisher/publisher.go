@@ -18,7 +18,7 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/storage"
 )
@@ -73,12 +73,11 @@ const resignAfter = 8 * time.Second
 
 func (p *Publisher) lead(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
+	var tasks lifecycle.Supervisor
+	defer tasks.Wait()
 	defer cancel()
 	if p.CompactionInterval > 0 {
-		go func() {
-			defer rpc.Recover("compaction")
-			p.compact(ctx)
-		}()
+		tasks.Go(ctx, "compaction", p.compact)
 	}
 	leading.Set(1)
 	defer leading.Set(0)

@@ -39,6 +39,7 @@ import (
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"k8s.io/kubernetes/pkg/kubeapiserver"
 
+	"watershed.dev/platform/guard"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -211,18 +212,6 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 		s.deepest = max(s.deepest, strings.Count(st.Prefix, "/"))
 	}
 	return store, destroy, nil
-}
-
-// All is every stored resource.
-func (s *Storage) All() []*Stored {
-	s.mu.RLock()
-	defer s.mu.RUnlock()
-	var all []*Stored
-	for _, st := range s.byPrefix {
-		all = append(all, st)
-	}
-	slices.SortFunc(all, func(a, b *Stored) int { return strings.Compare(a.Prefix, b.Prefix) })
-	return all
 }
 
 // ByName finds a stored resource ("pods", "deployments.apps").
@@ -437,11 +426,7 @@ func (s *Stored) Row(ctx context.Context, key string, data []byte, revision int6
 // Read decodes an etcd value and encodes it. A panic of a type's own code, which a value of an unknown making may
 // reach, is an error like any other.
 func (s *Stored) Read(ctx context.Context, key string, data []byte, revision int64) (m metav1.Object, o *logv1.Object, err error) {
-	defer func() {
-		if r := recover(); r != nil {
-			err = fmt.Errorf("reading %q panicked: %v", key, r)
-		}
-	}()
+	defer guard.Error("reading an object", &err)
 	obj, err := s.Decode(ctx, key, data, revision)
 	if err != nil {
 		return nil, nil, err

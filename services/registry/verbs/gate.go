@@ -156,7 +156,6 @@ type gateAdmission struct {
 	gate            Gate
 	endpoint        *Endpoint
 	admit, validate sets.Set[admissionv1.Operation]
-	annotations     map[string]string
 }
 
 var operations = map[admission.Operation]admissionv1.Operation{
@@ -258,12 +257,6 @@ func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase, a admis
 	}
 	for _, w := range verdict.GetWarnings() {
 		warning.AddWarning(ctx, "", w)
-	}
-	for k, v := range verdict.GetAuditAnnotations() {
-		if g.annotations == nil {
-			g.annotations = map[string]string{}
-		}
-		g.annotations[k] = v
 	}
 	return verdict, nil
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"strings"
 
 	jsonpatch "gopkg.in/evanphx/json-patch.v4"
@@ -56,11 +57,7 @@ func (c *call) patch(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, c.MethodNotSupported("patch")
 	}
 	contentType, _, _ := strings.Cut(c.req.ContentType, ";")
-	supported := false
-	for _, t := range c.PatchTypes() {
-		supported = supported || t == contentType
-	}
-	if !supported {
+	if !slices.Contains(c.PatchTypes(), contentType) {
 		return nil, negotiation.NewUnsupportedMediaTypeError(c.PatchTypes())
 	}
 	if c.req.Name == "" {

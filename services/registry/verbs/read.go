@@ -27,27 +27,17 @@ func (e *Endpoint) Get(ctx context.Context, r *registryv1.GetRequest) (*registry
 		return nil, errEmptyName
 	}
 	ctx = request.WithNamespace(ctx, r.Namespace)
-	var obj runtime.Object
-	switch s := e.Storage.(type) {
-	case rest.Getter:
-		opts, err := getOptions(r.Query)
-		if err != nil {
-			return nil, err
-		}
-		if err = await(ctx, func() error { obj, err = s.Get(ctx, r.Name, opts); return err }); err != nil {
-			return nil, err
-		}
-	case rest.GetterWithOptions:
-		opts, subpath, subpathKey := s.NewGetOptions()
-		if err := e.requestOptions(r, opts, subpath, subpathKey); err != nil {
-			return nil, err
-		}
-		var err error
-		if obj, err = s.Get(ctx, r.Name, opts); err != nil {
-			return nil, err
-		}
-	default:
+	getter, ok := e.Storage.(rest.Getter)
+	if !ok { // a GetterWithOptions is connected to
 		return nil, e.MethodNotSupported("get")
+	}
+	opts, err := getOptions(r.Query)
+	if err != nil {
+		return nil, err
+	}
+	var obj runtime.Object
+	if err := await(ctx, func() error { obj, err = getter.Get(ctx, r.Name, opts); return err }); err != nil {
+		return nil, err
 	}
 	return e.respond(ctx, r.Output, r.Query, http.StatusOK, obj)
 }
@@ -68,22 +58,6 @@ func getOptions(query string) (*metav1.GetOptions, error) {
 		}
 	}
 	return opts, decodeOptions(query, opts)
-}
-
-// requestOptions decodes options of a type of the storage's own (logs, proxy), with what follows the subresource in the
-// path.
-func (e *Endpoint) requestOptions(r *registryv1.GetRequest, into runtime.Object, subpath bool, subpathKey string) error {
-	if into == nil {
-		return nil
-	}
-	values, _ := url.ParseQuery(r.Query)
-	if subpath {
-		values[subpathKey] = []string{r.Subpath}
-	}
-	if err := e.ParameterCodec.DecodeParameters(values, e.Kind.GroupVersion(), into); err != nil {
-		return apierrors.NewBadRequest(err.Error())
-	}
-	return nil
 }
 
 // List answers a list, straight from etcd. It is also how bad options get kube-apiserver's own answers.

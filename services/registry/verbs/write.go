@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
@@ -75,7 +76,7 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest, gate G
 	if err != nil {
 		return nil, rpc.WithWarnings(err, warnings.all())
 	}
-	resp.Warnings, resp.AuditAnnotations = warnings.all(), gated.annotations
+	resp.Warnings = warnings.all()
 	return resp, nil
 }
 
@@ -88,12 +89,9 @@ type recorder struct {
 func (w *recorder) AddWarning(_, text string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for _, t := range w.list {
-		if t == text {
-			return
-		}
+	if !slices.Contains(w.list, text) {
+		w.list = append(w.list, text)
 	}
-	w.list = append(w.list, text)
 }
 
 func (w *recorder) all() []string {

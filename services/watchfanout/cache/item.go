@@ -1,10 +1,10 @@
 package cache
 
 import (
-	"fmt"
 	"slices"
 	"sync"
 
+	"watershed.dev/platform/guard"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -45,7 +45,6 @@ type Event struct {
 	Revision       int64
 	Index          int32
 	Item, Previous *Item
-	ObservedNano   int64
 	// Trace is the event's span; empty where it is not traced.
 	Trace string
 
@@ -120,11 +119,7 @@ func (d *derived) get(key any, build func() ([]byte, error), grown func(int)) ([
 
 // guarded makes a panic an error: others wait for the frame.
 func guarded(build func() ([]byte, error)) (data []byte, err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			err = fmt.Errorf("making a frame panicked: %v", p)
-		}
-	}()
+	defer guard.Error("making a frame", &err)
 	return build()
 }
 
@@ -139,7 +134,7 @@ func (e *Event) Frame(key any, build func() ([]byte, error)) ([]byte, error) {
 
 // EventOf is the log's event as the cache has it.
 func EventOf(p *logv1.Event) *Event {
-	e := &Event{Type: p.Type, Revision: p.Revision, Index: p.Index, ObservedNano: p.ObservedUnixNano, Trace: p.Trace}
+	e := &Event{Type: p.Type, Revision: p.Revision, Index: p.Index, Trace: p.Trace}
 	e.Item = itemOf(p.Namespace, p.Name, p.Revision, p.Object)
 	if p.Previous != nil {
 		e.Previous = itemOf(p.Namespace, p.Name, p.Revision, p.Previous)

@@ -3,7 +3,6 @@ package cache
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"strings"
 	"sync"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/google/btree"
 
+	"watershed.dev/platform/guard"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -369,11 +369,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 
 // read reads a whole resource, and waits until the log has passed it, lest the cache be newer than it says.
 func read(ctx context.Context, name string, source Source, wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], bad map[string]string, bytes int, revision int64, err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			err = fmt.Errorf("loading %s panicked: %v", name, p)
-		}
-	}()
+	defer guard.Error("loading "+name, &err)
 	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
 	defer cancel()
 	rows, revision, err := source(ctx, name)

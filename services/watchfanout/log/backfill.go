@@ -3,13 +3,12 @@ package log
 import (
 	"context"
 	"errors"
-	"fmt"
-	"runtime/debug"
 	"slices"
 	"sync"
 	"time"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/guard"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/watchfanout/cache"
 )
@@ -242,11 +241,7 @@ func (f *Backfill) ended() bool {
 func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
 	defer l.backfills.end(b)
 	defer b.cancel()
-	defer func() {
-		if r := recover(); r != nil {
-			b.err = fmt.Errorf("panic: %v\n%s", r, debug.Stack())
-		}
-	}()
+	defer guard.Error("reading "+b.storedAs+" from the log", &b.err)
 	b.UpTo = b.after
 	if b.err = l.backfills.acquire(ctx, b); b.err != nil {
 		b.cut = true

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"runtime/debug"
 	"strconv"
@@ -24,6 +23,7 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -214,16 +214,14 @@ func (l *Log) Load(ctx context.Context, storedAs string) ([]*registryv1.Row, int
 	}
 	var rows []*registryv1.Row
 	var revision int64
-	for {
-		chunk, err := stream.Recv()
-		if errors.Is(err, io.EOF) {
-			slog.Debug("Loaded", "resource", storedAs, "objects", len(rows), "revision", revision)
-			return rows, revision, nil
-		}
-		if err != nil {
-			return nil, 0, fmt.Errorf("snapshot of %s: %w", storedAs, err)
-		}
+	err = rpc.Each(stream, func(chunk *registryv1.SnapshotChunk) error {
 		revision = chunk.Revision
 		rows = append(rows, chunk.Rows...)
+		return nil
+	})
+	if err != nil {
+		return nil, 0, fmt.Errorf("snapshot of %s: %w", storedAs, err)
 	}
+	slog.Debug("Loaded", "resource", storedAs, "objects", len(rows), "revision", revision)
+	return rows, revision, nil
 }

@@ -269,11 +269,10 @@ func (x *Equivalent) GetKind() *v1.Kind {
 type Verdict struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The object as the chain left it; empty where nothing changed it.
-	Object           []byte            `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
-	Warnings         []string          `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
-	AuditAnnotations map[string]string `protobuf:"bytes,3,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	Object        []byte   `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
+	Warnings      []string `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Verdict) Reset() {
@@ -316,13 +315,6 @@ func (x *Verdict) GetObject() []byte {
 func (x *Verdict) GetWarnings() []string {
 	if x != nil {
 		return x.Warnings
-	}
-	return nil
-}
-
-func (x *Verdict) GetAuditAnnotations() map[string]string {
-	if x != nil {
-		return x.AuditAnnotations
 	}
 	return nil
 }
@@ -509,14 +501,10 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\n" +
 	"Equivalent\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12-\n" +
-	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\xe6\x01\n" +
+	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"C\n" +
 	"\aVerdict\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\fR\x06object\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x12b\n" +
-	"\x11audit_annotations\x18\x03 \x03(\v25.watershed.admission.v1.Verdict.AuditAnnotationsEntryR\x10auditAnnotations\x1aC\n" +
-	"\x15AuditAnnotationsEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x12\n" +
+	"\bwarnings\x18\x02 \x03(\tR\bwarningsJ\x04\b\x03\x10\x04\"\x12\n" +
 	"\x10InterestsRequest\"\x83\x01\n" +
 	"\vInterestSet\x126\n" +
 	"\x05admit\x18\x01 \x03(\v2 .watershed.admission.v1.InterestR\x05admit\x12<\n" +
@@ -552,7 +540,7 @@ func file_watershed_admission_v1_admission_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_admission_v1_admission_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
 var file_watershed_admission_v1_admission_proto_goTypes = []any{
 	(Operation)(0),           // 0: watershed.admission.v1.Operation
 	(*Review)(nil),           // 1: watershed.admission.v1.Review
@@ -561,34 +549,32 @@ var file_watershed_admission_v1_admission_proto_goTypes = []any{
 	(*InterestsRequest)(nil), // 4: watershed.admission.v1.InterestsRequest
 	(*InterestSet)(nil),      // 5: watershed.admission.v1.InterestSet
 	(*Interest)(nil),         // 6: watershed.admission.v1.Interest
-	nil,                      // 7: watershed.admission.v1.Verdict.AuditAnnotationsEntry
-	(*v1.Kind)(nil),          // 8: watershed.common.v1.Kind
-	(*v1.Resource)(nil),      // 9: watershed.common.v1.Resource
-	(*v1.User)(nil),          // 10: watershed.common.v1.User
+	(*v1.Kind)(nil),          // 7: watershed.common.v1.Kind
+	(*v1.Resource)(nil),      // 8: watershed.common.v1.Resource
+	(*v1.User)(nil),          // 9: watershed.common.v1.User
 }
 var file_watershed_admission_v1_admission_proto_depIdxs = []int32{
 	0,  // 0: watershed.admission.v1.Review.operation:type_name -> watershed.admission.v1.Operation
-	8,  // 1: watershed.admission.v1.Review.kind:type_name -> watershed.common.v1.Kind
-	9,  // 2: watershed.admission.v1.Review.resource:type_name -> watershed.common.v1.Resource
-	10, // 3: watershed.admission.v1.Review.user:type_name -> watershed.common.v1.User
+	7,  // 1: watershed.admission.v1.Review.kind:type_name -> watershed.common.v1.Kind
+	8,  // 2: watershed.admission.v1.Review.resource:type_name -> watershed.common.v1.Resource
+	9,  // 3: watershed.admission.v1.Review.user:type_name -> watershed.common.v1.User
 	2,  // 4: watershed.admission.v1.Review.equivalents:type_name -> watershed.admission.v1.Equivalent
-	9,  // 5: watershed.admission.v1.Equivalent.resource:type_name -> watershed.common.v1.Resource
-	8,  // 6: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
-	7,  // 7: watershed.admission.v1.Verdict.audit_annotations:type_name -> watershed.admission.v1.Verdict.AuditAnnotationsEntry
-	6,  // 8: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
-	6,  // 9: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
-	0,  // 10: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
-	1,  // 11: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
-	1,  // 12: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
-	4,  // 13: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
-	3,  // 14: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
-	3,  // 15: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
-	5,  // 16: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
-	14, // [14:17] is the sub-list for method output_type
-	11, // [11:14] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	8,  // 5: watershed.admission.v1.Equivalent.resource:type_name -> watershed.common.v1.Resource
+	7,  // 6: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
+	6,  // 7: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
+	6,  // 8: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
+	0,  // 9: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
+	1,  // 10: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
+	1,  // 11: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
+	4,  // 12: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
+	3,  // 13: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
+	3,  // 14: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
+	5,  // 15: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
+	13, // [13:16] is the sub-list for method output_type
+	10, // [10:13] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_watershed_admission_v1_admission_proto_init() }
@@ -602,7 +588,7 @@ func file_watershed_admission_v1_admission_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_admission_v1_admission_proto_rawDesc), len(file_watershed_admission_v1_admission_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   7,
+			NumMessages:   6,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

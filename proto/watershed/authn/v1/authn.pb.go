@@ -31,8 +31,7 @@ type AuthenticateRequest struct {
 	// The request's headers that an authenticator may look at, canonical names.
 	Headers map[string]*v1.Values `protobuf:"bytes,2,rep,name=headers" json:"headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The URL path; anonymous access may be limited to some paths.
-	Path          string   `protobuf:"bytes,3,opt,name=path" json:"path,omitempty"`
-	Audiences     []string `protobuf:"bytes,4,rep,name=audiences" json:"audiences,omitempty"`
+	Path          string `protobuf:"bytes,3,opt,name=path" json:"path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -86,13 +85,6 @@ func (x *AuthenticateRequest) GetPath() string {
 		return x.Path
 	}
 	return ""
-}
-
-func (x *AuthenticateRequest) GetAudiences() []string {
-	if x != nil {
-		return x.Audiences
-	}
-	return nil
 }
 
 type ReviewTokenRequest struct {
@@ -358,15 +350,14 @@ var File_watershed_authn_v1_authn_proto protoreflect.FileDescriptor
 
 const file_watershed_authn_v1_authn_proto_rawDesc = "" +
 	"\n" +
-	"\x1ewatershed/authn/v1/authn.proto\x12\x12watershed.authn.v1\x1a watershed/common/v1/common.proto\"\x9d\x02\n" +
+	"\x1ewatershed/authn/v1/authn.proto\x12\x12watershed.authn.v1\x1a watershed/common/v1/common.proto\"\x85\x02\n" +
 	"\x13AuthenticateRequest\x12+\n" +
 	"\x11peer_certificates\x18\x01 \x03(\fR\x10peerCertificates\x12N\n" +
 	"\aheaders\x18\x02 \x03(\v24.watershed.authn.v1.AuthenticateRequest.HeadersEntryR\aheaders\x12\x12\n" +
-	"\x04path\x18\x03 \x01(\tR\x04path\x12\x1c\n" +
-	"\taudiences\x18\x04 \x03(\tR\taudiences\x1aW\n" +
+	"\x04path\x18\x03 \x01(\tR\x04path\x1aW\n" +
 	"\fHeadersEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x121\n" +
-	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01\"H\n" +
+	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01J\x04\b\x04\x10\x05\"H\n" +
 	"\x12ReviewTokenRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x1c\n" +
 	"\taudiences\x18\x02 \x03(\tR\taudiences\"\xcc\x03\n" +

@@ -202,11 +202,8 @@ type GetRequest struct {
 	Name      string                 `protobuf:"bytes,3,opt,name=name" json:"name,omitempty"`
 	User      *v1.User               `protobuf:"bytes,4,opt,name=user" json:"user,omitempty"`
 	// The URL's query, undecoded: the registry answers kube-apiserver's own errors for it.
-	Query  string  `protobuf:"bytes,5,opt,name=query" json:"query,omitempty"`
-	Output *Output `protobuf:"bytes,6,opt,name=output" json:"output,omitempty"`
-	// What follows the name and subresource in the path, for proxy.
-	Subpath       string `protobuf:"bytes,7,opt,name=subpath" json:"subpath,omitempty"`
-	Method        string `protobuf:"bytes,8,opt,name=method" json:"method,omitempty"`
+	Query         string  `protobuf:"bytes,5,opt,name=query" json:"query,omitempty"`
+	Output        *Output `protobuf:"bytes,6,opt,name=output" json:"output,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -283,28 +280,13 @@ func (x *GetRequest) GetOutput() *Output {
 	return nil
 }
 
-func (x *GetRequest) GetSubpath() string {
-	if x != nil {
-		return x.Subpath
-	}
-	return ""
-}
-
-func (x *GetRequest) GetMethod() string {
-	if x != nil {
-		return x.Method
-	}
-	return ""
-}
-
 type ObjectResponse struct {
-	state            protoimpl.MessageState `protogen:"open.v1"`
-	Code             int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
-	Body             []byte                 `protobuf:"bytes,2,opt,name=body" json:"body,omitempty"`
-	Warnings         []string               `protobuf:"bytes,3,rep,name=warnings" json:"warnings,omitempty"`
-	AuditAnnotations map[string]string      `protobuf:"bytes,4,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Code          int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
+	Body          []byte                 `protobuf:"bytes,2,opt,name=body" json:"body,omitempty"`
+	Warnings      []string               `protobuf:"bytes,3,rep,name=warnings" json:"warnings,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ObjectResponse) Reset() {
@@ -358,17 +340,9 @@ func (x *ObjectResponse) GetWarnings() []string {
 	return nil
 }
 
-func (x *ObjectResponse) GetAuditAnnotations() map[string]string {
-	if x != nil {
-		return x.AuditAnnotations
-	}
-	return nil
-}
-
 type ListChunk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Data          []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
-	Warnings      []string               `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -406,13 +380,6 @@ func (*ListChunk) Descriptor() ([]byte, []int) {
 func (x *ListChunk) GetData() []byte {
 	if x != nil {
 		return x.Data
-	}
-	return nil
-}
-
-func (x *ListChunk) GetWarnings() []string {
-	if x != nil {
-		return x.Warnings
 	}
 	return nil
 }
@@ -1336,9 +1303,7 @@ type ResourceEntry struct {
 	// rest.Connecter and GetterWithOptions take a subpath.
 	ConnectSubpath bool     `protobuf:"varint,16,opt,name=connect_subpath,json=connectSubpath" json:"connect_subpath,omitempty"`
 	ConnectMethods []string `protobuf:"bytes,17,rep,name=connect_methods,json=connectMethods" json:"connect_methods,omitempty"`
-	// Whether a write creates (NamedCreater: the name comes from the URL).
-	NamedCreater   bool `protobuf:"varint,18,opt,name=named_creater,json=namedCreater" json:"named_creater,omitempty"`
-	GetWithOptions bool `protobuf:"varint,19,opt,name=get_with_options,json=getWithOptions" json:"get_with_options,omitempty"`
+	GetWithOptions bool     `protobuf:"varint,19,opt,name=get_with_options,json=getWithOptions" json:"get_with_options,omitempty"`
 	// The name segment that group discovery uses for the kind where it differs from kind.
 	DiscoveryKind string `protobuf:"bytes,20,opt,name=discovery_kind,json=discoveryKind" json:"discovery_kind,omitempty"`
 	// A custom resource: objects have no Go type. They are served in JSON and YAML, their metadata also in protobuf, and each
@@ -1503,13 +1468,6 @@ func (x *ResourceEntry) GetConnectMethods() []string {
 		return x.ConnectMethods
 	}
 	return nil
-}
-
-func (x *ResourceEntry) GetNamedCreater() bool {
-	if x != nil {
-		return x.NamedCreater
-	}
-	return false
 }
 
 func (x *ResourceEntry) GetGetWithOptions() bool {
@@ -2068,9 +2026,7 @@ func (x *RevisionResponse) GetRevision() int64 {
 type OpenAPIRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "v2", "v3" for the index, or "v3/apis/apps/v1".
-	Path string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
-	// application/json or the protobuf of the document.
-	Protobuf      bool `protobuf:"varint,2,opt,name=protobuf" json:"protobuf,omitempty"`
+	Path          string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2112,17 +2068,9 @@ func (x *OpenAPIRequest) GetPath() string {
 	return ""
 }
 
-func (x *OpenAPIRequest) GetProtobuf() bool {
-	if x != nil {
-		return x.Protobuf
-	}
-	return false
-}
-
 type OpenAPIChunk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Data          []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
-	Etag          string                 `protobuf:"bytes,2,opt,name=etag" json:"etag,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2162,13 +2110,6 @@ func (x *OpenAPIChunk) GetData() []byte {
 		return x.Data
 	}
 	return nil
-}
-
-func (x *OpenAPIChunk) GetEtag() string {
-	if x != nil {
-		return x.Etag
-	}
-	return ""
 }
 
 // Connection is where to dial and how to carry bytes.
@@ -2362,7 +2303,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\n" +
 	"media_type\x18\x01 \x01(\tR\tmediaType\x12)\n" +
 	"\x02as\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x02as\x12\x16\n" +
-	"\x06pretty\x18\x03 \x01(\bR\x06pretty\"\xa7\x02\n" +
+	"\x06pretty\x18\x03 \x01(\bR\x06pretty\"\x81\x02\n" +
 	"\n" +
 	"GetRequest\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1c\n" +
@@ -2370,20 +2311,13 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12-\n" +
 	"\x04user\x18\x04 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x14\n" +
 	"\x05query\x18\x05 \x01(\tR\x05query\x125\n" +
-	"\x06output\x18\x06 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12\x18\n" +
-	"\asubpath\x18\a \x01(\tR\asubpath\x12\x16\n" +
-	"\x06method\x18\b \x01(\tR\x06method\"\x83\x02\n" +
+	"\x06output\x18\x06 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06outputJ\x04\b\a\x10\bJ\x04\b\b\x10\t\"Z\n" +
 	"\x0eObjectResponse\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x12\n" +
 	"\x04body\x18\x02 \x01(\fR\x04body\x12\x1a\n" +
-	"\bwarnings\x18\x03 \x03(\tR\bwarnings\x12h\n" +
-	"\x11audit_annotations\x18\x04 \x03(\v2;.watershed.registry.v1.ObjectResponse.AuditAnnotationsEntryR\x10auditAnnotations\x1aC\n" +
-	"\x15AuditAnnotationsEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\";\n" +
+	"\bwarnings\x18\x03 \x03(\tR\bwarningsJ\x04\b\x04\x10\x05\"%\n" +
 	"\tListChunk\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04data\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarnings\"\x87\x04\n" +
+	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\x87\x04\n" +
 	"\fWriteRequest\x12\x12\n" +
 	"\x04verb\x18\x01 \x01(\tR\x04verb\x129\n" +
 	"\bresource\x18\x02 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1c\n" +
@@ -2453,7 +2387,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xa5\b\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\x86\b\n" +
 	"\rResourceEntry\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
@@ -2479,8 +2413,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\vmedia_types\x18\x0f \x03(\tR\n" +
 	"mediaTypes\x12'\n" +
 	"\x0fconnect_subpath\x18\x10 \x01(\bR\x0econnectSubpath\x12'\n" +
-	"\x0fconnect_methods\x18\x11 \x03(\tR\x0econnectMethods\x12#\n" +
-	"\rnamed_creater\x18\x12 \x01(\bR\fnamedCreater\x12(\n" +
+	"\x0fconnect_methods\x18\x11 \x03(\tR\x0econnectMethods\x12(\n" +
 	"\x10get_with_options\x18\x13 \x01(\bR\x0egetWithOptions\x12%\n" +
 	"\x0ediscovery_kind\x18\x14 \x01(\tR\rdiscoveryKind\x12\x18\n" +
 	"\auntyped\x18\x15 \x01(\bR\auntyped\x12\x16\n" +
@@ -2490,7 +2423,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\".\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\".\n" +
 	"\x0fSnapshotRequest\x12\x1b\n" +
 	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\"[\n" +
 	"\rSnapshotChunk\x12\x1a\n" +
@@ -2535,13 +2468,11 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x11\n" +
 	"\x0fRevisionRequest\".\n" +
 	"\x10RevisionResponse\x12\x1a\n" +
-	"\brevision\x18\x01 \x01(\x03R\brevision\"@\n" +
+	"\brevision\x18\x01 \x01(\x03R\brevision\"*\n" +
 	"\x0eOpenAPIRequest\x12\x12\n" +
-	"\x04path\x18\x01 \x01(\tR\x04path\x12\x1a\n" +
-	"\bprotobuf\x18\x02 \x01(\bR\bprotobuf\"6\n" +
+	"\x04path\x18\x01 \x01(\tR\x04pathJ\x04\b\x02\x10\x03\"(\n" +
 	"\fOpenAPIChunk\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04data\x12\x12\n" +
-	"\x04etag\x18\x02 \x01(\tR\x04etag\"\xb6\x02\n" +
+	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\xb6\x02\n" +
 	"\n" +
 	"Connection\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x12>\n" +
@@ -2593,7 +2524,7 @@ func file_watershed_registry_v1_registry_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
+var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(Phase)(0),                       // 0: watershed.registry.v1.Phase
 	(Transport)(0),                   // 1: watershed.registry.v1.Transport
@@ -2624,94 +2555,92 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*OpenAPIChunk)(nil),             // 26: watershed.registry.v1.OpenAPIChunk
 	(*Connection)(nil),               // 27: watershed.registry.v1.Connection
 	(*Streams)(nil),                  // 28: watershed.registry.v1.Streams
-	nil,                              // 29: watershed.registry.v1.ObjectResponse.AuditAnnotationsEntry
-	nil,                              // 30: watershed.registry.v1.CatalogResponse.OpenapiEntry
-	nil,                              // 31: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	nil,                              // 32: watershed.registry.v1.Row.LabelsEntry
-	nil,                              // 33: watershed.registry.v1.Row.FieldsEntry
-	nil,                              // 34: watershed.registry.v1.Fields.FieldsEntry
-	(*v1.Kind)(nil),                  // 35: watershed.common.v1.Kind
-	(*v1.Resource)(nil),              // 36: watershed.common.v1.Resource
-	(*v1.User)(nil),                  // 37: watershed.common.v1.User
-	(v11.Operation)(0),               // 38: watershed.admission.v1.Operation
-	(*v12.AuthenticateResponse)(nil), // 39: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 40: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 41: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 42: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 43: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 44: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 45: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 46: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 47: watershed.authz.v1.AuthorizeResponse
+	nil,                              // 29: watershed.registry.v1.CatalogResponse.OpenapiEntry
+	nil,                              // 30: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	nil,                              // 31: watershed.registry.v1.Row.LabelsEntry
+	nil,                              // 32: watershed.registry.v1.Row.FieldsEntry
+	nil,                              // 33: watershed.registry.v1.Fields.FieldsEntry
+	(*v1.Kind)(nil),                  // 34: watershed.common.v1.Kind
+	(*v1.Resource)(nil),              // 35: watershed.common.v1.Resource
+	(*v1.User)(nil),                  // 36: watershed.common.v1.User
+	(v11.Operation)(0),               // 37: watershed.admission.v1.Operation
+	(*v12.AuthenticateResponse)(nil), // 38: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 39: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 40: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 41: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 42: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 43: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 44: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 45: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 46: watershed.authz.v1.AuthorizeResponse
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
-	35, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
-	36, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
-	37, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
+	34, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
+	35, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
+	36, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	29, // 4: watershed.registry.v1.ObjectResponse.audit_annotations:type_name -> watershed.registry.v1.ObjectResponse.AuditAnnotationsEntry
-	36, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	37, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
-	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	38, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	38, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	6,  // 10: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
-	10, // 11: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
-	11, // 12: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	39, // 13: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	40, // 14: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
-	4,  // 15: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	9,  // 16: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
-	41, // 17: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	42, // 18: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	43, // 19: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	27, // 20: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	0,  // 21: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	44, // 22: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
-	45, // 23: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	46, // 24: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	47, // 25: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	15, // 26: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
-	16, // 27: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	30, // 28: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
-	14, // 29: watershed.registry.v1.CatalogResponse.remotes:type_name -> watershed.registry.v1.Remote
-	36, // 30: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
-	36, // 31: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	35, // 32: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	35, // 33: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	31, // 34: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	19, // 35: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	32, // 36: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	33, // 37: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	36, // 38: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 39: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	22, // 40: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	34, // 41: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 42: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	28, // 43: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 44: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 45: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	7,  // 46: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	7,  // 47: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	12, // 48: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
-	25, // 49: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	17, // 50: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	20, // 51: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	23, // 52: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	4,  // 53: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 54: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	8,  // 55: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	8,  // 56: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	13, // 57: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	26, // 58: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	18, // 59: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	21, // 60: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	24, // 61: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	53, // [53:62] is the sub-list for method output_type
-	44, // [44:53] is the sub-list for method input_type
-	44, // [44:44] is the sub-list for extension type_name
-	44, // [44:44] is the sub-list for extension extendee
-	0,  // [0:44] is the sub-list for field type_name
+	35, // 4: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	36, // 5: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	2,  // 6: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
+	37, // 7: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	37, // 8: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	6,  // 9: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
+	10, // 10: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
+	11, // 11: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
+	38, // 12: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	39, // 13: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	4,  // 14: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	9,  // 15: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
+	40, // 16: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	41, // 17: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	42, // 18: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	27, // 19: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	0,  // 20: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
+	43, // 21: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	44, // 22: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	45, // 23: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	46, // 24: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	15, // 25: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
+	16, // 26: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
+	29, // 27: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
+	14, // 28: watershed.registry.v1.CatalogResponse.remotes:type_name -> watershed.registry.v1.Remote
+	35, // 29: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
+	35, // 30: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	34, // 31: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	34, // 32: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	30, // 33: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	19, // 34: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	31, // 35: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	32, // 36: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	35, // 37: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 38: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	22, // 39: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	33, // 40: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 41: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	28, // 42: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 43: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 44: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	7,  // 45: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	7,  // 46: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	12, // 47: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
+	25, // 48: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	17, // 49: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	20, // 50: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	23, // 51: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	4,  // 52: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 53: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	8,  // 54: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	8,  // 55: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	13, // 56: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	26, // 57: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	18, // 58: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	21, // 59: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	24, // 60: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	52, // [52:61] is the sub-list for method output_type
+	43, // [43:52] is the sub-list for method input_type
+	43, // [43:43] is the sub-list for extension type_name
+	43, // [43:43] is the sub-list for extension extendee
+	0,  // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }
@@ -2740,7 +2669,7 @@ func file_watershed_registry_v1_registry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_registry_v1_registry_proto_rawDesc), len(file_watershed_registry_v1_registry_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   33,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   3,
 		},

@@ -361,8 +361,7 @@ type WatchRequest struct {
 	ResourceVersion string                 `protobuf:"bytes,2,opt,name=resource_version,json=resourceVersion" json:"resource_version,omitempty"`
 	AllowBookmarks  bool                   `protobuf:"varint,3,opt,name=allow_bookmarks,json=allowBookmarks" json:"allow_bookmarks,omitempty"`
 	// Unset: decided by resource_version, as the watch API does.
-	SendInitialEvents    *bool  `protobuf:"varint,4,opt,name=send_initial_events,json=sendInitialEvents" json:"send_initial_events,omitempty"`
-	ResourceVersionMatch string `protobuf:"bytes,5,opt,name=resource_version_match,json=resourceVersionMatch" json:"resource_version_match,omitempty"`
+	SendInitialEvents *bool `protobuf:"varint,4,opt,name=send_initial_events,json=sendInitialEvents" json:"send_initial_events,omitempty"`
 	// Resuming inside a client's open response: events up to and with this position were already sent.
 	ResumeAfter *Position `protobuf:"bytes,6,opt,name=resume_after,json=resumeAfter" json:"resume_after,omitempty"`
 	// The initial events were all sent before the stream broke; resume_after says from where.
@@ -429,13 +428,6 @@ func (x *WatchRequest) GetSendInitialEvents() bool {
 		return *x.SendInitialEvents
 	}
 	return false
-}
-
-func (x *WatchRequest) GetResourceVersionMatch() string {
-	if x != nil {
-		return x.ResourceVersionMatch
-	}
-	return ""
 }
 
 func (x *WatchRequest) GetResumeAfter() *Position {
@@ -719,16 +711,15 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\bcontinue\x18\x05 \x01(\tR\bcontinue\"3\n" +
 	"\tListChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x03(\fR\x04data\x12\x12\n" +
-	"\x04size\x18\x02 \x01(\x03R\x04size\"\xa0\x03\n" +
+	"\x04size\x18\x02 \x01(\x03R\x04size\"\xf0\x02\n" +
 	"\fWatchRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x12'\n" +
 	"\x0fallow_bookmarks\x18\x03 \x01(\bR\x0eallowBookmarks\x125\n" +
-	"\x13send_initial_events\x18\x04 \x01(\bB\x05\xaa\x01\x02\b\x01R\x11sendInitialEvents\x124\n" +
-	"\x16resource_version_match\x18\x05 \x01(\tR\x14resourceVersionMatch\x12E\n" +
+	"\x13send_initial_events\x18\x04 \x01(\bB\x05\xaa\x01\x02\b\x01R\x11sendInitialEvents\x12E\n" +
 	"\fresume_after\x18\x06 \x01(\v2\".watershed.watchfanout.v1.PositionR\vresumeAfter\x12.\n" +
 	"\x13initial_events_done\x18\a \x01(\bR\x11initialEventsDone\x12!\n" +
-	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSent\"V\n" +
+	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSentJ\x04\b\x05\x10\x06\"V\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x05R\x05index\x12\x18\n" +

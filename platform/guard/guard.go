@@ -1,0 +1,27 @@
+// Package guard makes a panic an error where one object, one message or one task must not end the process.
+package guard
+
+import (
+	"fmt"
+	"log/slog"
+	"runtime/debug"
+	"sync/atomic"
+	"time"
+)
+
+// logEvery is how often a panic is logged at most: whoever can cause one can cause many.
+const logEvery = time.Second
+
+var logged atomic.Int64
+
+// Error makes the panic of the function that defers it the function's error, and logs it with its stack, if none was
+// lately. what says in what: "reading pods/x".
+func Error(what string, err *error) {
+	if r := recover(); r != nil {
+		now := time.Now().UnixNano()
+		if last := logged.Load(); now-last > int64(logEvery) && logged.CompareAndSwap(last, now) {
+			slog.Error("A panic is contained", "in", what, "panic", r, "stack", string(debug.Stack()))
+		}
+		*err = fmt.Errorf("%s panicked: %v", what, r)
+	}
+}
