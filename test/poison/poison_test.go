@@ -238,3 +238,38 @@ func (o *other) hears(t *testing.T, name string) {
 		}
 	}
 }
+
+// A CRD whose name has no dot makes a loop of upstream's panic when it goes (naming_controller.go,
+// requeueAllOtherGroupCRDs), which ends kube-apiserver. Here the loop goes on, and others' CRDs are established.
+func TestADefinitionWithoutADotStopsNobody(t *testing.T) {
+	url := harness.Etcd(t, harness.TempDir(t))
+	s := harness.Up(t, "", "--etcd-servers="+url)
+	etcd, err := clientv3.New(clientv3.Config{Endpoints: []string{url}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer etcd.Close()
+	const key = "/registry/apiextensions.k8s.io/customresourcedefinitions/nodot"
+	odd := `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":"nodot","uid":"1"},` +
+		`"spec":{"group":"poison.example.com","scope":"Namespaced","names":{"plural":"odds","singular":"odd","kind":"Odd","listKind":"OddList"},` +
+		`"versions":[{"name":"v1","served":true,"storage":true,"schema":{"openAPIV3Schema":{"type":"object"}}}]}}`
+	if _, err := etcd.Put(t.Context(), key, odd); err != nil {
+		t.Fatal(err)
+	}
+	harness.Eventually(t, 30*time.Second, func() error {
+		if out, err := s.TryKubectl("", "get", "crd", "nodot", "-o", "name"); err != nil {
+			return fmt.Errorf("%w: %s", err, out)
+		}
+		return nil
+	})
+	if _, err := etcd.Delete(t.Context(), key); err != nil {
+		t.Fatal(err)
+	}
+	s.Apply(Definition)
+	harness.Eventually(t, 30*time.Second, func() error {
+		if code, body := get(s, "/apis/poison.example.com/v1/things", mediaTypes[0]); code != http.StatusOK {
+			return fmt.Errorf("%d %.200s", code, body)
+		}
+		return nil
+	})
+}
