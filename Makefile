@@ -30,11 +30,10 @@ split: build ## every service as a process of its own, in .watershed/
 
 test: lint unit e2e ## what CI runs
 
-lint: ## formatting, vet, staticcheck, and the contracts' form
+lint: ## formatting, vet, staticcheck and what .golangci.yml names, and the contracts' form
 	@test -z "$$(gofmt -l proto platform services cmd test)" || { gofmt -l proto platform services cmd test; echo 'run gofmt -w on these'; exit 1; }
-	go vet $(PACKAGES) ./test/...
-	cd proto/tools && GOWORK=off go build -o ../../.build/bin/staticcheck honnef.co/go/tools/cmd/staticcheck
-	.build/bin/staticcheck $(PACKAGES)
+	cd proto/tools/lint && GOWORK=off go build -o ../../../.build/bin/golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	@for m in $(MODULES) test; do (cd $$m && $(CURDIR)/.build/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
 
 unit: ## unit tests with the race detector where things are concurrent

@@ -47,7 +47,8 @@ func startEtcd(s etcdSettings) (*embed.Etcd, error) {
 	}
 	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{*listen}, []url.URL{*listen}
 	if listen.Scheme == "unix" {
-		c.AdvertiseClientUrls = []url.URL{{Scheme: "http", Host: "localhost:1"}} // no socket may be advertised, and nobody asks
+		c.AdvertiseClientUrls = []url.URL{{Scheme: "http",
+			Host: "localhost:1"}} // no socket may be advertised, and nobody asks
 	}
 	if err := s.peers(c); err != nil {
 		return nil, err
@@ -62,12 +63,19 @@ func startEtcd(s etcdSettings) (*embed.Etcd, error) {
 		c.ListenMetricsUrls = []url.URL{*m}
 	}
 	if listen.Scheme == "https" {
-		c.ClientTLSInfo = transport.TLSInfo{CertFile: s.id.CertFile, KeyFile: s.id.KeyFile, TrustedCAFile: s.id.CAFile, ClientCertAuth: true,
-			AllowedCNs: []string{"registry"}} // registry alone
+		c.ClientTLSInfo = transport.TLSInfo{
+			CertFile:       s.id.CertFile,
+			KeyFile:        s.id.KeyFile,
+			TrustedCAFile:  s.id.CAFile,
+			ClientCertAuth: true,
+			AllowedCNs:     []string{"registry"},
+		} // registry alone
 	}
 	c.EnableGRPCGateway = false
 	c.LogLevel = "warn"
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(zapcore.NewCore(zapcore.NewConsoleEncoder(zap.NewProductionEncoderConfig()), zapcore.AddSync(os.Stderr), zapcore.ErrorLevel)))
+	console := zapcore.NewConsoleEncoder(zap.NewProductionEncoderConfig())
+	errorsOnly := zapcore.NewCore(console, zapcore.AddSync(os.Stderr), zapcore.ErrorLevel)
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(errorsOnly))
 	return embed.StartEtcd(c)
 }
 
@@ -86,7 +94,13 @@ func (s *etcdSettings) peers(c *embed.Config) error {
 	}
 	c.ListenPeerUrls, c.AdvertisePeerUrls = []url.URL{*peer}, []url.URL{*peer}
 	c.InitialCluster = s.initialCluster
-	c.PeerTLSInfo = transport.TLSInfo{CertFile: s.id.CertFile, KeyFile: s.id.KeyFile, TrustedCAFile: s.id.CAFile, ClientCertAuth: true, AllowedCNs: []string{"etcd"}}
+	c.PeerTLSInfo = transport.TLSInfo{
+		CertFile:       s.id.CertFile,
+		KeyFile:        s.id.KeyFile,
+		TrustedCAFile:  s.id.CAFile,
+		ClientCertAuth: true,
+		AllowedCNs:     []string{"etcd"},
+	}
 	return nil
 }
 
@@ -108,7 +122,8 @@ func socketDir(dir string) string {
 		}
 	}
 	if err != nil {
-		fatal("--data-dir %q is too long for sockets, and the place for them, %q, is not safe: %v; choose a shorter one", dir, short, err)
+		fatal("--data-dir %q is too long for sockets, and the place for them, %q, is not safe: %v; choose a shorter one",
+			dir, short, err)
 	}
 	return short
 }
@@ -127,7 +142,8 @@ func etcdCommand(args []string) error {
 	fs.StringVar(&s.listen, "listen-client-urls", "https://127.0.0.1:2379", "The URL to serve clients on.")
 	fs.StringVar(&s.metrics, "listen-metrics-urls", "", "A URL to serve /metrics on without TLS. Loopback only.")
 	fs.StringVar(&s.name, "name", "watershed", "This member's name among those of --initial-cluster.")
-	fs.StringVar(&s.peer, "listen-peer-urls", "", "The https URL to serve and be found by other members on. Empty: it is the only one.")
+	fs.StringVar(&s.peer, "listen-peer-urls", "",
+		"The https URL to serve and be found by other members on. Empty: it is the only one.")
 	fs.StringVar(&s.initialCluster, "initial-cluster", "", "Every member's name and peer URL: a=https://host:2380,b=….")
 	s.id.AddFlags(fs)
 	if err := config.Load(fs, args); err != nil {
@@ -192,8 +208,20 @@ func natsUsers() []*natsserver.User {
 
 // startNATS runs a server with JetStream, which encrypts what it stores. Stop it with Shutdown.
 func startNATS(s natsSettings) (*natsserver.Server, error) {
-	o := &natsserver.Options{ServerName: cmp.Or(s.name, "watershed"), JetStream: true, StoreDir: s.dir, MaxPayload: 32 << 20, NoSigs: true, NoLog: true,
-		MaxPending: 256 << 20, JetStreamMaxMemory: 1 << 30, JetStreamMaxStore: 16 << 30, DontListen: s.address == "", WriteDeadline: 10 * time.Second}
+	o := &natsserver.Options{
+		ServerName:         cmp.Or(s.name, "watershed"),
+		JetStream:          true,
+		StoreDir:           s.dir,
+		MaxPayload:         32 << 20,
+		NoSigs:             true,
+		NoLog:              true,
+		MaxPending:         256 << 20,
+		JetStreamMaxMemory: 1 << 30,
+		JetStreamMaxStore:  16 << 30,
+		DontListen:         s.address == "",
+
+		WriteDeadline: 10 * time.Second,
+	}
 	if s.keyFile != "" {
 		key, err := os.ReadFile(s.keyFile)
 		if err != nil {
@@ -241,8 +269,8 @@ func (s *natsSettings) join(o *natsserver.Options) error {
 	if !ok || err != nil {
 		return fmt.Errorf("--cluster-listen-address %q: want host:port", s.cluster)
 	}
-	// A server is whoever has the identity of one: no other service may pass for it. What it calls, and what calls it, is
-	// one.
+	// A server is whoever has the identity of one: no other service may pass for it. What it calls, and what calls it,
+	// is one.
 	conf, err := s.id.ServerConfig()
 	if err != nil {
 		return err
@@ -251,7 +279,8 @@ func (s *natsSettings) join(o *natsserver.Options) error {
 	if err != nil {
 		return err
 	}
-	conf.ServerName, conf.InsecureSkipVerify, conf.GetClientCertificate = client.ServerName, true, client.GetClientCertificate
+	conf.ServerName, conf.InsecureSkipVerify = client.ServerName, true
+	conf.GetClientCertificate = client.GetClientCertificate
 	verify := conf.VerifyConnection
 	conf.VerifyConnection = func(c tls.ConnectionState) error {
 		if len(c.PeerCertificates) == 0 || c.PeerCertificates[0].Subject.CommonName != "nats" {
@@ -259,7 +288,14 @@ func (s *natsSettings) join(o *natsserver.Options) error {
 		}
 		return errors.Join(verify(c), client.VerifyConnection(c)) // its certificate is good for both sides of a route
 	}
-	o.Cluster = natsserver.ClusterOpts{Name: "watershed", Host: host, Port: n, TLSConfig: conf, TLSTimeout: 5, ConnectRetries: 1 << 30}
+	o.Cluster = natsserver.ClusterOpts{
+		Name:           "watershed",
+		Host:           host,
+		Port:           n,
+		TLSConfig:      conf,
+		TLSTimeout:     5,
+		ConnectRetries: 1 << 30,
+	}
 	for _, r := range s.routes {
 		u, err := url.Parse("nats-route://" + r)
 		if err != nil {
@@ -275,10 +311,12 @@ func natsCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed nats", pflag.ContinueOnError)
 	var s natsSettings
 	fs.StringVar(&s.dir, "data-dir", "", "Where JetStream keeps its data.")
-	fs.StringVar(&s.keyFile, "jetstream-key-file", "", "A file with the key that what JetStream stores is encrypted with. Empty: it is not encrypted.")
+	fs.StringVar(&s.keyFile, "jetstream-key-file", "",
+		"A file with the key that what JetStream stores is encrypted with. Empty: it is not encrypted.")
 	fs.StringVar(&s.address, "listen-address", "127.0.0.1:4222", "host:port to serve clients on.")
 	fs.StringVar(&s.name, "name", "watershed", "This server's name in its cluster.")
-	fs.StringVar(&s.cluster, "cluster-listen-address", "", "host:port to serve the other servers of a cluster on. Empty: it is the only one.")
+	fs.StringVar(&s.cluster, "cluster-listen-address", "",
+		"host:port to serve the other servers of a cluster on. Empty: it is the only one.")
 	fs.StringSliceVar(&s.routes, "cluster-routes", nil, "host:port of the cluster's servers, comma separated.")
 	s.id.AddFlags(fs)
 	if err := config.Load(fs, args); err != nil {

@@ -50,7 +50,8 @@ func openLayout(dir string, port int, hosts []string) (*layout, error) {
 	}
 	if err := unix.Flock(int(l.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		pid, _ := os.ReadFile(l.lock.Name())
-		return nil, fmt.Errorf("--data-dir %q is in use by process %s; stop it or choose another directory", dir, strings.TrimSpace(string(pid)))
+		return nil, fmt.Errorf("--data-dir %q is in use by process %s; stop it or choose another directory", dir,
+			strings.TrimSpace(string(pid)))
 	}
 	_ = l.lock.Truncate(0)
 	_, _ = l.lock.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
@@ -113,14 +114,25 @@ var innerUsage = map[string]pki.Usage{
 // leaves makes the certificates that are missing, or old enough to be made anew. Whoever uses one reads it again when
 // it has changed.
 func (l *layout) leaves() error {
-	names := append([]string{"kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", "10.96.0.1"}, l.hosts...)
+	names := append([]string{"kubernetes", "kubernetes.default", "kubernetes.default.svc",
+		"kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", "10.96.0.1"}, l.hosts...)
 	for _, of := range []struct {
 		ca *pki.CA
 		pki.Leaf
 	}{
 		{l.ca, pki.Leaf{Name: "apiserver", CommonName: "kube-apiserver", SANs: names, Usage: pki.Server}},
-		{l.ca, pki.Leaf{Name: "apiserver-kubelet-client", CommonName: "kube-apiserver-kubelet-client", Organizations: []string{"system:masters"}, Usage: pki.Client}},
-		{l.ca, pki.Leaf{Name: "admin", CommonName: "kubernetes-admin", Organizations: []string{"system:masters"}, Usage: pki.Client}},
+		{l.ca, pki.Leaf{
+			Name:          "apiserver-kubelet-client",
+			CommonName:    "kube-apiserver-kubelet-client",
+			Organizations: []string{"system:masters"},
+			Usage:         pki.Client,
+		}},
+		{l.ca, pki.Leaf{
+			Name:          "admin",
+			CommonName:    "kubernetes-admin",
+			Organizations: []string{"system:masters"},
+			Usage:         pki.Client,
+		}},
 		{l.frontProxy, pki.Leaf{Name: "front-proxy-client", CommonName: "front-proxy-client", Usage: pki.Client}},
 	} {
 		if _, _, _, err := of.ca.Leaf(of.Leaf); err != nil {
@@ -132,15 +144,29 @@ func (l *layout) leaves() error {
 		if name == "etcd" { // its clients look for it by address
 			sans = append(sans, "localhost", "127.0.0.1")
 		}
-		if _, _, _, err := l.inner.Leaf(pki.Leaf{Name: "inner-" + name, CommonName: name, SANs: sans, Usage: usage}); err != nil {
+		if _, _, _, err := l.inner.Leaf(pki.Leaf{
+			Name:       "inner-" + name,
+			CommonName: name,
+			SANs:       sans,
+			Usage:      usage,
+		}); err != nil {
 			return err
 		}
 	}
 	if err := l.kubeconfig(filepath.Join(l.dir, "admin.kubeconfig"), "admin", "kubernetes-admin", true); err != nil {
 		return err
 	}
-	for name, user := range map[string]string{"authn": identity.Authn, "authz": identity.Authz, "admission": identity.Admission} {
-		leaf := pki.Leaf{Name: "client-" + name, CommonName: user, Organizations: []string{identity.ServicesGroup}, Usage: pki.Client}
+	for name, user := range map[string]string{
+		"authn":     identity.Authn,
+		"authz":     identity.Authz,
+		"admission": identity.Admission,
+	} {
+		leaf := pki.Leaf{
+			Name:          "client-" + name,
+			CommonName:    user,
+			Organizations: []string{identity.ServicesGroup},
+			Usage:         pki.Client,
+		}
 		if _, _, _, err := l.ca.Leaf(leaf); err != nil {
 			return err
 		}
@@ -209,8 +235,11 @@ func (l *layout) kubeconfig(path, leaf, user string, whole bool) (err error) {
 		"current-context": "watershed",
 		"clusters":        []any{map[string]any{"name": "watershed", "cluster": cluster}},
 		"users":           []any{map[string]any{"name": user, "user": who}},
-		"contexts":        []any{map[string]any{"name": "watershed", "context": map[string]any{"cluster": "watershed", "user": user}}},
-		"preferences":     map[string]any{},
+		"contexts": []any{map[string]any{
+			"name":    "watershed",
+			"context": map[string]any{"cluster": "watershed", "user": user},
+		}},
+		"preferences": map[string]any{},
 	})
 }
 
@@ -227,7 +256,10 @@ const issuer = "https://kubernetes.default.svc.cluster.local"
 // settings are a service's, by flag name, as this directory's cluster has them.
 func (l *layout) settings(name string) map[string]any {
 	p := func(f string) string { return filepath.Join(l.pki(), f) }
-	requestHeader := map[string]any{"client-ca-file": l.ca.CertFile(), "requestheader-client-ca-file": p("front-proxy-ca.crt")}
+	requestHeader := map[string]any{
+		"client-ca-file":               l.ca.CertFile(),
+		"requestheader-client-ca-file": p("front-proxy-ca.crt"),
+	}
 	merge := func(more map[string]any) map[string]any {
 		for k, v := range requestHeader {
 			more[k] = v
@@ -236,20 +268,44 @@ func (l *layout) settings(name string) map[string]any {
 	}
 	switch name {
 	case "registry":
-		return merge(map[string]any{"service-account-signing-key-file": p("sa.key"), "service-account-issuer": issuer, "secure-port": l.port,
-			"requestheader-allowed-names": "front-proxy-client", "allow-privileged": true,
-			"proxy-client-cert-file": p("front-proxy-client.crt"), "proxy-client-key-file": p("front-proxy-client.key"),
-			"kubelet-client-certificate": p("apiserver-kubelet-client.crt"), "kubelet-client-key": p("apiserver-kubelet-client.key")})
+		return merge(map[string]any{
+			"service-account-signing-key-file": p("sa.key"),
+			"service-account-issuer":           issuer,
+			"secure-port":                      l.port,
+			"requestheader-allowed-names":      "front-proxy-client",
+			"allow-privileged":                 true,
+			"proxy-client-cert-file":           p("front-proxy-client.crt"),
+			"proxy-client-key-file":            p("front-proxy-client.key"),
+			"kubelet-client-certificate":       p("apiserver-kubelet-client.crt"),
+
+			"kubelet-client-key": p("apiserver-kubelet-client.key"),
+		})
 	case "authn":
-		return merge(map[string]any{"service-account-key-file": p("sa.pub"), "service-account-issuer": issuer, "requestheader-allowed-names": "front-proxy-client",
-			"requestheader-username-headers": "X-Remote-User", "requestheader-group-headers": "X-Remote-Group", "requestheader-extra-headers-prefix": "X-Remote-Extra-",
-			"enable-bootstrap-token-auth": true, "kubeconfig": l.kubeconfigOf(name)})
+		return merge(map[string]any{
+			"service-account-key-file":       p("sa.pub"),
+			"service-account-issuer":         issuer,
+			"requestheader-allowed-names":    "front-proxy-client",
+			"requestheader-username-headers": "X-Remote-User",
+			"requestheader-group-headers":    "X-Remote-Group",
+
+			"requestheader-extra-headers-prefix": "X-Remote-Extra-",
+			"enable-bootstrap-token-auth":        true,
+			"kubeconfig":                         l.kubeconfigOf(name),
+		})
 	case "authz", "admission":
 		return map[string]any{"kubeconfig": l.kubeconfigOf(name)}
 	case "gateway":
-		return merge(map[string]any{"tls-cert-file": p("apiserver.crt"), "tls-private-key-file": p("apiserver.key"), "secure-port": l.port, "api-audiences": issuer,
-			"proxy-client-cert-file": p("front-proxy-client.crt"), "proxy-client-key-file": p("front-proxy-client.key"),
-			"kubelet-client-certificate": p("apiserver-kubelet-client.crt"), "kubelet-client-key": p("apiserver-kubelet-client.key")})
+		return merge(map[string]any{
+			"tls-cert-file":              p("apiserver.crt"),
+			"tls-private-key-file":       p("apiserver.key"),
+			"secure-port":                l.port,
+			"api-audiences":              issuer,
+			"proxy-client-cert-file":     p("front-proxy-client.crt"),
+			"proxy-client-key-file":      p("front-proxy-client.key"),
+			"kubelet-client-certificate": p("apiserver-kubelet-client.crt"),
+
+			"kubelet-client-key": p("apiserver-kubelet-client.key"),
+		})
 	}
 	return map[string]any{}
 }

@@ -23,8 +23,8 @@ const usage = `watershed is the Kubernetes API server as services that scale apa
 Every command says what it can be told with --help.
 `
 
-// Upstream's loops end the process when they panic, and what is in etcd can make them: a CRD whose name has no dot does.
-// The loop is started again, and nobody else notices.
+// Upstream's loops end the process when they panic, and what is in etcd can make them: a CRD whose name has no dot
+// does. The loop is started again, and nobody else notices.
 func init() { utilruntime.ReallyCrash = false }
 
 func main() {

@@ -24,7 +24,12 @@ func inner(t *testing.T) func(name string) rpc.TLS {
 		t.Fatal(err)
 	}
 	return func(name string) rpc.TLS {
-		crt, key, _, err := ca.Leaf(pki.Leaf{Name: name, CommonName: name, SANs: []string{name}, Usage: pki.Client | pki.Server})
+		crt, key, _, err := ca.Leaf(pki.Leaf{
+			Name:       name,
+			CommonName: name,
+			SANs:       []string{name},
+			Usage:      pki.Client | pki.Server,
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -68,7 +73,13 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	last := ""
 	publish := func(revision int64) {
 		t.Helper()
-		m, err := eventlog.Message(&logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: revision, StoredAs: "pods", Name: "a", Object: &logv1.Object{}})
+		m, err := eventlog.Message(&logv1.Event{
+			Type:     logv1.Type_TYPE_ADDED,
+			Revision: revision,
+			StoredAs: "pods",
+			Name:     "a",
+			Object:   &logv1.Object{},
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -104,7 +115,9 @@ func TestNATSIsByAllowLists(t *testing.T) {
 			t.Fatalf("watchfanout does not read %d", want)
 		}
 	}
-	if err := eventlog.Replay(t.Context(), rjs, "pods", 11, func(e *logv1.Event) (bool, error) { return e.Revision < 12, nil }); err != nil {
+	if err := eventlog.Replay(t.Context(), rjs, "pods", 11, func(e *logv1.Event) (bool, error) {
+		return e.Revision < 12, nil
+	}); err != nil {
 		t.Errorf("watchfanout does not replay: %v", err)
 	}
 	asked, err := registry.SubscribeSync(eventlog.AskProgress)
@@ -122,9 +135,12 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	}
 	// What watchfanout may not do. A request that is refused is not answered.
 	for _, subject := range []string{
-		"$JS.API.STREAM.LEADER.STEPDOWN.watershed", "$JS.API.STREAM.PURGE.watershed", "$JS.API.STREAM.DELETE.watershed", "$JS.API.STREAM.UPDATE.watershed",
-		"$JS.API.STREAM.CREATE.other", "$JS.API.STREAM.SNAPSHOT.watershed", "$JS.API.STREAM.PEER.REMOVE.watershed", "$JS.API.STREAM.MSG.DELETE.watershed",
-		"$JS.API.CONSUMER.NAMES.watershed", "$JS.API.CONSUMER.LIST.watershed", "$JS.API.CONSUMER.PAUSE.watershed.x", "$JS.API.STREAM.LIST", "$JS.API.INFO",
+		"$JS.API.STREAM.LEADER.STEPDOWN.watershed", "$JS.API.STREAM.PURGE.watershed", "$JS.API.STREAM.DELETE.watershed",
+		"$JS.API.STREAM.UPDATE.watershed",
+		"$JS.API.STREAM.CREATE.other", "$JS.API.STREAM.SNAPSHOT.watershed", "$JS.API.STREAM.PEER.REMOVE.watershed",
+		"$JS.API.STREAM.MSG.DELETE.watershed",
+		"$JS.API.CONSUMER.NAMES.watershed", "$JS.API.CONSUMER.LIST.watershed", "$JS.API.CONSUMER.PAUSE.watershed.x",
+		"$JS.API.STREAM.LIST", "$JS.API.INFO",
 		"watershed.event.pods", "watershed.progress",
 	} {
 		if m, err := reader.Request(subject, nil, 200*time.Millisecond); err == nil {
@@ -132,7 +148,8 @@ func TestNATSIsByAllowLists(t *testing.T) {
 		}
 	}
 	next := int64(100)
-	for _, subject := range []string{">", "_INBOX.>", eventlog.Inbox("registry") + ".>", "watershed.event.>", eventlog.AskProgress, "$JS.API.>"} {
+	for _, subject := range []string{">", "_INBOX.>", eventlog.Inbox("registry") + ".>", "watershed.event.>",
+		eventlog.AskProgress, "$JS.API.>"} {
 		sub, err := reader.SubscribeSync(subject)
 		if err == nil {
 			err = reader.Flush()

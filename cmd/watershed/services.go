@@ -39,7 +39,8 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *module) {
 	}
 	p.peers = map[string]*[]string{}
 	for _, peer := range m.calls {
-		p.peers[peer] = fs.StringSlice(peer+"-addresses", nil, "host:port of every replica of "+peer+", comma separated.")
+		p.peers[peer] = fs.StringSlice(peer+"-addresses", nil,
+			"host:port of every replica of "+peer+", comma separated.")
 	}
 	fs.DurationVar(&p.drain, "drain-timeout", 10*time.Second, "How long RPCs in flight may take to end at shutdown.")
 }
@@ -73,7 +74,10 @@ func serviceCommand(m *module, args []string) error {
 			return err
 		}
 		s.Register(server)
-		parts = append(parts, lifecycle.Part{Name: "rpc", Run: func(ctx context.Context) error { return p.serve(ctx, s, server) }})
+		parts = append(parts, lifecycle.Part{
+			Name: "rpc",
+			Run:  func(ctx context.Context) error { return p.serve(ctx, s, server) },
+		})
 	}
 	metrics := registerMetrics(s)
 	parts = append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {

@@ -27,7 +27,16 @@ import (
 )
 
 // defaultReplicas is how many processes of each service split runs.
-var defaultReplicas = map[string]int{"etcd": 1, "nats": 1, "gateway": 2, "registry": 2, "watchfanout": 2, "authn": 1, "authz": 1, "admission": 1}
+var defaultReplicas = map[string]int{
+	"etcd":        1,
+	"nats":        1,
+	"gateway":     2,
+	"registry":    2,
+	"watchfanout": 2,
+	"authn":       1,
+	"authz":       1,
+	"admission":   1,
+}
 
 // restartPause is how long a process that ended stays down.
 const restartPause = 200 * time.Millisecond
@@ -37,11 +46,13 @@ const restartPause = 200 * time.Millisecond
 func split(args []string) error {
 	began := time.Now()
 	fs := pflag.NewFlagSet("watershed split", pflag.ContinueOnError)
-	dataDir := fs.String("data-dir", ".watershed", "Where everything is kept, with a pid file, a log and a configuration for each process.")
+	dataDir := fs.String("data-dir", ".watershed",
+		"Where everything is kept, with a pid file, a log and a configuration for each process.")
 	port := fs.Int("secure-port", 6443, "The port that the gateways share.")
 	bind := fs.String("bind-address", "0.0.0.0", "The address that the gateways listen on.")
 	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
-	replicas := fs.StringToInt("replicas", nil, "How many processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
+	replicas := fs.StringToInt("replicas", nil,
+		"How many processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
 	verbosity := fs.IntP("v", "v", 0, "Log verbosity of every process.")
 	tracing := fs.String("tracing-endpoint", "", "host:port of an OTLP gRPC collector, for every process.")
 	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
@@ -54,7 +65,8 @@ func split(args []string) error {
 	}
 	for name, n := range *replicas {
 		if _, ok := defaultReplicas[name]; !ok || n < 1 {
-			return fmt.Errorf("--replicas %s=%d: want a service (etcd, nats, %s) and a number above 0", name, n, strings.Join(moduleNames(), ", "))
+			return fmt.Errorf("--replicas %s=%d: want a service (etcd, nats, %s) and a number above 0", name, n,
+				strings.Join(moduleNames(), ", "))
 		}
 		counts[name] = n
 	}
@@ -63,7 +75,13 @@ func split(args []string) error {
 		return err
 	}
 	defer l.close()
-	s := &splitRun{layout: l, counts: counts, common: map[string]any{"v": *verbosity, "tracing-endpoint": *tracing}, bind: *bind, spawn: make(chan spawnRequest)}
+	s := &splitRun{
+		layout: l,
+		counts: counts,
+		common: map[string]any{"v": *verbosity, "tracing-endpoint": *tracing},
+		bind:   *bind,
+		spawn:  make(chan spawnRequest),
+	}
 	processes, err := s.plan()
 	if err != nil {
 		return err
@@ -96,7 +114,8 @@ func split(args []string) error {
 	for _, p := range processes {
 		fmt.Printf("  %-14s pid %-8d %s\n", p.name, p.pid(), p.debug)
 	}
-	fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nCtrl-C stops.\n", time.Since(began).Seconds(), filepath.Join(l.dir, "admin.kubeconfig"))
+	fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nCtrl-C stops.\n",
+		time.Since(began).Seconds(), filepath.Join(l.dir, "admin.kubeconfig"))
 	<-ctx.Done()
 	return nil
 }
@@ -145,7 +164,8 @@ func (s *splitRun) plan() ([]*child, error) {
 		name := m.name
 		for n := range s.counts[name] {
 			debug := filepath.Join(socketDir(s.dir), fmt.Sprintf("%s-%d.sock", name, n))
-			settings := with(s.settings(name), s.identitySettings(name), s.common, map[string]any{"debug-address": debug})
+			settings := with(s.settings(name), s.identitySettings(name), s.common,
+				map[string]any{"debug-address": debug})
 			if m.serves {
 				settings["rpc-address"] = addresses[name][n]
 			}
@@ -157,9 +177,11 @@ func (s *splitRun) plan() ([]*child, error) {
 				settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
 			case "registry":
 				id := s.identity("registry")
-				settings["etcd-servers"], settings["nats-url"] = urls("https", addresses["etcd"]), urls("tls", addresses["nats"])
+				settings["etcd-servers"], settings["nats-url"] = urls("https", addresses["etcd"]), urls("tls",
+					addresses["nats"])
 				settings["log-replicas"] = s.counts["nats"]
-				settings["etcd-certfile"], settings["etcd-keyfile"], settings["etcd-cafile"] = id.CertFile, id.KeyFile, id.CAFile
+				settings["etcd-certfile"], settings["etcd-keyfile"] = id.CertFile, id.KeyFile
+				settings["etcd-cafile"] = id.CAFile
 			case "watchfanout":
 				settings["nats-url"] = urls("tls", addresses["nats"])
 			}
@@ -172,7 +194,8 @@ func (s *splitRun) plan() ([]*child, error) {
 }
 
 // planStores configures the members of etcd and the servers of NATS: each the only one, or a cluster.
-func (s *splitRun) planStores(addresses map[string][]string, take func() string, add func(string, int, string, map[string]any) error) error {
+func (s *splitRun) planStores(addresses map[string][]string, take func() string,
+	add func(string, int, string, map[string]any) error) error {
 	peers := func(name string) (own []string) {
 		for range s.counts[name] {
 			own = append(own, take())
@@ -189,7 +212,11 @@ func (s *splitRun) planStores(addresses map[string][]string, take func() string,
 		settings := map[string]any{"listen-client-urls": "https://" + address, "listen-metrics-urls": metrics}
 		if len(members) > 1 {
 			dir = fmt.Sprintf("etcd-%d", n)
-			settings = with(settings, map[string]any{"name": dir, "listen-peer-urls": "https://" + members[n], "initial-cluster": strings.Join(initial, ",")})
+			settings = with(settings, map[string]any{
+				"name":             dir,
+				"listen-peer-urls": "https://" + members[n],
+				"initial-cluster":  strings.Join(initial, ","),
+			})
 		}
 		settings["data-dir"] = filepath.Join(s.dir, dir)
 		if err := add("etcd", n, metrics+"/metrics", with(s.identitySettings("etcd"), settings)); err != nil {
@@ -200,7 +227,11 @@ func (s *splitRun) planStores(addresses map[string][]string, take func() string,
 		dir, settings := "nats", map[string]any{"listen-address": address, "jetstream-key-file": s.jetStreamKey()}
 		if len(routes) > 1 {
 			dir = fmt.Sprintf("nats-%d", n)
-			settings = with(settings, map[string]any{"name": dir, "cluster-listen-address": routes[n], "cluster-routes": strings.Join(routes, ",")})
+			settings = with(settings, map[string]any{
+				"name":                   dir,
+				"cluster-listen-address": routes[n],
+				"cluster-routes":         strings.Join(routes, ","),
+			})
 		}
 		settings["data-dir"] = filepath.Join(s.dir, dir)
 		if err := add("nats", n, "", with(s.identitySettings("nats"), settings)); err != nil {
@@ -335,7 +366,8 @@ func (p *child) once(s *splitRun) error {
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n", cmd.Process.Pid), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n", cmd.Process.Pid),
+		0o600); err != nil {
 		return err
 	}
 	return cmd.Wait()
@@ -368,7 +400,10 @@ func (s *splitRun) ready(ctx context.Context) error {
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(pem)
-	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}, DisableKeepAlives: true}}
+	client := &http.Client{
+		Timeout:   5 * time.Second,
+		Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}, DisableKeepAlives: true},
+	}
 	slow := time.Now().Add(15 * time.Second)
 	for {
 		err := get(ctx, client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.port))

@@ -30,7 +30,8 @@ const debugSocket = "debug.sock"
 func statusCommand(args []string) error {
 	fs := pflag.NewFlagSet("watershed status", pflag.ContinueOnError)
 	dataDir := fs.String("data-dir", ".watershed", "The directory of a running `up` or `split`.")
-	addresses := fs.StringSlice("addresses", nil, "Every watchfanout replica's --debug-address, host:port or socket, in place of --data-dir.")
+	addresses := fs.StringSlice("addresses", nil,
+		"Every watchfanout replica's --debug-address, host:port or socket, in place of --data-dir.")
 	every := fs.Duration("watch", 0, "Show it again after each such time, until interrupted.")
 	if err := config.Load(fs, args); err != nil {
 		return help(err)
@@ -78,7 +79,8 @@ func tierOf(dir string) ([]string, error) {
 		all = append(all, c.Address)
 	}
 	if len(all) == 0 {
-		return nil, fmt.Errorf("--data-dir %q: nothing runs there; name the directory of `up` or `split`, or use --addresses", dir)
+		return nil, fmt.Errorf("--data-dir %q: nothing runs there; name the directory of `up` or `split`, or use "+
+			"--addresses", dir)
 	}
 	return all, nil
 }
@@ -94,12 +96,18 @@ func reachable(socket string) bool {
 // statusOf asks one replica, at a host and port or a socket.
 func statusOf(target string) (*watchfanout.Status, error) {
 	d := &net.Dialer{Timeout: time.Second}
-	client := &http.Client{Timeout: 3 * time.Second, Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
-		if strings.Contains(target, "/") {
-			return d.DialContext(ctx, "unix", target)
-		}
-		return d.DialContext(ctx, network, target)
-	}}}
+	client := &http.Client{
+		Timeout: 3 * time.Second,
+		Transport: &http.Transport{
+			DisableKeepAlives: true,
+			DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+				if strings.Contains(target, "/") {
+					return d.DialContext(ctx, "unix", target)
+				}
+				return d.DialContext(ctx, network, target)
+			},
+		},
+	}
 	req, err := http.NewRequest(http.MethodGet, "http://replica/", nil)
 	if err != nil {
 		return nil, err
@@ -133,7 +141,8 @@ func showTier(w io.Writer, targets []string) bool {
 			continue
 		}
 		reached = true
-		fmt.Fprintf(t, "%s\t%v\t%d\t%s\t%.1f ms\t%d\t%.0f\t%s\t%d\n", replicaName(target), st.Ready, st.Revision, behind(st.Behind), st.LagMilliseconds, st.Watches, st.EventsPerSecond, megabytes(st.Bytes), st.Resets)
+		fmt.Fprintf(t, "%s\t%v\t%d\t%s\t%.1f ms\t%d\t%.0f\t%s\t%d\n", replicaName(target), st.Ready, st.Revision,
+			behind(st.Behind), st.LagMilliseconds, st.Watches, st.EventsPerSecond, megabytes(st.Bytes), st.Resets)
 		for _, r := range st.Resources {
 			h := resources[r.Name]
 			if h == nil {
@@ -149,7 +158,8 @@ func showTier(w io.Writer, targets []string) bool {
 			}
 		}
 		for _, s := range st.Slowest {
-			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s", s.Resource, replicaName(target), s.Waiting, s.Revision, s.Query))
+			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s", s.Resource, replicaName(target), s.Waiting,
+				s.Revision, s.Query))
 		}
 	}
 	var names []string

@@ -26,7 +26,8 @@ import (
 func up(args []string) error {
 	began := time.Now()
 	fs := pflag.NewFlagSet("watershed up", pflag.ContinueOnError)
-	dataDir := fs.String("data-dir", ".watershed", "Where everything is kept: certificates, etcd, the event log, admin.kubeconfig.")
+	dataDir := fs.String("data-dir", ".watershed",
+		"Where everything is kept: certificates, etcd, the event log, admin.kubeconfig.")
 	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
 	var t telemetry.Options
 	t.AddFlags(fs)
@@ -68,7 +69,8 @@ func up(args []string) error {
 	show.say("Watershed %s starts in %s", release, l.dir)
 	return lifecycle.Run(ctx, parts, show.starting, func() {
 		show.done()
-		fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.\n",
+		fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. "+
+			"Ctrl-C stops.\n",
 			time.Since(began).Seconds(), filepath.Join(l.dir, "admin.kubeconfig"), logFile.Name())
 	})
 }

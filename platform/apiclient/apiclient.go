@@ -39,13 +39,14 @@ func Protobuf(c *rest.Config) *rest.Config {
 // Informers keep objects without their managedFields, as kube-apiserver's own do: nobody here reads them, and they are
 // a good part of an object. strip takes more off them, for who reads little.
 func Informers(client kubernetes.Interface, strip ...func(obj any)) informers.SharedInformerFactory {
-	return informers.NewSharedInformerFactoryWithOptions(client, resync, informers.WithTransform(func(obj any) (any, error) {
-		if m, err := meta.Accessor(obj); err == nil && m.GetManagedFields() != nil {
-			m.SetManagedFields(nil)
-		}
-		for _, s := range strip {
-			s(obj)
-		}
-		return obj, nil
-	}))
+	return informers.NewSharedInformerFactoryWithOptions(client, resync,
+		informers.WithTransform(func(obj any) (any, error) {
+			if m, err := meta.Accessor(obj); err == nil && m.GetManagedFields() != nil {
+				m.SetManagedFields(nil)
+			}
+			for _, s := range strip {
+				s(obj)
+			}
+			return obj, nil
+		}))
 }

@@ -31,7 +31,9 @@ type Freshness struct {
 
 // AddFlags adds the flag.
 func (f *Freshness) AddFlags(fs *pflag.FlagSet) {
-	fs.DurationVar(&f.Bound, "policy-freshness-bound", 10*time.Second, "How old the cluster's policy may be that this service decides by. Beyond it, requests that need it are refused with 503 until the service has caught up. 0: it may be of any age.")
+	fs.DurationVar(&f.Bound, "policy-freshness-bound", 10*time.Second,
+		"How old the cluster's policy may be that this service decides by. Beyond it, requests that need it are "+
+			"refused with 503 until the service has caught up. 0: it may be of any age.")
 }
 
 const (
@@ -115,7 +117,8 @@ func (c *Cluster) Err() error {
 	case !known:
 		return errors.New("the policy has not been read yet")
 	case age > c.bound:
-		return fmt.Errorf("the policy is not known to be fresh: it is as of %v ago, and may be %v old (--policy-freshness-bound)", age.Round(time.Second), c.bound)
+		return fmt.Errorf("the policy is not known to be fresh: it is as of %v ago, and may be %v old "+
+			"(--policy-freshness-bound)", age.Round(time.Second), c.bound)
 	}
 	return nil
 }
@@ -160,7 +163,8 @@ func (c *Cluster) probe(ctx context.Context) error {
 	behind := c.await(one, revision, patience)
 	if age, _ := c.Age(); len(behind) > 0 && (!known || age > stalledAfter) {
 		if known {
-			slog.Warn("The event log does not bring what etcd has; the policy is read with lists", "revision", revision, "behind", describe(behind))
+			slog.Warn("The event log does not bring what etcd has; the policy is read with lists", "revision", revision,
+				"behind", describe(behind))
 		}
 		var errs []error
 		for _, f := range behind {
@@ -183,7 +187,8 @@ func (c *Cluster) probe(ctx context.Context) error {
 // than what is known may go on being believed.
 func (c *Cluster) await(ctx context.Context, revision int64, patience time.Duration) []followed {
 	behind := c.behind(revision)
-	for until := time.Now().Add(patience); len(behind) > 0 && time.Now().Before(until) && ctx.Err() == nil; behind = c.behind(revision) {
+	for until := time.Now().Add(patience); len(behind) > 0 && time.Now().Before(until) &&
+		ctx.Err() == nil; behind = c.behind(revision) {
 		if age, known := c.Age(); known && age > stalledAfter && patience > firstPatience {
 			break
 		}
@@ -205,7 +210,8 @@ func (c *Cluster) patience() time.Duration {
 // revision is etcd's, by a list that is consistent whoever answers it. It is of one object, and none other can keep it
 // from being answered.
 func (c *Cluster) revision(ctx context.Context) (int64, error) {
-	data, err := c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector", "metadata.name="+metav1.NamespaceSystem).
+	data, err := c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector",
+		"metadata.name="+metav1.NamespaceSystem).
 		SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").Do(ctx).Raw()
 	if err != nil {
 		return 0, err
@@ -238,7 +244,8 @@ func (c *Cluster) catchUp(ctx context.Context, f followed) error {
 	if f.query != "" {
 		url += "?" + f.query
 	}
-	data, err := c.Client.CoreV1().RESTClient().Get().RequestURI(url).SetHeader("Accept", runtime.ContentTypeProtobuf).Do(ctx).Raw()
+	data, err := c.Client.CoreV1().RESTClient().Get().RequestURI(url).SetHeader("Accept",
+		runtime.ContentTypeProtobuf).Do(ctx).Raw()
 	if err != nil {
 		return err
 	}

@@ -52,12 +52,17 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	defer s.mu.Unlock()
 	s.versions = append(s.versions, req.URL.Query().Get("resourceVersion"))
 	if strings.HasSuffix(req.URL.Path, "/namespaces") {
-		_ = json.NewEncoder(w).Encode(metav1.PartialObjectMetadataList{ListMeta: metav1.ListMeta{ResourceVersion: fmt.Sprint(s.revision)}})
+		at := metav1.ListMeta{ResourceVersion: fmt.Sprint(s.revision)}
+		_ = json.NewEncoder(w).Encode(metav1.PartialObjectMetadataList{ListMeta: at})
 		return
 	}
 	list := &rbacv1.RoleList{ListMeta: metav1.ListMeta{ResourceVersion: fmt.Sprint(s.revision)}}
 	for name, revision := range s.roles {
-		list.Items = append(list.Items, rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Namespace: "x", Name: name, ResourceVersion: fmt.Sprint(revision)}})
+		list.Items = append(list.Items, rbacv1.Role{ObjectMeta: metav1.ObjectMeta{
+			Namespace:       "x",
+			Name:            name,
+			ResourceVersion: fmt.Sprint(revision),
+		}})
 	}
 	info, _ := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
 	data, err := runtime.Encode(scheme.Codecs.EncoderForVersion(info.Serializer, rbacv1.SchemeGroupVersion), list)
@@ -137,12 +142,16 @@ func TestFramesAreInjectedBetweenFrames(t *testing.T) {
 			t.Errorf("after %d bytes: between frames %v", i+1, between)
 		}
 	}
-	data, err := framesOf([]watch.Event{{Type: watch.Deleted, Object: &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Name: "x"}}}}, &rbacv1.RoleList{}, "42")
+	data, err := framesOf([]watch.Event{{
+		Type:   watch.Deleted,
+		Object: &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Name: "x"}},
+	}}, &rbacv1.RoleList{}, "42")
 	if err != nil {
 		t.Fatal(err)
 	}
 	st.passed(data)
-	if st.left != 0 || len(st.head) != 0 || !strings.Contains(string(data), "BOOKMARK") || !strings.Contains(string(data), "DELETED") {
+	if st.left != 0 || len(st.head) != 0 || !strings.Contains(string(data), "BOOKMARK") ||
+		!strings.Contains(string(data), "DELETED") {
 		t.Errorf("%q", data)
 	}
 }

@@ -72,7 +72,11 @@ func (c *Catalog) Run(ctx context.Context) {
 
 // applied is a catalogue with what has changed. Neither is changed itself.
 func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogResponse {
-	out := &registryv1.CatalogResponse{Groups: delta.Groups, Remotes: delta.Remotes, Openapi: maps.Clone(full.GetOpenapi())}
+	out := &registryv1.CatalogResponse{
+		Groups:  delta.Groups,
+		Remotes: delta.Remotes,
+		Openapi: maps.Clone(full.GetOpenapi()),
+	}
 	gone, changed := map[entryKey]bool{}, map[entryKey]*registryv1.ResourceEntry{}
 	for _, r := range delta.Removed {
 		gone[keyOf(r)] = true
@@ -101,7 +105,8 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 		if !a.Untyped || !b.Untyped {
 			return cmp.Compare(untyped(a), untyped(b))
 		}
-		return cmp.Or(strings.Compare(a.Resource.Group, b.Resource.Group), strings.Compare(a.Resource.Resource, b.Resource.Resource))
+		return cmp.Or(strings.Compare(a.Resource.Group, b.Resource.Group),
+			strings.Compare(a.Resource.Resource, b.Resource.Resource))
 	})
 	if out.Openapi == nil {
 		out.Openapi = map[string]string{}

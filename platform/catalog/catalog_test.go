@@ -10,15 +10,29 @@ import (
 )
 
 func entry(resource, singular string) *registryv1.ResourceEntry {
-	return &registryv1.ResourceEntry{Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: resource}, Singular: singular}
+	return &registryv1.ResourceEntry{
+		Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: resource},
+		Singular: singular,
+	}
 }
 
 func TestACatalogueIsPutTogetherFromChanges(t *testing.T) {
-	full := &registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{entry("a", "1"), entry("b", "1"), entry("c", "1")}, Openapi: map[string]string{"v2": "x", "v3/a": "y"}}
+	full := &registryv1.CatalogResponse{
+		Resources: []*registryv1.ResourceEntry{entry("a", "1"), entry("b", "1"), entry("c", "1")},
+		Openapi:   map[string]string{"v2": "x", "v3/a": "y"},
+	}
 	before := proto.Clone(full)
-	got := applied(full, &registryv1.CatalogResponse{Delta: true, Resources: []*registryv1.ResourceEntry{entry("d", "1"), entry("b", "2")}, Removed: []*commonv1.Resource{entry("a", "").Resource},
-		Openapi: map[string]string{"v2": "z"}, OpenapiRemoved: []string{"v3/a"}})
-	want := &registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{entry("b", "2"), entry("c", "1"), entry("d", "1")}, Openapi: map[string]string{"v2": "z"}}
+	got := applied(full, &registryv1.CatalogResponse{
+		Delta:          true,
+		Resources:      []*registryv1.ResourceEntry{entry("d", "1"), entry("b", "2")},
+		Removed:        []*commonv1.Resource{entry("a", "").Resource},
+		Openapi:        map[string]string{"v2": "z"},
+		OpenapiRemoved: []string{"v3/a"},
+	})
+	want := &registryv1.CatalogResponse{
+		Resources: []*registryv1.ResourceEntry{entry("b", "2"), entry("c", "1"), entry("d", "1")},
+		Openapi:   map[string]string{"v2": "z"},
+	}
 	if !proto.Equal(got, want) {
 		t.Errorf("got %v", got)
 	}
@@ -31,8 +45,15 @@ func TestACatalogueIsPutTogetherFromChanges(t *testing.T) {
 func TestCustomResourcesStandByName(t *testing.T) {
 	builtIn, widgets, globals := entry("z", "1"), entry("widgets", "1"), entry("globals", "1")
 	widgets.Untyped, globals.Untyped = true, true
-	got := applied(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{builtIn, widgets}}, &registryv1.CatalogResponse{Delta: true, Resources: []*registryv1.ResourceEntry{globals}})
-	want := &registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{builtIn, globals, widgets}, Openapi: map[string]string{}}
+	got := applied(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{builtIn, widgets}},
+		&registryv1.CatalogResponse{
+			Delta:     true,
+			Resources: []*registryv1.ResourceEntry{globals},
+		})
+	want := &registryv1.CatalogResponse{
+		Resources: []*registryv1.ResourceEntry{builtIn, globals, widgets},
+		Openapi:   map[string]string{},
+	}
 	if !proto.Equal(got, want) {
 		t.Errorf("got %v", got)
 	}

@@ -17,8 +17,8 @@ type Group[T any] struct {
 	// Limit is how many readings, of all names, are under way at a time; 0: any number. Those beyond it wait, and whose
 	// turn is next goes round among the owners.
 	Limit int
-	// Queue is how many readings of one owner may wait for a turn; 0: any number. Beyond it Get fails with ErrBusy. Those
-	// that wait behind one of the same name do not count.
+	// Queue is how many readings of one owner may wait for a turn; 0: any number. Beyond it Get fails with ErrBusy.
+	// Those that wait behind one of the same name do not count.
 	Queue int
 	// Timeout bounds one reading, which is nobody's own: whoever asked may have left. 0: a minute.
 	Timeout time.Duration

@@ -119,10 +119,14 @@ func TestReadingsThatNobodyWaitsForEnd(t *testing.T) {
 		began := time.Now()
 		cancel()
 		synctest.Wait()
-		if begun.Load() != cancelled.Load() || time.Since(began) > 0 || len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
-			t.Errorf("%d begun, %d cancelled, %d names are left, %d under way", begun.Load(), cancelled.Load(), len(g.names), g.running)
+		if begun.Load() != cancelled.Load() || time.Since(began) > 0 ||
+			len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
+			t.Errorf("%d begun, %d cancelled, %d names are left, %d under way", begun.Load(), cancelled.Load(),
+				len(g.names), g.running)
 		}
-		if v, err := g.Get(t.Context(), "x", func(context.Context) (int, error) { return 7, nil }); v != 7 || err != nil || time.Since(began) > 0 {
+		if v, err := g.Get(t.Context(), "x", func(context.Context) (int, error) {
+			return 7, nil
+		}); v != 7 || err != nil || time.Since(began) > 0 {
 			t.Errorf("%d, %v after %v", v, err, time.Since(began))
 		}
 	})
@@ -171,7 +175,10 @@ func TestAJoinedReadingComesWithTheFirstTurn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{Limit: 1, Queue: 20}
 		ask := func(owner, name string) {
-			_, _ = g.GetFor(t.Context(), owner, name, func(context.Context) (int, error) { time.Sleep(time.Second); return 0, nil })
+			_, _ = g.GetFor(t.Context(), owner, name, func(context.Context) (int, error) {
+				time.Sleep(time.Second)
+				return 0, nil
+			})
 		}
 		var wg sync.WaitGroup
 		for i := range 16 {

@@ -49,8 +49,10 @@ func Load(fs *pflag.FlagSet, args []string) error {
 			return fmt.Errorf("--config %q: %w", path, err)
 		}
 		for _, key := range v.AllKeys() {
-			if name, _, nested := strings.Cut(key, delimiter); nested && fs.Lookup(name) != nil { // viper has no respect for the case of its keys
-				return fmt.Errorf(`--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`, path, name)
+			if name, _, nested := strings.Cut(key, delimiter); nested &&
+				fs.Lookup(name) != nil { // viper has no respect for the case of its keys
+				return fmt.Errorf(`--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`, path,
+					name)
 			}
 			if fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
@@ -73,7 +75,8 @@ var leftOut = map[string]string{
 	"watch-cache-sizes":                           "the watch tier keeps events by size: --watch-ring-bytes",
 	"default-watch-cache-size":                    "the watch tier keeps events by size: --watch-ring-bytes",
 	"apiserver-count":                             "gateways are counted by their leases; leave the flag out",
-	"egress-selector-config-file":                 "there is no egress selector; nodes, pods and webhooks are dialled from where the gateway, registry and admission run",
+	"egress-selector-config-file": "there is no egress selector; nodes, pods and webhooks are " +
+		"dialled from where the gateway, registry and admission run",
 }
 
 // Apply sets every flag that the command line left out and v has a value for.
@@ -130,7 +133,8 @@ func each(all []string, set func(string) error) error {
 func suggestion(fs *pflag.FlagSet, key string) string {
 	best := ""
 	fs.VisitAll(func(f *pflag.Flag) {
-		if best == "" && (strings.EqualFold(strings.ReplaceAll(f.Name, "-", ""), strings.NewReplacer("-", "", "_", "").Replace(key)) || strings.Contains(f.Name, key)) {
+		if best == "" && (strings.EqualFold(strings.ReplaceAll(f.Name, "-", ""),
+			strings.NewReplacer("-", "", "_", "").Replace(key)) || strings.Contains(f.Name, key)) {
 			best = f.Name
 		}
 	})

@@ -51,7 +51,8 @@ func TestPrecedence(t *testing.T) {
 
 func TestListsComeFromFiles(t *testing.T) {
 	fs, _, servers := flags()
-	if err := Load(fs, []string{"--config", file(t, "etcd-servers: [a, b]\n")}); err != nil || strings.Join(*servers, "+") != "a+b" {
+	if err := Load(fs, []string{"--config", file(t, "etcd-servers: [a, b]\n")}); err != nil ||
+		strings.Join(*servers, "+") != "a+b" {
 		t.Errorf("%v (%v)", *servers, err)
 	}
 }
@@ -82,7 +83,10 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 
 // A flag that is given once for each pair takes as many from a file: a value may hold commas (features F10).
 func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
-	for text, bad := range map[string]bool{"oidc-required-claim: [\"A=b,c\", d=e]\n": false, "oidc-required-claim: {A: \"b,c\", d: e}\n": true} {
+	for text, bad := range map[string]bool{
+		"oidc-required-claim: [\"A=b,c\", d=e]\n":   false,
+		"oidc-required-claim: {A: \"b,c\", d: e}\n": true,
+	} {
 		file := filepath.Join(t.TempDir(), "c.yaml")
 		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 			t.Fatal(err)

@@ -33,8 +33,12 @@ type Definition struct {
 
 // New reads a definition. An error says that it cannot be served.
 func New(d *apiextensionsv1.CustomResourceDefinition) (*Definition, error) {
-	for name, accepted := range map[string]string{"plural": d.Status.AcceptedNames.Plural, "singular": d.Status.AcceptedNames.Singular,
-		"kind": d.Status.AcceptedNames.Kind, "list kind": d.Status.AcceptedNames.ListKind} {
+	for name, accepted := range map[string]string{
+		"plural":    d.Status.AcceptedNames.Plural,
+		"singular":  d.Status.AcceptedNames.Singular,
+		"kind":      d.Status.AcceptedNames.Kind,
+		"list kind": d.Status.AcceptedNames.ListKind,
+	} {
 		if accepted == "" {
 			return nil, fmt.Errorf("the definition %s has no accepted %s", d.Name, name)
 		}
@@ -70,19 +74,22 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*Definition, error) {
 }
 
 // Validation is a version's schema in the hub version, or nil.
-func Validation(d *apiextensionsv1.CustomResourceDefinition, version string) (*apiextensions.CustomResourceValidation, error) {
+func Validation(d *apiextensionsv1.CustomResourceDefinition, version string) (*apiextensions.CustomResourceValidation,
+	error) {
 	v, err := apihelpers.GetSchemaForVersion(d, version)
 	if err != nil || v == nil {
 		return nil, err
 	}
 	internal := &apiextensions.CustomResourceValidation{}
-	return internal, apiextensionsv1.Convert_v1_CustomResourceValidation_To_apiextensions_CustomResourceValidation(v, internal, nil)
+	return internal, apiextensionsv1.Convert_v1_CustomResourceValidation_To_apiextensions_CustomResourceValidation(v,
+		internal, nil)
 }
 
 // Same says whether objects are read alike under both definitions: kube-apiserver builds a new storage where they are
 // not.
 func Same(a, b *apiextensionsv1.CustomResourceDefinition) bool {
-	return a.UID == b.UID && a.Generation == b.Generation && equalNames(&a.Status.AcceptedNames, &b.Status.AcceptedNames)
+	return a.UID == b.UID && a.Generation == b.Generation &&
+		equalNames(&a.Status.AcceptedNames, &b.Status.AcceptedNames)
 }
 
 func equalNames(a, b *apiextensionsv1.CustomResourceDefinitionNames) bool {
@@ -138,13 +145,17 @@ func (d *Definition) Equivalents() runtime.EquivalentResourceMapper {
 // Parameters is the scheme of the options that requests in a version carry.
 func (d *Definition) Parameters(version string) *runtime.Scheme {
 	s := runtime.NewScheme()
-	s.AddUnversionedTypes(schema.GroupVersion{Group: d.Spec.Group, Version: version}, &metav1.ListOptions{}, &metav1.GetOptions{}, &metav1.DeleteOptions{})
+	s.AddUnversionedTypes(schema.GroupVersion{Group: d.Spec.Group, Version: version}, &metav1.ListOptions{},
+		&metav1.GetOptions{}, &metav1.DeleteOptions{})
 	return s
 }
 
 // Typer tells objects' kinds, and options' by parameters.
 func Typer(parameters runtime.ObjectTyper) runtime.ObjectTyper {
-	return apiextensionsapiserver.UnstructuredObjectTyper{Delegate: parameters, UnstructuredTyper: crdserverscheme.NewUnstructuredObjectTyper()}
+	return apiextensionsapiserver.UnstructuredObjectTyper{
+		Delegate:          parameters,
+		UnstructuredTyper: crdserverscheme.NewUnstructuredObjectTyper(),
+	}
 }
 
 // Creater makes empty objects of any kind.

@@ -15,21 +15,43 @@ var scheme = apiextensionsapiserver.Scheme
 
 // Serializer reads and writes objects as requests in a version carry them. Protobuf is there for what is not the object
 // itself: options, statuses, metadata.
-func (d *Definition) Serializer(typer runtime.ObjectTyper, converter runtime.ObjectConvertor) runtime.NegotiatedSerializer {
+func (d *Definition) Serializer(typer runtime.ObjectTyper,
+	converter runtime.ObjectConvertor) runtime.NegotiatedSerializer {
 	creater := Creater{}
 	text := func(o json.SerializerOptions) *json.Serializer {
 		return json.NewSerializerWithOptions(json.DefaultMetaFactory, creater, typer, o)
 	}
 	return serializer{d, converter, []runtime.SerializerInfo{
-		{MediaType: runtime.ContentTypeJSON, MediaTypeType: "application", MediaTypeSubType: "json", EncodesAsText: true,
-			Serializer: text(json.SerializerOptions{StreamingCollectionsEncoding: true}), PrettySerializer: text(json.SerializerOptions{Pretty: true}),
+		{
+			MediaType:        runtime.ContentTypeJSON,
+			MediaTypeType:    "application",
+			MediaTypeSubType: "json",
+			EncodesAsText:    true,
+			Serializer:       text(json.SerializerOptions{StreamingCollectionsEncoding: true}),
+
+			PrettySerializer: text(json.SerializerOptions{Pretty: true}),
 			StrictSerializer: text(json.SerializerOptions{Strict: true, StreamingCollectionsEncoding: true}),
-			StreamSerializer: &runtime.StreamSerializerInfo{EncodesAsText: true, Serializer: text(json.SerializerOptions{}), Framer: json.Framer}},
-		{MediaType: runtime.ContentTypeYAML, MediaTypeType: "application", MediaTypeSubType: "yaml", EncodesAsText: true,
-			Serializer: text(json.SerializerOptions{Yaml: true}), StrictSerializer: text(json.SerializerOptions{Yaml: true, Strict: true})},
-		{MediaType: runtime.ContentTypeProtobuf, MediaTypeType: "application", MediaTypeSubType: "vnd.kubernetes.protobuf",
-			Serializer:       protobuf.NewSerializerWithOptions(creater, typer, protobuf.SerializerOptions{StreamingCollectionsEncoding: true}),
-			StreamSerializer: &runtime.StreamSerializerInfo{Serializer: protobuf.NewRawSerializer(creater, typer), Framer: protobuf.LengthDelimitedFramer}},
+			StreamSerializer: &runtime.StreamSerializerInfo{EncodesAsText: true,
+				Serializer: text(json.SerializerOptions{}), Framer: json.Framer},
+		},
+		{
+			MediaType:        runtime.ContentTypeYAML,
+			MediaTypeType:    "application",
+			MediaTypeSubType: "yaml",
+			EncodesAsText:    true,
+			Serializer:       text(json.SerializerOptions{Yaml: true}),
+
+			StrictSerializer: text(json.SerializerOptions{Yaml: true, Strict: true}),
+		},
+		{
+			MediaType:        runtime.ContentTypeProtobuf,
+			MediaTypeType:    "application",
+			MediaTypeSubType: "vnd.kubernetes.protobuf",
+			Serializer: protobuf.NewSerializerWithOptions(creater, typer,
+				protobuf.SerializerOptions{StreamingCollectionsEncoding: true}),
+			StreamSerializer: &runtime.StreamSerializerInfo{Serializer: protobuf.NewRawSerializer(creater, typer),
+				Framer: protobuf.LengthDelimitedFramer},
+		},
 	}}
 }
 
@@ -51,7 +73,8 @@ func (s serializer) EncoderForVersion(e runtime.Encoder, gv runtime.GroupVersion
 func (s serializer) DecoderToVersion(d runtime.Decoder, gv runtime.GroupVersioner) runtime.Decoder {
 	strict, ok := d.(*json.Serializer)
 	shaped := shapingDecoder{d, shape{Definition: s.Definition, tell: ok && strict.IsStrict()}}
-	return versioning.NewCodec(nil, shaped, runtime.UnsafeObjectConvertor(scheme), scheme, scheme, s.Defaulter(scheme), nil, gv, "custom resource")
+	return versioning.NewCodec(nil, shaped, runtime.UnsafeObjectConvertor(scheme), scheme, scheme, s.Defaulter(scheme),
+		nil, gv, "custom resource")
 }
 
 // StorageCodec reads what etcd has, in whichever version, into version, and writes the storage version.
@@ -60,7 +83,8 @@ func (d *Definition) StorageCodec(version string, converter runtime.ObjectConver
 	return versioning.NewCodec(unstructured.UnstructuredJSONScheme,
 		shapingDecoder{unstructured.UnstructuredJSONScheme, shape{Definition: d, stored: true}},
 		shapingConverter{converter, shape{Definition: d}},
-		Creater{}, crdserverscheme.NewUnstructuredObjectTyper(), d.Defaulter(scheme), gv(d.StorageVersion), gv(version), "custom resource storage")
+		Creater{}, crdserverscheme.NewUnstructuredObjectTyper(), d.Defaulter(scheme), gv(d.StorageVersion), gv(version),
+		"custom resource storage")
 }
 
 // Decode reads what etcd has in the version that it has it in, shaped and with defaults.

@@ -16,7 +16,8 @@ import (
 // and nulls that may not be are dropped.
 type shape struct {
 	*Definition
-	// stored objects are taken as they come: metadata that is malformed is dropped, an early object gets its generation.
+	// stored objects are taken as they come: metadata that is malformed is dropped, an early object gets its
+	// generation.
 	stored bool
 	// tell names the unknown fields.
 	tell bool
@@ -31,7 +32,10 @@ func (s shape) apply(u *unstructured.Unstructured) (unknown []string, err error)
 	if err != nil {
 		return nil, err
 	}
-	m, hasMeta, unknown, err := objectmeta.GetObjectMetaWithOptions(u.Object, objectmeta.ObjectMetaOptions{DropMalformedFields: s.stored, ReturnUnknownFieldPaths: s.tell})
+	m, hasMeta, unknown, err := objectmeta.GetObjectMetaWithOptions(u.Object, objectmeta.ObjectMetaOptions{
+		DropMalformedFields:     s.stored,
+		ReturnUnknownFieldPaths: s.tell,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -42,10 +46,14 @@ func (s shape) apply(u *unstructured.Unstructured) (unknown []string, err error)
 	if gv.Group == s.Spec.Group && kind == s.Status.AcceptedNames.Kind { // options pass here too
 		structural := s.Schemas[gv.Version]
 		if !s.Spec.PreserveUnknownFields {
-			unknown = append(unknown, pruning.PruneWithOptions(u.Object, structural, true, schema.UnknownFieldPathOptions{TrackUnknownFieldPaths: s.tell})...)
+			unknown = append(unknown, pruning.PruneWithOptions(u.Object, structural, true,
+				schema.UnknownFieldPathOptions{TrackUnknownFieldPaths: s.tell})...)
 			defaulting.PruneNonNullableNullsWithoutDefaults(u.Object, structural)
 		}
-		cerr, paths := objectmeta.CoerceWithOptions(nil, u.Object, structural, false, objectmeta.CoerceOptions{DropInvalidFields: s.stored, ReturnUnknownFieldPaths: s.tell})
+		cerr, paths := objectmeta.CoerceWithOptions(nil, u.Object, structural, false, objectmeta.CoerceOptions{
+			DropInvalidFields:       s.stored,
+			ReturnUnknownFieldPaths: s.tell,
+		})
 		if cerr != nil {
 			return nil, cerr
 		}
@@ -75,7 +83,8 @@ type shapingDecoder struct {
 }
 
 // Decode implements runtime.Decoder.
-func (d shapingDecoder) Decode(data []byte, defaults *gvschema.GroupVersionKind, into runtime.Object) (runtime.Object, *gvschema.GroupVersionKind, error) {
+func (d shapingDecoder) Decode(data []byte, defaults *gvschema.GroupVersionKind, into runtime.Object) (runtime.Object,
+	*gvschema.GroupVersionKind, error) {
 	obj, gvk, err := d.Decoder.Decode(data, defaults, into)
 	var strict []error
 	if err != nil {
@@ -119,7 +128,8 @@ func (c shapingConverter) Convert(in, out, context any) error {
 }
 
 // FromStorage converts stored objects to a version, all at once: a webhook is asked once. What it answers is shaped.
-func (d *Definition) FromStorage(converter runtime.ObjectConvertor, in *unstructured.UnstructuredList, gv gvschema.GroupVersion) (*unstructured.UnstructuredList, error) {
+func (d *Definition) FromStorage(converter runtime.ObjectConvertor, in *unstructured.UnstructuredList,
+	gv gvschema.GroupVersion) (*unstructured.UnstructuredList, error) {
 	converted, err := converter.ConvertToVersion(in, gv)
 	if err != nil {
 		return nil, err

@@ -47,7 +47,8 @@ const leastServer = "2.15.2"
 func checkServer(nc *nats.Conn) error {
 	have := nc.ConnectedServerVersion()
 	if have != "" && tooOld(have) {
-		return fmt.Errorf("NATS server %s at %s is too old: use %s or newer; older ones forget the last message's id when they restart, and refuse every publish after it", have, nc.ConnectedUrlRedacted(), leastServer)
+		return fmt.Errorf("NATS server %s at %s is too old: use %s or newer; older ones forget the last message's "+
+			"id when they restart, and refuse every publish after it", have, nc.ConnectedUrlRedacted(), leastServer)
 	}
 	return nil
 }
@@ -73,16 +74,19 @@ type Options struct {
 
 // AddFlags adds them to fs.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&o.URL, "nats-url", o.URL, "NATS servers, comma separated (tls://host:4222). Mutual TLS with the --rpc-* identity.")
+	fs.StringVar(&o.URL, "nats-url", o.URL,
+		"NATS servers, comma separated (tls://host:4222). Mutual TLS with the --rpc-* identity.")
 	fs.StringVar(&o.Storage, "log-storage", "file", `Where JetStream keeps the event log: "file" or "memory".`)
 	fs.IntVar(&o.Replicas, "log-replicas", 1, "JetStream replicas of the event log: 1, 3 or 5.")
-	fs.DurationVar(&o.Retention, "log-retention", 10*time.Minute, "How long the event log keeps events, which is how far back a watch can resume.")
+	fs.DurationVar(&o.Retention, "log-retention", 10*time.Minute,
+		"How long the event log keeps events, which is how far back a watch can resume.")
 	fs.Int64Var(&o.MaxBytes, "log-max-bytes", 1<<30, "The event log's size bound in bytes.")
 }
 
 // Connect connects to NATS and reconnects for ever. Close the connection to end it.
 func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStream, error) {
-	opts := []nats.Option{nats.Name(name), nats.CustomInboxPrefix(Inbox(name)), nats.MaxReconnects(-1), nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
+	opts := []nats.Option{nats.Name(name), nats.CustomInboxPrefix(Inbox(name)), nats.MaxReconnects(-1),
+		nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
 		nats.RetryOnFailedConnect(true), nats.PingInterval(5 * time.Second), nats.MaxPingsOutstanding(2),
 		nats.ErrorHandler(func(_ *nats.Conn, _ *nats.Subscription, err error) { slog.Warn("NATS", "error", err) })}
 	url := o.URL
@@ -106,7 +110,8 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStr
 		nc.Close()
 		return nil, nil, fmt.Errorf("--nats-url %q: %w", url, err)
 	}
-	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512), jetstream.WithPublishAsyncTimeout(5*time.Second))
+	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512),
+		jetstream.WithPublishAsyncTimeout(5*time.Second))
 	if err != nil {
 		nc.Close()
 		return nil, nil, err
@@ -128,8 +133,10 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 		return nil, err
 	}
 	return js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
-		Name: StreamName, Subjects: []string{events + ">", ProgressSubject}, Storage: storage, Replicas: max(o.Replicas, 1),
-		MaxAge: o.Retention, MaxBytes: o.MaxBytes, Discard: jetstream.DiscardOld, Duplicates: min(o.Retention, time.Second), // and no direct gets: a follower may be behind
+		Name: StreamName, Subjects: []string{events + ">", ProgressSubject}, Storage: storage,
+		Replicas: max(o.Replicas, 1),
+		MaxAge:   o.Retention, MaxBytes: o.MaxBytes, Discard: jetstream.DiscardOld,
+		Duplicates: min(o.Retention, time.Second), // and no direct gets: a follower may be behind
 	})
 }
 
@@ -137,8 +144,8 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 type ID struct {
 	Revision int64
 	Index    int32
-	// Mark is true for progress and for a reset of everything, which say something of all that is up to Revision. A reset
-	// of one resource has a place in its transaction, as an event has.
+	// Mark is true for progress and for a reset of everything, which say something of all that is up to Revision. A
+	// reset of one resource has a place in its transaction, as an event has.
 	Mark bool
 	// nonce keeps apart what different publishers, or different histories of etcd, would call the same.
 	nonce string
@@ -316,7 +323,10 @@ func (r *reader) read(ctx context.Context) error {
 		r.id = ""
 	}
 	r.created = info.Created
-	config := jetstream.OrderedConsumerConfig{DeliverPolicy: jetstream.DeliverAllPolicy, InactiveThreshold: consumerIdle}
+	config := jetstream.OrderedConsumerConfig{
+		DeliverPolicy:     jetstream.DeliverAllPolicy,
+		InactiveThreshold: consumerIdle,
+	}
 	if n := r.sequence.Load(); n > 0 {
 		config.DeliverPolicy, config.OptStartSeq = jetstream.DeliverByStartSequencePolicy, n+1
 	}
@@ -386,11 +396,13 @@ func (r *reader) take(m jetstream.Msg) error {
 	}
 	e, err := Event(m.Headers(), m.Data())
 	if err != nil {
-		slog.Error("A message of the event log is corrupt", "subject", m.Subject(), "sequence", meta.Sequence.Stream, "error", err)
+		slog.Error("A message of the event log is corrupt", "subject", m.Subject(), "sequence", meta.Sequence.Stream,
+			"error", err)
 		id, _ := ParseID(m.Headers().Get(jetstream.MsgIDHeader))
 		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
 	}
-	if (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "") && (r.lost || r.id != "" && m.Headers().Get(jetstream.ExpectedLastMsgIDHeader) != r.id) {
+	if (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "") &&
+		(r.lost || r.id != "" && m.Headers().Get(jetstream.ExpectedLastMsgIDHeader) != r.id) {
 		gap := &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision}
 		if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET && e.Index == 0 {
 			gap.Revision--

@@ -18,7 +18,8 @@ func TestIDsComeBackAsTheyWere(t *testing.T) {
 		if err != nil || got != id {
 			t.Errorf("%+v came back as %+v (%v)", id, got, err)
 		}
-		if mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET && e.StoredAs == ""; got.Mark != mark {
+		if mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET &&
+			e.StoredAs == ""; got.Mark != mark {
 			t.Errorf("%v: mark is %v", e, got.Mark)
 		}
 	}
@@ -30,7 +31,15 @@ func TestIDsComeBackAsTheyWere(t *testing.T) {
 }
 
 func TestOldServersAreRefused(t *testing.T) {
-	for have, want := range map[string]bool{"2.15.2": false, "2.15.3": false, "2.16.0": false, "2.15.1": true, "2.12.9": true, "2.10.0": true, "nonsense": true} {
+	for have, want := range map[string]bool{
+		"2.15.2":   false,
+		"2.15.3":   false,
+		"2.16.0":   false,
+		"2.15.1":   true,
+		"2.12.9":   true,
+		"2.10.0":   true,
+		"nonsense": true,
+	} {
 		if got := tooOld(have); got != want {
 			t.Errorf("%s is too old: %v", have, got)
 		}

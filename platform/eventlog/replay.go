@@ -30,7 +30,8 @@ const (
 // where the log has a reset, or where its retention may have overtaken the reading: what each was given before is sound
 // and has no gap. each is called for as many messages at a time as are known to follow each other, so it lags a little
 // behind the log; it must be quick.
-func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after int64, each func(*logv1.Event) (bool, error)) error {
+func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after int64,
+	each func(*logv1.Event) (bool, error)) error {
 	stream, err := js.Stream(ctx, StreamName)
 	if err != nil {
 		return err
@@ -43,8 +44,12 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 	if err != nil {
 		return err
 	}
-	consumer, err := js.OrderedConsumer(ctx, StreamName, jetstream.OrderedConsumerConfig{FilterSubjects: []string{Subject(storedAs), ProgressSubject},
-		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: start, InactiveThreshold: replayIdle})
+	consumer, err := js.OrderedConsumer(ctx, StreamName, jetstream.OrderedConsumerConfig{
+		FilterSubjects:    []string{Subject(storedAs), ProgressSubject},
+		DeliverPolicy:     jetstream.DeliverByStartSequencePolicy,
+		OptStartSeq:       start,
+		InactiveThreshold: replayIdle,
+	})
 	if err != nil {
 		return err
 	}

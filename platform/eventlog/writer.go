@@ -14,8 +14,8 @@ import (
 )
 
 const (
-	// stallWait is how long an append waits for room among those that are not acknowledged yet: a NATS that stalls for less
-	// is no reason to begin anew.
+	// stallWait is how long an append waits for room among those that are not acknowledged yet: a NATS that stalls for
+	// less is no reason to begin anew.
 	stallWait = 5 * time.Second
 	// headroom is what a message's headers may take.
 	headroom = 4 << 10

@@ -1,5 +1,5 @@
-// Package events has what all who read the event log share, whatever they keep of it: where an event stands, the ring of
-// the recent ones, and what a selection sees of one.
+// Package events has what all who read the event log share, whatever they keep of it: where an event stands, the ring
+// of the recent ones, and what a selection sees of one.
 package events
 
 import (

@@ -27,8 +27,8 @@ func (r *Ring[E]) Next() int64 { return r.base + int64(len(r.entries)) }
 // Oldest is the oldest of the entries, of which there must be one.
 func (r *Ring[E]) Oldest() E { return r.entries[0] }
 
-// From are the entries from a sequence number on, as many of them as are still there. They are shared: whoever lets go of
-// the lock clones them first.
+// From are the entries from a sequence number on, as many of them as are still there. They are shared: whoever lets go
+// of the lock clones them first.
 func (r *Ring[E]) From(sequence int64) []E {
 	return r.entries[min(max(sequence-r.base, 0), int64(len(r.entries))):]
 }

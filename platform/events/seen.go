@@ -7,8 +7,8 @@ const (
 	Unseen   = ""
 	Added    = "ADDED"
 	Modified = "MODIFIED"
-	// Deleted is of the object as it was when it was last selected: the event's own where the object is no more, and the
-	// one before where it has left the selection.
+	// Deleted is of the object as it was when it was last selected: the event's own where the object is no more, and
+	// the one before where it has left the selection.
 	Deleted = "DELETED"
 )
 

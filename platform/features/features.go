@@ -17,7 +17,9 @@ import (
 // nothing in the process knows is an error. With others, one of kube-apiserver's that this process does not link is
 // accepted and does nothing.
 func AddFlag(fs *pflag.FlagSet, others bool) {
-	fs.Var(&gates{others: others}, "feature-gates", "A set of key=value pairs that describe feature gates for alpha/experimental features, as kube-apiserver's: AllAlpha=true,SomeFeature=false.")
+	fs.Var(&gates{others: others}, "feature-gates",
+		"A set of key=value pairs that describe feature gates for alpha/experimental features, as kube-apiserver's: "+
+			"AllAlpha=true,SomeFeature=false.")
 }
 
 type gates struct {

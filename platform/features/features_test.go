@@ -14,7 +14,8 @@ func TestAGateOfNobodysIsRefused(t *testing.T) {
 	if err := fs.Set("feature-gates", "DynamicResourceAllocation=true, ConstrainedImpersonation=false"); err != nil {
 		t.Error(err)
 	}
-	if err := fs.Set("feature-gates", "NoSuchGate=true"); err == nil || !strings.Contains(err.Error(), "unrecognized feature gate: NoSuchGate") {
+	if err := fs.Set("feature-gates", "NoSuchGate=true"); err == nil ||
+		!strings.Contains(err.Error(), "unrecognized feature gate: NoSuchGate") {
 		t.Errorf("a gate of nobody's: %v", err)
 	}
 }

@@ -211,7 +211,9 @@ func (l *List) headProtobuf(items int) []byte {
 	if l.Remaining != nil {
 		m = protowire.AppendVarint(protowire.AppendTag(m, 4, protowire.VarintType), uint64(*l.Remaining))
 	}
-	return envelopeHead(l.Kind, l.APIVersion, FieldLen(len(m))+items, func(b []byte) []byte { return append(tag(b, 1, len(m)), m...) })
+	return envelopeHead(l.Kind, l.APIVersion, FieldLen(len(m))+items, func(b []byte) []byte {
+		return append(tag(b, 1, len(m)), m...)
+	})
 }
 
 // envelopeHead is the envelope up to the object's message of n bytes, whose beginning first writes.

@@ -13,14 +13,22 @@ import (
 )
 
 func item(name string) metav1.PartialObjectMetadata {
-	return metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: name, ResourceVersion: "5", Annotations: map[string]string{"a": `} " \ {`}}}
+	return metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{
+		Name:            name,
+		ResourceVersion: "5",
+		Annotations:     map[string]string{"a": `} " \ {`},
+	}}
 }
 
 // The bytes are those that Kubernetes' own serializer writes.
 func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 	remaining := int64(7)
-	want := &metav1.PartialObjectMetadataList{TypeMeta: metav1.TypeMeta{Kind: "PartialObjectMetadataList", APIVersion: "meta.k8s.io/v1"},
-		ListMeta: metav1.ListMeta{ResourceVersion: "12", Continue: "abc", RemainingItemCount: &remaining}, Items: []metav1.PartialObjectMetadata{item("a"), item("b")}}
+	want := &metav1.PartialObjectMetadataList{
+		TypeMeta: metav1.TypeMeta{Kind: "PartialObjectMetadataList", APIVersion: "meta.k8s.io/v1"},
+		ListMeta: metav1.ListMeta{ResourceVersion: "12", Continue: "abc", RemainingItemCount: &remaining},
+
+		Items: []metav1.PartialObjectMetadata{item("a"), item("b")},
+	}
 	scheme := runtime.NewScheme()
 	if err := metav1.AddMetaToScheme(scheme); err != nil {
 		t.Fatal(err)
@@ -30,7 +38,13 @@ func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 	if err := s.Encode(want, &expected); err != nil {
 		t.Fatal(err)
 	}
-	l := &List{Kind: "PartialObjectMetadataList", APIVersion: "meta.k8s.io/v1", Revision: 12, Continue: "abc", Remaining: &remaining}
+	l := &List{
+		Kind:       "PartialObjectMetadataList",
+		APIVersion: "meta.k8s.io/v1",
+		Revision:   12,
+		Continue:   "abc",
+		Remaining:  &remaining,
+	}
 	var items [][]byte
 	for i := range want.Items {
 		m, err := want.Items[i].Marshal()
@@ -69,7 +83,8 @@ func TestMetadataIsCutOutOfEitherEncoding(t *testing.T) {
 		t.Fatal(err)
 	}
 	var got metav1.PartialObjectMetadata
-	if err := json.Unmarshal(append(append([]byte{'{'}, m...), '}'), &got); err != nil || got.Annotations["a"] != `} " \ {` {
+	if err := json.Unmarshal(append(append([]byte{'{'}, m...), '}'), &got); err != nil ||
+		got.Annotations["a"] != `} " \ {` {
 		t.Errorf("%s: %v", m, err)
 	}
 	message, err := p.Marshal()
@@ -101,11 +116,13 @@ func TestWatchFramesDecode(t *testing.T) {
 		Type   string
 		Object metav1.PartialObjectMetadata
 	}
-	if err := json.Unmarshal(j, &w); err != nil || w.Type != "BOOKMARK" || w.Object.Kind != "Pod" || w.Object.ResourceVersion != "9" || w.Object.Annotations["k8s.io/initial-events-end"] != "true" {
+	if err := json.Unmarshal(j, &w); err != nil || w.Type != "BOOKMARK" || w.Object.Kind != "Pod" ||
+		w.Object.ResourceVersion != "9" || w.Object.Annotations["k8s.io/initial-events-end"] != "true" {
 		t.Errorf("%s: %v", j, err)
 	}
 	var p metav1.PartialObjectMetadata
-	if err := p.Unmarshal(bookmarkProtobuf(9, true)); err != nil || p.ResourceVersion != "9" || p.Annotations["k8s.io/initial-events-end"] != "true" {
+	if err := p.Unmarshal(bookmarkProtobuf(9, true)); err != nil || p.ResourceVersion != "9" ||
+		p.Annotations["k8s.io/initial-events-end"] != "true" {
 		t.Errorf("%v %v", p, err)
 	}
 }

@@ -12,7 +12,10 @@ func TestAPanicIsAnError(t *testing.T) {
 		return f()
 	}
 	var none map[string]int
-	if err := run(func() error { none["a"] = 1; return nil }); err == nil || err.Error() != "reading pods/x panicked: assignment to entry in nil map" {
+	if err := run(func() error {
+		none["a"] = 1
+		return nil
+	}); err == nil || err.Error() != "reading pods/x panicked: assignment to entry in nil map" {
 		t.Errorf("%v", err)
 	}
 	want := errors.New("as it was")

@@ -74,9 +74,16 @@ func User(p *commonv1.User) *user.DefaultInfo {
 // AttributesProto makes a fit for the wire. Selectors that did not parse are left out, as if there were none: an
 // authorizer may then only be stricter.
 func AttributesProto(a authorizer.Attributes) *commonv1.Attributes {
-	p := &commonv1.Attributes{User: UserProto(a.GetUser()), Verb: a.GetVerb(), ResourceRequest: a.IsResourceRequest(), Path: a.GetPath(),
-		Namespace: a.GetNamespace(), Name: a.GetName(),
-		Resource: &commonv1.Resource{Group: a.GetAPIGroup(), Version: a.GetAPIVersion(), Resource: a.GetResource(), Subresource: a.GetSubresource()}}
+	p := &commonv1.Attributes{
+		User:            UserProto(a.GetUser()),
+		Verb:            a.GetVerb(),
+		ResourceRequest: a.IsResourceRequest(),
+		Path:            a.GetPath(),
+		Namespace:       a.GetNamespace(),
+		Name:            a.GetName(),
+		Resource: &commonv1.Resource{Group: a.GetAPIGroup(), Version: a.GetAPIVersion(), Resource: a.GetResource(),
+			Subresource: a.GetSubresource()},
+	}
 	if reqs, err := a.GetFieldSelector(); err == nil && len(reqs) > 0 {
 		var parts []string
 		for _, r := range reqs {
@@ -92,9 +99,19 @@ func AttributesProto(a authorizer.Attributes) *commonv1.Attributes {
 
 // Attributes is AttributesProto's inverse.
 func Attributes(p *commonv1.Attributes) authorizer.AttributesRecord {
-	r := authorizer.AttributesRecord{User: User(p.GetUser()), Verb: p.GetVerb(), ResourceRequest: p.GetResourceRequest(), Path: p.GetPath(),
-		Namespace: p.GetNamespace(), Name: p.GetName(), APIGroup: p.GetResource().GetGroup(), APIVersion: p.GetResource().GetVersion(),
-		Resource: p.GetResource().GetResource(), Subresource: p.GetResource().GetSubresource()}
+	r := authorizer.AttributesRecord{
+		User:            User(p.GetUser()),
+		Verb:            p.GetVerb(),
+		ResourceRequest: p.GetResourceRequest(),
+		Path:            p.GetPath(),
+		Namespace:       p.GetNamespace(),
+		Name:            p.GetName(),
+		APIGroup:        p.GetResource().GetGroup(),
+
+		APIVersion:  p.GetResource().GetVersion(),
+		Resource:    p.GetResource().GetResource(),
+		Subresource: p.GetResource().GetSubresource(),
+	}
 	if p.GetFieldSelector() != "" {
 		s, err := fields.ParseSelector(p.FieldSelector)
 		r.FieldSelectorParsingErr = err

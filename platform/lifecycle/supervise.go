@@ -19,7 +19,8 @@ type Supervisor struct {
 }
 
 const (
-	// leastPause and mostPause are how long a task that ended stays down: longer each time, until it has run for a while.
+	// leastPause and mostPause are how long a task that ended stays down: longer each time, until it has run for a
+	// while.
 	leastPause = 100 * time.Millisecond
 	mostPause  = 10 * time.Second
 	steady     = time.Minute

@@ -148,7 +148,8 @@ func (c *CA) keeps(crtFile string, l Leaf) bool {
 	if life > leafLife+24*time.Hour || float64(time.Since(cert.NotBefore)) > renewAfter*float64(life) {
 		return false
 	}
-	if cert.Subject.CommonName != l.CommonName || !slices.Equal(cert.Subject.Organization, l.Organizations) || !slices.Equal(cert.ExtKeyUsage, l.Usage.extended()) ||
+	if cert.Subject.CommonName != l.CommonName || !slices.Equal(cert.Subject.Organization, l.Organizations) ||
+		!slices.Equal(cert.ExtKeyUsage, l.Usage.extended()) ||
 		len(cert.DNSNames)+len(cert.IPAddresses) != len(l.SANs) {
 		return false
 	}
@@ -201,8 +202,12 @@ func ServiceAccountKeys(dir string) (keyFile, pubFile string, err error) {
 
 func template(commonName string, organizations []string, life time.Duration) *x509.Certificate {
 	serial, _ := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 120))
-	return &x509.Certificate{SerialNumber: serial, Subject: pkix.Name{CommonName: commonName, Organization: organizations},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(life)}
+	return &x509.Certificate{
+		SerialNumber: serial,
+		Subject:      pkix.Name{CommonName: commonName, Organization: organizations},
+		NotBefore:    time.Now().Add(-time.Hour),
+		NotAfter:     time.Now().Add(life),
+	}
 }
 
 func write(crt, key string, t, parent *x509.Certificate, k, signer crypto.Signer) error {

@@ -33,7 +33,12 @@ func leaf(t *testing.T, ca *CA, l Leaf) (cert *x509.Certificate, made bool) {
 
 func TestALeafIsItsCAsAndGoodForItsUseAlone(t *testing.T) {
 	ca := open(t, t.TempDir())
-	cert, _ := leaf(t, ca, Leaf{Name: "serving", CommonName: "server", SANs: []string{"localhost", "127.0.0.1"}, Usage: Server})
+	cert, _ := leaf(t, ca, Leaf{
+		Name:       "serving",
+		CommonName: "server",
+		SANs:       []string{"localhost", "127.0.0.1"},
+		Usage:      Server,
+	})
 	pem, _ := os.ReadFile(ca.CertFile())
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(pem)
@@ -42,7 +47,10 @@ func TestALeafIsItsCAsAndGoodForItsUseAlone(t *testing.T) {
 			t.Errorf("%s: %v", host, err)
 		}
 	}
-	if _, err := cert.Verify(x509.VerifyOptions{Roots: pool, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}); err == nil {
+	if _, err := cert.Verify(x509.VerifyOptions{
+		Roots:     pool,
+		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	}); err == nil {
 		t.Error("a server's certificate is good as a client's")
 	}
 	if life := time.Until(cert.NotAfter); life > leafLife {
@@ -54,7 +62,13 @@ func TestALeafIsItsCAsAndGoodForItsUseAlone(t *testing.T) {
 func TestALeafIsMadeAnewWhenItShouldBe(t *testing.T) {
 	dir := t.TempDir()
 	ca := open(t, dir)
-	l := Leaf{Name: "leaf", CommonName: "who", Organizations: []string{"group"}, SANs: []string{"localhost"}, Usage: Client | Server}
+	l := Leaf{
+		Name:          "leaf",
+		CommonName:    "who",
+		Organizations: []string{"group"},
+		SANs:          []string{"localhost"},
+		Usage:         Client | Server,
+	}
 	if _, made := leaf(t, ca, l); !made {
 		t.Fatal("the first was not made")
 	}
@@ -76,7 +90,7 @@ func TestALeafIsMadeAnewWhenItShouldBe(t *testing.T) {
 		leaf(t, ca, l)
 	}
 	// One that has lived for most of its time, and one of another CA.
-	for what, make := range map[string]func(*CA) error{
+	for what, build := range map[string]func(*CA) error{
 		"an old one": func(ca *CA) error {
 			t := template(l.CommonName, l.Organizations, leafLife)
 			t.NotBefore, t.NotAfter = time.Now().Add(-leafLife*2/3), time.Now().Add(leafLife/3)
@@ -92,7 +106,7 @@ func TestALeafIsMadeAnewWhenItShouldBe(t *testing.T) {
 			return os.Rename(crt, filepath.Join(dir, "leaf.crt"))
 		},
 	} {
-		if err := make(ca); err != nil {
+		if err := build(ca); err != nil {
 			t.Fatal(err)
 		}
 		if _, made := leaf(t, ca, l); !made {

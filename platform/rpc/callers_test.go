@@ -57,9 +57,11 @@ func TestEveryMethodNamesItsCallers(t *testing.T) {
 func TestAServiceCallsOnlyWhatIsItsOwn(t *testing.T) {
 	as := func(name string) context.Context {
 		cert := &x509.Certificate{Subject: pkix.Name{CommonName: name}}
-		return peer.NewContext(t.Context(), &peer.Peer{AuthInfo: credentials.TLSInfo{State: tls.ConnectionState{PeerCertificates: []*x509.Certificate{cert}}}})
+		state := tls.ConnectionState{PeerCertificates: []*x509.Certificate{cert}}
+		return peer.NewContext(t.Context(), &peer.Peer{AuthInfo: credentials.TLSInfo{State: state}})
 	}
-	for _, name := range []string{"gateway", "watchfanout", "authn", "authz", "admission", "registry", "etcd", "nats", "", "kubernetes-admin"} {
+	for _, name := range []string{"gateway", "watchfanout", "authn", "authz", "admission", "registry", "etcd", "nats",
+		"", "kubernetes-admin"} {
 		for method, callers := range Callers {
 			want := codes.PermissionDenied
 			for _, c := range callers {
@@ -82,7 +84,8 @@ func TestAServiceCallsOnlyWhatIsItsOwn(t *testing.T) {
 			t.Errorf("%q calls %s: %v", name, method, got)
 		}
 	}
-	if got := status.Code(allowed(as("gateway"), "/watershed.registry.v1.Objects/Unheard")); got != codes.PermissionDenied {
+	if got := status.Code(allowed(as("gateway"),
+		"/watershed.registry.v1.Objects/Unheard")); got != codes.PermissionDenied {
 		t.Errorf("a method that the table lacks: %v", got)
 	}
 	if got := status.Code(allowed(t.Context(), "/watershed.registry.v1.Objects/Get")); got != codes.Unauthenticated {

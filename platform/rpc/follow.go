@@ -11,7 +11,8 @@ import (
 
 // Follow reads a stream of news until ctx is done. Each message goes to each, which is told whether it is its stream's
 // first; a stream that ends or cannot be opened goes to lost, with the reason, and is opened anew after a pause.
-func Follow[M any](ctx context.Context, pause time.Duration, open func(context.Context) (grpc.ServerStreamingClient[M], error),
+func Follow[M any](ctx context.Context, pause time.Duration,
+	open func(context.Context) (grpc.ServerStreamingClient[M], error),
 	each func(m *M, first bool), lost func(error)) {
 	for ctx.Err() == nil {
 		stream, err := open(ctx)

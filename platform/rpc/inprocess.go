@@ -17,8 +17,8 @@ import (
 )
 
 // InProcess connects clients to services in the same process: no sockets and no encoding. Messages are shared, not
-// copied, so a message must not be changed once it has been sent; that holds for gRPC's own transport as well. Its calls
-// pass the interceptors and bounds that those between processes pass: callers, metrics, panics, MaxMessageBytes.
+// copied, so a message must not be changed once it has been sent; that holds for gRPC's own transport as well. Its
+// calls pass the interceptors and bounds that those between processes pass: callers, metrics, panics, MaxMessageBytes.
 //
 // It is a grpc.ServiceRegistrar. Register everything before the first call.
 type InProcess struct {
@@ -89,14 +89,24 @@ func (c *inProcessClient) Invoke(ctx context.Context, name string, args, reply a
 }
 
 // NewStream implements grpc.ClientConnInterface.
-func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, name string, _ ...grpc.CallOption) (grpc.ClientStream, error) {
+func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, name string,
+	_ ...grpc.CallOption) (grpc.ClientStream, error) {
 	m, ok := c.methods[name]
 	if !ok || m.stream == nil {
 		return nil, status.Error(codes.Unimplemented, "unknown stream "+name)
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	s := &pipe{ctx: ctx, up: make(chan any, streamBuffer), down: make(chan any, streamBuffer), done: make(chan struct{})}
-	info := &grpc.StreamServerInfo{FullMethod: name, IsClientStream: m.stream.ClientStreams, IsServerStream: m.stream.ServerStreams}
+	s := &pipe{
+		ctx:  ctx,
+		up:   make(chan any, streamBuffer),
+		down: make(chan any, streamBuffer),
+		done: make(chan struct{}),
+	}
+	info := &grpc.StreamServerInfo{
+		FullMethod:     name,
+		IsClientStream: m.stream.ClientStreams,
+		IsServerStream: m.stream.ServerStreams,
+	}
 	go func() {
 		defer cancel()
 		defer close(s.done)
@@ -116,7 +126,13 @@ func (c *inProcessClient) begin(ctx context.Context, name string) (context.Conte
 	began := time.Now()
 	ctx = c.spans.TagRPC(ctx, &stats.RPCTagInfo{FullMethodName: name})
 	c.spans.HandleRPC(ctx, &stats.Begin{BeginTime: began})
-	return ctx, func(err error) { c.spans.HandleRPC(ctx, &stats.End{BeginTime: began, EndTime: time.Now(), Error: err}) }
+	return ctx, func(err error) {
+		c.spans.HandleRPC(ctx, &stats.End{
+			BeginTime: began,
+			EndTime:   time.Now(),
+			Error:     err,
+		})
+	}
 }
 
 // bounded refuses a message that is too large for the wire.

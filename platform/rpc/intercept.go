@@ -45,7 +45,8 @@ func observe(method string, since time.Time, err *error) {
 func recovered(name string, err *error) {
 	if r := recover(); r != nil {
 		slog.Error("A handler panicked", "method", name, "panic", r, "stack", string(debug.Stack()))
-		*err = status.Error(codes.Internal, fmt.Sprintf("panic in %s: %v", name[strings.LastIndexByte(name, '/')+1:], r))
+		*err = status.Error(codes.Internal,
+			fmt.Sprintf("panic in %s: %v", name[strings.LastIndexByte(name, '/')+1:], r))
 	}
 }
 

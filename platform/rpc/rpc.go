@@ -36,9 +36,11 @@ type TLS struct {
 
 // AddFlags adds the flags of a service's inner identity.
 func (t *TLS) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&t.CertFile, "rpc-cert-file", t.CertFile, "This service's certificate on the inner network; its common name is the service's name.")
+	fs.StringVar(&t.CertFile, "rpc-cert-file", t.CertFile,
+		"This service's certificate on the inner network; its common name is the service's name.")
 	fs.StringVar(&t.KeyFile, "rpc-key-file", t.KeyFile, "The key of --rpc-cert-file.")
-	fs.StringVar(&t.CAFile, "rpc-ca-file", t.CAFile, "The CA that signs every service's inner certificate. Not the cluster's client CA.")
+	fs.StringVar(&t.CAFile, "rpc-ca-file", t.CAFile,
+		"The CA that signs every service's inner certificate. Not the cluster's client CA.")
 }
 
 // files are what a TLS names, read again whenever they have changed on disk.
@@ -48,7 +50,11 @@ type files struct {
 }
 
 func (t TLS) files() (*files, error) {
-	for flag, v := range map[string]string{"rpc-cert-file": t.CertFile, "rpc-key-file": t.KeyFile, "rpc-ca-file": t.CAFile} {
+	for flag, v := range map[string]string{
+		"rpc-cert-file": t.CertFile,
+		"rpc-key-file":  t.KeyFile,
+		"rpc-ca-file":   t.CAFile,
+	} {
 		if v == "" {
 			return nil, fmt.Errorf("--%s is required: services speak mutual TLS to each other", flag)
 		}
@@ -127,7 +133,12 @@ func (f *files) verify(state tls.ConnectionState, name string, usage x509.ExtKey
 	for _, c := range state.PeerCertificates[1:] {
 		between.AddCert(c)
 	}
-	_, err = state.PeerCertificates[0].Verify(x509.VerifyOptions{Roots: authorities, Intermediates: between, DNSName: name, KeyUsages: []x509.ExtKeyUsage{usage}})
+	_, err = state.PeerCertificates[0].Verify(x509.VerifyOptions{
+		Roots:         authorities,
+		Intermediates: between,
+		DNSName:       name,
+		KeyUsages:     []x509.ExtKeyUsage{usage},
+	})
 	return err
 }
 
@@ -160,7 +171,8 @@ func (r *reread[T]) get() (T, error) {
 }
 
 var handled = prometheus.NewHistogramVec(prometheus.HistogramOpts{
-	Name: "watershed_rpc_duration_seconds", Help: "Duration of RPCs served, by method and code. Streams count to their end.",
+	Name:    "watershed_rpc_duration_seconds",
+	Help:    "Duration of RPCs served, by method and code. Streams count to their end.",
 	Buckets: prometheus.ExponentialBuckets(0.00025, 4, 9),
 }, []string{"method", "code"})
 
@@ -187,7 +199,10 @@ func NewServer(id TLS) (*Server, error) {
 		grpc.MaxRecvMsgSize(MaxMessageBytes), grpc.MaxSendMsgSize(MaxMessageBytes),
 		grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(4<<20),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{
+			MinTime:             5 * time.Second,
+			PermitWithoutStream: true,
+		}),
 		grpc.UnaryInterceptor(unary),
 		grpc.StreamInterceptor(stream),
 	)
@@ -230,9 +245,9 @@ func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) er
 	return nil
 }
 
-// serviceConfig is how clients call a service (gRPC's service config): by which balancer, and what is sent again. A call
-// whose replica is lost before it answers is sent again, to another replica where there is one; of the methods in Once
-// it is only waited for a connection.
+// serviceConfig is how clients call a service (gRPC's service config): by which balancer, and what is sent again. A
+// call whose replica is lost before it answers is sent again, to another replica where there is one; of the methods in
+// Once it is only waited for a connection.
 func serviceConfig(b Balancer) string {
 	type name struct {
 		Service string `json:"service,omitempty"`
@@ -297,7 +312,11 @@ func Dial(id TLS, addresses []string, serverName string, b Balancer) (*grpc.Clie
 		grpc.WithStatsHandler(otelgrpc.NewClientHandler()),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
 		grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(4<<20),
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 10 * time.Second, Timeout: 3 * time.Second, PermitWithoutStream: true}),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{
+			Time:                10 * time.Second,
+			Timeout:             3 * time.Second,
+			PermitWithoutStream: true,
+		}),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoffConfig, MinConnectTimeout: 2 * time.Second}),
 	)
 }

@@ -49,11 +49,15 @@ func TestInProcessCallsShareMessages(t *testing.T) {
 }
 
 func TestAnAPIErrorCrossesWhole(t *testing.T) {
-	want := apierrors.NewInvalid(schema.GroupKind{Group: "apps", Kind: "Deployment"}, "web", field.ErrorList{field.Required(field.NewPath("spec"), "say it")})
-	c := clientOf(&fake{get: func(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) { return nil, want }})
+	want := apierrors.NewInvalid(schema.GroupKind{Group: "apps", Kind: "Deployment"}, "web",
+		field.ErrorList{field.Required(field.NewPath("spec"), "say it")})
+	c := clientOf(&fake{get: func(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+		return nil, want
+	}})
 	_, err := c.Get(t.Context(), &registryv1.GetRequest{})
 	var got *apierrors.StatusError
-	if !errors.As(FromStatus(err), &got) || got.ErrStatus.Code != 422 || len(got.ErrStatus.Details.Causes) != 1 || got.Error() != want.Error() {
+	if !errors.As(FromStatus(err), &got) || got.ErrStatus.Code != 422 || len(got.ErrStatus.Details.Causes) != 1 ||
+		got.Error() != want.Error() {
 		t.Errorf("%v came out as %v", want, FromStatus(err))
 	}
 }
@@ -66,7 +70,9 @@ func TestALostPeerIsAServiceToRetry(t *testing.T) {
 }
 
 func TestAPanicIsAnError(t *testing.T) {
-	c := clientOf(&fake{get: func(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) { panic("boom") }})
+	c := clientOf(&fake{get: func(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+		panic("boom")
+	}})
 	if _, err := c.Get(t.Context(), &registryv1.GetRequest{}); status.Code(err) != codes.Internal {
 		t.Errorf("got %v", err)
 	}
@@ -82,7 +88,8 @@ func TestInProcessStreamsAskAndAnswer(t *testing.T) {
 			if err != nil {
 				return err
 			}
-			if err := s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: &registryv1.ObjectResponse{Body: m.GetRequest().Body}}}); err != nil {
+			result := &registryv1.WriteReply_Result{Result: &registryv1.ObjectResponse{Body: m.GetRequest().Body}}
+			if err := s.Send(&registryv1.WriteReply{Reply: result}); err != nil {
 				return err
 			}
 		}
@@ -92,7 +99,8 @@ func TestInProcessStreamsAskAndAnswer(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, text := range []string{"a", "b"} {
-		if err := s.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: &registryv1.WriteRequest{Body: []byte(text)}}}); err != nil {
+		request := &registryv1.WriteCall_Request{Request: &registryv1.WriteRequest{Body: []byte(text)}}
+		if err := s.Send(&registryv1.WriteCall{Call: request}); err != nil {
 			t.Fatal(err)
 		}
 		m, err := s.Recv()

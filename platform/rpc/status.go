@@ -39,7 +39,8 @@ func ToStatus(err error) error {
 		api = Plain(err)
 	}
 	s := api.Status()
-	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message, "\ufffd")) // the detail has it in JSON; gRPC's own field is checked
+	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message,
+		"\ufffd")) // the detail has it in JSON; gRPC's own field is checked
 	detail := StatusProto(&s)
 	var warned *WarnedError
 	if errors.As(err, &warned) {
@@ -54,7 +55,11 @@ func ToStatus(err error) error {
 // Plain is what kube-apiserver answers for an error that is not the API's own: 500, with the error's text and no reason
 // (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters, ErrorToAPIStatus).
 func Plain(err error) *apierrors.StatusError {
-	return &apierrors.StatusError{ErrStatus: metav1.Status{Status: metav1.StatusFailure, Code: http.StatusInternalServerError, Message: err.Error()}}
+	return &apierrors.StatusError{ErrStatus: metav1.Status{
+		Status:  metav1.StatusFailure,
+		Code:    http.StatusInternalServerError,
+		Message: err.Error(),
+	}}
 }
 
 // WarnedError is an API error with the warnings that were given before it.

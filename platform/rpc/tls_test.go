@@ -80,11 +80,12 @@ func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
 		t.Errorf("gateway to registry: %v", err)
 	}
 	for what, err := range map[string]error{
-		"another service passes for registry":       try(authz, gateway, "registry"),
-		"a client passes for a server":              try(gateway, gateway, "gateway"),
-		"a server passes for a client":              try(registry, authz, "registry"),
-		"somebody of another authority is let in":   try(registry, stranger, "registry"),
-		"a server of another authority is believed": try(identityOf(t, other, "registry", pki.Server), gateway, "registry"),
+		"another service passes for registry":     try(authz, gateway, "registry"),
+		"a client passes for a server":            try(gateway, gateway, "gateway"),
+		"a server passes for a client":            try(registry, authz, "registry"),
+		"somebody of another authority is let in": try(registry, stranger, "registry"),
+		"a server of another authority is believed": try(identityOf(t, other, "registry", pki.Server), gateway,
+			"registry"),
 	} {
 		if err == nil {
 			t.Error(what)

@@ -18,7 +18,8 @@ const (
 // BeginEvent starts the trace of one event of etcd, and answers what of it travels with the event: empty where events
 // are not traced. End the span when the event is in the log.
 func BeginEvent(ctx context.Context, resource string, revision int64) (trace.Span, string) {
-	ctx, span := otel.Tracer(tracerName).Start(ctx, "publish "+resource, trace.WithNewRoot(), trace.WithSpanKind(trace.SpanKindProducer),
+	ctx, span := otel.Tracer(tracerName).Start(ctx, "publish "+resource, trace.WithNewRoot(),
+		trace.WithSpanKind(trace.SpanKindProducer),
 		trace.WithAttributes(attribute.String("resource", resource), attribute.Int64("revision", revision)))
 	if !span.IsRecording() {
 		return span, ""
@@ -34,6 +35,7 @@ func FollowEvent(traced, name string, since time.Time, attributes ...attribute.K
 		return trace.SpanFromContext(context.Background())
 	}
 	ctx := propagation.TraceContext{}.Extract(context.Background(), propagation.MapCarrier{traceparent: traced})
-	_, span := otel.Tracer(tracerName).Start(ctx, name, trace.WithSpanKind(trace.SpanKindConsumer), trace.WithTimestamp(since), trace.WithAttributes(attributes...))
+	_, span := otel.Tracer(tracerName).Start(ctx, name, trace.WithSpanKind(trace.SpanKindConsumer),
+		trace.WithTimestamp(since), trace.WithAttributes(attributes...))
 	return span
 }

@@ -39,12 +39,17 @@ type Options struct {
 
 // AddFlags adds them to fs.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.IntVarP(&o.Verbosity, "v", "v", o.Verbosity, "Log verbosity: 0 says what an operator must know, 4 is for debugging.")
+	fs.IntVarP(&o.Verbosity, "v", "v", o.Verbosity,
+		"Log verbosity: 0 says what an operator must know, 4 is for debugging.")
 	fs.StringVar(&o.VModule, "vmodule", o.VModule, "Comma-separated pattern=N settings for file-filtered verbosity.")
 	fs.StringVar(&o.LogFormat, "logging-format", "text", `"text" or "json".`)
-	fs.StringVar(&o.TracingEndpoint, "tracing-endpoint", o.TracingEndpoint, "host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
-	fs.Float64Var(&o.SamplingRatio, "tracing-sampling-ratio", 1, "The share of requests to trace, 0 to 1, where the client did not decide.")
-	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress, "host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or an inner network only; or the path of a socket. Empty: none.")
+	fs.StringVar(&o.TracingEndpoint, "tracing-endpoint", o.TracingEndpoint,
+		"host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
+	fs.Float64Var(&o.SamplingRatio, "tracing-sampling-ratio", 1,
+		"The share of requests to trace, 0 to 1, where the client did not decide.")
+	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress,
+		"host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or "+
+			"an inner network only; or the path of a socket. Empty: none.")
 }
 
 // Start sets up logging to w and tracing for the named service. stop flushes.
@@ -78,7 +83,8 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	if o.SamplingRatio < 0 || o.SamplingRatio > 1 {
 		return nil, fmt.Errorf("--tracing-sampling-ratio %v: want a number from 0 to 1", o.SamplingRatio)
 	}
-	otel.SetTextMapPropagator(propagation.NewCompositeTextMapPropagator(propagation.TraceContext{}, propagation.Baggage{}))
+	otel.SetTextMapPropagator(propagation.NewCompositeTextMapPropagator(propagation.TraceContext{},
+		propagation.Baggage{}))
 	if o.TracingEndpoint == "" {
 		return func() {}, nil
 	}

@@ -21,8 +21,15 @@ func TestVModuleLetsThroughWhatItNames(t *testing.T) {
 	klog.FromContext(t.Context()).V(5).Info("five by context")
 	klog.FromContext(t.Context()).V(6).Info("six by context")
 	klog.InfoS("zero")
-	for text, want := range map[string]bool{"five": true, "six": false, "five by context": true, "six by context": false, "zero": true} {
-		if got := strings.Contains(b.String(), `msg="`+text+`"`) || strings.Contains(b.String(), "msg="+text+" "); got != want {
+	for text, want := range map[string]bool{
+		"five":            true,
+		"six":             false,
+		"five by context": true,
+		"six by context":  false,
+		"zero":            true,
+	} {
+		if got := strings.Contains(b.String(), `msg="`+text+`"`) ||
+			strings.Contains(b.String(), "msg="+text+" "); got != want {
 			t.Errorf("%q is logged: %v\n%s", text, got, b.String())
 		}
 	}

@@ -3,8 +3,8 @@ package watchable
 
 import "sync"
 
-// Signal wakes everybody who waits for something to change. Its zero value is ready to use; it is guarded by the lock of
-// what it tells of.
+// Signal wakes everybody who waits for something to change. Its zero value is ready to use; it is guarded by the lock
+// of what it tells of.
 type Signal struct{ c chan struct{} }
 
 // C is closed at the next Notify.

@@ -60,8 +60,10 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
-	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false, "Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
-	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for what plugins must know of the cluster.")
+	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false,
+		"Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
+	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
+		"How to reach the gateway, for what plugins must know of the cluster.")
 }
 
 // Service is a running admission chain.
@@ -109,7 +111,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	gc.Authorization.Authorizer = remoteAuthorizer{client}
 	version := compatibility.DefaultBuildEffectiveVersion()
 	gc.EffectiveVersion = version
-	if err := c.Options.ApplyTo(gc, s.informers, client, dyn, utilfeature.DefaultFeatureGate, version, append(initializers, s.mapper)...); err != nil {
+	if err := c.Options.ApplyTo(gc, s.informers, client, dyn, utilfeature.DefaultFeatureGate, version,
+		append(initializers, s.mapper)...); err != nil {
 		return nil, err
 	}
 	s.chain = gc.AdmissionControl
@@ -118,7 +121,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	}
 	// Plugins beyond the default may look at anything, and so may webhooks and policies from files, which no informer
 	// tells of.
-	all := len(c.Options.GenericAdmission.EnablePlugins) > 0 || len(c.Options.PluginNames) > 0 || utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
+	all := len(c.Options.GenericAdmission.EnablePlugins) > 0 || len(c.Options.PluginNames) > 0 ||
+		utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
 	s.interests = newInterests(s.informers, all)
 	return s, nil
 }
@@ -126,18 +130,19 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 // follow names what the chain decides by, and whose age therefore counts: webhooks, policies, and what the default
 // plugins hold a namespace to. What else plugins look up (pods, classes) they refuse without, or only warn by.
 func (s *Service) follow() {
-	core, registration := s.informers.Core().V1(), s.informers.Admissionregistration().V1()
+	const group = "/apis/admissionregistration.k8s.io/v1/"
+	core, rules := s.informers.Core().V1(), s.informers.Admissionregistration().V1()
 	for path, i := range map[string]cache.SharedIndexInformer{
-		"/api/v1/namespaces":      core.Namespaces().Informer(),
-		"/api/v1/resourcequotas":  core.ResourceQuotas().Informer(),
-		"/api/v1/limitranges":     core.LimitRanges().Informer(),
-		"/api/v1/serviceaccounts": core.ServiceAccounts().Informer(),
-		"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations":     registration.MutatingWebhookConfigurations().Informer(),
-		"/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations":   registration.ValidatingWebhookConfigurations().Informer(),
-		"/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies":       registration.ValidatingAdmissionPolicies().Informer(),
-		"/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings": registration.ValidatingAdmissionPolicyBindings().Informer(),
-		"/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicies":         registration.MutatingAdmissionPolicies().Informer(),
-		"/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicybindings":   registration.MutatingAdmissionPolicyBindings().Informer(),
+		"/api/v1/namespaces":                        core.Namespaces().Informer(),
+		"/api/v1/resourcequotas":                    core.ResourceQuotas().Informer(),
+		"/api/v1/limitranges":                       core.LimitRanges().Informer(),
+		"/api/v1/serviceaccounts":                   core.ServiceAccounts().Informer(),
+		group + "mutatingwebhookconfigurations":     rules.MutatingWebhookConfigurations().Informer(),
+		group + "validatingwebhookconfigurations":   rules.ValidatingWebhookConfigurations().Informer(),
+		group + "validatingadmissionpolicies":       rules.ValidatingAdmissionPolicies().Informer(),
+		group + "validatingadmissionpolicybindings": rules.ValidatingAdmissionPolicyBindings().Informer(),
+		group + "mutatingadmissionpolicies":         rules.MutatingAdmissionPolicies().Informer(),
+		group + "mutatingadmissionpolicybindings":   rules.MutatingAdmissionPolicyBindings().Informer(),
 	} {
 		s.cluster.Follow(path, "", i)
 	}
@@ -154,7 +159,11 @@ func (s *Service) serviceResolver(endpoints bool) (webhookutil.ServiceResolver, 
 }
 
 func (s *Service) initializers(rc *rest.Config) ([]admission.PluginInitializer, error) {
-	config := controlplaneadmission.Config{LoopbackClientConfig: rc, ExternalInformers: s.informers, APIResourceConfig: controlplane.DefaultAPIResourceConfigSource()}
+	config := controlplaneadmission.Config{
+		LoopbackClientConfig: rc,
+		ExternalInformers:    s.informers,
+		APIResourceConfig:    controlplane.DefaultAPIResourceConfigSource(),
+	}
 	initializers, err := config.New(&http.Transport{}, nil, s.resolver, noop.NewTracerProvider())
 	if err != nil {
 		return nil, err
@@ -201,7 +210,8 @@ const interestsCheck = time.Second
 
 // Interests implements admissionv1.AdmissionServer. It ends where what it told may be too old: then everything is
 // asked, and refused here.
-func (s *Service) Interests(_ *admissionv1.InterestsRequest, stream grpc.ServerStreamingServer[admissionv1.InterestSet]) error {
+func (s *Service) Interests(_ *admissionv1.InterestsRequest,
+	stream grpc.ServerStreamingServer[admissionv1.InterestSet]) error {
 	check := time.NewTicker(interestsCheck)
 	defer check.Stop()
 	for {

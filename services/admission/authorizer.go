@@ -34,7 +34,11 @@ func (r remoteAuthorizer) Authorize(ctx context.Context, a authorizer.Attributes
 
 func reviewOf(a authorizer.Attributes) *authorizationv1.SubjectAccessReview {
 	u := a.GetUser()
-	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{User: u.GetName(), UID: u.GetUID(), Groups: u.GetGroups()}}
+	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+		User:   u.GetName(),
+		UID:    u.GetUID(),
+		Groups: u.GetGroups(),
+	}}
 	for k, v := range u.GetExtra() {
 		if review.Spec.Extra == nil {
 			review.Spec.Extra = map[string]authorizationv1.ExtraValue{}
@@ -96,8 +100,9 @@ func labelSelector(a authorizer.Attributes) *authorizationv1.LabelSelectorAttrib
 
 func labelRequirement(r labels.Requirement) (metav1.LabelSelectorRequirement, bool) {
 	ops := map[selection.Operator]metav1.LabelSelectorOperator{
-		selection.In: metav1.LabelSelectorOpIn, selection.Equals: metav1.LabelSelectorOpIn, selection.DoubleEquals: metav1.LabelSelectorOpIn,
-		selection.NotIn: metav1.LabelSelectorOpNotIn, selection.NotEquals: metav1.LabelSelectorOpNotIn,
+		selection.In: metav1.LabelSelectorOpIn, selection.Equals: metav1.LabelSelectorOpIn,
+		selection.DoubleEquals: metav1.LabelSelectorOpIn,
+		selection.NotIn:        metav1.LabelSelectorOpNotIn, selection.NotEquals: metav1.LabelSelectorOpNotIn,
 		selection.Exists: metav1.LabelSelectorOpExists, selection.DoesNotExist: metav1.LabelSelectorOpDoesNotExist,
 	}
 	op, ok := ops[r.Operator()] // a label selector of the API cannot say more or less than

@@ -34,8 +34,21 @@ func TestAnAuthorizationIsAskedWithItsSelectors(t *testing.T) {
 		t.Fatal(err)
 	}
 	reqs, _ := ls.Requirements()
-	a := authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob", Groups: []string{"g"}, Extra: map[string][]string{"k": {"v"}}}, Verb: "list", Namespace: "x",
-		APIVersion: "v1", Resource: "pods", ResourceRequest: true, FieldSelectorRequirements: fs.Requirements(), LabelSelectorRequirements: reqs}
+	a := authorizer.AttributesRecord{
+		User: &user.DefaultInfo{
+			Name:   "bob",
+			Groups: []string{"g"},
+			Extra:  map[string][]string{"k": {"v"}},
+		},
+		Verb:                      "list",
+		Namespace:                 "x",
+		APIVersion:                "v1",
+		Resource:                  "pods",
+		ResourceRequest:           true,
+		FieldSelectorRequirements: fs.Requirements(),
+
+		LabelSelectorRequirements: reqs,
+	}
 	r := remoteAuthorizer{client}
 	d, reason, err := r.Authorize(context.Background(), a)
 	if d != authorizer.DecisionAllow || reason != "why" || err != nil {
@@ -45,15 +58,25 @@ func TestAnAuthorizationIsAskedWithItsSelectors(t *testing.T) {
 	if asked.Spec.User != "bob" || asked.Spec.Extra["k"][0] != "v" || ra.Namespace != "x" || ra.Resource != "pods" {
 		t.Errorf("asked %+v", asked.Spec)
 	}
-	wantFields := []metav1.FieldSelectorRequirement{{Key: "spec.nodeName", Operator: "In", Values: []string{"n"}}, {Key: "status.phase", Operator: "NotIn", Values: []string{"Failed"}}}
-	if ra.FieldSelector == nil || len(ra.FieldSelector.Requirements) != 2 || ra.FieldSelector.Requirements[0].String() != wantFields[0].String() || ra.FieldSelector.Requirements[1].String() != wantFields[1].String() {
+	wantFields := []metav1.FieldSelectorRequirement{{
+		Key:      "spec.nodeName",
+		Operator: "In",
+		Values:   []string{"n"},
+	}, {Key: "status.phase", Operator: "NotIn", Values: []string{"Failed"}}}
+	if ra.FieldSelector == nil || len(ra.FieldSelector.Requirements) != 2 ||
+		ra.FieldSelector.Requirements[0].String() != wantFields[0].String() ||
+		ra.FieldSelector.Requirements[1].String() != wantFields[1].String() {
 		t.Errorf("field selector %+v", ra.FieldSelector)
 	}
 	if ra.LabelSelector == nil || len(ra.LabelSelector.Requirements) != 3 {
 		t.Errorf("label selector %+v", ra.LabelSelector)
 	}
 	answer = authorizationv1.SubjectAccessReviewStatus{Denied: true}
-	if d, _, _ := r.Authorize(context.Background(), authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob"}, Verb: "get", Path: "/x"}); d != authorizer.DecisionDeny || asked.Spec.NonResourceAttributes.Path != "/x" {
+	if d, _, _ := r.Authorize(context.Background(), authorizer.AttributesRecord{
+		User: &user.DefaultInfo{Name: "bob"},
+		Verb: "get",
+		Path: "/x",
+	}); d != authorizer.DecisionDeny || asked.Spec.NonResourceAttributes.Path != "/x" {
 		t.Errorf("%v, asked %+v", d, asked.Spec)
 	}
 	answer = authorizationv1.SubjectAccessReviewStatus{}

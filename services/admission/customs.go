@@ -47,24 +47,33 @@ func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, chang
 	if err != nil {
 		return nil, err
 	}
-	c := &customs{client: client, informers: extensions.NewSharedInformerFactory(client, 10*time.Minute), known: map[string]*custom{}}
+	c := &customs{
+		client:    client,
+		informers: extensions.NewSharedInformerFactory(client, 10*time.Minute),
+		known:     map[string]*custom{},
+	}
 	crds := c.informers.Apiextensions().V1().CustomResourceDefinitions()
 	c.lister = crds.Lister()
-	_, err = crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: func(any) { changed() }, UpdateFunc: func(any, any) { changed() }, DeleteFunc: func(obj any) {
-		changed()
-		if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-			obj = gone.Obj
-		}
-		if d, ok := obj.(*apiextensionsv1.CustomResourceDefinition); ok {
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			delete(c.known, d.Name)
-		}
-	}})
+	_, err = crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(any) { changed() },
+		UpdateFunc: func(any, any) { changed() },
+		DeleteFunc: func(obj any) {
+			changed()
+			if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+				obj = gone.Obj
+			}
+			if d, ok := obj.(*apiextensionsv1.CustomResourceDefinition); ok {
+				c.mu.Lock()
+				defer c.mu.Unlock()
+				delete(c.known, d.Name)
+			}
+		},
+	})
 	if err != nil {
 		return nil, err
 	}
-	c.converters, err = conversion.NewCRConverterFactory(services, webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, config, noop.NewTracerProvider()))
+	c.converters, err = conversion.NewCRConverterFactory(services,
+		webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, config, noop.NewTracerProvider()))
 	return c, err
 }
 

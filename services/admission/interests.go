@@ -21,7 +21,12 @@ import (
 //   - What is left out is what nobody looks at, above all a Lease's heartbeat, an Event's and an EndpointSlice's update
 //     and the status updates of most kinds.
 func builtIn() (admit, validate []*admissionv1.Interest) {
-	const create, update, remove, connect = admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE, admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT
+	const (
+		create  = admissionv1.Operation_OPERATION_CREATE
+		update  = admissionv1.Operation_OPERATION_UPDATE
+		remove  = admissionv1.Operation_OPERATION_DELETE
+		connect = admissionv1.Operation_OPERATION_CONNECT
+	)
 	in := func(group, resource, subresource string, ops ...admissionv1.Operation) *admissionv1.Interest {
 		return &admissionv1.Interest{Group: group, Resource: resource, Subresource: subresource, Operations: ops}
 	}
@@ -48,8 +53,8 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 		in("admissionregistration.k8s.io", "*", "*", update),
 		in("storagemigration.k8s.io", "*", "*", update),
 	}
-	// NodeRestriction also looks at what nodes do with leases and CSINodes. Their creation is asked about above; for their
-	// updates the Node authorizer already holds a node to the object of its own name.
+	// NodeRestriction also looks at what nodes do with leases and CSINodes. Their creation is asked about above; for
+	// their updates the Node authorizer already holds a node to the object of its own name.
 	return admit, append([]*admissionv1.Interest{}, admit...)
 }
 
@@ -72,23 +77,37 @@ type interests struct {
 // everything is asked until the webhooks and policies are known.
 func everything() *admissionv1.InterestSet {
 	all := []*admissionv1.Interest{{Group: "*", Resource: "*", Subresource: "*", Operations: []admissionv1.Operation{
-		admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE, admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}}}
+		admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE,
+		admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}}}
 	return &admissionv1.InterestSet{Admit: all, Validate: all}
 }
 
 func newInterests(f informers.SharedInformerFactory, all bool) *interests {
 	a := f.Admissionregistration().V1()
-	i := &interests{mutating: a.MutatingWebhookConfigurations().Lister(), validating: a.ValidatingWebhookConfigurations().Lister(), policies: a.ValidatingAdmissionPolicies().Lister(), mutations: a.MutatingAdmissionPolicies().Lister(), all: all,
-		dirty: make(chan struct{}, 1), current: everything(), changed: make(chan struct{})}
+	i := &interests{
+		mutating:   a.MutatingWebhookConfigurations().Lister(),
+		validating: a.ValidatingWebhookConfigurations().Lister(),
+		policies:   a.ValidatingAdmissionPolicies().Lister(),
+		mutations:  a.MutatingAdmissionPolicies().Lister(),
+		all:        all,
+		dirty:      make(chan struct{}, 1),
+		current:    everything(),
+		changed:    make(chan struct{}),
+	}
 	touch := func(any) {
 		select {
 		case i.dirty <- struct{}{}:
 		default:
 		}
 	}
-	for _, inf := range []cache.SharedIndexInformer{a.MutatingWebhookConfigurations().Informer(), a.ValidatingWebhookConfigurations().Informer(),
+	for _, inf := range []cache.SharedIndexInformer{a.MutatingWebhookConfigurations().Informer(),
+		a.ValidatingWebhookConfigurations().Informer(),
 		a.ValidatingAdmissionPolicies().Informer(), a.MutatingAdmissionPolicies().Informer()} {
-		reg, err := inf.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: touch, UpdateFunc: func(_, o any) { touch(o) }, DeleteFunc: touch})
+		reg, err := inf.AddEventHandler(cache.ResourceEventHandlerFuncs{
+			AddFunc:    touch,
+			UpdateFunc: func(_, o any) { touch(o) },
+			DeleteFunc: touch,
+		})
 		if err == nil {
 			i.synced = append(i.synced, reg.HasSynced)
 		}

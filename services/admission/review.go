@@ -51,7 +51,8 @@ func (s *Service) Validate(ctx context.Context, r *admissionv1.Review) (*admissi
 
 type phase func(context.Context, admission.Attributes, admission.ObjectInterfaces) error
 
-func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase, mayChange bool) (*admissionv1.Verdict, error) {
+func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase, mayChange bool) (*admissionv1.Verdict,
+	error) {
 	if err := s.cluster.Err(); err != nil && !own(r) { // policy that is too old decides nothing
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
@@ -73,12 +74,24 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase, 
 	}
 	u := identity.User(r.User)
 	attrs := admission.NewAttributesRecord(obj, old, c.kind, r.Namespace, r.Name,
-		schema.GroupVersionResource{Group: r.Resource.Group, Version: r.Resource.Version, Resource: r.Resource.Resource}, r.Resource.Subresource,
+		schema.GroupVersionResource{
+			Group:    r.Resource.Group,
+			Version:  r.Resource.Version,
+			Resource: r.Resource.Resource,
+		}, r.Resource.Subresource,
 		operations[r.Operation], opts, r.DryRun, u)
 	warnings := &recorder{}
 	ctx = warning.WithWarningRecorder(request.WithUser(request.WithNamespace(ctx, r.Namespace), u), warnings)
-	ctx = request.WithRequestInfo(ctx, &request.RequestInfo{IsResourceRequest: true, Verb: verbs[r.Operation], APIGroup: r.Resource.Group, APIVersion: r.Resource.Version,
-		Resource: r.Resource.Resource, Subresource: r.Resource.Subresource, Namespace: r.Namespace, Name: r.Name})
+	ctx = request.WithRequestInfo(ctx, &request.RequestInfo{
+		IsResourceRequest: true,
+		Verb:              verbs[r.Operation],
+		APIGroup:          r.Resource.Group,
+		APIVersion:        r.Resource.Version,
+		Resource:          r.Resource.Resource,
+		Subresource:       r.Resource.Subresource,
+		Namespace:         r.Namespace,
+		Name:              r.Name,
+	})
 	ctx = audit.WithAuditContext(ctx)
 	if err := run(ctx, attrs, c.interfaces); err != nil {
 		var api apierrors.APIStatus
@@ -129,7 +142,8 @@ type codec struct {
 var schemes = []struct {
 	scheme *runtime.Scheme
 	codecs runtime.NegotiatedSerializer
-}{{legacyscheme.Scheme, legacyscheme.Codecs}, {apiextensionsapiserver.Scheme, apiextensionsapiserver.Codecs}, {aggregatorscheme.Scheme, aggregatorscheme.Codecs}}
+}{{legacyscheme.Scheme, legacyscheme.Codecs}, {apiextensionsapiserver.Scheme, apiextensionsapiserver.Codecs},
+	{aggregatorscheme.Scheme, aggregatorscheme.Codecs}}
 
 func (s *Service) codecFor(ctx context.Context, r *admissionv1.Review) (*codec, error) {
 	c := &codec{kind: schema.GroupVersionKind{Group: r.Kind.Group, Version: r.Kind.Version, Kind: r.Kind.Kind}}
@@ -142,7 +156,8 @@ func (s *Service) codecFor(ctx context.Context, r *admissionv1.Review) (*codec, 
 			return nil, apierrors.NewInternalError(errors.New("no serializer for " + r.MediaType))
 		}
 		hub := schema.GroupVersion{Group: c.kind.Group, Version: runtime.APIVersionInternal}
-		c.decoder, c.encoder = of.codecs.DecoderToVersion(info.Serializer, hub), of.codecs.EncoderForVersion(info.Serializer, c.kind.GroupVersion())
+		c.decoder, c.encoder = of.codecs.DecoderToVersion(info.Serializer,
+			hub), of.codecs.EncoderForVersion(info.Serializer, c.kind.GroupVersion())
 		c.interfaces = equivalent{admission.NewObjectInterfacesFromScheme(of.scheme), equivalents(r)}
 		return c, nil
 	}
@@ -165,7 +180,11 @@ func (e equivalent) GetEquivalentResourceMapper() runtime.EquivalentResourceMapp
 func equivalents(r *admissionv1.Review) runtime.EquivalentResourceMapper {
 	m := runtime.NewEquivalentResourceRegistryWithIdentity(func(schema.GroupResource) string { return "the one" })
 	add := func(to *commonv1.Resource, k *commonv1.Kind) {
-		m.RegisterKindFor(schema.GroupVersionResource{Group: to.GetGroup(), Version: to.GetVersion(), Resource: to.GetResource()}, r.Resource.GetSubresource(),
+		m.RegisterKindFor(schema.GroupVersionResource{
+			Group:    to.GetGroup(),
+			Version:  to.GetVersion(),
+			Resource: to.GetResource(),
+		}, r.Resource.GetSubresource(),
 			schema.GroupVersionKind{Group: k.GetGroup(), Version: k.GetVersion(), Kind: k.GetKind()})
 	}
 	add(r.Resource, r.Kind)

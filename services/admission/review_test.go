@@ -12,8 +12,16 @@ import (
 // A webhook that names one version of a resource is asked about writes in another, also of subresources.
 func TestAReviewKnowsTheOtherVersions(t *testing.T) {
 	m := equivalents(&admissionv1.Review{
-		Resource: &commonv1.Resource{Group: "g", Version: "v2", Resource: "things", Subresource: "scale"}, Kind: &commonv1.Kind{Group: "autoscaling", Version: "v1", Kind: "Scale"},
-		Equivalents: []*admissionv1.Equivalent{{Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: "things", Subresource: "scale"}, Kind: &commonv1.Kind{Group: "autoscaling", Version: "v1", Kind: "Scale"}}}})
+		Resource: &commonv1.Resource{
+			Group:       "g",
+			Version:     "v2",
+			Resource:    "things",
+			Subresource: "scale",
+		}, Kind: &commonv1.Kind{Group: "autoscaling", Version: "v1", Kind: "Scale"},
+		Equivalents: []*admissionv1.Equivalent{{
+			Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: "things", Subresource: "scale"},
+			Kind:     &commonv1.Kind{Group: "autoscaling", Version: "v1", Kind: "Scale"},
+		}}})
 	v1 := schema.GroupVersionResource{Group: "g", Version: "v1", Resource: "things"}
 	all := m.EquivalentResourcesFor(schema.GroupVersionResource{Group: "g", Version: "v2", Resource: "things"}, "scale")
 	if len(all) != 2 {

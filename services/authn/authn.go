@@ -65,8 +65,10 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
-	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for what token authentication must look up.")
-	fs.DurationVar(&c.CacheTTL, "authentication-cache-ttl", 10*time.Second, "How long a gateway may reuse an answer for the same credentials.")
+	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
+		"How to reach the gateway, for what token authentication must look up.")
+	fs.DurationVar(&c.CacheTTL, "authentication-cache-ttl", 10*time.Second,
+		"How long a gateway may reuse an answer for the same credentials.")
 }
 
 // Service is a running authn.
@@ -148,18 +150,21 @@ func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
 	s.cluster.Follow("/api/v1/serviceaccounts", "", accounts.Informer())
 	// Pods and nodes are asked for when a token is bound to one: an informer would hold every pod of the cluster.
 	none := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
-	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client, s.secrets("", tokenSecrets), accounts.Lister(),
+	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client, s.secrets("", tokenSecrets),
+		accounts.Lister(),
 		corelisters.NewPodLister(none()), corelisters.NewNodeLister(none()))
 	ac.SecretsWriter = client.CoreV1()
 	if ac.BootstrapToken {
-		ac.BootstrapTokenAuthenticator = bootstrap.NewTokenAuthenticator(s.secrets(metav1.NamespaceSystem, bootstrapSecrets).Secrets(metav1.NamespaceSystem))
+		ac.BootstrapTokenAuthenticator = bootstrap.NewTokenAuthenticator(s.secrets(metav1.NamespaceSystem,
+			bootstrapSecrets).Secrets(metav1.NamespaceSystem))
 	}
 	return nil
 }
 
 // secrets follows the secrets of a namespace, or of all, that a field selector selects.
 func (s *Service) secrets(namespace, selector string) corelisters.SecretLister {
-	i := coreinformers.NewFilteredSecretInformer(s.cluster.Client, namespace, 0, cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc},
+	i := coreinformers.NewFilteredSecretInformer(s.cluster.Client, namespace, 0,
+		cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc},
 		func(o *metav1.ListOptions) { o.FieldSelector = selector })
 	path := "/api/v1/secrets"
 	if namespace != "" {
@@ -236,7 +241,8 @@ func (s *Service) Run(ctx context.Context) error {
 }
 
 // Authenticate implements authnv1.AuthnServer.
-func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateRequest) (*authnv1.AuthenticateResponse, error) {
+func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateRequest) (*authnv1.AuthenticateResponse,
+	error) {
 	req := (&http.Request{Method: http.MethodGet, URL: &url.URL{Path: r.Path}, Header: http.Header{}}).WithContext(ctx)
 	for name, v := range r.Headers {
 		req.Header[textproto.CanonicalMIMEHeaderKey(name)] = append([]string{}, v.Values...)
@@ -275,7 +281,8 @@ func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateReque
 // old: a token may have been revoked. Certificates, static tokens and other issuers' do not depend on it, and the
 // services of the system come with certificates.
 func (s *Service) trusted(u user.Info) error {
-	if !strings.HasPrefix(u.GetName(), apiserverserviceaccount.ServiceAccountUsernamePrefix) && !strings.HasPrefix(u.GetName(), bootstrapapi.BootstrapUserPrefix) {
+	if !strings.HasPrefix(u.GetName(), apiserverserviceaccount.ServiceAccountUsernamePrefix) &&
+		!strings.HasPrefix(u.GetName(), bootstrapapi.BootstrapUserPrefix) {
 		return nil
 	}
 	if err := s.cluster.Err(); err != nil {
@@ -286,11 +293,15 @@ func (s *Service) trusted(u user.Info) error {
 
 // ReviewToken implements authnv1.AuthnServer. An empty token is nobody's; the answer says whether others could be
 // looked up.
-func (s *Service) ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+func (s *Service) ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse,
+	error) {
 	if err := s.cluster.Err(); r.Token == "" && err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
-	req := (&http.Request{URL: &url.URL{}, Header: http.Header{"Authorization": {"Bearer " + r.Token}}}).WithContext(ctx)
+	req := (&http.Request{
+		URL:    &url.URL{},
+		Header: http.Header{"Authorization": {"Bearer " + r.Token}},
+	}).WithContext(ctx)
 	out, _, err := s.ask(req, r.Audiences)
 	return out, err
 }
@@ -320,14 +331,23 @@ func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.Authentic
 }
 
 // IssuerDocument implements authnv1.AuthnServer.
-func (s *Service) IssuerDocument(_ context.Context, r *authnv1.IssuerDocumentRequest) (*authnv1.IssuerDocumentResponse, error) {
+func (s *Service) IssuerDocument(_ context.Context, r *authnv1.IssuerDocumentRequest) (*authnv1.IssuerDocumentResponse,
+	error) {
 	if s.metadata == nil {
 		return nil, status.Error(codes.NotFound, "no service account issuer")
 	}
 	if r.Path == serviceaccount.OpenIDConfigPath {
 		body, age := s.metadata.GetConfigJSON()
-		return &authnv1.IssuerDocumentResponse{Body: body, ContentType: "application/json", MaxAgeSeconds: int64(age)}, nil
+		return &authnv1.IssuerDocumentResponse{
+			Body:          body,
+			ContentType:   "application/json",
+			MaxAgeSeconds: int64(age),
+		}, nil
 	}
 	body, age := s.metadata.GetKeysetJSON()
-	return &authnv1.IssuerDocumentResponse{Body: body, ContentType: "application/jwk-set+json", MaxAgeSeconds: int64(age)}, nil
+	return &authnv1.IssuerDocumentResponse{
+		Body:          body,
+		ContentType:   "application/jwk-set+json",
+		MaxAgeSeconds: int64(age),
+	}, nil
 }

@@ -32,7 +32,8 @@ type reloader struct {
 	seen      string
 }
 
-func newReloader(file string, c *kubeauthenticator.Config, update func(context.Context, *apiserverconfig.AuthenticationConfiguration) error) *reloader {
+func newReloader(file string, c *kubeauthenticator.Config,
+	update func(context.Context, *apiserverconfig.AuthenticationConfiguration) error) *reloader {
 	r := &reloader{file: file, issuers: c.ServiceAccountIssuers, update: update, seen: c.AuthenticationConfigData}
 	if c.AuthenticationConfig != nil {
 		r.anonymous = c.AuthenticationConfig.DeepCopy().Anonymous
@@ -49,7 +50,8 @@ func (r *reloader) run(ctx context.Context) {
 	filesystem.WatchUntil(ctx, time.Minute, r.file, func() {
 		if err := r.reload(ctx); err != nil {
 			authenticationconfigmetrics.RecordAuthenticationConfigAutomaticReloadFailure(serverID)
-			slog.Error("--authentication-config was not read anew; what was read before stays in force", "file", r.file, "error", err)
+			slog.Error("--authentication-config was not read anew; what was read before stays in force", "file", r.file,
+				"error", err)
 		}
 	}, func(err error) {
 		slog.Error("--authentication-config cannot be watched", "file", r.file, "error", err)
@@ -61,12 +63,14 @@ func (r *reloader) reload(ctx context.Context) error {
 	if err != nil || string(data) == r.seen {
 		return err
 	}
-	next, err := (&kubeoptions.BuiltInAuthenticationOptions{AuthenticationConfigFile: r.file}).ToAuthenticationConfig() // which parses it
+	// which parses it
+	next, err := (&kubeoptions.BuiltInAuthenticationOptions{AuthenticationConfigFile: r.file}).ToAuthenticationConfig()
 	if err == nil && next.AuthenticationConfigData != string(data) {
 		return errors.New("it changes while it is read")
 	}
 	if err == nil {
-		errs := apiservervalidation.ValidateAuthenticationConfiguration(authenticationcel.NewDefaultCompiler(), next.AuthenticationConfig, r.issuers)
+		errs := apiservervalidation.ValidateAuthenticationConfiguration(authenticationcel.NewDefaultCompiler(),
+			next.AuthenticationConfig, r.issuers)
 		if !reflect.DeepEqual(r.anonymous, next.AuthenticationConfig.Anonymous) {
 			errs = append(errs, field.Forbidden(field.NewPath("anonymous"), "changed from initial configuration file"))
 		}

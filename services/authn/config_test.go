@@ -57,7 +57,8 @@ func TestTheAuthenticationConfigurationIsReadAnew(t *testing.T) {
 	reload(fmt.Sprintf(configuration, true, "https://second.example.com"), true, 1)
 	reload("kind: Nonsense", false, 1)
 	reload(fmt.Sprintf(configuration, true, "http://not.encrypted.example.com"), false, 1)
-	reload(fmt.Sprintf(configuration, false, "https://third.example.com"), false, 1) // who anonymous is does not change while it runs
+	reload(fmt.Sprintf(configuration, false, "https://third.example.com"), false,
+		1) // who anonymous is does not change while it runs
 	fails = true
 	reload(fmt.Sprintf(configuration, true, "https://fourth.example.com"), false, 1)
 	fails = false

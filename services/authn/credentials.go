@@ -17,7 +17,8 @@ import (
 
 const (
 	protocolHeader = "Sec-Websocket-Protocol"
-	// bearerProtocol begins the subprotocol that carries a token (k8s.io/apiserver/pkg/authentication/request/websocket).
+	// bearerProtocol begins the subprotocol that carries a token
+	// (k8s.io/apiserver/pkg/authentication/request/websocket).
 	bearerProtocol = "base64url.bearer.authorization.k8s.io."
 )
 
@@ -34,7 +35,8 @@ func (s *Service) withoutCredentials(h http.Header) {
 		h[protocolHeader] = v
 	}
 	if o := s.config.Options.RequestHeader; o != nil { // only a front proxy may send these
-		headerrequest.ClearAuthenticationHeaders(h, headerrequest.StaticStringSlice(o.UsernameHeaders), headerrequest.StaticStringSlice(o.UIDHeaders),
+		headerrequest.ClearAuthenticationHeaders(h, headerrequest.StaticStringSlice(o.UsernameHeaders),
+			headerrequest.StaticStringSlice(o.UIDHeaders),
 			headerrequest.StaticStringSlice(o.GroupHeaders), headerrequest.StaticStringSlice(o.ExtraHeaderPrefixes))
 	}
 }

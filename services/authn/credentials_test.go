@@ -30,16 +30,23 @@ func encoded(token string) string { return base64.RawURLEncoding.EncodeToString(
 // service has a token authenticator of each form, and a front proxy that everybody is.
 func service() *Service {
 	tokens := authenticator.TokenFunc(func(_ context.Context, token string) (*authenticator.Response, bool, error) {
-		return &authenticator.Response{User: &user.DefaultInfo{Name: "alice", Groups: []string{user.AllAuthenticated}}}, token == secret, nil
+		return &authenticator.Response{User: &user.DefaultInfo{
+			Name:   "alice",
+			Groups: []string{user.AllAuthenticated},
+		}}, token == secret, nil
 	})
 	o := kubeoptions.NewBuiltInAuthenticationOptions().WithAll()
-	o.RequestHeader.UsernameHeaders, o.RequestHeader.GroupHeaders, o.RequestHeader.ExtraHeaderPrefixes = []string{"X-Remote-User"}, []string{"X-Remote-Group"}, []string{"X-Remote-Extra-"}
-	proxy, err := headerrequest.New([]string{"X-Remote-User"}, nil, []string{"X-Remote-Group"}, []string{"X-Remote-Extra-"})
+	o.RequestHeader.UsernameHeaders = []string{"X-Remote-User"}
+	o.RequestHeader.GroupHeaders = []string{"X-Remote-Group"}
+	o.RequestHeader.ExtraHeaderPrefixes = []string{"X-Remote-Extra-"}
+	proxy, err := headerrequest.New([]string{"X-Remote-User"}, nil, []string{"X-Remote-Group"},
+		[]string{"X-Remote-Extra-"})
 	if err != nil {
 		panic(err)
 	}
 	anybody := authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
-		return &authenticator.Response{User: &user.DefaultInfo{Name: "certificate"}}, req.TLS == nil && req.Header.Get("X-Certificate") != "", nil
+		return &authenticator.Response{User: &user.DefaultInfo{Name: "certificate"}}, req.TLS == nil &&
+			req.Header.Get("X-Certificate") != "", nil
 	})
 	return &Service{config: &Config{Options: o, CacheTTL: 10 * time.Second}, cluster: &apiclient.Cluster{},
 		auth: union.New(anybody, proxy, bearertoken.New(tokens), websocket.NewProtocolAuthenticator(tokens))}
@@ -62,15 +69,34 @@ func asked(t *testing.T, headers map[string][]string) *authnv1.AuthenticateRespo
 func TestNoCredentialTravelsOn(t *testing.T) {
 	bearer := bearerProtocol + encoded(secret)
 	for name, headers := range map[string]map[string][]string{
-		"bearer":                     {"Authorization": {"Bearer " + secret}},
-		"bearer, lower case":         {"Authorization": {"bearer " + secret}},
-		"websocket":                  {"Sec-Websocket-Protocol": {bearer + ", v4.channel.k8s.io"}, "Connection": {"Upgrade"}, "Upgrade": {"websocket"}},
-		"websocket, many values":     {"Sec-Websocket-Protocol": {"v5.channel.k8s.io", bearer, "v4.channel.k8s.io"}, "Connection": {"Upgrade"}, "Upgrade": {"websocket"}},
-		"certificate beside bearer":  {"X-Certificate": {"x"}, "Authorization": {"Bearer " + secret}},
-		"certificate beside socket":  {"X-Certificate": {"x"}, "Sec-Websocket-Protocol": {bearer + ",v4.channel.k8s.io"}},
-		"certificate, socket alone":  {"X-Certificate": {"x"}, "Sec-Websocket-Protocol": {bearer}},
-		"front proxy":                {"X-Remote-User": {secret}, "X-Remote-Group": {secret}, "X-Remote-Extra-Scopes": {secret}},
-		"front proxy beside a token": {"X-Remote-User": {"bob"}, "Authorization": {"Bearer " + secret}, "X-Remote-Extra-A": {secret}},
+		"bearer":             {"Authorization": {"Bearer " + secret}},
+		"bearer, lower case": {"Authorization": {"bearer " + secret}},
+		"websocket": {
+			"Sec-Websocket-Protocol": {bearer + ", v4.channel.k8s.io"},
+			"Connection":             {"Upgrade"},
+			"Upgrade":                {"websocket"},
+		},
+		"websocket, many values": {
+			"Sec-Websocket-Protocol": {"v5.channel.k8s.io", bearer, "v4.channel.k8s.io"},
+			"Connection":             {"Upgrade"},
+			"Upgrade":                {"websocket"},
+		},
+		"certificate beside bearer": {"X-Certificate": {"x"}, "Authorization": {"Bearer " + secret}},
+		"certificate beside socket": {
+			"X-Certificate":          {"x"},
+			"Sec-Websocket-Protocol": {bearer + ",v4.channel.k8s.io"},
+		},
+		"certificate, socket alone": {"X-Certificate": {"x"}, "Sec-Websocket-Protocol": {bearer}},
+		"front proxy": {
+			"X-Remote-User":         {secret},
+			"X-Remote-Group":        {secret},
+			"X-Remote-Extra-Scopes": {secret},
+		},
+		"front proxy beside a token": {
+			"X-Remote-User":    {"bob"},
+			"Authorization":    {"Bearer " + secret},
+			"X-Remote-Extra-A": {secret},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			resp := asked(t, headers)
@@ -87,8 +113,13 @@ func TestNoCredentialTravelsOn(t *testing.T) {
 			}
 		})
 	}
-	resp := asked(t, map[string][]string{"Sec-Websocket-Protocol": {"v5.channel.k8s.io", bearer, "v4.channel.k8s.io"}, "Connection": {"Upgrade"}, "Upgrade": {"websocket"}})
-	if got := fmt.Sprint(resp.ReplacedHeaders["Sec-Websocket-Protocol"].GetValues()); !strings.Contains(got, "v5.channel.k8s.io") || !strings.Contains(got, "v4.channel.k8s.io") {
+	resp := asked(t, map[string][]string{
+		"Sec-Websocket-Protocol": {"v5.channel.k8s.io", bearer, "v4.channel.k8s.io"},
+		"Connection":             {"Upgrade"},
+		"Upgrade":                {"websocket"},
+	})
+	if got := fmt.Sprint(resp.ReplacedHeaders["Sec-Websocket-Protocol"].GetValues()); !strings.Contains(got,
+		"v5.channel.k8s.io") || !strings.Contains(got, "v4.channel.k8s.io") {
 		t.Errorf("the other protocols are gone: %s", got)
 	}
 }
@@ -108,15 +139,20 @@ func TestAnAnswerEndsWithItsCredential(t *testing.T) {
 		certificates []*x509.Certificate
 		most, least  time.Duration
 	}{
-		"an opaque token":          {with("Authorization", "Bearer abc"), nil, 10 * time.Second, 10 * time.Second},
-		"a JWT":                    {with("Authorization", "Bearer "+jwt(hour)), nil, time.Second, time.Second},
-		"a JWT, lower case":        {with("Authorization", "bearer "+jwt(hour)), nil, time.Second, time.Second},
-		"a JWT over a socket":      {with("Sec-Websocket-Protocol", bearerProtocol+encoded(jwt(hour))), nil, time.Second, time.Second},
-		"a JWT that has ended":     {with("Authorization", "Bearer "+jwt(time.Now().Add(-time.Second))), nil, 0, 0},
-		"a certificate":            {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: hour}}, 10 * time.Second, 10 * time.Second},
-		"one that is about to end": {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: time.Now().Add(2 * time.Second)}}, 2 * time.Second, time.Second},
-		"one that has ended":       {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
-		"its issuer is to end":     {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: hour}, {NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
+		"an opaque token":   {with("Authorization", "Bearer abc"), nil, 10 * time.Second, 10 * time.Second},
+		"a JWT":             {with("Authorization", "Bearer "+jwt(hour)), nil, time.Second, time.Second},
+		"a JWT, lower case": {with("Authorization", "bearer "+jwt(hour)), nil, time.Second, time.Second},
+		"a JWT over a socket": {with("Sec-Websocket-Protocol", bearerProtocol+encoded(jwt(hour))), nil,
+			time.Second, time.Second},
+		"a JWT that has ended": {with("Authorization", "Bearer "+jwt(time.Now().Add(-time.Second))), nil, 0, 0},
+		"a certificate": {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: hour}},
+			10 * time.Second, 10 * time.Second},
+		"one that is about to end": {&authnv1.AuthenticateRequest{},
+			[]*x509.Certificate{{NotAfter: time.Now().Add(2 * time.Second)}}, 2 * time.Second, time.Second},
+		"one that has ended": {&authnv1.AuthenticateRequest{},
+			[]*x509.Certificate{{NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
+		"its issuer is to end": {&authnv1.AuthenticateRequest{},
+			[]*x509.Certificate{{NotAfter: hour}, {NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
 	} {
 		if got := s.cacheable(x.request, x.certificates); got > x.most || got < x.least {
 			t.Errorf("%s: %v", name, got)

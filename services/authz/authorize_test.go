@@ -21,11 +21,17 @@ import (
 // serviceOf is an authz over a chain, with policy that may be of any age, or was never read where bound is not 0.
 func serviceOf(t *testing.T, c *chain, bound time.Duration) *Service {
 	t.Helper()
-	cluster, err := apiclient.NewCluster(&rest.Config{Host: "https://nowhere.invalid"}, apiclient.Freshness{Bound: bound})
+	cluster, err := apiclient.NewCluster(&rest.Config{Host: "https://nowhere.invalid"},
+		apiclient.Freshness{Bound: bound})
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &Service{chain: c, cluster: cluster, generations: newGenerations(), privileged: authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)}
+	s := &Service{
+		chain:       c,
+		cluster:     cluster,
+		generations: newGenerations(),
+		privileged:  authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
+	}
 	s.synced.Store(true)
 	return s
 }
@@ -46,16 +52,23 @@ func TestADecisionSaysWhatItDependsOn(t *testing.T) {
 		groups              []string
 		transient, anywhere bool
 	}{
-		"a user":         {chain: allows, user: "bob"},
-		"a node":         {chain: allows, user: "system:node:n", groups: []string{user.NodesGroup}, transient: true},
-		"a webhook's":    {chain: webhook, user: "bob", transient: true},
-		"a master":       {chain: allows, user: "root", groups: []string{user.SystemPrivilegedGroup}, anywhere: true},
-		"of the system":  {chain: allows, user: identity.Authz, groups: []string{identity.ServicesGroup}, anywhere: true},
+		"a user":      {chain: allows, user: "bob"},
+		"a node":      {chain: allows, user: "system:node:n", groups: []string{user.NodesGroup}, transient: true},
+		"a webhook's": {chain: webhook, user: "bob", transient: true},
+		"a master":    {chain: allows, user: "root", groups: []string{user.SystemPrivilegedGroup}, anywhere: true},
+		"of the system": {
+			chain:    allows,
+			user:     identity.Authz,
+			groups:   []string{identity.ServicesGroup},
+			anywhere: true,
+		},
 		"another master": {chain: webhook, user: "root", groups: []string{user.SystemPrivilegedGroup}, anywhere: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d, err := serviceOf(t, c.chain, 0).Authorize(t.Context(), &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by(c.user, c.groups...))})
-			if err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW || d.Transient != c.transient || (d.Generation == 0) != c.anywhere {
+			d, err := serviceOf(t, c.chain, 0).Authorize(t.Context(),
+				&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by(c.user, c.groups...))})
+			if err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW || d.Transient != c.transient ||
+				(d.Generation == 0) != c.anywhere {
 				t.Errorf("%v, %v", d, err)
 			}
 			if c.transient && d.CacheMilliseconds > 1 || c.anywhere && d.CacheMilliseconds == 0 {
@@ -81,11 +94,16 @@ func (s *tellsNobody) Send(g *authzv1.Generation) error {
 
 // Where policy is not known to be fresh, nothing is decided and no generation is told: what was kept does not stand.
 func TestStalePolicyDecidesNothing(t *testing.T) {
-	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"AlwaysAllow"} }), time.Second)
-	if _, err := s.Authorize(t.Context(), &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by("bob"))}); status.Code(err) != codes.Unavailable {
+	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.Modes = []string{"AlwaysAllow"}
+	}), time.Second)
+	asked := &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by("bob"))}
+	if _, err := s.Authorize(t.Context(), asked); status.Code(err) != codes.Unavailable {
 		t.Errorf("it decides: %v", err)
 	}
-	if d, err := s.Authorize(t.Context(), &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by("root", user.SystemPrivilegedGroup))}); err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW {
+	if d, err := s.Authorize(t.Context(),
+		&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by("root",
+			user.SystemPrivilegedGroup))}); err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW {
 		t.Errorf("a master: %v, %v", d, err)
 	}
 	if err := s.Generations(nil, &tellsNobody{ctx: t.Context(), t: t}); status.Code(err) != codes.Unavailable {

@@ -68,7 +68,10 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Service{generations: newGenerations(), privileged: authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup)}
+	s := &Service{
+		generations: newGenerations(),
+		privileged:  authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
+	}
 	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness, references); err != nil {
 		return nil, err
 	}
@@ -95,7 +98,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		core := s.cluster.Informers.Core().V1()
 		s.cluster.Follow("/api/v1/pods", "", core.Pods().Informer())
 		s.cluster.Follow("/api/v1/persistentvolumes", "", core.PersistentVolumes().Informer())
-		s.cluster.Follow("/apis/storage.k8s.io/v1/volumeattachments", "", s.cluster.Informers.Storage().V1().VolumeAttachments().Informer())
+		s.cluster.Follow("/apis/storage.k8s.io/v1/volumeattachments", "",
+			s.cluster.Informers.Storage().V1().VolumeAttachments().Informer())
 	}
 	return s, nil
 }
@@ -132,10 +136,14 @@ func references(obj any) {
 	strip(pod.Spec.InitContainers)
 	strip(pod.Spec.Containers)
 	for i, c := range pod.Spec.EphemeralContainers {
-		pod.Spec.EphemeralContainers[i] = corev1.EphemeralContainer{EphemeralContainerCommon: corev1.EphemeralContainerCommon{Name: c.Name, Env: of(c.Env), EnvFrom: c.EnvFrom}}
+		common := corev1.EphemeralContainerCommon{Name: c.Name, Env: of(c.Env), EnvFrom: c.EnvFrom}
+		pod.Spec.EphemeralContainers[i] = corev1.EphemeralContainer{EphemeralContainerCommon: common}
 	}
 	pod.Spec.Affinity, pod.Spec.Tolerations = nil, nil
-	pod.Status = corev1.PodStatus{ResourceClaimStatuses: pod.Status.ResourceClaimStatuses, ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus}
+	pod.Status = corev1.PodStatus{
+		ResourceClaimStatuses:       pod.Status.ResourceClaimStatuses,
+		ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,
+	}
 	mirror, ok := pod.Annotations[corev1.MirrorPodAnnotationKey]
 	if pod.Annotations = nil; ok {
 		pod.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: mirror}
@@ -190,7 +198,8 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		out.EvaluationError = err.Error()
 	}
 	if !keep || isNode(attrs.User) {
-		out.Transient, out.CacheMilliseconds = true, 1 // and who does not know Transient keeps it for as good as nothing
+		// and who does not know Transient keeps it for as good as nothing
+		out.Transient, out.CacheMilliseconds = true, 1
 	}
 	return out, nil
 }
@@ -224,10 +233,18 @@ func (s *Service) Rules(ctx context.Context, r *authzv1.RulesRequest) (*authzv1.
 		out.EvaluationError = err.Error()
 	}
 	for _, x := range resources {
-		out.ResourceRules = append(out.ResourceRules, &authzv1.ResourceRule{Verbs: x.GetVerbs(), ApiGroups: x.GetAPIGroups(), Resources: x.GetResources(), ResourceNames: x.GetResourceNames()})
+		out.ResourceRules = append(out.ResourceRules, &authzv1.ResourceRule{
+			Verbs:         x.GetVerbs(),
+			ApiGroups:     x.GetAPIGroups(),
+			Resources:     x.GetResources(),
+			ResourceNames: x.GetResourceNames(),
+		})
 	}
 	for _, x := range others {
-		out.NonResourceRules = append(out.NonResourceRules, &authzv1.NonResourceRule{Verbs: x.GetVerbs(), NonResourceUrls: x.GetNonResourceURLs()})
+		out.NonResourceRules = append(out.NonResourceRules, &authzv1.NonResourceRule{
+			Verbs:           x.GetVerbs(),
+			NonResourceUrls: x.GetNonResourceURLs(),
+		})
 	}
 	return out, nil
 }

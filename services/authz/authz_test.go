@@ -47,7 +47,8 @@ func newHook(t *testing.T) *hook {
 	}))
 	t.Cleanup(srv.Close)
 	h.kubeconfig = filepath.Join(t.TempDir(), "webhook")
-	err := os.WriteFile(h.kubeconfig, []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Config","current-context":"c","clusters":[{"name":"c","cluster":{"server":%q}}],
+	err := os.WriteFile(h.kubeconfig, []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Config","current-context":"c",
+"clusters":[{"name":"c","cluster":{"server":%q}}],
 "users":[{"name":"u","user":{}}],"contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}]}`, srv.URL)), 0o600)
 	if err != nil {
 		t.Fatal(err)
@@ -74,7 +75,13 @@ func chainOf(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions)) *
 }
 
 func by(name string, groups ...string) authorizer.AttributesRecord {
-	return authorizer.AttributesRecord{User: &user.DefaultInfo{Name: name, Groups: groups}, Verb: "list", ResourceRequest: true, Resource: "pods", Namespace: "x"}
+	return authorizer.AttributesRecord{
+		User:            &user.DefaultInfo{Name: name, Groups: groups},
+		Verb:            "list",
+		ResourceRequest: true,
+		Resource:        "pods",
+		Namespace:       "x",
+	}
 }
 
 // What a webhook says is kept by nobody but its own authorizer, and nothing is kept while one errs (S3).
@@ -112,7 +119,12 @@ func TestAConfigurationIsReadAnew(t *testing.T) {
 	write := func(types ...string) {
 		text := "apiVersion: apiserver.config.k8s.io/v1\nkind: AuthorizationConfiguration\nauthorizers:\n"
 		for _, x := range types {
-			text += "- {type: " + x + ", name: " + map[string]string{"RBAC": "rbac", "AlwaysAllow": "alwaysallow", "AlwaysDeny": "alwaysdeny", "Node": "node"}[x] + "}\n"
+			text += "- {type: " + x + ", name: " + map[string]string{
+				"RBAC":        "rbac",
+				"AlwaysAllow": "alwaysallow",
+				"AlwaysDeny":  "alwaysdeny",
+				"Node":        "node",
+			}[x] + "}\n"
 		}
 		if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
@@ -160,20 +172,26 @@ func TestTheServicesMayReadWhatIsTheirs(t *testing.T) {
 		a    authorizer.Attributes
 		want bool
 	}{
-		"authn's token secrets":            {secrets(identity.Authn, "type=kubernetes.io/service-account-token", identity.ServicesGroup), true},
-		"authn's other secrets":            {secrets(identity.Authn, "type=Opaque", identity.ServicesGroup), false},
-		"secrets that are not of a type":   {secrets(identity.Authn, "type!=kubernetes.io/service-account-token", identity.ServicesGroup), false},
-		"all secrets":                      {secrets(identity.Authn, "", identity.ServicesGroup), false},
-		"authn's name without the group":   {secrets(identity.Authn, "type=kubernetes.io/service-account-token"), false},
-		"the group without a name":         {secrets("mallory", "type=kubernetes.io/service-account-token", identity.ServicesGroup), false},
-		"authz reads roles":                {of(identity.Authz, "watch", "rbac.authorization.k8s.io", "roles"), true},
-		"authz writes roles":               {of(identity.Authz, "create", "rbac.authorization.k8s.io", "roles"), false},
-		"authz reads secrets":              {of(identity.Authz, "list", "", "secrets"), false},
-		"admission reads anything":         {of(identity.Admission, "get", "example.com", "parameters"), true},
-		"admission writes pods":            {of(identity.Admission, "create", "", "pods"), false},
-		"admission binds cluster roles":    {of(identity.Admission, "create", "rbac.authorization.k8s.io", "clusterrolebindings"), false},
-		"admission asks what somebody may": {of(identity.Admission, "create", "authorization.k8s.io", "subjectaccessreviews"), true},
-		"admission impersonates":           {of(identity.Admission, "impersonate", "", "users"), false},
+		"authn's token secrets": {secrets(identity.Authn, "type=kubernetes.io/service-account-token",
+			identity.ServicesGroup), true},
+		"authn's other secrets": {secrets(identity.Authn, "type=Opaque", identity.ServicesGroup), false},
+		"secrets that are not of a type": {secrets(identity.Authn, "type!=kubernetes.io/service-account-token",
+			identity.ServicesGroup), false},
+		"all secrets": {secrets(identity.Authn, "", identity.ServicesGroup), false},
+		"authn's name without the group": {secrets(identity.Authn, "type=kubernetes.io/service-account-token"),
+			false},
+		"the group without a name": {secrets("mallory", "type=kubernetes.io/service-account-token",
+			identity.ServicesGroup), false},
+		"authz reads roles":        {of(identity.Authz, "watch", "rbac.authorization.k8s.io", "roles"), true},
+		"authz writes roles":       {of(identity.Authz, "create", "rbac.authorization.k8s.io", "roles"), false},
+		"authz reads secrets":      {of(identity.Authz, "list", "", "secrets"), false},
+		"admission reads anything": {of(identity.Admission, "get", "example.com", "parameters"), true},
+		"admission writes pods":    {of(identity.Admission, "create", "", "pods"), false},
+		"admission binds cluster roles": {of(identity.Admission, "create", "rbac.authorization.k8s.io",
+			"clusterrolebindings"), false},
+		"admission asks what somebody may": {of(identity.Admission, "create", "authorization.k8s.io",
+			"subjectaccessreviews"), true},
+		"admission impersonates": {of(identity.Admission, "impersonate", "", "users"), false},
 	} {
 		if got, _ := mayDo(x.a); got != x.want {
 			t.Errorf("%s: %v", what, got)
@@ -204,7 +222,8 @@ func TestChangesAreToldByScope(t *testing.T) {
 	for range 2 * maxChanges {
 		g.change("x", true)
 	}
-	if changes, whole, _ := g.after(began); whole == nil || !whole.MayRevoke || whole.Namespace != "" || len(changes) > 0 {
+	if changes, whole, _ := g.after(began); whole == nil || !whole.MayRevoke || whole.Namespace != "" ||
+		len(changes) > 0 {
 		t.Error("a stream that is too slow is not told that everything has changed")
 	}
 }

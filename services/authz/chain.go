@@ -104,11 +104,14 @@ func (h *chain) link(ctx context.Context, a authzconfig.AuthorizerConfiguration,
 		return l, nil
 	}
 	if !first && (a.Type == "Node" || a.Type == "RBAC" || a.Type == "ABAC") {
-		return link{}, fmt.Errorf("authorizer type %s is not allowed if it was not enabled at initial server startup", a.Type)
+		return link{}, fmt.Errorf("authorizer type %s is not allowed if it was not enabled at initial server startup",
+			a.Type)
 	}
 	c := h.base
 	c.ReloadFile, c.InitialAuthorizationConfigurationData = "", ""
-	c.AuthorizationConfiguration = &authzconfig.AuthorizationConfiguration{Authorizers: []authzconfig.AuthorizerConfiguration{a}}
+	c.AuthorizationConfiguration = &authzconfig.AuthorizationConfiguration{
+		Authorizers: []authzconfig.AuthorizerConfiguration{a},
+	}
 	made, rules, err := c.New(ctx, serverID)
 	if err != nil {
 		return link{}, err
@@ -123,7 +126,8 @@ func (h *chain) link(ctx context.Context, a authzconfig.AuthorizerConfiguration,
 // decide asks one authorizer after the other, as k8s.io/apiserver/pkg/authorization/union does. keep says whether the
 // decision stands until the policy that this service follows moves: not where a webhook was asked, whose own cache has
 // its own lifetime, and not where any authorizer erred.
-func (h *chain) decide(ctx context.Context, a authorizer.Attributes) (d authorizer.Decision, reason string, keep bool, err error) {
+func (h *chain) decide(ctx context.Context, a authorizer.Attributes) (d authorizer.Decision, reason string, keep bool,
+	err error) {
 	keep = true
 	var reasons []string
 	var errs []error
@@ -146,7 +150,8 @@ func (h *chain) decide(ctx context.Context, a authorizer.Attributes) (d authoriz
 }
 
 // RulesFor implements authorizer.RuleResolver.
-func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]authorizer.ResourceRuleInfo, []authorizer.NonResourceRuleInfo, bool, error) {
+func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]authorizer.ResourceRuleInfo,
+	[]authorizer.NonResourceRuleInfo, bool, error) {
 	var all []authorizer.RuleResolver
 	for _, l := range *h.links.Load() {
 		all = append(all, l.RuleResolver)
@@ -164,7 +169,8 @@ func (h *chain) follow(ctx context.Context) {
 	filesystem.WatchUntil(ctx, time.Minute, h.base.ReloadFile, func() {
 		if err := h.reload(ctx); err != nil {
 			authorizationconfigmetrics.RecordAuthorizationConfigAutomaticReloadFailure(serverID)
-			slog.Error("--authorization-config was not read anew; what was read before stays in force", "file", h.base.ReloadFile, "error", err)
+			slog.Error("--authorization-config was not read anew; what was read before stays in force", "file",
+				h.base.ReloadFile, "error", err)
 		}
 	}, func(err error) {
 		slog.Error("--authorization-config cannot be watched", "file", h.base.ReloadFile, "error", err)

@@ -44,7 +44,12 @@ func (g *generations) change(namespace string, revokes bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.count++
-	g.recent = append(g.recent, &authzv1.Generation{Generation: g.count, Replica: g.replica, Namespace: namespace, MayRevoke: revokes})
+	g.recent = append(g.recent, &authzv1.Generation{
+		Generation: g.count,
+		Replica:    g.replica,
+		Namespace:  namespace,
+		MayRevoke:  revokes,
+	})
 	if len(g.recent) > maxChanges {
 		g.recent = append([]*authzv1.Generation(nil), g.recent[maxChanges/2:]...)
 	}
@@ -59,7 +64,8 @@ func (g *generations) current() uint64 {
 }
 
 // after are the changes after a count; whole is set instead where they are not all known any more.
-func (g *generations) after(count uint64) (changes []*authzv1.Generation, whole *authzv1.Generation, moved <-chan struct{}) {
+func (g *generations) after(count uint64) (changes []*authzv1.Generation, whole *authzv1.Generation,
+	moved <-chan struct{}) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	n := int(g.count - count)
@@ -107,7 +113,8 @@ func revisionOf(obj any) string {
 
 // Generations implements authzv1.AuthzServer. It ends where the policy is not known to be fresh: nothing may be kept
 // then.
-func (s *Service) Generations(_ *authzv1.GenerationsRequest, stream grpc.ServerStreamingServer[authzv1.Generation]) error {
+func (s *Service) Generations(_ *authzv1.GenerationsRequest,
+	stream grpc.ServerStreamingServer[authzv1.Generation]) error {
 	ctx := stream.Context()
 	g := s.generations
 	if err := s.fresh(); err != nil {
@@ -136,7 +143,11 @@ func (s *Service) Generations(_ *authzv1.GenerationsRequest, stream grpc.ServerS
 		select {
 		case <-moved:
 		case <-beat.C:
-			if err := stream.Send(&authzv1.Generation{Generation: sent, Replica: g.replica, Heartbeat: true}); err != nil {
+			if err := stream.Send(&authzv1.Generation{
+				Generation: sent,
+				Replica:    g.replica,
+				Heartbeat:  true,
+			}); err != nil {
 				return err
 			}
 		case <-ctx.Done():

@@ -30,14 +30,23 @@ var (
 		identity.Authn: {
 			{verbs: reads, resources: []string{"namespaces", "serviceaccounts"}},
 			{verbs: []string{"get"}, resources: []string{"pods", "nodes"}},
-			{verbs: []string{"list", "watch"}, resources: []string{"secrets"}, field: "type", values: []string{"kubernetes.io/service-account-token", "bootstrap.kubernetes.io/token"}},
-			// A legacy token is looked up where the watch has not told of it yet, and says in its secret that it is used
-			// (k8s.io/kubernetes/pkg/serviceaccount/legacy.go).
+			{
+				verbs:     []string{"list", "watch"},
+				resources: []string{"secrets"},
+				field:     "type",
+				values:    []string{"kubernetes.io/service-account-token", "bootstrap.kubernetes.io/token"},
+			},
+			// A legacy token is looked up where the watch has not told of it yet, and says in its secret that it is
+			// used (k8s.io/kubernetes/pkg/serviceaccount/legacy.go).
 			{verbs: []string{"get", "patch"}, resources: []string{"secrets"}},
 		},
 		identity.Authz: {
 			{verbs: reads, resources: []string{"namespaces", "nodes", "pods", "persistentvolumes", "serviceaccounts"}},
-			{verbs: reads, group: "rbac.authorization.k8s.io", resources: []string{"roles", "rolebindings", "clusterroles", "clusterrolebindings"}},
+			{
+				verbs:     reads,
+				group:     "rbac.authorization.k8s.io",
+				resources: []string{"roles", "rolebindings", "clusterroles", "clusterrolebindings"},
+			},
 			{verbs: reads, group: "storage.k8s.io", resources: []string{"volumeattachments"}},
 			{verbs: reads, group: "resource.k8s.io", resources: []string{"resourceslices"}},
 			{verbs: reads, group: "certificates.k8s.io", resources: []string{"podcertificaterequests"}},
@@ -81,8 +90,9 @@ func (r rule) allows(a authorizer.Attributes) bool {
 	if s := a.GetSubresource(); s != "" {
 		resource += "/" + s
 	}
-	any := r.group == "*" && a.GetSubresource() == ""
-	if !slices.Contains(r.verbs, a.GetVerb()) || !any && (r.group != a.GetAPIGroup() || !slices.Contains(r.resources, resource)) {
+	every := r.group == "*" && a.GetSubresource() == ""
+	if !slices.Contains(r.verbs, a.GetVerb()) || !every &&
+		(r.group != a.GetAPIGroup() || !slices.Contains(r.resources, resource)) {
 		return false
 	}
 	if r.field == "" {
@@ -90,6 +100,7 @@ func (r rule) allows(a authorizer.Attributes) bool {
 	}
 	selector, err := a.GetFieldSelector()
 	return err == nil && slices.ContainsFunc(selector, func(f fields.Requirement) bool {
-		return f.Field == r.field && (f.Operator == selection.Equals || f.Operator == selection.DoubleEquals) && slices.Contains(r.values, f.Value)
+		return f.Field == r.field && (f.Operator == selection.Equals || f.Operator == selection.DoubleEquals) &&
+			slices.Contains(r.values, f.Value)
 	})
 }

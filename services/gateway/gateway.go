@@ -59,10 +59,14 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Watch.AddFlags(fs)
 	c.Aggregation.AddFlags(fs)
 	c.Streaming.AddFlags(fs)
-	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false, "Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of registry. It is cheaper where both are in one process.")
+	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
+		"Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of "+
+			"registry. It is cheaper where both are in one process.")
 	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
-	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "", "The IP address on which to advertise the API to members of the cluster.")
-	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800, "The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
+	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
+		"The IP address on which to advertise the API to members of the cluster.")
+	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800,
+		"The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
 }
 
 // Deps are the clients of the other services.
@@ -78,8 +82,8 @@ type Deps struct {
 }
 
 const (
-	// maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded and
-	// encoded, and is gathered for all who share it.
+	// maxFallbackLists is how many lists a gateway has registry answer at a time: each is a reading of etcd, decoded
+	// and encoded, and is gathered for all who share it.
 	maxFallbackLists = 4
 	// maxFallbackQueue is how many different ones of one user may wait; who asks for more is told to come back (429).
 	maxFallbackQueue = 16
@@ -277,7 +281,8 @@ func writeVersion(w http.ResponseWriter, req *http.Request) {
 
 // index lists the paths that are served.
 func (g *Service) index(w http.ResponseWriter) {
-	paths := []string{"/.well-known/openid-configuration", "/api", "/apis", "/healthz", "/livez", "/metrics", "/openapi/v2", "/openapi/v3", "/openid/v1/jwks", "/readyz", "/version"}
+	paths := []string{"/.well-known/openid-configuration", "/api", "/apis", "/healthz", "/livez", "/metrics",
+		"/openapi/v2", "/openapi/v3", "/openid/v1/jwks", "/readyz", "/version"}
 	if v := g.catalog.View(); v != nil {
 		for _, group := range v.Groups {
 			if group.Name == "" {

@@ -138,7 +138,8 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 	for _, name := range names {
 		common = append(common, healthz.NamedCheck(name, g.health[hooks[name]].started().Check))
 	}
-	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz, healthz.NamedCheck("etcd", g.health["etcd"].get)}
+	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
+		healthz.NamedCheck("etcd", g.health["etcd"].get)}
 	ready := []healthz.HealthChecker{
 		healthz.NamedCheck("etcd-readiness", g.health["etcd"].get),
 		healthz.NamedCheck("informer-sync", g.health["etcd"].get),

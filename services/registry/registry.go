@@ -76,11 +76,16 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.APIs.AddFlags(fs)
 	c.Log.AddFlags(fs)
 	c.Loops.AddFlags(fs)
-	fs.StringVar(&c.ServiceAccountSigningKeyFile, "service-account-signing-key-file", "", "Path to the file that contains the current private key of the service account token issuer.")
-	fs.StringArrayVar(&c.ServiceAccountIssuers, "service-account-issuer", nil, "Identifier of the service account token issuer; the first one issues.")
-	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil, "Identifiers of the API; the service account issuer where unset.")
-	fs.DurationVar(&c.MaxTokenExpiration, "service-account-max-token-expiration", 0, "The maximum validity duration of a token created by the service account token issuer.")
-	fs.BoolVar(&c.ExtendTokenExpiration, "service-account-extend-token-expiration", true, "Turns on projected service account expiration extension during token generation.")
+	fs.StringVar(&c.ServiceAccountSigningKeyFile, "service-account-signing-key-file", "",
+		"Path to the file that contains the current private key of the service account token issuer.")
+	fs.StringArrayVar(&c.ServiceAccountIssuers, "service-account-issuer", nil,
+		"Identifier of the service account token issuer; the first one issues.")
+	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil,
+		"Identifiers of the API; the service account issuer where unset.")
+	fs.DurationVar(&c.MaxTokenExpiration, "service-account-max-token-expiration", 0,
+		"The maximum validity duration of a token created by the service account token issuer.")
+	fs.BoolVar(&c.ExtendTokenExpiration, "service-account-extend-token-expiration", true,
+		"Turns on projected service account expiration extension during token generation.")
 }
 
 // Service is a running registry.
@@ -97,7 +102,8 @@ type Service struct {
 	policy    *policy.Policy
 	tail      *tail.Tail
 
-	// loopback is a client of the registry's own, and informers and extensions read by it: built-in resources, and CRDs.
+	// loopback is a client of the registry's own, and informers and extensions read by it: built-in resources, and
+	// CRDs.
 	loopback   *restclient.Config
 	client     *kubernetes.Clientset
 	informers  informers.SharedInformerFactory
@@ -120,7 +126,11 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	host, _ := os.Hostname()
-	s := &Service{config: c, tail: tail.New(), identity: fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano())}
+	s := &Service{
+		config:   c,
+		tail:     tail.New(),
+		identity: fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano()),
+	}
 	etcdmetrics.Register()
 	store, err := storage.Open(c.Storage, served)
 	if err != nil {
@@ -313,7 +323,9 @@ func (s *Service) Run(ctx context.Context) error {
 		return eventlog.Read(ctx, s.js, s.tail.Take)
 	})
 	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
-		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error { return s.nats.Publish(eventlog.AskProgress, nil) })
+		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error {
+			return s.nats.Publish(eventlog.AskProgress, nil)
+		})
 	})
 	s.tasks.Go(ctx, "loops", func(ctx context.Context) error {
 		return publisher.Elect(ctx, s.resources.Storage.Client.Client, loops.ElectionKey, s.identity, l.Run)

@@ -69,7 +69,8 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_ = json.NewEncoder(w).Encode(st)
 		return
 	}
-	fmt.Fprintf(w, "ready %v, revision %d, %d behind etcd, newest event after %.1f ms, %d watches, %.0f events/s, %d bytes, %d resets\n\n",
+	fmt.Fprintf(w, "ready %v, revision %d, %d behind etcd, newest event after %.1f ms, %d watches, %.0f events/s, "+
+		"%d bytes, %d resets\n\n",
 		st.Ready, st.Revision, st.Behind, st.LagMilliseconds, st.Watches, st.EventsPerSecond, st.Bytes, st.Resets)
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	fmt.Fprintln(t, "RESOURCE\tOBJECTS\tBYTES\tEVENTS\tEVENT BYTES\tRESUMABLE FROM\tWATCHES\tTOPICS\tINDEXES")
@@ -78,7 +79,8 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		if r.Loaded {
 			objects = fmt.Sprint(r.Objects)
 		}
-		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%d\n", r.Name, objects, r.Bytes, r.Events, r.EventBytes, r.OldestResumable, r.Watches, r.Topics, r.Indexes)
+		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%d\n", r.Name, objects, r.Bytes, r.Events, r.EventBytes,
+			r.OldestResumable, r.Watches, r.Topics, r.Indexes)
 	}
 	if len(st.Slowest) > 0 {
 		fmt.Fprintln(t, "\nSLOWEST WATCH\tWAITING\tREVISION\tQUERY")
@@ -96,11 +98,15 @@ func (s *Service) Collectors() []prometheus.Collector {
 	}
 	own := []prometheus.Collector{
 		&perResource{s.cache},
-		gauge("revision", "The revision that the replica has reached.", func() float64 { return float64(s.cache.Progress()) }),
-		gauge("event_lag_seconds", "How long the newest event took from the publisher to this replica.", func() float64 {
-			return s.cache.Lag().Seconds()
+		gauge("revision", "The revision that the replica has reached.", func() float64 {
+			return float64(s.cache.Progress())
 		}),
-		gauge("resets", "Times that something had to be forgotten because the log had a gap or held what could not be read.", func() float64 {
+		gauge("event_lag_seconds", "How long the newest event took from the publisher to this replica.",
+			func() float64 {
+				return s.cache.Lag().Seconds()
+			}),
+		gauge("resets", "Times that something had to be forgotten because the log had a gap or held what could not "+
+			"be read.", func() float64 {
 			return float64(s.cache.Resets())
 		}),
 	}
@@ -111,8 +117,10 @@ func (s *Service) Collectors() []prometheus.Collector {
 type perResource struct{ cache *cache.Cache }
 
 var (
-	objectsDesc = prometheus.NewDesc("watershed_watchfanout_objects", "Objects held, by stored resource.", []string{"resource"}, nil)
-	bytesDesc   = prometheus.NewDesc("watershed_watchfanout_bytes", "Bytes of objects and of recent events held, by stored resource.", []string{"resource", "of"}, nil)
+	objectsDesc = prometheus.NewDesc("watershed_watchfanout_objects", "Objects held, by stored resource.",
+		[]string{"resource"}, nil)
+	bytesDesc = prometheus.NewDesc("watershed_watchfanout_bytes",
+		"Bytes of objects and of recent events held, by stored resource.", []string{"resource", "of"}, nil)
 )
 
 // Describe implements prometheus.Collector.

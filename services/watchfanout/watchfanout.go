@@ -38,9 +38,13 @@ type Config struct {
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
-	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20, "How many bytes of recent events are kept in memory for each resource.")
-	fs.DurationVar(&c.IdleAfter, "cache-idle-timeout", 10*time.Minute, "How long the objects of a resource that nobody lists or watches stay in memory; they are read again on demand. 0: for ever.")
-	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 2*time.Second, "How often a stream is told how far it has come: the bookmarks that gateways pass on when they are due.")
+	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20,
+		"How many bytes of recent events are kept in memory for each resource.")
+	fs.DurationVar(&c.IdleAfter, "cache-idle-timeout", 10*time.Minute,
+		"How long the objects of a resource that nobody lists or watches stay in memory; they are read again on "+
+			"demand. 0: for ever.")
+	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 2*time.Second,
+		"How often a stream is told how far it has come: the bookmarks that gateways pass on when they are due.")
 }
 
 // Service is one replica.
@@ -141,7 +145,8 @@ func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreaming
 }
 
 // Watch streams frames until the caller goes away.
-func (s *Service) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+func (s *Service) Watch(r *watchfanoutv1.WatchRequest,
+	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	return s.streams.Watch(r, stream)
 }
 

@@ -29,7 +29,9 @@ func definitions(s *server) map[string]float64 {
 			default:
 			}
 			at := time.Now()
-			s.do("POST", "/api/v1/namespaces/default/configmaps", "", fmt.Appendf(nil, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"stall-%d-%d"}}`, round, n), 201)
+			s.do("POST", "/api/v1/namespaces/default/configmaps", "",
+				fmt.Appendf(nil, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"stall-%d-%d"}}`, round, n),
+				201)
 			s.do("GET", "/api/v1/namespaces/default/configmaps?limit=1", "", nil, 200)
 			worst = max(worst, time.Since(at))
 			time.Sleep(10 * time.Millisecond)
@@ -54,6 +56,9 @@ func definitions(s *server) map[string]float64 {
 	served := time.Since(began).Seconds()
 	close(stop)
 	others.Wait()
-	return map[string]float64{"1000 definitions: until the last is served (s)": served, "1000 definitions: CPU (s)": s.cpu() - before,
-		"1000 definitions: the longest that a create and a list of others took (s)": worst.Seconds()}
+	return map[string]float64{
+		"1000 definitions: until the last is served (s)":                            served,
+		"1000 definitions: CPU (s)":                                                 s.cpu() - before,
+		"1000 definitions: the longest that a create and a list of others took (s)": worst.Seconds(),
+	}
 }

@@ -51,7 +51,8 @@ func growth(dir string) {
 		have := 0
 		for _, objects := range []int{1000, 10000, 100000} {
 			s.each("", objects-have, func(i int) {
-				s.do("POST", "/api/v1/namespaces/more/configmaps", "", []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, have+i, strings.Repeat("x", 1024))), 201)
+				s.do("POST", "/api/v1/namespaces/more/configmaps", "",
+					[]byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"g%d"},"data":{"k":%q}}`, have+i, strings.Repeat("x", 1024))), 201)
 			})
 			have = objects
 			s.do("GET", "/api/v1/namespaces/more/configmaps", "", nil, 200)
@@ -61,12 +62,16 @@ func growth(dir string) {
 		}
 		s.stop()
 	}
-	head := fmt.Sprintf("%s, %d processors, %s; kube-apiserver 1.36.3 with default flags and `up`, each with an external etcd.", time.Now().UTC().Format("2006-01-02"), runtime.NumCPU(), runtime.Version())
+	head := fmt.Sprintf("%s, %d processors, %s; kube-apiserver 1.36.3 with default flags and `up`, each with an "+
+		"external etcd.", time.Now().UTC().Format("2006-01-02"), runtime.NumCPU(), runtime.Version())
 	plots := filepath.Join(filepath.Dir(*out), "performance")
 	check(os.MkdirAll(plots, 0o755))
-	check(os.WriteFile(filepath.Join(plots, "delivery.svg"), []byte(plot("CPU µs to deliver a 1.3 KB event to one watcher", "watchers", delivery)), 0o644))
-	check(os.WriteFile(filepath.Join(plots, "memory.svg"), []byte(plot("Resident memory in MB after listing config maps of 1 KB", "objects", memory)), 0o644))
-	text := head + "\n\n" + tableOf("watchers", "CPU µs a delivery", delivery) + "\n![CPU a delivery](performance/delivery.svg)\n\n" +
+	check(os.WriteFile(filepath.Join(plots, "delivery.svg"),
+		[]byte(plot("CPU µs to deliver a 1.3 KB event to one watcher", "watchers", delivery)), 0o644))
+	check(os.WriteFile(filepath.Join(plots, "memory.svg"),
+		[]byte(plot("Resident memory in MB after listing config maps of 1 KB", "objects", memory)), 0o644))
+	text := head + "\n\n" + tableOf("watchers", "CPU µs a delivery", delivery) +
+		"\n![CPU a delivery](performance/delivery.svg)\n\n" +
 		tableOf("config maps of 1 KB", "MB resident", memory) + "\n![memory](performance/memory.svg)\n"
 	fmt.Println(text)
 	if *only == "" {

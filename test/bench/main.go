@@ -27,8 +27,10 @@ var (
 	rounds    = flag.Int("rounds", 3, "How often each piece of work is done; the table has the medians.")
 	out       = flag.String("out", "../docs/performance.md", "The page whose table is replaced.")
 	only      = flag.String("only", "", "Servers to measure, comma separated; all by default.")
-	grow      = flag.Bool("growth", false, "Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to docs/performance/.")
-	rows      = flag.String("rows", "", "Measure only work whose name has this in it; the page is then left alone.")
+	grow      = flag.Bool("growth", false,
+		"Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to "+
+			"docs/performance/.")
+	rows = flag.String("rows", "", "Measure only work whose name has this in it; the page is then left alone.")
 )
 
 func main() {
@@ -42,7 +44,11 @@ func main() {
 		return
 	}
 	var servers []*server
-	for name, start := range map[string]func(string) *server{"kube-apiserver": startReference, "up": startUp, "split": startSplit} {
+	for name, start := range map[string]func(string) *server{
+		"kube-apiserver": startReference,
+		"up":             startUp,
+		"split":          startSplit,
+	} {
 		if *only != "" && !slices.Contains(strings.Split(*only, ","), name) {
 			continue
 		}
@@ -114,7 +120,9 @@ var work = []struct {
 		return s.lists("LIST pages of 500, JSON (CPU ms/MB)", "application/json", 500)
 	}},
 	{"GET a pod", func(s *server) map[string]float64 {
-		return s.each("GET a pod, JSON (CPU ms)", 2000, func(i int) { s.do("GET", fmt.Sprintf("/api/v1/namespaces/bench/pods/p%d", i%*pods), "", nil, 200) })
+		return s.each("GET a pod, JSON (CPU ms)", 2000, func(i int) {
+			s.do("GET", fmt.Sprintf("/api/v1/namespaces/bench/pods/p%d", i%*pods), "", nil, 200)
+		})
 	}},
 	{"update a Lease", updateLeases},
 	{"create a ConfigMap", createConfigMaps},
@@ -202,7 +210,9 @@ func updateLeases(s *server) map[string]float64 {
 
 func createConfigMaps(s *server) map[string]float64 {
 	return s.each("create a ConfigMap of 512 B (CPU ms)", 1000, func(int) {
-		s.do("POST", "/api/v1/namespaces/bench/configmaps", "", []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%d"},"data":{"k":%q}}`, serial.Add(1), strings.Repeat("x", 512))), 201)
+		s.do("POST", "/api/v1/namespaces/bench/configmaps", "",
+			[]byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%d"},"data":{"k":%q}}`,
+				serial.Add(1), strings.Repeat("x", 512))), 201)
 	})
 }
 
@@ -225,15 +235,22 @@ func smallList(s *server) map[string]float64 {
 
 func prepare(s *server) {
 	for _, ns := range []string{"bench", "more", "events", "small"} {
-		s.do("POST", "/api/v1/namespaces", "", []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Namespace","metadata":{"name":%q}}`, ns)), 201)
-		s.do("POST", "/api/v1/namespaces/"+ns+"/serviceaccounts", "", []byte(`{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"default"}}`), 201)
+		s.do("POST", "/api/v1/namespaces", "",
+			[]byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"Namespace","metadata":{"name":%q}}`, ns)), 201)
+		s.do("POST", "/api/v1/namespaces/"+ns+"/serviceaccounts", "",
+			[]byte(`{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"default"}}`), 201)
 	}
-	s.do("POST", "/api/v1/namespaces/small/configmaps", "", []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"one"}}`), 201)
+	s.do("POST", "/api/v1/namespaces/small/configmaps", "",
+		[]byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"one"}}`), 201)
 	for i := range 16 {
-		s.do("POST", "/apis/coordination.k8s.io/v1/namespaces/bench/leases", "", []byte(fmt.Sprintf(`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d"}}`, i)), 201)
+		s.do("POST", "/apis/coordination.k8s.io/v1/namespaces/bench/leases", "",
+			[]byte(fmt.Sprintf(`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":"l%d"}}`, i)),
+			201)
 	}
 	time.Sleep(time.Second) // informers of admission see the service accounts
-	s.each("", *pods, func(i int) { s.do("POST", "/api/v1/namespaces/bench/pods", "", pod(fmt.Sprintf("p%d", i)), 201) })
+	s.each("", *pods, func(i int) {
+		s.do("POST", "/api/v1/namespaces/bench/pods", "", pod(fmt.Sprintf("p%d", i)), 201)
+	})
 }
 
 // pod is one of about 7.6 KB as JSON, most of it in what pods are made of.

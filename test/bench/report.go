@@ -16,7 +16,9 @@ func render(results map[string]map[string][]float64, servers []*server) string {
 	}
 	slices.Sort(rows)
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s, %d processors, %s, %d pods, medians of %d rounds. kube-apiserver 1.36.3 with default flags; external etcd 3.6 for kube-apiserver and `up`.\n\n| work |", time.Now().UTC().Format("2006-01-02"), runtime.NumCPU(), runtime.Version(), *pods, *rounds)
+	fmt.Fprintf(&b, "%s, %d processors, %s, %d pods, medians of %d rounds. kube-apiserver 1.36.3 with default "+
+		"flags; external etcd 3.6 for kube-apiserver and `up`.\n\n| work |", time.Now().UTC().Format("2006-01-02"),
+		runtime.NumCPU(), runtime.Version(), *pods, *rounds)
 	for _, s := range servers {
 		fmt.Fprintf(&b, " %s |", s.name)
 	}

@@ -78,8 +78,10 @@ func absolute(p string) string {
 
 func startEtcd(dir string) (string, *exec.Cmd) {
 	client, peer := fmt.Sprintf("http://127.0.0.1:%d", freePort()), fmt.Sprintf("http://127.0.0.1:%d", freePort())
-	cmd, _ := run(dir, "etcd", absolute(filepath.Join(*bin, "etcd")), "--name", "e", "--data-dir", filepath.Join(dir, "data"), "--listen-client-urls", client, "--advertise-client-urls", client,
-		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", "e="+peer, "--log-level", "error", "--quota-backend-bytes", "8589934592")
+	cmd, _ := run(dir, "etcd", absolute(filepath.Join(*bin, "etcd")), "--name", "e", "--data-dir",
+		filepath.Join(dir, "data"), "--listen-client-urls", client, "--advertise-client-urls", client,
+		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", "e="+peer,
+		"--log-level", "error", "--quota-backend-bytes", "8589934592")
 	return client, cmd
 }
 
@@ -90,17 +92,27 @@ func startReference(dir string) *server {
 	// The certificates are Watershed's kind, made by starting it once.
 	pki := filepath.Join(dir, "pki")
 	makePKI(dir)
-	cmd, _ := run(dir, "kube-apiserver", absolute(filepath.Join(*bin, "kube-apiserver")), "--etcd-servers", etcd, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--cert-dir", dir,
-		"--tls-cert-file", pki+"/apiserver.crt", "--tls-private-key-file", pki+"/apiserver.key", "--client-ca-file", pki+"/ca.crt", "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
-		"--service-account-key-file", pki+"/sa.pub", "--service-account-signing-key-file", pki+"/sa.key", "--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--advertise-address", "192.0.2.1")
-	s := &server{name: "kube-apiserver", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(dir, "admin.kubeconfig")),
-		pids: func() []int { return []int{cmd.Process.Pid} }, stop: func() { kill(cmd); kill(ecmd) }}
+	cmd, _ := run(dir, "kube-apiserver", absolute(filepath.Join(*bin, "kube-apiserver")), "--etcd-servers", etcd,
+		"--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--cert-dir", dir,
+		"--tls-cert-file", pki+"/apiserver.crt", "--tls-private-key-file", pki+"/apiserver.key", "--client-ca-file",
+		pki+"/ca.crt", "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
+		"--service-account-key-file", pki+"/sa.pub", "--service-account-signing-key-file", pki+"/sa.key",
+		"--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--advertise-address",
+		"192.0.2.1")
+	s := &server{
+		name:   "kube-apiserver",
+		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
+		client: clientOf(filepath.Join(dir, "admin.kubeconfig")),
+		pids:   func() []int { return []int{cmd.Process.Pid} },
+		stop:   func() { kill(cmd); kill(ecmd) },
+	}
 	s.ready()
 	return s
 }
 
 func makePKI(dir string) {
-	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(freePort()), "--bind-address", "127.0.0.1")
+	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(freePort()),
+		"--bind-address", "127.0.0.1")
 	waitFor(out, "Ready after")
 	_ = cmd.Process.Signal(syscall.SIGTERM)
 	_ = cmd.Wait()
@@ -110,18 +122,29 @@ func startUp(dir string) *server {
 	etcd, ecmd := startEtcd(dir)
 	time.Sleep(time.Second)
 	port := freePort()
-	cmd, out := run(dir, "up", absolute(*watershed), "up", "--data-dir", filepath.Join(dir, "w"), "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--etcd-servers", etcd)
+	cmd, out := run(dir, "up", absolute(*watershed), "up", "--data-dir", filepath.Join(dir, "w"), "--secure-port",
+		fmt.Sprint(port), "--bind-address", "127.0.0.1", "--etcd-servers", etcd)
 	waitFor(out, "Ready after")
-	return &server{name: "up", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig")),
-		pids: func() []int { return []int{cmd.Process.Pid} }, stop: func() { kill(cmd); kill(ecmd) }}
+	return &server{
+		name:   "up",
+		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
+		client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig")),
+		pids:   func() []int { return []int{cmd.Process.Pid} },
+		stop:   func() { kill(cmd); kill(ecmd) },
+	}
 }
 
 func startSplit(dir string) *server {
 	port := freePort()
 	data := filepath.Join(dir, "w")
-	cmd, out := run(dir, "split", absolute(*watershed), "split", "--data-dir", data, "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1")
+	cmd, out := run(dir, "split", absolute(*watershed), "split", "--data-dir", data, "--secure-port", fmt.Sprint(port),
+		"--bind-address", "127.0.0.1")
 	waitFor(out, "Ready after")
-	return &server{name: "split", url: fmt.Sprintf("https://127.0.0.1:%d", port), client: clientOf(filepath.Join(data, "admin.kubeconfig")), stop: func() { kill(cmd) },
+	return &server{
+		name:   "split",
+		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
+		client: clientOf(filepath.Join(data, "admin.kubeconfig")),
+		stop:   func() { kill(cmd) },
 		pids: func() (all []int) { // everything but etcd, NATS included
 			files, _ := filepath.Glob(filepath.Join(data, "*.pid"))
 			for _, f := range files {
@@ -134,7 +157,8 @@ func startSplit(dir string) *server {
 				}
 			}
 			return all
-		}}
+		},
+	}
 }
 
 func kill(cmd *exec.Cmd) {
@@ -189,7 +213,11 @@ func clientOf(kubeconfig string) *http.Client {
 	check(err)
 	pair, err := tls.X509KeyPair(crt, key)
 	check(err)
-	return &http.Client{Transport: &http.Transport{ForceAttemptHTTP2: true, DisableCompression: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{pair}}}}
+	return &http.Client{Transport: &http.Transport{
+		ForceAttemptHTTP2:  true,
+		DisableCompression: true,
+		TLSClientConfig:    &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{pair}},
+	}}
 }
 
 func freePort() int {
@@ -223,5 +251,9 @@ func (s *server) peak() func() float64 {
 
 // rest is a client-go configuration for the server; the transport comes from elsewhere.
 func (s *server) rest() *rest.Config {
-	return &rest.Config{Host: s.url, QPS: -1, ContentConfig: rest.ContentConfig{ContentType: "application/vnd.kubernetes.protobuf"}}
+	return &rest.Config{
+		Host:          s.url,
+		QPS:           -1,
+		ContentConfig: rest.ContentConfig{ContentType: "application/vnd.kubernetes.protobuf"},
+	}
 }

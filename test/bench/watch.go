@@ -36,7 +36,11 @@ func deliver(s *server, watchers, rate, updates int) map[string]float64 {
 	cancel()
 	wg.done.Wait()
 	name := fmt.Sprintf("deliver 1.3 KB to each of %d watchers, %d/s", watchers, rate)
-	rows := map[string]float64{name + " (CPU µs a delivery)": used, name + ": age p99 (ms)": ms(at(ages, 99)), name + ": the writer's p50 (ms)": ms(at(writes, 50))}
+	rows := map[string]float64{
+		name + " (CPU µs a delivery)":    used,
+		name + ": age p99 (ms)":          ms(at(ages, 99)),
+		name + ": the writer's p50 (ms)": ms(at(writes, 50)),
+	}
 	if watchers >= 5000 { // fewer fit into what the process has already
 		rows[name+": growth of resident memory a watcher (KB)"] = weight * 1000 / float64(watchers)
 	}
@@ -65,7 +69,9 @@ func openWatches(ctx context.Context, s *server, watchers int) (bool, *watches) 
 	for i := range watchers {
 		ready.Add(1)
 		w.done.Go(func() {
-			req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion, nil)
+			req, err := http.NewRequestWithContext(ctx, "GET",
+				s.url+"/api/v1/namespaces/events/configmaps?watch=true&resourceVersion="+head.Metadata.ResourceVersion,
+				nil)
 			check(err)
 			resp, err := conns[i%len(conns)].Do(req)
 			check(err)
@@ -104,7 +110,8 @@ func (w *watches) read(lines *bufio.Reader) {
 
 // deliveries makes updates at a rate and waits until everyone has each: CPU microseconds a delivery, the events' ages
 // and the writer's latencies. The ages are read once the watches are closed.
-func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, func() []time.Duration, func() []time.Duration) {
+func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, func() []time.Duration,
+	func() []time.Duration) {
 	before := s.cpu()
 	tick := time.NewTicker(time.Second / time.Duration(rate))
 	defer tick.Stop()
@@ -112,7 +119,8 @@ func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, f
 	for i := range updates {
 		<-tick.C
 		at := time.Now()
-		s.do("POST", "/api/v1/namespaces/events/configmaps", "", []byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"e%d-%d"},"data":{"sent":"%019d","pad":%q}}`, serial.Add(1), i, at.UnixNano(), strings.Repeat("x", 900))), 201)
+		s.do("POST", "/api/v1/namespaces/events/configmaps", "",
+			[]byte(fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"e%d-%d"},"data":{"sent":"%019d","pad":%q}}`, serial.Add(1), i, at.UnixNano(), strings.Repeat("x", 900))), 201)
 		writes = append(writes, time.Since(at))
 	}
 	want := int64(updates * watchers)
@@ -123,7 +131,9 @@ func (s *server) deliveries(w *watches, watchers, rate, updates int) (float64, f
 	if n < want {
 		log.Printf("%s: only %d of %d deliveries", s.name, n, want)
 	}
-	return (s.cpu() - before) * 1e6 / float64(n), func() []time.Duration { return w.ages }, func() []time.Duration { return writes }
+	return (s.cpu() - before) * 1e6 / float64(n), func() []time.Duration {
+		return w.ages
+	}, func() []time.Duration { return writes }
 }
 
 func at(f func() []time.Duration, percent int) time.Duration {
@@ -143,15 +153,21 @@ func herd(s *server) map[string]float64 {
 	defer close(stop)
 	var wg sync.WaitGroup
 	for range 50 {
-		client, err := kubernetes.NewForConfigAndClient(s.rest(), &http.Client{Transport: s.client.Transport.(*http.Transport).Clone()})
+		client, err := kubernetes.NewForConfigAndClient(s.rest(),
+			&http.Client{Transport: s.client.Transport.(*http.Transport).Clone()})
 		check(err)
-		f := informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithNamespace("bench"), informers.WithTransform(func(o any) (any, error) {
-			p, ok := o.(*corev1.Pod)
-			if !ok {
-				return o, nil
-			}
-			return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: p.Name, Namespace: p.Namespace, ResourceVersion: p.ResourceVersion}}, nil // the clients' memory is not what is measured
-		}))
+		f := informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithNamespace("bench"),
+			informers.WithTransform(func(o any) (any, error) {
+				p, ok := o.(*corev1.Pod)
+				if !ok {
+					return o, nil
+				}
+				return &corev1.Pod{ObjectMeta: metav1.ObjectMeta{
+					Name:            p.Name,
+					Namespace:       p.Namespace,
+					ResourceVersion: p.ResourceVersion,
+				}}, nil // the clients' memory is not what is measured
+			}))
 		informer := f.Core().V1().Pods().Informer()
 		f.Start(stop)
 		wg.Go(func() {
@@ -162,5 +178,9 @@ func herd(s *server) map[string]float64 {
 	}
 	wg.Wait()
 	name := fmt.Sprintf("50 informers sync %d pods at once", *pods)
-	return map[string]float64{name + " (s)": time.Since(began).Seconds(), name + " (CPU s)": s.cpu() - before, name + ": peak resident memory (MB)": peak()}
+	return map[string]float64{
+		name + " (s)":                        time.Since(began).Seconds(),
+		name + " (CPU s)":                    s.cpu() - before,
+		name + ": peak resident memory (MB)": peak(),
+	}
 }

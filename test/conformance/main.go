@@ -155,7 +155,8 @@ func run(server, kubeconfig string, list []string) map[string]string {
 func runSpec(server, kubeconfig, spec string) string {
 	ctx, cancel := context.WithTimeout(context.Background(), *limit)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, harness.Peer("e2e.test"), "--ginkgo.no-color", "--ginkgo.focus", strings.ReplaceAll(regexp.QuoteMeta(spec), `\ `, " "),
+	cmd := exec.CommandContext(ctx, harness.Peer("e2e.test"), "--ginkgo.no-color", "--ginkgo.focus",
+		strings.ReplaceAll(regexp.QuoteMeta(spec), `\ `, " "),
 		"--provider=skeleton", "--disable-log-dump", "--kubeconfig", kubeconfig, "--allowed-not-ready-nodes=-1")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGINT) }

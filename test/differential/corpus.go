@@ -63,12 +63,14 @@ func (p *pair) discover() *discovered {
 	var groups metav1.APIGroupList
 	get("/apis", "application/json", &groups)
 	for _, path := range []string{"/api", "/apis"} {
-		for _, accept := range []string{"", "application/yaml", "application/vnd.kubernetes.protobuf", "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList",
+		for _, accept := range []string{"", "application/yaml", "application/vnd.kubernetes.protobuf",
+			"application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList",
 			"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList", "text/html"} {
 			get(path, accept, nil)
 		}
 	}
-	for _, path := range []string{"/", "/version", "/healthz", "/livez", "/readyz", "/nothing", "/api/v2", "/apis/nothing", "/apis/apps/v2", "/apis/apps/", "/openapi/v3", "/api/v1/", "/apis/apps/v1/nothing"} {
+	for _, path := range []string{"/", "/version", "/healthz", "/livez", "/readyz", "/nothing", "/api/v2",
+		"/apis/nothing", "/apis/apps/v2", "/apis/apps/", "/openapi/v3", "/api/v1/", "/apis/apps/v1/nothing"} {
 		get(path, "", nil)
 	}
 	versions := []string{"/api/v1"}
@@ -111,7 +113,12 @@ func (d *discovered) object(body map[string]any) *object {
 	r, ok := d.kinds[o.kind]
 	if !ok { // defined on the way
 		plural := strings.ToLower(o.kind.Kind) + "s"
-		r = metav1.APIResource{Name: plural, Namespaced: o.kind.Kind == "Widget", Kind: o.kind.Kind, Verbs: []string{"create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"}}
+		r = metav1.APIResource{
+			Name:       plural,
+			Namespaced: o.kind.Kind == "Widget",
+			Kind:       o.kind.Kind,
+			Verbs:      []string{"create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"},
+		}
 	}
 	o.resource = r
 	o.collection = root(gv)
@@ -135,24 +142,41 @@ func root(gv schema.GroupVersion) string {
 var jsonBody = map[string]string{"Content-Type": "application/json"}
 
 // accepts are the ways to ask for an answer.
-var accepts = []string{"", "application/json", "application/yaml", "application/vnd.kubernetes.protobuf", "application/cbor", "text/plain", "*/*",
-	"application/json;as=Table;g=meta.k8s.io;v=v1", "application/json;as=Table;g=meta.k8s.io;v=v1beta1,application/json", "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1",
-	"application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1", "application/vnd.kubernetes.protobuf;as=PartialObjectMetadata;g=meta.k8s.io;v=v1",
-	"application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1", "application/yaml;as=Table;g=meta.k8s.io;v=v1", "application/json;as=Nothing;g=meta.k8s.io;v=v1"}
+var accepts = []string{"", "application/json", "application/yaml", "application/vnd.kubernetes.protobuf",
+	"application/cbor", "text/plain", "*/*",
+	"application/json;as=Table;g=meta.k8s.io;v=v1",
+	"application/json;as=Table;g=meta.k8s.io;v=v1beta1,application/json",
+	"application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1",
+	"application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
+	"application/vnd.kubernetes.protobuf;as=PartialObjectMetadata;g=meta.k8s.io;v=v1",
+	"application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
+	"application/yaml;as=Table;g=meta.k8s.io;v=v1", "application/json;as=Nothing;g=meta.k8s.io;v=v1"}
 
 // create makes every object, waiting where a definition has to be established first.
 func (p *pair) create(all []*object) {
-	p.ask(&request{method: "POST", path: "/api/v1/namespaces", header: jsonBody, body: []byte(`{"metadata":{"name":"` + namespace + `"}}`), about: "namespace"})
+	p.ask(&request{
+		method: "POST",
+		path:   "/api/v1/namespaces",
+		header: jsonBody,
+		body:   []byte(`{"metadata":{"name":"` + namespace + `"}}`),
+		about:  "namespace",
+	})
 	for _, o := range all {
-		p.ask(&request{method: "POST", path: o.collection + "?dryRun=All", header: jsonBody, body: o.json(), about: "dry run"})
+		p.ask(&request{
+			method: "POST",
+			path:   o.collection + "?dryRun=All",
+			header: jsonBody,
+			body:   o.json(),
+			about:  "dry run",
+		})
 		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: o.json(), about: "create"})
 		if o.kind.Kind == "CustomResourceDefinition" {
 			p.until(o.path(), `"reason":"InitialNamesAccepted"`)
 		}
 		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: o.json(), about: "create again"})
 	}
-	// kube-apiserver's loops (discovery, OpenAPI, the conditions of what was made) follow at their own pace, and not all
-	// of them show where they are.
+	// kube-apiserver's loops (discovery, OpenAPI, the conditions of what was made) follow at their own pace, and not
+	// all of them show where they are.
 	time.Sleep(2500 * time.Millisecond)
 }
 
@@ -165,7 +189,11 @@ func (p *pair) untilGone(path, text string) { p.await(path, text, false) }
 func (p *pair) await(path, text string, there bool) {
 	for _, s := range []*side{p.theirs, p.ours} {
 		deadline := time.Now().Add(20 * time.Second)
-		for time.Now().Before(deadline) && bytes.Contains(s.do(p.t.Context(), &request{method: "GET", path: path, header: map[string]string{"Accept": "application/json"}}).body, []byte(text)) != there {
+		for time.Now().Before(deadline) && bytes.Contains(s.do(p.t.Context(), &request{
+			method: "GET",
+			path:   path,
+			header: map[string]string{"Accept": "application/json"},
+		}).body, []byte(text)) != there {
 			time.Sleep(50 * time.Millisecond)
 		}
 	}
@@ -188,8 +216,10 @@ func (p *pair) verbs(all []*object) {
 			get(o.path(), accept, "get")
 			get(o.collection, accept, "list")
 		}
-		for _, query := range []string{"?limit=1", "?labelSelector=app%3Da", "?labelSelector=%3D%3D", "?fieldSelector=metadata.name%3D" + o.name, "?fieldSelector=spec.nothing%3Dx", "?resourceVersion=0",
-			"?resourceVersion=abc", "?resourceVersionMatch=Exact", "?limit=1&continue=xyz", "?pretty=true", "?watch=1&timeoutSeconds=1&resourceVersion=abc", "?limit=abc", "?sendInitialEvents=true"} {
+		for _, query := range []string{"?limit=1", "?labelSelector=app%3Da", "?labelSelector=%3D%3D",
+			"?fieldSelector=metadata.name%3D" + o.name, "?fieldSelector=spec.nothing%3Dx", "?resourceVersion=0",
+			"?resourceVersion=abc", "?resourceVersionMatch=Exact", "?limit=1&continue=xyz", "?pretty=true",
+			"?watch=1&timeoutSeconds=1&resourceVersion=abc", "?limit=abc", "?sendInitialEvents=true"} {
 			get(o.collection+query, "", "list with options")
 		}
 		for _, query := range []string{"?resourceVersion=0", "?pretty=1", "?export=true"} {
@@ -202,10 +232,22 @@ func (p *pair) verbs(all []*object) {
 		for _, m := range []string{"POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE"} {
 			p.ask(&request{method: m, path: o.path() + "/nothing", about: "odd method"})
 		}
-		p.ask(&request{method: "PUT", path: o.collection, header: jsonBody, body: o.json(), about: "update of a collection"})
+		p.ask(&request{
+			method: "PUT",
+			path:   o.collection,
+			header: jsonBody,
+			body:   o.json(),
+			about:  "update of a collection",
+		})
 		p.ask(&request{method: "POST", path: o.path(), header: jsonBody, body: o.json(), about: "create of an object"})
 		p.ask(&request{method: "HEAD", path: o.path(), about: "head"})
-		p.ask(&request{method: "PATCH", path: o.collection, header: map[string]string{"Content-Type": "application/merge-patch+json"}, body: []byte(`{}`), about: "patch of a collection"})
+		p.ask(&request{
+			method: "PATCH",
+			path:   o.collection,
+			header: map[string]string{"Content-Type": "application/merge-patch+json"},
+			body:   []byte(`{}`),
+			about:  "patch of a collection",
+		})
 		p.update(o)
 		if o.kind.Kind == "CustomResourceDefinition" { // an update of its status has taken its names
 			p.until(o.path(), `"reason":"InitialNamesAccepted"`)
@@ -228,8 +270,14 @@ func (p *pair) update(o *object) {
 		}
 		return string(must(json.Marshal(body)))
 	}
-	put(o.path(), with(map[string]any{"resourceVersion": versionOf(o.path()), "labels": map[string]any{"app": "a", "updated": "yes"}}), "update")
-	put(o.path()+"?dryRun=All", with(map[string]any{"resourceVersion": versionOf(o.path()), "annotations": map[string]any{"dry": "run"}}), "update dry run")
+	put(o.path(), with(map[string]any{
+		"resourceVersion": versionOf(o.path()),
+		"labels":          map[string]any{"app": "a", "updated": "yes"},
+	}), "update")
+	put(o.path()+"?dryRun=All", with(map[string]any{
+		"resourceVersion": versionOf(o.path()),
+		"annotations":     map[string]any{"dry": "run"},
+	}), "update dry run")
 	put(o.path(), with(map[string]any{"resourceVersion": "1"}), "update of an old version")
 	put(o.path(), with(map[string]any{"name": "other"}), "update with another name")
 	put(o.path(), with(map[string]any{"namespace": "other"}), "update with another namespace")
@@ -244,7 +292,8 @@ func (p *pair) update(o *object) {
 	for _, v := range []string{"Strict", "Warn", "Ignore"} {
 		put(o.path()+"?dryRun=All&fieldValidation="+v, string(must(json.Marshal(unknown))), "unknown field "+v)
 	}
-	put(o.path()+"?dryRun=All&fieldValidation=Strict", strings.Replace(plain, `"kind":`, `"kind":"Twice","kind":`, 1), "duplicate field")
+	put(o.path()+"?dryRun=All&fieldValidation=Strict", strings.Replace(plain, `"kind":`, `"kind":"Twice","kind":`, 1),
+		"duplicate field")
 	put(o.path(), `{"kind":"Nothing","apiVersion":"v1","metadata":{"name":"x"}}`, "another kind")
 	put(o.path(), `[]`, "an array")
 	put(o.path(), `{`, "half an object")
@@ -253,7 +302,13 @@ func (p *pair) update(o *object) {
 
 func (p *pair) patch(o *object) {
 	patch := func(path, contentType, body, about string) {
-		p.ask(&request{method: "PATCH", path: path, header: map[string]string{"Content-Type": contentType}, body: []byte(body), about: about})
+		p.ask(&request{
+			method: "PATCH",
+			path:   path,
+			header: map[string]string{"Content-Type": contentType},
+			body:   []byte(body),
+			about:  about,
+		})
 	}
 	const jsonPatch, merge, strategic, apply = "application/json-patch+json", "application/merge-patch+json", "application/strategic-merge-patch+json", "application/apply-patch+yaml"
 	patch(o.path(), jsonPatch, `[{"op":"add","path":"/metadata/annotations","value":{"p":"1"}}]`, "json patch")
@@ -261,7 +316,8 @@ func (p *pair) patch(o *object) {
 	patch(o.path(), jsonPatch, `[{"op":"remove","path":"/nothing"}]`, "json patch remove nothing")
 	patch(o.path(), jsonPatch, `[{"op":"odd","path":"/metadata"}]`, "json patch odd op")
 	patch(o.path(), jsonPatch, `{}`, "json patch object")
-	patch(o.path(), jsonPatch, `[{"op":"replace","path":"/metadata/resourceVersion","value":"1"}]`, "json patch old version")
+	patch(o.path(), jsonPatch, `[{"op":"replace","path":"/metadata/resourceVersion","value":"1"}]`,
+		"json patch old version")
 	patch(o.path(), merge, `{"metadata":{"labels":{"m":"1"}}}`, "merge patch")
 	patch(o.path(), merge, `{"metadata":{"labels":{"m":null}}}`, "merge patch null")
 	patch(o.path(), merge, `{"metadata":{"labels":{"-bad-":"1"}}}`, "merge patch bad label")
@@ -274,7 +330,8 @@ func (p *pair) patch(o *object) {
 	patch(o.path()+"?force=true", merge, `{}`, "merge patch force")
 	patch(o.path(), strategic, `{"metadata":{"labels":{"s":"1"}}}`, "strategic patch")
 	patch(o.path(), strategic, `{"metadata":{"finalizers":["example.com/f"]}}`, "strategic finalizers")
-	patch(o.path(), strategic, `{"metadata":{"$deleteFromPrimitiveList/finalizers":["example.com/f"]}}`, "strategic delete finalizers")
+	patch(o.path(), strategic, `{"metadata":{"$deleteFromPrimitiveList/finalizers":["example.com/f"]}}`,
+		"strategic delete finalizers")
 	patch(o.path(), merge, `{"metadata":{"finalizers":null}}`, "merge no finalizers")
 	patch(o.path(), strategic, `{"$patch":"odd"}`, "strategic odd directive")
 	patch(o.path(), "application/odd", `{}`, "odd patch type")
@@ -287,10 +344,14 @@ func (p *pair) patch(o *object) {
 	changed["metadata"].(map[string]any)["labels"] = map[string]any{"app": "conflict"}
 	patch(o.path()+"?fieldManager=two", apply, string(must(json.Marshal(changed))), "apply conflict")
 	patch(o.path()+"?fieldManager=two&force=true", apply, string(must(json.Marshal(changed))), "apply by force")
-	patch(o.path()+"?fieldManager=two", apply, `{"apiVersion":"`+o.kind.GroupVersion().String()+`","kind":"`+o.kind.Kind+`","metadata":{"name":"`+o.name+`"}}`, "apply less")
-	patch(o.path()+"?fieldManager=two", apply, `{"apiVersion":"other/v1","kind":"`+o.kind.Kind+`","metadata":{"name":"`+o.name+`"}}`, "apply another version")
+	patch(o.path()+"?fieldManager=two", apply,
+		`{"apiVersion":"`+o.kind.GroupVersion().String()+`","kind":"`+o.kind.Kind+`","metadata":{"name":"`+o.name+`"}}`,
+		"apply less")
+	patch(o.path()+"?fieldManager=two", apply,
+		`{"apiVersion":"other/v1","kind":"`+o.kind.Kind+`","metadata":{"name":"`+o.name+`"}}`, "apply another version")
 	patch(o.path()+"?fieldManager=two", apply, `{`, "apply half")
-	patch(o.path()+"?fieldManager=two", apply, `{"metadata":{"managedFields":[{"manager":"x"}]}}`, "apply managed fields")
+	patch(o.path()+"?fieldManager=two", apply, `{"metadata":{"managedFields":[{"manager":"x"}]}}`,
+		"apply managed fields")
 }
 
 // fuzz changes valid objects at random, and has both servers check what comes out.
@@ -304,18 +365,33 @@ func (p *pair) fuzz(all []*object, rounds int, rng *rand.Rand) {
 			}
 			if o.name != "" && rng.IntN(4) == 0 { // an update of what is there
 				body["metadata"] = map[string]any{"name": o.name, "resourceVersion": versionOf(o.path())}
-				p.ask(&request{method: "PUT", path: o.path() + "?dryRun=All", header: jsonBody, body: must(json.Marshal(body)), about: "fuzzed update: " + what})
+				p.ask(&request{
+					method: "PUT",
+					path:   o.path() + "?dryRun=All",
+					header: jsonBody,
+					body:   must(json.Marshal(body)),
+					about:  "fuzzed update: " + what,
+				})
 				continue
 			}
-			query := []string{"?dryRun=All", "?dryRun=All&fieldValidation=Strict", "?dryRun=All&fieldValidation=Ignore"}[rng.IntN(3)]
-			p.ask(&request{method: "POST", path: o.collection + query, header: jsonBody, body: must(json.Marshal(body)), about: "fuzzed create: " + what})
+			query := []string{"?dryRun=All", "?dryRun=All&fieldValidation=Strict",
+				"?dryRun=All&fieldValidation=Ignore"}[rng.IntN(3)]
+			p.ask(&request{
+				method: "POST",
+				path:   o.collection + query,
+				header: jsonBody,
+				body:   must(json.Marshal(body)),
+				about:  "fuzzed create: " + what,
+			})
 		}
 	}
 }
 
 // odd is a value to put where it does not belong.
 func odd(rng *rand.Rand) any {
-	all := []any{nil, "", "x", "UPPER", "-bad-", strings.Repeat("long", 80), 0, -1, 1 << 40, 1.5, true, []any{}, map[string]any{}, []any{nil}, map[string]any{"a": "b"}, []any{map[string]any{}}, "10Gi", "80%", "2026-01-01T00:00:00Z", "a.b/c", "{{", "$(X)", "é"}
+	all := []any{nil, "", "x", "UPPER", "-bad-", strings.Repeat("long", 80), 0, -1, 1 << 40, 1.5, true, []any{},
+		map[string]any{}, []any{nil}, map[string]any{"a": "b"}, []any{map[string]any{}}, "10Gi", "80%",
+		"2026-01-01T00:00:00Z", "a.b/c", "{{", "$(X)", "é"}
 	return all[rng.IntN(len(all))]
 }
 
@@ -403,17 +479,30 @@ func (p *pair) fixtures(d *discovered, dir string) {
 			collection += "/namespaces/" + namespace
 		}
 		collection += "/" + r.Name
-		for _, form := range [][2]string{{"json", "application/json"}, {"yaml", "application/yaml"}, {"pb", "application/vnd.kubernetes.protobuf"}} {
+		for _, form := range [][2]string{{"json", "application/json"}, {"yaml", "application/yaml"},
+			{"pb", "application/vnd.kubernetes.protobuf"}} {
 			ext, contentType := form[0], form[1]
 			data, err := os.ReadFile(base + "." + ext)
 			if err != nil {
 				continue
 			}
 			if slices.Contains(r.Verbs, "create") {
-				p.ask(&request{method: "POST", path: collection + "?dryRun=All", header: map[string]string{"Content-Type": contentType}, body: data, about: "fixture as it is"})
+				p.ask(&request{
+					method: "POST",
+					path:   collection + "?dryRun=All",
+					header: map[string]string{"Content-Type": contentType},
+					body:   data,
+					about:  "fixture as it is",
+				})
 			}
 			if slices.Contains(r.Verbs, "update") {
-				p.ask(&request{method: "PUT", path: collection + "/nameValue?dryRun=All", header: map[string]string{"Content-Type": contentType}, body: data, about: "update by fixture"})
+				p.ask(&request{
+					method: "PUT",
+					path:   collection + "/nameValue?dryRun=All",
+					header: map[string]string{"Content-Type": contentType},
+					body:   data,
+					about:  "update by fixture",
+				})
 			}
 			if ext != "json" {
 				continue
@@ -437,13 +526,25 @@ func (p *pair) fixtures(d *discovered, dir string) {
 			} else {
 				delete(m, "namespace")
 			}
-			p.ask(&request{method: "POST", path: collection + "?dryRun=All", header: jsonBody, body: must(json.Marshal(body)), about: "fixture with a name"})
+			p.ask(&request{
+				method: "POST",
+				path:   collection + "?dryRun=All",
+				header: jsonBody,
+				body:   must(json.Marshal(body)),
+				about:  "fixture with a name",
+			})
 			for _, k := range slices.Sorted(maps.Keys(body)) { // one part at a time says more
 				if k == "apiVersion" || k == "kind" || k == "metadata" {
 					continue
 				}
 				one := map[string]any{"apiVersion": body["apiVersion"], "kind": body["kind"], "metadata": m, k: body[k]}
-				p.ask(&request{method: "POST", path: collection + "?dryRun=All", header: jsonBody, body: must(json.Marshal(one)), about: "fixture with " + k})
+				p.ask(&request{
+					method: "POST",
+					path:   collection + "?dryRun=All",
+					header: jsonBody,
+					body:   must(json.Marshal(one)),
+					about:  "fixture with " + k,
+				})
 			}
 		}
 	}
@@ -478,7 +579,8 @@ func (p *pair) remove(all []*object) {
 			p.ask(&request{method: http.MethodDelete, path: path, header: h, body: []byte(body), about: about})
 		}
 		del(o.path()+"?dryRun=All", "", "delete dry run")
-		if o.kind.Kind == "CustomResourceDefinition" { // when it is gone is for its finalizer's loop to say, at no time that is the same on both
+		// when it is gone is for its finalizer's loop to say, at no time that is the same on both
+		if o.kind.Kind == "CustomResourceDefinition" {
 			del(o.path(), "", "delete")
 			continue
 		}
@@ -499,7 +601,8 @@ func (p *pair) remove(all []*object) {
 		case 3:
 			del(o.collection+"?labelSelector=nothing%3Dhere", "", "delete a collection of nothing")
 			if o.resource.Namespaced {
-				del(o.collection+"?fieldSelector=metadata.name%3D"+o.name, `{"propagationPolicy":"Orphan"}`, "delete a collection")
+				del(o.collection+"?fieldSelector=metadata.name%3D"+o.name, `{"propagationPolicy":"Orphan"}`,
+					"delete a collection")
 			}
 		}
 		del(o.path(), "", "delete again")

@@ -26,29 +26,67 @@ func explained(r *request, a, b answer, what string) *difference {
 func is(pattern string) *regexp.Regexp { return regexp.MustCompile(pattern) }
 
 var known = []*difference{
-	{name: "flow control", request: is(`flowschemas|/apis/flowcontrol`), what: is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling`),
-		reason: "There is no API Priority and Fairness yet, which writes a condition to every FlowSchema."},
+	{
+		name:    "flow control",
+		request: is(`flowschemas|/apis/flowcontrol`),
+		what:    is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling`),
+		reason:  "There is no API Priority and Fairness yet, which writes a condition to every FlowSchema.",
+	},
 	{name: "flow control in an error", request: is(`PATCH .*flowschemas`), what: is(`Invalid value: `),
 		reason: "The error shows the whole object, with that condition."},
-	{name: "429 of a cache that begins", request: is(`diff\.example\.com`), what: is(`.`), when: func(_ *request, a, b answer) bool { return a.code == 429 && b.code == 200 },
-		reason: "kube-apiserver refuses lists of a custom resource for a moment after its definition has changed."},
+	{
+		name:    "429 of a cache that begins",
+		request: is(`diff\.example\.com`),
+		what:    is(`.`),
+		when:    func(_ *request, a, b answer) bool { return a.code == 429 && b.code == 200 },
+		reason:  "kube-apiserver refuses lists of a custom resource for a moment after its definition has changed.",
+	},
 	{name: "order of a validation's errors", request: is(`horizontalpodautoscalers`), what: is(`causes|message`),
 		when: func(_ *request, a, b answer) bool {
 			return a.code == 422 && b.code == 422 && len(a.body) == len(b.body)
 		},
 		reason: "The validation of metrics goes through a map, in another order each time."},
-	{name: "internalTrafficPolicy of ExternalName services, watched", request: is(`^WATCH .*/services`), what: is(`internalTrafficPolicy`),
-		reason: "The field is to be dropped when it is read. kube-apiserver's watches show it until a list has dropped it from the object that they share; here it is dropped always."},
+	{
+		name:    "internalTrafficPolicy of ExternalName services, watched",
+		request: is(`^WATCH .*/services`),
+		what:    is(`internalTrafficPolicy`),
+		reason: "The field is to be dropped when it is read. kube-apiserver's watches show it until a list has " +
+			"dropped it from the object that they share; here it is dropped always.",
+	},
 	{name: "an empty namespace", request: is(`^(POST|DELETE) /api/v1/namespaces//`), what: is(`.`),
-		reason: "kube-apiserver's web framework takes the path for one with a namespace that has no name; either refuses it."},
-	{name: "a connection without a name", request: is(`/(pods|nodes)//(proxy|exec)`), what: is(`.`), when: func(_ *request, _, b answer) bool { return b.code == 404 },
-		reason: "kube-apiserver authorizes it as a list, takes the name from the field selector, and connects; here it is refused."},
-	{name: "an empty map that admission has seen", request: is(`/persistentvolumes`), what: is(`Unsupported value`), when: func(_ *request, a, b answer) bool { return a.code == 422 && b.code == 422 },
-		reason: "Admission hands objects over in protobuf, in which an empty map is none; the refusal shows null for {}."},
-	{name: "some empty Tables", request: is(`^GET`), what: is(`^\.rows: null \| \[\]$`), reason: "kube-apiserver says null of some empty Tables' rows; here they are always a list."},
+		reason: "kube-apiserver's web framework takes the path for one with a namespace that has no name; either " +
+			"refuses it."},
+	{
+		name:    "a connection without a name",
+		request: is(`/(pods|nodes)//(proxy|exec)`),
+		what:    is(`.`),
+		when:    func(_ *request, _, b answer) bool { return b.code == 404 },
+		reason: "kube-apiserver authorizes it as a list, takes the name from the field selector, and connects; here " +
+			"it is refused.",
+	},
+	{
+		name:    "an empty map that admission has seen",
+		request: is(`/persistentvolumes`),
+		what:    is(`Unsupported value`),
+		when:    func(_ *request, a, b answer) bool { return a.code == 422 && b.code == 422 },
+		reason: "Admission hands objects over in protobuf, in which an empty map is none; the refusal shows null " +
+			"for {}.",
+	},
+	{
+		name:    "some empty Tables",
+		request: is(`^GET`),
+		what:    is(`^\.rows: null \| \[\]$`),
+		reason:  "kube-apiserver says null of some empty Tables' rows; here they are always a list.",
+	},
 	{name: "pages of OpenAPI v3", request: is(`GET /openapi/v3$`), what: is(`.`),
 		reason: "kube-apiserver has documents of its discovery pages too, and hashes of its own making."},
-	{name: "the index", request: is(`GET /$`), what: is(`\.paths`), reason: "kube-apiserver names a health check for each of its start hooks."},
+	{
+		name:    "the index",
+		request: is(`GET /$`),
+		what:    is(`\.paths`),
+		reason:  "kube-apiserver names a health check for each of its start hooks.",
+	},
 	{name: "metadata of DaemonSets", request: is(`daemonsets`), what: is(`deprecated.daemonset.template.generation`),
-		reason: "Metadata is cut from the object as it is served; an annotation that the conversion to apps/v1 adds is part of that."},
+		reason: "Metadata is cut from the object as it is served; an annotation that the conversion to apps/v1 adds " +
+			"is part of that."},
 }

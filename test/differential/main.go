@@ -32,10 +32,15 @@ func main() {
 	flag.IntVar(&o.steps, "steps", 20000, "Requests of the random walk.")
 	flag.IntVar(&o.fuzz, "fuzz", 40, "Rounds of fuzzed objects, each some 80 requests.")
 	flag.StringVar(&o.form, "form", "up", "up or split.")
-	flag.StringVar(&o.out, "out", filepath.Join(harness.Root(), ".build", "differential"), "Where differences.txt goes.")
-	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,paths,definitions,fixtures,fuzz,walk,remove", "What to do.")
+	flag.StringVar(&o.out, "out", filepath.Join(harness.Root(), ".build", "differential"),
+		"Where differences.txt goes.")
+	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,paths,definitions,fixtures,fuzz,walk,remove",
+		"What to do.")
 	flag.Parse()
-	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{Name: "differential", F: func(t *testing.T) { run(t, o) }}}, nil, nil)
+	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{
+		Name: "differential",
+		F:    func(t *testing.T) { run(t, o) },
+	}}, nil, nil)
 }
 
 // run does all of it, and fails where anything differs that is not listed.
@@ -47,7 +52,12 @@ func run(t *testing.T, o options) {
 	} else {
 		ours = harness.Up(t, "")
 	}
-	p := &pair{t: t, theirs: newSide(t, "kube-apiserver", theirs), ours: newSide(t, "watershed", ours), report: newReport()}
+	p := &pair{
+		t:      t,
+		theirs: newSide(t, "kube-apiserver", theirs),
+		ours:   newSide(t, "watershed", ours),
+		report: newReport(),
+	}
 	rng := rand.New(rand.NewPCG(o.seed, 1))
 	phase := func(name string, f func()) {
 		if strings.Contains(o.phases, name) {
@@ -92,7 +102,8 @@ func withoutRepairs(t testing.TB, s *harness.Server) {
 	}
 	for _, e := range all.Items {
 		if e.ReportingController == "ipallocator-repair-controller" {
-			if err := s.Client().CoreV1().Events(e.Namespace).Delete(t.Context(), e.Name, metav1.DeleteOptions{}); err != nil {
+			if err := s.Client().CoreV1().Events(e.Namespace).Delete(t.Context(), e.Name,
+				metav1.DeleteOptions{}); err != nil {
 				t.Fatal(err)
 			}
 		}

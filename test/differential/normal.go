@@ -52,7 +52,8 @@ func mask(s string) string {
 func decode(a answer) any {
 	contentType := a.header.Get("Content-Type")
 	switch {
-	case strings.Contains(contentType, "stream=watch") && strings.Contains(contentType, "json"), bytes.Count(a.body, []byte("\n")) > 1 && bytes.HasPrefix(a.body, []byte(`{"type":`)):
+	case strings.Contains(contentType, "stream=watch") && strings.Contains(contentType, "json"),
+		bytes.Count(a.body, []byte("\n")) > 1 && bytes.HasPrefix(a.body, []byte(`{"type":`)):
 		var events []any
 		for line := range bytes.Lines(a.body) {
 			events = append(events, fromJSON(line))
@@ -85,7 +86,8 @@ func fromJSON(data []byte) any {
 // codecs read every built-in type, metadata and discovery.
 var codecs = func() serializer.CodecFactory {
 	scheme := legacyscheme.Scheme
-	for _, add := range []func(*runtime.Scheme) error{apidiscoveryv2.AddToScheme, apidiscoveryv2beta1.AddToScheme, metav1.AddMetaToScheme, apiextensions.AddToScheme, apiregistration.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{apidiscoveryv2.AddToScheme, apidiscoveryv2beta1.AddToScheme,
+		metav1.AddMetaToScheme, apiextensions.AddToScheme, apiregistration.AddToScheme} {
 		if err := add(scheme); err != nil {
 			panic(err)
 		}
@@ -102,11 +104,21 @@ func fromProtobuf(data []byte) any {
 	if err != nil {
 		return err.Error()
 	}
-	return map[string]any(converted)
+	return converted
 }
 
 // random fields are chosen by the server.
-var random = map[string]bool{"uid": true, "resourceVersion": true, "clusterIP": true, "clusterIPs": true, "nodePort": true, "healthCheckNodePort": true, "continue": true, "observedUID": true, "gitCommit": true}
+var random = map[string]bool{
+	"uid":                 true,
+	"resourceVersion":     true,
+	"clusterIP":           true,
+	"clusterIPs":          true,
+	"nodePort":            true,
+	"healthCheckNodePort": true,
+	"continue":            true,
+	"observedUID":         true,
+	"gitCommit":           true,
+}
 
 // unordered lists come in no order that means anything.
 var unordered = map[string]bool{"resourceRules": true, "nonResourceRules": true}
@@ -125,7 +137,9 @@ func normal(v any) any {
 			list, ok := out[k].([]any)
 			if ok && k == "managedFields" { // their order is by the second
 				slices.SortFunc(list, func(a, b any) int { return strings.Compare(manager(a), manager(b)) })
-			} else if ok && (unordered[k] || k == "resources" && v["groupVersion"] == "diff.example.com/v1" || strings.Contains(fmt.Sprint(v["kind"], out[k]), "ipallocator") || v["reason"] == nil && k == "causes" && strings.Contains(fmt.Sprint(out[k]), "FieldManagerConflict")) {
+			} else if ok && (unordered[k] || k == "resources" && v["groupVersion"] == "diff.example.com/v1" ||
+				strings.Contains(fmt.Sprint(v["kind"], out[k]), "ipallocator") || v["reason"] == nil && k == "causes" &&
+				strings.Contains(fmt.Sprint(out[k]), "FieldManagerConflict")) {
 				slices.SortFunc(list, func(a, b any) int { return strings.Compare(fmt.Sprint(a), fmt.Sprint(b)) })
 			}
 		}
@@ -185,7 +199,8 @@ func differences(at string, a, b any) []string {
 			break
 		}
 		if len(x) != len(y) {
-			return []string{fmt.Sprintf("%s: %d of %s | %d of %s", at, len(x), short(names(x)), len(y), short(names(y)))}
+			return []string{fmt.Sprintf("%s: %d of %s | %d of %s", at, len(x), short(names(x)), len(y),
+				short(names(y)))}
 		}
 		var out []string
 		for i := range x {

@@ -12,14 +12,34 @@ import (
 func (p *pair) paths() {
 	base := "/api/v1/namespaces/" + namespace
 	for _, path := range []string{
-		base + "/configmaps/a%2Fb", base + "/configmaps/..", base + "/configmaps/%2e%2e", base + "/configmaps/%2e%2e%2fsecrets", base + "/configmaps/.", base + "//configmaps", "//api/v1/pods",
-		base + "/configmaps/../secrets", "/api/v1/namespaces/%2e%2e/pods", "/api/v1/namespaces//pods", base + "/configmaps/%00", base + "/configmaps/a%20b", base + "/configmaps/ä", base + "/configmaps/cm%2Fstatus",
-		"/apis/apps/v1/namespaces/" + namespace + "/deployments/deploy%2Fscale", "/api/v1/watch/namespaces/" + namespace + "/configmaps?timeoutSeconds=0&resourceVersion=abc", "/api/v1/namespaces/" + namespace + "/pods/pod/exec",
-		"/api/v1/namespaces/" + namespace + "/pods/nothing/exec?command=x", "/api/v1/namespaces/" + namespace + "/pods/nothing/log", "/api/v1/namespaces/" + namespace + "/pods/pod/log?container=nothing", "/api/v1/namespaces/" + namespace + "/pods/pod/log?tailLines=-1",
-		"/api/v1/namespaces/" + namespace + "/pods/nothing/proxy/x", "/api/v1/namespaces/" + namespace + "/services/nothing/proxy/", "/api/v1/nodes/nothing/proxy/healthz", "/api/v1/namespaces/" + namespace + "/pods/pod/portforward", "/api/v1/namespaces/" + namespace + "/pods/pod/attach",
-		"/apis/diff.example.com/v1/namespaces/" + namespace + "/widgets/a%2Fb", "/apis/diff.example.com/v1/widgets/widget", "/apis/diff.example.com/v1/namespaces/" + namespace + "/globals/global", "/apis/diff.example.com/v1alpha1/namespaces/" + namespace + "/widgets",
-		"/apis/diff.example.com/v2/widgets", "/apis/diff.example.com/v1/nothings", "/apis/diff.example.com", "/apis/diff.example.com/v1", "/apis/diff.example.com/v1alpha1", "/apis/diff.example.com/v1/", "/api/v1/watch/nodes/node/proxy/run/x", "/api/v1/watch/namespaces/" + namespace + "/pods/pod/proxy/x", "/api/v1/watch/namespaces/" + namespace + "/pods/pod/exec?command=x", "/api/v1/watch/namespaces/" + namespace + "/pods/pod/log",
-		"/api/v1/namespaces/" + namespace + "/pods//proxy/?fieldSelector=metadata.name%3Dpod", "/api/v1/nodes//proxy/?fieldSelector=metadata.name%3Dnode", "/api/v1/namespaces/" + namespace + "/pods//exec?fieldSelector=metadata.name%3Dpod", "/api/v1/namespaces/" + namespace + "/pods/pod/exec?dryRun=All&command=x",
+		base + "/configmaps/a%2Fb", base + "/configmaps/..", base + "/configmaps/%2e%2e",
+		base + "/configmaps/%2e%2e%2fsecrets", base + "/configmaps/.", base + "//configmaps", "//api/v1/pods",
+		base + "/configmaps/../secrets", "/api/v1/namespaces/%2e%2e/pods", "/api/v1/namespaces//pods",
+		base + "/configmaps/%00", base + "/configmaps/a%20b", base + "/configmaps/ä", base + "/configmaps/cm%2Fstatus",
+		"/apis/apps/v1/namespaces/" + namespace + "/deployments/deploy%2Fscale",
+		"/api/v1/watch/namespaces/" + namespace + "/configmaps?timeoutSeconds=0&resourceVersion=abc",
+		"/api/v1/namespaces/" + namespace + "/pods/pod/exec",
+		"/api/v1/namespaces/" + namespace + "/pods/nothing/exec?command=x",
+		"/api/v1/namespaces/" + namespace + "/pods/nothing/log",
+		"/api/v1/namespaces/" + namespace + "/pods/pod/log?container=nothing",
+		"/api/v1/namespaces/" + namespace + "/pods/pod/log?tailLines=-1",
+		"/api/v1/namespaces/" + namespace + "/pods/nothing/proxy/x",
+		"/api/v1/namespaces/" + namespace + "/services/nothing/proxy/", "/api/v1/nodes/nothing/proxy/healthz",
+		"/api/v1/namespaces/" + namespace + "/pods/pod/portforward",
+		"/api/v1/namespaces/" + namespace + "/pods/pod/attach",
+		"/apis/diff.example.com/v1/namespaces/" + namespace + "/widgets/a%2Fb",
+		"/apis/diff.example.com/v1/widgets/widget",
+		"/apis/diff.example.com/v1/namespaces/" + namespace + "/globals/global",
+		"/apis/diff.example.com/v1alpha1/namespaces/" + namespace + "/widgets",
+		"/apis/diff.example.com/v2/widgets", "/apis/diff.example.com/v1/nothings", "/apis/diff.example.com",
+		"/apis/diff.example.com/v1", "/apis/diff.example.com/v1alpha1", "/apis/diff.example.com/v1/",
+		"/api/v1/watch/nodes/node/proxy/run/x", "/api/v1/watch/namespaces/" + namespace + "/pods/pod/proxy/x",
+		"/api/v1/watch/namespaces/" + namespace + "/pods/pod/exec?command=x",
+		"/api/v1/watch/namespaces/" + namespace + "/pods/pod/log",
+		"/api/v1/namespaces/" + namespace + "/pods//proxy/?fieldSelector=metadata.name%3Dpod",
+		"/api/v1/nodes//proxy/?fieldSelector=metadata.name%3Dnode",
+		"/api/v1/namespaces/" + namespace + "/pods//exec?fieldSelector=metadata.name%3Dpod",
+		"/api/v1/namespaces/" + namespace + "/pods/pod/exec?dryRun=All&command=x",
 		"/apis/none.example.com/v1", "/apis/none.example.com/v1/things", "/apis/none.example.com",
 	} {
 		for _, method := range []string{"GET", "DELETE", "POST"} {
@@ -30,10 +50,20 @@ func (p *pair) paths() {
 			p.ask(r)
 		}
 	}
-	for _, h := range []map[string]string{{"X-Remote-User": "bob"}, {"X-Remote-User": "bob", "X-Remote-Group": "system:masters"}, {"Impersonate-User": "bob"}, {"Impersonate-Group": "x"}, {"Impersonate-User": "bob", "Impersonate-Uid": "1"},
-		{"Authorization": "Bearer nonsense"}, {"Content-Type": "application/json"}, {"Accept-Encoding": "gzip"}, {"Accept": ";;"}, {"Accept": "application/json;q=0"}, {"Accept": "application/json;v=2"}} {
+	for _, h := range []map[string]string{{"X-Remote-User": "bob"}, {
+		"X-Remote-User":  "bob",
+		"X-Remote-Group": "system:masters",
+	}, {"Impersonate-User": "bob"}, {"Impersonate-Group": "x"}, {"Impersonate-User": "bob", "Impersonate-Uid": "1"},
+		{"Authorization": "Bearer nonsense"}, {"Content-Type": "application/json"}, {"Accept-Encoding": "gzip"},
+		{"Accept": ";;"}, {"Accept": "application/json;q=0"}, {"Accept": "application/json;v=2"}} {
 		p.ask(&request{method: "GET", path: base + "/configmaps", header: h, about: "odd header"})
-		p.ask(&request{method: "POST", path: "/apis/authentication.k8s.io/v1/selfsubjectreviews", header: merged(jsonBody, h), body: []byte(`{"apiVersion":"authentication.k8s.io/v1","kind":"SelfSubjectReview"}`), about: "who am I"})
+		p.ask(&request{
+			method: "POST",
+			path:   "/apis/authentication.k8s.io/v1/selfsubjectreviews",
+			header: merged(jsonBody, h),
+			body:   []byte(`{"apiVersion":"authentication.k8s.io/v1","kind":"SelfSubjectReview"}`),
+			about:  "who am I",
+		})
 	}
 }
 
@@ -76,35 +106,50 @@ func (p *pair) definitions() {
 	}
 	try := func(about, spec, name string) {
 		body := fmt.Sprintf(`{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":%q},"spec":%s}`, name, spec)
-		p.ask(&request{method: "POST", path: "/apis/apiextensions.k8s.io/v1/customresourcedefinitions?dryRun=All", header: jsonBody, body: []byte(body), about: about})
+		p.ask(&request{
+			method: "POST",
+			path:   "/apis/apiextensions.k8s.io/v1/customresourcedefinitions?dryRun=All",
+			header: jsonBody,
+			body:   []byte(body),
+			about:  about,
+		})
 	}
 	const plain = `{"type":"object"}`
 	version := func(schema, more string) string {
 		return `{"name":"v1","served":true,"storage":true,"schema":{"openAPIV3Schema":` + schema + `}` + more + `}`
 	}
 	spec := func(versions, more string) string {
-		return `{"group":"odd.example.com","scope":"Namespaced","names":{"plural":"odds","kind":"Odd"},"versions":[` + versions + `]` + more + `}`
+		return `{"group":"odd.example.com","scope":"Namespaced","names":{"plural":"odds","kind":"Odd"},"versions":[` +
+			versions + `]` + more + `}`
 	}
 	for _, about := range slices.Sorted(maps.Keys(schemas)) {
 		try("schema: "+about, spec(version(schemas[about], ""), ""), "odds.odd.example.com")
 	}
 	specs := map[string]string{
-		"no versions":         spec("", ""),
-		"two storage":         spec(version(plain, "")+","+strings.Replace(version(plain, ""), "v1", "v2", 1), ""),
-		"same version twice":  spec(version(plain, "")+","+version(plain, ""), ""),
-		"no schema":           spec(`{"name":"v1","served":true,"storage":true}`, ""),
-		"preserve unknown":    spec(version(plain, ""), `,"preserveUnknownFields":true`),
-		"bad version name":    spec(strings.Replace(version(plain, ""), "v1", "V_1", 1), ""),
-		"odd scope":           strings.Replace(spec(version(plain, ""), ""), "Namespaced", "Odd", 1),
-		"no kind":             strings.Replace(spec(version(plain, ""), ""), `,"kind":"Odd"`, "", 1),
-		"bad short name":      strings.Replace(spec(version(plain, ""), ""), `"kind":"Odd"`, `"kind":"Odd","shortNames":["-x"]`, 1),
-		"webhook without":     spec(version(plain, ""), `,"conversion":{"strategy":"Webhook"}`),
-		"webhook none":        spec(version(plain, ""), `,"conversion":{"strategy":"None","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v1"]}}`),
-		"webhook http":        spec(version(plain, ""), `,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"http://x/"},"conversionReviewVersions":["v1"]}}`),
-		"webhook versions":    spec(version(plain, ""), `,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v9"]}}`),
-		"scale path":          spec(version(plain, `,"subresources":{"scale":{"specReplicasPath":"spec.replicas","statusReplicasPath":".status.replicas"}}`), ""),
-		"column path":         spec(version(plain, `,"additionalPrinterColumns":[{"name":"x","type":"odd","jsonPath":"x"}]`), ""),
-		"selectable object":   spec(version(`{"type":"object","properties":{"a":{"type":"object"}}}`, `,"selectableFields":[{"jsonPath":".a"}]`), ""),
+		"no versions":        spec("", ""),
+		"two storage":        spec(version(plain, "")+","+strings.Replace(version(plain, ""), "v1", "v2", 1), ""),
+		"same version twice": spec(version(plain, "")+","+version(plain, ""), ""),
+		"no schema":          spec(`{"name":"v1","served":true,"storage":true}`, ""),
+		"preserve unknown":   spec(version(plain, ""), `,"preserveUnknownFields":true`),
+		"bad version name":   spec(strings.Replace(version(plain, ""), "v1", "V_1", 1), ""),
+		"odd scope":          strings.Replace(spec(version(plain, ""), ""), "Namespaced", "Odd", 1),
+		"no kind":            strings.Replace(spec(version(plain, ""), ""), `,"kind":"Odd"`, "", 1),
+		"bad short name": strings.Replace(spec(version(plain, ""), ""), `"kind":"Odd"`,
+			`"kind":"Odd","shortNames":["-x"]`, 1),
+		"webhook without": spec(version(plain, ""), `,"conversion":{"strategy":"Webhook"}`),
+		"webhook none": spec(version(plain, ""),
+			`,"conversion":{"strategy":"None","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v1"]}}`),
+		"webhook http": spec(version(plain, ""),
+			`,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"http://x/"},"conversionReviewVersions":["v1"]}}`),
+		"webhook versions": spec(version(plain, ""),
+			`,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v9"]}}`),
+		"scale path": spec(version(plain,
+			`,"subresources":{"scale":{"specReplicasPath":"spec.replicas","statusReplicasPath":".status.replicas"}}`),
+			""),
+		"column path": spec(version(plain,
+			`,"additionalPrinterColumns":[{"name":"x","type":"odd","jsonPath":"x"}]`), ""),
+		"selectable object": spec(version(`{"type":"object","properties":{"a":{"type":"object"}}}`,
+			`,"selectableFields":[{"jsonPath":".a"}]`), ""),
 		"selectable nothing":  spec(version(plain, `,"selectableFields":[{"jsonPath":".nothing"}]`), ""),
 		"deprecation warning": spec(version(plain, `,"deprecationWarning":"x"`), ""),
 		"protected group":     strings.Replace(spec(version(plain, ""), ""), "odd.example.com", "odd.k8s.io", 1),
@@ -122,5 +167,6 @@ func (p *pair) definitions() {
 	for i := range 30000 {
 		big[fmt.Sprintf("property%05d", i)] = map[string]any{"type": "string", "description": strings.Repeat("d", 60)}
 	}
-	try("too large for etcd", spec(version(string(must(json.Marshal(map[string]any{"type": "object", "properties": big}))), ""), ""), "odds.odd.example.com")
+	try("too large for etcd", spec(version(string(must(json.Marshal(map[string]any{"type": "object",
+		"properties": big}))), ""), ""), "odds.odd.example.com")
 }

@@ -52,9 +52,16 @@ func newSide(t testing.TB, name string, s *harness.Server) *side {
 		t.Fatal(err)
 	}
 	tlsConfig.NextProtos = []string{"http/1.1"} // more connections than one, as many clients have
-	return &side{name: name, server: s, base: c.Host, seen: map[string]identity{}, client: &http.Client{Timeout: 45 * time.Second,
-		Transport:     &http.Transport{TLSClientConfig: tlsConfig, MaxIdleConnsPerHost: 8, TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{}, DisableCompression: true},
-		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}}
+	return &side{
+		name:   name,
+		server: s,
+		base:   c.Host,
+		seen:   map[string]identity{},
+		client: &http.Client{Timeout: 45 * time.Second,
+			Transport: &http.Transport{TLSClientConfig: tlsConfig, MaxIdleConnsPerHost: 8,
+				TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{}, DisableCompression: true},
+			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }},
+	}
 }
 
 // answer is what a server said.
@@ -89,7 +96,8 @@ func (s *side) fill(text string) string {
 }
 
 func (s *side) do(ctx context.Context, r *request) answer {
-	req, err := http.NewRequestWithContext(ctx, r.method, s.base+s.fill(r.path), bytes.NewReader([]byte(s.fill(string(r.body)))))
+	req, err := http.NewRequestWithContext(ctx, r.method, s.base+s.fill(r.path),
+		bytes.NewReader([]byte(s.fill(string(r.body)))))
 	if err != nil {
 		return answer{err: err}
 	}
@@ -140,7 +148,8 @@ type pair struct {
 
 // compared headers; of those in presence only whether they are there.
 var (
-	compared = []string{"Content-Type", "Warning", "Retry-After", "Cache-Control", "Location", "Allow", "X-Content-Type-Options"}
+	compared = []string{"Content-Type", "Warning", "Retry-After", "Cache-Control", "Location", "Allow",
+		"X-Content-Type-Options"}
 	presence = []string{"Audit-Id"}
 )
 

@@ -28,7 +28,12 @@ type finding struct {
 }
 
 func newReport() *report {
-	return &report{asked: map[string]int{}, equal: map[string]int{}, listed: map[*difference]int{}, codes: map[int]int{}}
+	return &report{
+		asked:  map[string]int{},
+		equal:  map[string]int{},
+		listed: map[*difference]int{},
+		codes:  map[int]int{},
+	}
 }
 
 func (p *report) begin(phase string) {
@@ -84,7 +89,9 @@ func (p *report) write(dir string) {
 		}
 		groups[key] = append(groups[key], f)
 	}
-	for _, key := range slices.SortedFunc(maps.Keys(groups), func(x, y string) int { return len(groups[y]) - len(groups[x]) }) {
+	for _, key := range slices.SortedFunc(maps.Keys(groups), func(x, y string) int {
+		return len(groups[y]) - len(groups[x])
+	}) {
 		of := groups[key]
 		fmt.Fprintf(&b, "=== %d× %s\n", len(of), key)
 		for i, f := range of {
@@ -99,7 +106,8 @@ func (p *report) write(dir string) {
 				fmt.Fprintf(&b, "    %s\n", w)
 			}
 			if i == 0 {
-				fmt.Fprintf(&b, "    theirs: %d %.900s\n    ours:   %d %.900s\n", f.a.code, f.a.body, f.b.code, f.b.body)
+				fmt.Fprintf(&b, "    theirs: %d %.900s\n    ours:   %d %.900s\n", f.a.code, f.a.body, f.b.code,
+					f.b.body)
 			}
 		}
 	}
@@ -110,7 +118,8 @@ func (p *report) write(dir string) {
 	if len(groups) > 0 {
 		fmt.Print(b.String()[:min(b.Len(), 6000)])
 	}
-	fmt.Printf("%d requests, %d equal, %d listed differences, %d unexplained (%d kinds, in %s)\n", total, equal, sum(p.listed), len(p.unexplained), len(groups), path)
+	fmt.Printf("%d requests, %d equal, %d listed differences, %d unexplained (%d kinds, in %s)\n", total, equal,
+		sum(p.listed), len(p.unexplained), len(groups), path)
 }
 
 func sum(m map[*difference]int) (n int) {

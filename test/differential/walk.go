@@ -34,7 +34,9 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 	var watches []*watching
 	for _, o := range w.kinds {
 		for _, query := range []string{"", "&labelSelector=app%3Da", "&fieldSelector=metadata.name%3Dw1"} {
-			for _, accept := range []string{"application/json", "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1", "application/json;as=Table;g=meta.k8s.io;v=v1"} {
+			for _, accept := range []string{"application/json",
+				"application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1",
+				"application/json;as=Table;g=meta.k8s.io;v=v1"} {
 				if query != "" && accept != "application/json" {
 					continue
 				}
@@ -50,8 +52,20 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 		last := clone(o.body)
 		last["metadata"] = map[string]any{"name": "w1", "labels": map[string]any{"app": "a", "last": "yes"}}
 		p.ask(&request{method: "DELETE", path: o.collection + "/w1?gracePeriodSeconds=0", about: "the end"})
-		p.ask(&request{method: "PATCH", path: o.collection + "/w1", header: map[string]string{"Content-Type": "application/merge-patch+json"}, body: []byte(`{"metadata":{"finalizers":null}}`), about: "the end"})
-		p.ask(&request{method: "POST", path: o.collection, header: jsonBody, body: must(json.Marshal(last)), about: "the end"})
+		p.ask(&request{
+			method: "PATCH",
+			path:   o.collection + "/w1",
+			header: map[string]string{"Content-Type": "application/merge-patch+json"},
+			body:   []byte(`{"metadata":{"finalizers":null}}`),
+			about:  "the end",
+		})
+		p.ask(&request{
+			method: "POST",
+			path:   o.collection,
+			header: jsonBody,
+			body:   must(json.Marshal(last)),
+			about:  "the end",
+		})
 	}
 	// A quiet second rather than a wait for the last event: one too many counts too. On a slow machine this can
 	// tell of a difference that is none.
@@ -68,7 +82,10 @@ func (w *walker) step() {
 	name := w.names[w.rng.IntN(len(w.names))]
 	path := o.collection + "/" + name
 	body := clone(o.body)
-	body["metadata"] = map[string]any{"name": name, "labels": map[string]any{"app": w.pick("a", "b"), "n": fmt.Sprint(w.rng.IntN(5))}}
+	body["metadata"] = map[string]any{
+		"name":   name,
+		"labels": map[string]any{"app": w.pick("a", "b"), "n": fmt.Sprint(w.rng.IntN(5))},
+	}
 	m := body["metadata"].(map[string]any)
 	options := func(more ...string) string {
 		var q []string
@@ -118,11 +135,15 @@ func (w *walker) step() {
 	case 6:
 		send("PUT", path+options(), "application/json", body, "update without version")
 	case 7, 8:
-		send("PATCH", path+options(), merge, fmt.Sprintf(`{"metadata":{"labels":{"app":%q,"n":null}}}`, w.pick("a", "b", "c")), "merge patch")
+		send("PATCH", path+options(), merge,
+			fmt.Sprintf(`{"metadata":{"labels":{"app":%q,"n":null}}}`, w.pick("a", "b", "c")), "merge patch")
 	case 9:
-		send("PATCH", path+options(), strategic, fmt.Sprintf(`{"metadata":{"annotations":{"s":%q}}}`, w.pick("1", "2")), "strategic patch")
+		send("PATCH", path+options(), strategic, fmt.Sprintf(`{"metadata":{"annotations":{"s":%q}}}`, w.pick("1", "2")),
+			"strategic patch")
 	case 10:
-		send("PATCH", path+options(), jsonPatch, fmt.Sprintf(`[{"op":%q,"path":"/metadata/labels/%s","value":"x"}]`, w.pick("add", "replace", "remove", "test"), w.pick("app", "n", "z")), "json patch")
+		send("PATCH", path+options(), jsonPatch,
+			fmt.Sprintf(`[{"op":%q,"path":"/metadata/labels/%s","value":"x"}]`,
+				w.pick("add", "replace", "remove", "test"), w.pick("app", "n", "z")), "json patch")
 	case 11, 12:
 		force := w.pick("", "&force=true")
 		q := "?fieldManager=" + w.pick("one", "two", "three") + force
@@ -131,9 +152,11 @@ func (w *walker) step() {
 		}
 		send("PATCH", path+q, apply, body, "apply")
 	case 13:
-		send("PATCH", path, merge, `{"metadata":{"finalizers":`+w.pick("null", `["example.com/hold"]`)+`}}`, "finalizers")
+		send("PATCH", path, merge, `{"metadata":{"finalizers":`+w.pick("null", `["example.com/hold"]`)+`}}`,
+			"finalizers")
 	case 14, 15:
-		options := w.pick("", `{"propagationPolicy":"Background"}`, `{"propagationPolicy":"Foreground"}`, `{"propagationPolicy":"Orphan"}`, `{"gracePeriodSeconds":0}`, `{"preconditions":{"uid":"`+uidOf(path)+`"}}`,
+		options := w.pick("", `{"propagationPolicy":"Background"}`, `{"propagationPolicy":"Foreground"}`,
+			`{"propagationPolicy":"Orphan"}`, `{"gracePeriodSeconds":0}`, `{"preconditions":{"uid":"`+uidOf(path)+`"}}`,
 			`{"preconditions":{"resourceVersion":"`+versionOf(path)+`"}}`, `{"dryRun":["All"]}`)
 		if options == "" {
 			send("DELETE", path, "", nil, "delete")
@@ -149,8 +172,10 @@ func (w *walker) step() {
 	case 17:
 		send("GET", path, "", nil, "get") // with resourceVersion=0 either may be behind
 	default:
-		q := w.pick("", "?limit=2", "?labelSelector=app%3Da", "?labelSelector=app%20in%20(a,b),n", "?fieldSelector=metadata.name%21%3Dw1", "?fieldSelector=metadata.name%3Dw2",
-			"?resourceVersion="+versionOf(path)+"&resourceVersionMatch=NotOlderThan", "?resourceVersion="+versionOf(path)+"&resourceVersionMatch=Exact")
+		q := w.pick("", "?limit=2", "?labelSelector=app%3Da", "?labelSelector=app%20in%20(a,b),n",
+			"?fieldSelector=metadata.name%21%3Dw1", "?fieldSelector=metadata.name%3Dw2",
+			"?resourceVersion="+versionOf(path)+"&resourceVersionMatch=NotOlderThan",
+			"?resourceVersion="+versionOf(path)+"&resourceVersionMatch=Exact")
 		send("GET", o.collection+q, "", nil, "list")
 	}
 }
@@ -211,9 +236,18 @@ func (w *watching) compare(p *pair) {
 		}
 		return []byte(b.String())
 	}
-	r := &request{method: "WATCH", path: w.path, header: map[string]string{"Accept": w.accept}, about: fmt.Sprintf("%d events", len(w.told[p.theirs]))}
+	r := &request{
+		method: "WATCH",
+		path:   w.path,
+		header: map[string]string{"Accept": w.accept},
+		about:  fmt.Sprintf("%d events", len(w.told[p.theirs])),
+	}
 	head := http.Header{"Content-Type": {"application/json;stream=watch"}}
-	p.report.compare(r, answer{code: 200, header: head, body: body(p.theirs)}, answer{code: 200, header: head, body: body(p.ours)})
+	p.report.compare(r, answer{
+		code:   200,
+		header: head,
+		body:   body(p.theirs),
+	}, answer{code: 200, header: head, body: body(p.ours)})
 }
 
 // settle puts the initial events, which come in no order, by name.

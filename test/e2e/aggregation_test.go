@@ -48,15 +48,18 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 	port := harness.FreePort(t)
 	etcd := harness.Etcd(t, dir)
 	start := func() *harness.Process {
-		return harness.Start(t, dir, "sample-apiserver", harness.Peer("sample-apiserver"), "--etcd-servers", etcd, "--secure-port", fmt.Sprint(port), "--cert-dir", filepath.Join(dir, "certs"),
-			"--kubeconfig", s.Kubeconfig, "--authentication-kubeconfig", s.Kubeconfig, "--authorization-kubeconfig", s.Kubeconfig)
+		return harness.Start(t, dir, "sample-apiserver", harness.Peer("sample-apiserver"), "--etcd-servers", etcd,
+			"--secure-port", fmt.Sprint(port), "--cert-dir", filepath.Join(dir, "certs"),
+			"--kubeconfig", s.Kubeconfig, "--authentication-kubeconfig", s.Kubeconfig, "--authorization-kubeconfig",
+			s.Kubeconfig)
 	}
 	sample := start()
 	s.Apply(registration(t, port))
 	available := func(want string) {
 		t.Helper()
 		harness.Eventually(t, time.Minute, func() error {
-			out, err := s.TryKubectl("", "get", "apiservice", "v1alpha1.wardle.example.com", "-o", `jsonpath={.status.conditions[?(@.type=="Available")].status}`)
+			out, err := s.TryKubectl("", "get", "apiservice", "v1alpha1.wardle.example.com", "-o",
+				`jsonpath={.status.conditions[?(@.type=="Available")].status}`)
 			if err != nil || out != want {
 				return fmt.Errorf("%v: available is %q", err, out)
 			}
@@ -76,7 +79,8 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 	contains(t, "get", s.Kubectl("get", "flunders"), "f ")
 	contains(t, "explain", s.Kubectl("explain", "flunder.spec.reference"), "<string>")
 	// The user is the one that authenticated, whatever headers the client sends.
-	if out, err := s.TryKubectl("", "get", "flunders", "--as=nobody"); err == nil || !strings.Contains(out, "forbidden") {
+	if out, err := s.TryKubectl("", "get", "flunders", "--as=nobody"); err == nil ||
+		!strings.Contains(out, "forbidden") {
 		t.Errorf("as nobody: %s", out)
 	}
 	config := s.Config()
@@ -85,7 +89,8 @@ func TestAnAggregatedServerIsServed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, config.Host+"/apis/wardle.example.com/v1alpha1/flunders", nil)
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodGet,
+		config.Host+"/apis/wardle.example.com/v1alpha1/flunders", nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -63,7 +63,8 @@ func workloadsComeTo(t *testing.T, s *harness.Server) {
 	is("statefulset/db", "{.status.readyReplicas}", "2")
 	is("job/once", "{.status.succeeded}", "2")
 	harness.Eventually(t, time.Minute, func() error {
-		out, err := s.TryKubectl("", "get", "endpointslices", "-n", "work", "-l", "kubernetes.io/service-name=web", "-o", "jsonpath={.items[*].endpoints[*].addresses}")
+		out, err := s.TryKubectl("", "get", "endpointslices", "-n", "work", "-l", "kubernetes.io/service-name=web",
+			"-o", "jsonpath={.items[*].endpoints[*].addresses}")
 		if err != nil || strings.Count(out, "[") != 3 {
 			return fmt.Errorf("the service's endpoints are %q (%v)", out, err)
 		}
@@ -90,7 +91,8 @@ func TestEtcdIsKubeAPIServersBothWays(t *testing.T) {
 	before.Stop()
 
 	ours := harness.Up(t, "", "--etcd-servers="+etcd)
-	contains(t, "their object", ours.Kubectl("get", "configmap", "theirs", "-o", "jsonpath={.data.by}"), "kube-apiserver")
+	contains(t, "their object", ours.Kubectl("get", "configmap", "theirs", "-o", "jsonpath={.data.by}"),
+		"kube-apiserver")
 	if got := ours.Kubectl("get", "service", "svc", "-o", "jsonpath={.spec.clusterIP}"); got != address {
 		t.Errorf("the service's address was %s and is %s", address, got)
 	}
@@ -108,7 +110,8 @@ func TestEtcdIsKubeAPIServersBothWays(t *testing.T) {
 
 	after := harness.KubeAPIServer(t, dir, etcd)
 	contains(t, "our object", after.Kubectl("get", "configmap", "ours", "-o", "jsonpath={.data.by}"), "watershed")
-	contains(t, "our label", after.Kubectl("get", "configmap", "theirs", "-o", "jsonpath={.metadata.labels.seen}"), "yes")
+	contains(t, "our label", after.Kubectl("get", "configmap", "theirs", "-o", "jsonpath={.metadata.labels.seen}"),
+		"yes")
 	if got := after.Kubectl("get", "service", "svc2", "-o", "jsonpath={.spec.clusterIP}"); got != second {
 		t.Errorf("the second service's address was %s and is %s", second, got)
 	}

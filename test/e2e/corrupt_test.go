@@ -20,7 +20,8 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
 	etcdctl := func(args ...string) {
 		t.Helper()
-		if out, err := exec.Command(harness.Peer("etcdctl"), append([]string{"--endpoints", etcd}, args...)...).CombinedOutput(); err != nil {
+		if out, err := exec.Command(harness.Peer("etcdctl"),
+			append([]string{"--endpoints", etcd}, args...)...).CombinedOutput(); err != nil {
 			t.Fatalf("etcdctl: %v\n%s", err, out)
 		}
 	}
@@ -29,7 +30,9 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 		var w watch.Interface
 		var err error
 		if resource == "configmaps" {
-			w, err = s.Client().CoreV1().ConfigMaps("default").Watch(t.Context(), metav1.ListOptions{ResourceVersion: s.Kubectl("get", "namespace", "default", "-o", "jsonpath={.metadata.resourceVersion}")})
+			w, err = s.Client().CoreV1().ConfigMaps("default").Watch(t.Context(),
+				metav1.ListOptions{ResourceVersion: s.Kubectl("get", "namespace", "default", "-o",
+					"jsonpath={.metadata.resourceVersion}")})
 		} else {
 			w, err = s.Client().CoreV1().Secrets("default").Watch(t.Context(), metav1.ListOptions{})
 		}
@@ -86,8 +89,10 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 func TestDecisionsGoOnBesideWhatCannotBeRead(t *testing.T) {
 	etcd := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
-	for _, key := range []string{"namespaces/0", "clusterroles/0", "clusterrolebindings/0", "roles/default/0", "serviceaccounts/default/0", "pods/default/0", "resourcequotas/default/0"} {
-		if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "put", "/registry/"+key, "rubbish").CombinedOutput(); err != nil {
+	for _, key := range []string{"namespaces/0", "clusterroles/0", "clusterrolebindings/0", "roles/default/0",
+		"serviceaccounts/default/0", "pods/default/0", "resourcequotas/default/0"} {
+		if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "put", "/registry/"+key,
+			"rubbish").CombinedOutput(); err != nil {
 			t.Fatalf("etcdctl: %v\n%s", err, out)
 		}
 	}
@@ -96,7 +101,8 @@ func TestDecisionsGoOnBesideWhatCannotBeRead(t *testing.T) {
 	began := time.Now()
 	for n := 0; time.Since(began) < 13*time.Second; n++ { // past --policy-freshness-bound
 		harness.Eventually(t, 3*time.Second, func() error {
-			_, err := bob.CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{GenerateName: "x-"}}, metav1.CreateOptions{})
+			_, err := bob.CoreV1().ConfigMaps("default").Create(t.Context(),
+				&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{GenerateName: "x-"}}, metav1.CreateOptions{})
 			return err
 		})
 		time.Sleep(200 * time.Millisecond) // what is asked for is the whole span

@@ -81,7 +81,12 @@ func define(t *testing.T, s *harness.Server, definition string) {
 }
 
 func widget(version, name string, spec map[string]any) *unstructured.Unstructured {
-	return &unstructured.Unstructured{Object: map[string]any{"apiVersion": "e2e.example.com/" + version, "kind": "Widget", "metadata": map[string]any{"name": name}, "spec": spec}}
+	return &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "e2e.example.com/" + version,
+		"kind":       "Widget",
+		"metadata":   map[string]any{"name": name},
+		"spec":       spec,
+	}}
 }
 
 func dynamicFor(t *testing.T, s *harness.Server) dynamic.Interface {
@@ -114,13 +119,20 @@ func next(t *testing.T, w watch.Interface) watch.Event {
 // watched; when the definition changes its watches end and what is read has the new defaults; when it goes, so do its
 // objects.
 func TestCustomResources(t *testing.T) {
-	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{"up": harness.Up, "split": harness.Split} {
+	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
+		"up":    harness.Up,
+		"split": harness.Split,
+	} {
 		t.Run(name, func(t *testing.T) {
 			s := start(t, "")
 			ctx := t.Context()
 			define(t, s, widgetsDefinition("{strategy: None}"))
 			c := dynamicFor(t, s).Resource(widgets).Namespace("default")
-			a, err := c.Create(ctx, widget("v1", "a", map[string]any{"hostPort": "h:1", "unknown": "x", "large": int64(large)}), metav1.CreateOptions{})
+			a, err := c.Create(ctx, widget("v1", "a", map[string]any{
+				"hostPort": "h:1",
+				"unknown":  "x",
+				"large":    int64(large),
+			}), metav1.CreateOptions{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -132,16 +144,22 @@ func TestCustomResources(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			selected, err := c.Watch(ctx, metav1.ListOptions{ResourceVersion: a.GetResourceVersion(), FieldSelector: "spec.hostPort=h:2"})
+			selected, err := c.Watch(ctx, metav1.ListOptions{
+				ResourceVersion: a.GetResourceVersion(),
+				FieldSelector:   "spec.hostPort=h:2",
+			})
 			if err != nil {
 				t.Fatal(err)
 			}
-			for _, bad := range []string{`{"spec":{"replicas":6}}`, `{"spec":{"replicas":4}}`, `{"spec":{"replicas":"x"}}`} {
-				if _, err := c.Patch(ctx, "a", types.MergePatchType, []byte(bad), metav1.PatchOptions{}); !apierrors.IsInvalid(err) {
+			for _, bad := range []string{`{"spec":{"replicas":6}}`, `{"spec":{"replicas":4}}`,
+				`{"spec":{"replicas":"x"}}`} {
+				if _, err := c.Patch(ctx, "a", types.MergePatchType, []byte(bad),
+					metav1.PatchOptions{}); !apierrors.IsInvalid(err) {
 					t.Errorf("%s: %v", bad, err)
 				}
 			}
-			if _, err := c.Patch(ctx, "a", types.MergePatchType, []byte(`{"spec":{"hostPort":"h:2"}}`), metav1.PatchOptions{}); err != nil {
+			if _, err := c.Patch(ctx, "a", types.MergePatchType, []byte(`{"spec":{"hostPort":"h:2"}}`),
+				metav1.PatchOptions{}); err != nil {
 				t.Fatal(err)
 			}
 			if e := next(t, w); e.Type != watch.Modified {
@@ -153,13 +171,18 @@ func TestCustomResources(t *testing.T) {
 			contains(t, "scale", s.Kubectl("scale", "widgets.v1.e2e.example.com/a", "--replicas=3"), "scaled")
 			contains(t, "table", s.Kubectl("get", "widgets.v1.e2e.example.com"), "REPLICAS", "3")
 			contains(t, "explain", s.Kubectl("explain", "widget.spec.replicas"), "<integer>")
-			other, err := dynamicFor(t, s).Resource(schema.GroupVersionResource{Group: widgets.Group, Version: "v2", Resource: "widgets"}).Namespace("default").List(ctx, metav1.ListOptions{})
+			other, err := dynamicFor(t, s).Resource(schema.GroupVersionResource{
+				Group:    widgets.Group,
+				Version:  "v2",
+				Resource: "widgets",
+			}).Namespace("default").List(ctx, metav1.ListOptions{})
 			if err != nil || len(other.Items) != 1 || other.Items[0].GetAPIVersion() != "e2e.example.com/v2" ||
 				other.Items[0].Object["spec"].(map[string]any)["large"] != int64(large) {
 				t.Errorf("in v2: %v %v", other, err)
 			}
 			// The definition changes.
-			s.Apply(strings.Replace(widgetsDefinition("{strategy: None}"), "status: {type: object, properties:", "added: {type: string, default: new}\n          status: {type: object, properties:", 1))
+			s.Apply(strings.Replace(widgetsDefinition("{strategy: None}"), "status: {type: object, properties:",
+				"added: {type: string, default: new}\n          status: {type: object, properties:", 1))
 			for e := (watch.Event{Type: watch.Modified}); e.Type != ""; { // what came before the change, then the end
 				if e = next(t, w); e.Type == watch.Error {
 					t.Errorf("ended with %v", e.Object)
@@ -173,7 +196,11 @@ func TestCustomResources(t *testing.T) {
 				return nil
 			})
 			// What was the last thing to happen is told before the watch ends.
-			last, err := c.Watch(ctx, metav1.ListOptions{SendInitialEvents: new(false), ResourceVersionMatch: metav1.ResourceVersionMatchNotOlderThan, AllowWatchBookmarks: true})
+			last, err := c.Watch(ctx, metav1.ListOptions{
+				SendInitialEvents:    new(false),
+				ResourceVersionMatch: metav1.ResourceVersionMatchNotOlderThan,
+				AllowWatchBookmarks:  true,
+			})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -215,7 +242,10 @@ func newConverter(t *testing.T) *converter {
 }
 
 func (c *converter) config() string {
-	ca := base64.StdEncoding.EncodeToString(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: c.Certificate().Raw}))
+	ca := base64.StdEncoding.EncodeToString(pem.EncodeToMemory(&pem.Block{
+		Type:  "CERTIFICATE",
+		Bytes: c.Certificate().Raw,
+	}))
 	return fmt.Sprintf(`{strategy: Webhook, webhook: {conversionReviewVersions: [v1], clientConfig: {url: "%s/convert", caBundle: %s}}}`, c.URL, ca)
 }
 
@@ -260,7 +290,11 @@ func (c *converter) serve(w http.ResponseWriter, req *http.Request) {
 		response["convertedObjects"] = review.Request.Objects
 	}
 	w.Header().Set("Content-Type", "application/json")
-	_ = json.NewEncoder(w).Encode(map[string]any{"apiVersion": review.APIVersion, "kind": review.Kind, "response": response})
+	_ = json.NewEncoder(w).Encode(map[string]any{
+		"apiVersion": review.APIVersion,
+		"kind":       review.Kind,
+		"response":   response,
+	})
 }
 
 // Versions that a webhook converts between are listed, watched and selected by each version's own fields. A list asks
@@ -271,9 +305,14 @@ func TestConversionWebhook(t *testing.T) {
 	ctx := t.Context()
 	define(t, s, widgetsDefinition(hook.config()))
 	v1 := dynamicFor(t, s).Resource(widgets).Namespace("default")
-	v2 := dynamicFor(t, s).Resource(schema.GroupVersionResource{Group: widgets.Group, Version: "v2", Resource: "widgets"}).Namespace("default")
+	v2 := dynamicFor(t, s).Resource(schema.GroupVersionResource{
+		Group:    widgets.Group,
+		Version:  "v2",
+		Resource: "widgets",
+	}).Namespace("default")
 	for i := range 20 {
-		if _, err := v1.Create(ctx, widget("v1", fmt.Sprintf("w%02d", i), map[string]any{"hostPort": fmt.Sprintf("host%d:80", i%2)}), metav1.CreateOptions{}); err != nil {
+		if _, err := v1.Create(ctx, widget("v1", fmt.Sprintf("w%02d", i),
+			map[string]any{"hostPort": fmt.Sprintf("host%d:80", i%2)}), metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -285,15 +324,20 @@ func TestConversionWebhook(t *testing.T) {
 	if n := hook.calls.Load() - before; n != 1 {
 		t.Errorf("the webhook was asked %d times for one list", n)
 	}
-	if list, err = v2.List(ctx, metav1.ListOptions{FieldSelector: "spec.host=host1"}); err != nil || len(list.Items) != 10 {
+	if list, err = v2.List(ctx, metav1.ListOptions{FieldSelector: "spec.host=host1"}); err != nil ||
+		len(list.Items) != 10 {
 		t.Errorf("selected in v2: %v %v", list, err)
 	}
-	w, err := v2.Watch(ctx, metav1.ListOptions{ResourceVersion: list.GetResourceVersion(), FieldSelector: "spec.host=host9"})
+	w, err := v2.Watch(ctx, metav1.ListOptions{
+		ResourceVersion: list.GetResourceVersion(),
+		FieldSelector:   "spec.host=host9",
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	patch := func(spec string) {
-		if _, err := v1.Patch(ctx, "w00", types.MergePatchType, []byte(`{"spec":{"hostPort":"`+spec+`"}}`), metav1.PatchOptions{}); err != nil {
+		if _, err := v1.Patch(ctx, "w00", types.MergePatchType, []byte(`{"spec":{"hostPort":"`+spec+`"}}`),
+			metav1.PatchOptions{}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -305,7 +349,9 @@ func TestConversionWebhook(t *testing.T) {
 		e := next(t, w)
 		told = append(told, string(e.Type)+" "+fmt.Sprint(e.Object.(*unstructured.Unstructured).Object["spec"]))
 	}
-	if want := []string{"ADDED map[host:host9 port:1 replicas:1]", "MODIFIED map[host:host9 port:2 replicas:1]"}; !slices.Equal(told[:2], want) || !strings.HasPrefix(told[2], "DELETED") {
+	if want := []string{"ADDED map[host:host9 port:1 replicas:1]",
+		"MODIFIED map[host:host9 port:2 replicas:1]"}; !slices.Equal(told[:2], want) ||
+		!strings.HasPrefix(told[2], "DELETED") {
 		t.Errorf("told %v", told)
 	}
 	// What is stored in v1 is read without the webhook, whatever that does.

@@ -100,29 +100,38 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 		}
 	}
 	hears("before")
-	poison := &corev1.Secret{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"}, ObjectMeta: metav1.ObjectMeta{Namespace: "t", Name: "poison"}, Type: "\xff"}
+	poison := &corev1.Secret{
+		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "t", Name: "poison"},
+		Type:       "\xff",
+	}
 	data, err := runtime.Encode(protobuf.NewSerializer(scheme.Scheme, scheme.Scheme), poison)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if code, body := send(t, s, token, http.MethodPost, "/api/v1/namespaces/t/secrets", runtime.ContentTypeProtobuf, data); code != http.StatusCreated {
+	if code, body := send(t, s, token, http.MethodPost, "/api/v1/namespaces/t/secrets", runtime.ContentTypeProtobuf,
+		data); code != http.StatusCreated {
 		t.Fatalf("%d %s", code, body)
 	}
 	hears("after-poison")
-	for _, path := range []string{"/api/v1/secrets", "/api/v1/namespaces/t/secrets?fieldSelector=type%3D%FF", "/api/v1/namespaces/%FF/secrets", "/api/v1/namespaces/t/secrets/%FF", "/%FF"} {
+	for _, path := range []string{"/api/v1/secrets", "/api/v1/namespaces/t/secrets?fieldSelector=type%3D%FF",
+		"/api/v1/namespaces/%FF/secrets", "/api/v1/namespaces/t/secrets/%FF", "/%FF"} {
 		if code, body := s.Get(path); code == http.StatusInternalServerError || code == 0 {
 			t.Errorf("%s: %d %s", path, code, body)
 		}
 	}
-	large := fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"big-%%d"},"data":{"x":%q}}`, strings.Repeat("<", 1_000_000))
+	large := fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"big-%%d"},"data":{"x":%q}}`,
+		strings.Repeat("<", 1_000_000))
 	for i := range 12 {
-		if code, body := send(t, s, token, http.MethodPost, "/api/v1/namespaces/t/configmaps", "application/json", fmt.Appendf(nil, large, i)); code != http.StatusCreated {
+		if code, body := send(t, s, token, http.MethodPost, "/api/v1/namespaces/t/configmaps", "application/json",
+			fmt.Appendf(nil, large, i)); code != http.StatusCreated {
 			t.Fatalf("%d %.200s", code, body)
 		}
 	}
 	hears("after-large")
 	for i := range 20 { // each is some 14 MB as an event
-		send(t, s, token, http.MethodPatch, "/api/v1/namespaces/t/configmaps/big-0", "application/merge-patch+json", fmt.Appendf(nil, `{"metadata":{"labels":{"n":"%d"}}}`, i))
+		send(t, s, token, http.MethodPatch, "/api/v1/namespaces/t/configmaps/big-0", "application/merge-patch+json",
+			fmt.Appendf(nil, `{"metadata":{"labels":{"n":"%d"}}}`, i))
 	}
 	hears("after-patches")
 	w.Stop()
@@ -131,7 +140,9 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for _, path := range []string{"/api/v1/namespaces/kube-system/configmaps", "/api/v1/namespaces/kube-system/configmaps?limit=1", "/api/v1/configmaps", "/api/v1/namespaces/kube-system/secrets"} {
+	for _, path := range []string{"/api/v1/namespaces/kube-system/configmaps",
+		"/api/v1/namespaces/kube-system/configmaps?limit=1", "/api/v1/configmaps",
+		"/api/v1/namespaces/kube-system/secrets"} {
 		harness.Eventually(t, 60*time.Second, func() error {
 			if code, body := s.Get(path); code != http.StatusOK {
 				return fmt.Errorf("%s: %d %.200s", path, code, body)
@@ -196,7 +207,8 @@ func TestStrangersCostNothingLasting(t *testing.T) {
 func TestWhatComesLaterIsKnown(t *testing.T) {
 	s := harness.Up(t, "", "--service-account-issuer=https://issuer.example.com")
 	token := tenant(t, s, "t")
-	if code, body := send(t, s, token, http.MethodGet, "/api/v1/namespaces/t/configmaps", "", nil); code != http.StatusOK {
+	if code, body := send(t, s, token, http.MethodGet, "/api/v1/namespaces/t/configmaps", "",
+		nil); code != http.StatusOK {
 		t.Errorf("a token of the issuer: %d %s", code, body)
 	}
 	s.Apply(`
@@ -260,7 +272,8 @@ spec:
 		}
 		return nil
 	})
-	if out, err := s.TryKubectl("", "create", "configmap", "bad-one", "-n", "t"); err == nil || !strings.Contains(out, "denied") && !strings.Contains(out, "failed expression") {
+	if out, err := s.TryKubectl("", "create", "configmap", "bad-one", "-n", "t"); err == nil ||
+		!strings.Contains(out, "denied") && !strings.Contains(out, "failed expression") {
 		t.Errorf("the policy lets it through, or says something else: %s", out)
 	}
 	began := time.Now()

@@ -40,7 +40,8 @@ func ask(t *testing.T, s *harness.Server, method, path, accept string) answer {
 		return answer{}
 	}
 	client.Timeout = 15 * time.Second
-	req, err := http.NewRequestWithContext(t.Context(), method, fmt.Sprintf("https://127.0.0.1:%d%s", s.Port, path), nil)
+	req, err := http.NewRequestWithContext(t.Context(), method, fmt.Sprintf("https://127.0.0.1:%d%s", s.Port, path),
+		nil)
 	if err != nil {
 		t.Error(err)
 		return answer{}
@@ -79,7 +80,8 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 	}
 	var current []string
 	for _, s := range []*harness.Server{ours, theirs} {
-		current = append(current, s.Kubectl("get", "cm", "cm2", "-n", "odd", "-o", "jsonpath={.metadata.resourceVersion}"))
+		current = append(current, s.Kubectl("get", "cm", "cm2", "-n", "odd", "-o",
+			"jsonpath={.metadata.resourceVersion}"))
 	}
 	var wg sync.WaitGroup
 	const cms = "/api/v1/namespaces/odd/configmaps"
@@ -119,7 +121,8 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 		{"GET", cms + "?limit=2&continue=" + token(`{"v":"meta.k8s.io/v1","rv":5,"start":"../x"}`), ""},
 		{"GET", cms + "?limit=2&continue=" + token(`{"v":"meta.k8s.io/v1","rv":5,"start":"a//b"}`), ""},
 		{"GET", cms + "?limit=2&continue=" + token(`{"v":"meta.k8s.io/v1","rv":5,"start":""}`), ""},
-		{"GET", cms + "?limit=2&resourceVersion=CURRENT&continue=" + token(`{"v":"meta.k8s.io/v1","rv":CURRENT,"start":"cm1"}`), ""},
+		{"GET", cms + "?limit=2&resourceVersion=CURRENT&continue=" +
+			token(`{"v":"meta.k8s.io/v1","rv":CURRENT,"start":"cm1"}`), ""},
 		{"GET", cms + "?limit=9&continue=" + token(`{"v":"meta.k8s.io/v1","rv":CURRENT,"start":"a-b\u0000"}`), ""},
 		{"GET", cms + "?limit=9&continue=" + token(`{"v":"meta.k8s.io/v1","rv":CURRENT,"start":"/a-b\u0000"}`), ""},
 		{"GET", cms, "application/*"},
@@ -149,7 +152,8 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 				got[i] = ask(t, s, c.method, strings.ReplaceAll(path, "CURRENT", current[i]), c.accept)
 			}
 			if got[0] != got[1] {
-				t.Errorf("%s %s (%s)\nkube-apiserver: %+v\nwatershed:      %+v", c.method, c.path, c.accept, got[1], got[0])
+				t.Errorf("%s %s (%s)\nkube-apiserver: %+v\nwatershed:      %+v", c.method, c.path, c.accept, got[1],
+					got[0])
 			}
 		})
 	}
@@ -168,7 +172,10 @@ func TestAnOldWatchIsReplayedFromTheLog(t *testing.T) {
 	const number = 300
 	var first string
 	for n := range number {
-		m, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("m", n)}, Data: map[string]string{"pad": strings.Repeat("x", 500)}}, metav1.CreateOptions{})
+		m, err := maps.Create(t.Context(), &corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("m", n)},
+			Data:       map[string]string{"pad": strings.Repeat("x", 500)},
+		}, metav1.CreateOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -195,7 +202,8 @@ func TestAnOldWatchIsReplayedFromTheLog(t *testing.T) {
 	for n := 1; n < number; n++ {
 		read(fmt.Sprint("m", n))
 	}
-	if _, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "live"}}, metav1.CreateOptions{}); err != nil {
+	if _, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "live"}},
+		metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	read("live")

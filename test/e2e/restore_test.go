@@ -27,7 +27,8 @@ func TestARestoredEtcdIsAnotherHistory(t *testing.T) {
 		t.Helper()
 		for _, n := range names {
 			harness.Eventually(t, 30*time.Second, func() (err error) {
-				last, err = s.Client().CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: n}}, metav1.CreateOptions{})
+				last, err = s.Client().CoreV1().ConfigMaps("default").Create(t.Context(),
+					&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: n}}, metav1.CreateOptions{})
 				if apierrors.IsAlreadyExists(err) {
 					err = nil
 				}
@@ -38,14 +39,16 @@ func TestARestoredEtcdIsAnotherHistory(t *testing.T) {
 	}
 	create("before")
 	backup := filepath.Join(dir, "backup.db")
-	if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd.URL, "snapshot", "save", backup).CombinedOutput(); err != nil {
+	if out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd.URL, "snapshot", "save",
+		backup).CombinedOutput(); err != nil {
 		t.Fatalf("%v\n%s", err, out)
 	}
 	var lost *corev1.ConfigMap
 	for i := range 40 {
 		lost = create(fmt.Sprint("lost-", i))
 	}
-	w, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(), metav1.ListOptions{ResourceVersion: lost.ResourceVersion})
+	w, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(),
+		metav1.ListOptions{ResourceVersion: lost.ResourceVersion})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +98,8 @@ func TestARestoredEtcdIsAnotherHistory(t *testing.T) {
 		return nil
 	})
 	// A revision that etcd has not come to is of another history.
-	future, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(), metav1.ListOptions{ResourceVersion: "1000000000"})
+	future, err := s.Client().CoreV1().ConfigMaps("default").Watch(context.Background(),
+		metav1.ListOptions{ResourceVersion: "1000000000"})
 	if err == nil {
 		select {
 		case e := <-future.ResultChan():

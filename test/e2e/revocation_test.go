@@ -38,8 +38,12 @@ func impersonator(t *testing.T, s *harness.Server, name string) *kubernetes.Clie
 
 func bind(t *testing.T, s *harness.Server, user string) {
 	t.Helper()
-	_, err := s.Client().RbacV1().ClusterRoleBindings().Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user},
-		RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"}, Subjects: []rbacv1.Subject{{Kind: "User", APIGroup: rbacv1.GroupName, Name: user}}}, metav1.CreateOptions{})
+	_, err := s.Client().RbacV1().ClusterRoleBindings().Create(t.Context(), &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: user},
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
+
+		Subjects: []rbacv1.Subject{{Kind: "User", APIGroup: rbacv1.GroupName, Name: user}},
+	}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,7 +79,8 @@ func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 				return nil
 			})
 		}
-		if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), user, metav1.DeleteOptions{}); err != nil {
+		if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), user,
+			metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		revoked := time.Now()
@@ -101,8 +106,10 @@ func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 		took = append(took, worst)
 	}
 	slices.Sort(took)
-	t.Logf("%d revocations at 3 gateways and 2 authz, over %d connections: the last request that was answered began p50 %v, p99 %v, at most %v after the deletion was acknowledged",
-		rounds, connections, took[len(took)/2].Round(100*time.Microsecond), took[len(took)*99/100].Round(100*time.Microsecond), took[len(took)-1].Round(100*time.Microsecond))
+	t.Logf("%d revocations at 3 gateways and 2 authz, over %d connections: the last request that was answered began "+
+		"p50 %v, p99 %v, at most %v after the deletion was acknowledged",
+		rounds, connections, took[len(took)/2].Round(100*time.Microsecond),
+		took[len(took)*99/100].Round(100*time.Microsecond), took[len(took)-1].Round(100*time.Microsecond))
 }
 
 // What authn, authz and admission decide by comes from registry. A replica of the watch tier can neither make it up nor
@@ -127,7 +134,8 @@ func TestWhoDecidesBelievesNoReplica(t *testing.T) {
 	}
 	const within = 3 * time.Second // sooner than policy is read with lists (apiclient, stalledAfter)
 	stopped, worst := time.Now(), time.Duration(0)
-	for round := 0; round < 3 || time.Since(stopped) < 12*time.Second; round++ { // the last is past --policy-freshness-bound
+	// the last is past --policy-freshness-bound
+	for round := 0; round < 3 || time.Since(stopped) < 12*time.Second; round++ {
 		bind(t, s, "bob")
 		given := time.Now()
 		harness.Eventually(t, within, func() error {
@@ -136,7 +144,8 @@ func TestWhoDecidesBelievesNoReplica(t *testing.T) {
 			}
 			return nil
 		})
-		if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob", metav1.DeleteOptions{}); err != nil {
+		if err := s.Client().RbacV1().ClusterRoleBindings().Delete(t.Context(), "bob",
+			metav1.DeleteOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		taken := time.Now()
@@ -195,7 +204,9 @@ func TestARevokedPermissionIsGoneThoughNATSStalls(t *testing.T) {
 	}
 	for n, until := 0, time.Now().Add(stalled); time.Now().Before(until); time.Sleep(time.Second) {
 		n++ // so that etcd moves
-		if _, err := s.Client().CoreV1().ConfigMaps("kube-public").Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("n", n)}}, metav1.CreateOptions{}); err != nil {
+		if _, err := s.Client().CoreV1().ConfigMaps("kube-public").Create(t.Context(),
+			&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("n", n)}},
+			metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		if !reads(t, alice) {

@@ -93,7 +93,10 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 			}
 			events[n].Add(1)
 		}
-		if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: saw, UpdateFunc: func(_, o any) { saw(o) }}); err != nil {
+		if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
+			AddFunc:    saw,
+			UpdateFunc: func(_, o any) { saw(o) },
+		}); err != nil {
 			t.Fatal(err)
 		}
 		f.Start(stop)
@@ -107,7 +110,10 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 	var writing sync.WaitGroup
 	writing.Go(func() {
 		for n := 0; ctx.Err() == nil; n++ {
-			m := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("r%d", n)}, Data: map[string]string{"n": fmt.Sprint(n)}}
+			m := &corev1.ConfigMap{
+				ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("r%d", n)},
+				Data:       map[string]string{"n": fmt.Sprint(n)},
+			}
 			if _, err := writer.Create(context.Background(), m, metav1.CreateOptions{}); err != nil {
 				t.Errorf("create: %v", err)
 				continue
@@ -138,7 +144,8 @@ func TestInformersDoNotNoticeThatTheWatchTierIsReplaced(t *testing.T) {
 		repeated.Add(max(0, events[n].Load()-want))
 	}
 	relists, reconnects := count.lists.Load()-lists, count.watches.Load()-watches
-	t.Logf("%d informers, %d replicas each restarted and each killed: %d events to each; %d relists, %d disconnects, %d lost, %d repeated",
+	t.Logf("%d informers, %d replicas each restarted and each killed: %d events to each; %d relists, %d "+
+		"disconnects, %d lost, %d repeated",
 		number, replicas, want, relists, reconnects, lost, repeated.Load())
 	if relists+reconnects+lost+repeated.Load() > 0 {
 		t.Error("clients noticed")
@@ -165,9 +172,12 @@ func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal
 		t.Fatal(err)
 	}
 	socket := string(regexp.MustCompile(`debug-address: (\S+)`).FindSubmatch(conf)[1])
-	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", socket)
-	}}}
+	client := &http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", socket)
+		},
+	}}
 	harness.Eventually(t, 30*time.Second, func() error {
 		if after, _ := os.ReadFile(pidFile); string(after) == string(before) {
 			return fmt.Errorf("%s still has process %d", name, pid)
@@ -197,7 +207,9 @@ func TestEtcdServesOneWatchWhateverTheTier(t *testing.T) {
 			var wg sync.WaitGroup
 			for n := range watches {
 				wg.Go(func() {
-					req, err := http.NewRequestWithContext(ctx, "GET", fmt.Sprintf("https://127.0.0.1:%d/api/v1/%s?watch=true", s.Port, []string{"pods", "nodes", "services", "configmaps", "secrets"}[n%5]), nil)
+					req, err := http.NewRequestWithContext(ctx, "GET",
+						fmt.Sprintf("https://127.0.0.1:%d/api/v1/%s?watch=true", s.Port,
+							[]string{"pods", "nodes", "services", "configmaps", "secrets"}[n%5]), nil)
 					if err != nil {
 						t.Error(err)
 						return
@@ -245,7 +257,8 @@ func TestAnotherPublisherTakesOver(t *testing.T) {
 		at := time.Now()
 		replace(t, s, name, syscall.SIGKILL)
 		harness.Eventually(t, 20*time.Second, func() error {
-			_, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "after-" + name}}, metav1.CreateOptions{})
+			_, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "after-" + name}},
+				metav1.CreateOptions{})
 			return err
 		})
 		deadline := time.After(20 * time.Second)

@@ -138,7 +138,8 @@ func listening(pid, port int) error {
 	defer f.Close()
 	inodes := map[string]bool{}
 	for lines := bufio.NewScanner(f); lines.Scan(); {
-		if c := strings.Fields(lines.Text()); len(c) > 9 && c[3] == "0A" && strings.HasSuffix(c[1], fmt.Sprintf(":%04X", port)) {
+		if c := strings.Fields(lines.Text()); len(c) > 9 && c[3] == "0A" &&
+			strings.HasSuffix(c[1], fmt.Sprintf(":%04X", port)) {
 			inodes["socket:["+c[9]+"]"] = true
 		}
 	}
@@ -160,8 +161,10 @@ func TestTheInnerNetworkIsClosedToClients(t *testing.T) {
 	}
 	etcd := regexp.MustCompile(`etcd-servers: (\S+)`).FindStringSubmatch(string(b))[1]
 	for _, id := range []string{"client-authn", "inner-watchfanout"} {
-		out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "--cacert", filepath.Join(s.Dir, "pki", "inner-ca.crt"), "--cert", filepath.Join(s.Dir, "pki", id+".crt"),
-			"--key", filepath.Join(s.Dir, "pki", id+".key"), "--command-timeout=2s", "get", "/registry/namespaces/default").CombinedOutput()
+		out, err := exec.Command(harness.Peer("etcdctl"), "--endpoints", etcd, "--cacert",
+			filepath.Join(s.Dir, "pki", "inner-ca.crt"), "--cert", filepath.Join(s.Dir, "pki", id+".crt"),
+			"--key", filepath.Join(s.Dir, "pki", id+".key"), "--command-timeout=2s", "get",
+			"/registry/namespaces/default").CombinedOutput()
 		if err == nil {
 			t.Errorf("%s reads etcd:\n%s", id, out)
 		}

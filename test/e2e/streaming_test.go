@@ -40,7 +40,8 @@ func newKubelet(t *testing.T) *kubelet {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		remotecommand.ServeExec(w, req, k, "", "", req.PathValue("container"), req.URL.Query()["command"], opts, idle, creation, remotecommand.SupportedStreamingProtocols)
+		remotecommand.ServeExec(w, req, k, "", "", req.PathValue("container"), req.URL.Query()["command"], opts, idle,
+			creation, remotecommand.SupportedStreamingProtocols)
 	})
 	mux.HandleFunc("/portForward/{namespace}/{pod}", func(w http.ResponseWriter, req *http.Request) {
 		opts, err := portforward.NewV4Options(req)
@@ -48,7 +49,8 @@ func newKubelet(t *testing.T) *kubelet {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		portforward.ServePortForward(w, req, k, req.PathValue("pod"), "", opts, idle, creation, portforward.SupportedProtocols)
+		portforward.ServePortForward(w, req, k, req.PathValue("pod"), "", opts, idle, creation,
+			portforward.SupportedProtocols)
 	})
 	mux.HandleFunc("/containerLogs/{namespace}/{pod}/{container}", func(w http.ResponseWriter, req *http.Request) {
 		if req.PathValue("container") != "c" {
@@ -58,13 +60,15 @@ func newKubelet(t *testing.T) *kubelet {
 		fmt.Fprintln(w, "first line")
 		if req.URL.Query().Get("follow") == "true" {
 			http.NewResponseController(w).Flush()
-			time.Sleep(300 * time.Millisecond) // the writer's pace: the second line comes after the follower has the first; nothing is waited for
+			// the writer's pace: the second line comes after the follower has the first; nothing is waited for
+			time.Sleep(300 * time.Millisecond)
 			fmt.Fprintln(w, "second line")
 		}
 	})
 	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
 	k.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if len(req.TLS.PeerCertificates) == 0 || req.TLS.PeerCertificates[0].Subject.CommonName != "kube-apiserver-kubelet-client" {
+		if len(req.TLS.PeerCertificates) == 0 ||
+			req.TLS.PeerCertificates[0].Subject.CommonName != "kube-apiserver-kubelet-client" {
 			http.Error(w, "Unauthorized", http.StatusUnauthorized)
 			return
 		}
@@ -82,7 +86,8 @@ func newKubelet(t *testing.T) *kubelet {
 }
 
 // ExecInContainer implements remotecommand.Executor.
-func (k *kubelet) ExecInContainer(ctx context.Context, _, _, _ string, command []string, in io.Reader, out, errOut io.WriteCloser, _ bool, _ <-chan remotecommand.TerminalSize, _ time.Duration) error {
+func (k *kubelet) ExecInContainer(ctx context.Context, _, _, _ string, command []string, in io.Reader, out,
+	errOut io.WriteCloser, _ bool, _ <-chan remotecommand.TerminalSize, _ time.Duration) error {
 	cmd := utilexec.New().CommandContext(ctx, command[0], command[1:]...)
 	if in != nil {
 		cmd.SetStdin(in)
@@ -109,7 +114,10 @@ func (k *kubelet) PortForward(_ context.Context, _, _ string, port int32, stream
 // exec, logs, port-forward and the proxies go to the kubelet with its client certificate, over WebSocket and over SPDY;
 // exit codes, half-closed input and large outputs arrive whole, and nobody goes there who may not.
 func TestStreaming(t *testing.T) {
-	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{"up": harness.Up, "split": harness.Split} {
+	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
+		"up":    harness.Up,
+		"split": harness.Split,
+	} {
 		t.Run(name, func(t *testing.T) { streams(t, start(t, "")) })
 	}
 }
@@ -118,16 +126,21 @@ func streams(t *testing.T, s *harness.Server) {
 	k := newKubelet(t)
 	_, port, _ := net.SplitHostPort(k.Listener.Addr().String())
 	s.Apply(fmt.Sprintf(`{apiVersion: v1, kind: Node, metadata: {name: node}, status: {addresses: [{type: InternalIP, address: %q}], daemonEndpoints: {kubeletEndpoint: {Port: %s}}}}`, harness.HostAddress(t), port))
-	s.Kubectl("patch", "node", "node", "--subresource=status", "--type=merge", "-p", fmt.Sprintf(`{"status":{"addresses":[{"type":"InternalIP","address":%q}],"daemonEndpoints":{"kubeletEndpoint":{"Port":%s}}}}`, harness.HostAddress(t), port))
+	s.Kubectl("patch", "node", "node", "--subresource=status", "--type=merge", "-p",
+		fmt.Sprintf(`{"status":{"addresses":[{"type":"InternalIP","address":%q}],"daemonEndpoints":{"kubeletEndpoint":{"Port":%s}}}}`, harness.HostAddress(t), port))
 	s.Kubectl("create", "serviceaccount", "default")
 	s.Apply(`{apiVersion: v1, kind: Pod, metadata: {name: p}, spec: {automountServiceAccountToken: false, nodeName: node, containers: [{name: c, image: x}]}}`)
-	s.Kubectl("patch", "pod", "p", "--subresource=status", "--type=merge", "-p", `{"status":{"phase":"Running","podIP":"127.0.0.1"}}`)
+	s.Kubectl("patch", "pod", "p", "--subresource=status", "--type=merge", "-p",
+		`{"status":{"phase":"Running","podIP":"127.0.0.1"}}`)
 	for _, protocol := range []string{"true", "false"} {
 		kubectl := func(input io.Reader, args ...string) (stdout, stderr string, code int) {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
-			cmd := exec.CommandContext(ctx, harness.Peer("kubectl"), append([]string{"--kubeconfig", s.Kubeconfig, "--cache-dir", filepath.Join(s.Dir, "kubectl-cache")}, args...)...)
-			cmd.Env = append(os.Environ(), "KUBECTL_REMOTE_COMMAND_WEBSOCKETS="+protocol, "KUBECTL_PORT_FORWARD_WEBSOCKETS="+protocol)
+			cmd := exec.CommandContext(ctx, harness.Peer("kubectl"),
+				append([]string{"--kubeconfig", s.Kubeconfig, "--cache-dir", filepath.Join(s.Dir, "kubectl-cache")},
+					args...)...)
+			cmd.Env = append(os.Environ(), "KUBECTL_REMOTE_COMMAND_WEBSOCKETS="+protocol,
+				"KUBECTL_PORT_FORWARD_WEBSOCKETS="+protocol)
 			var out, errOut bytes.Buffer
 			cmd.Stdin, cmd.Stdout, cmd.Stderr = input, &out, &errOut
 			_ = cmd.Run()
@@ -137,16 +150,21 @@ func streams(t *testing.T, s *harness.Server) {
 		if out != "out\n" || !strings.HasPrefix(errOut, "err\n") || code != 7 {
 			t.Errorf("exec: %q %q %d", out, errOut, code)
 		}
-		if out, errOut, _ = kubectl(strings.NewReader("half closed"), "exec", "-i", "p", "--", "wc", "-c"); strings.TrimSpace(out) != "11" {
+		if out, errOut, _ = kubectl(strings.NewReader("half closed"), "exec", "-i", "p", "--", "wc",
+			"-c"); strings.TrimSpace(out) != "11" {
 			t.Errorf("exec -i: %q %q", out, errOut)
 		}
-		if out, errOut, _ = kubectl(nil, "exec", "p", "--", "head", "-c", "20000000", "/dev/zero"); len(out) != 20000000 {
+		if out, errOut, _ = kubectl(nil, "exec", "p", "--", "head", "-c", "20000000",
+			"/dev/zero"); len(out) != 20000000 {
 			t.Errorf("a large output: %d bytes, %q", len(out), errOut)
 		}
-		web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "through") }))
+		web := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			fmt.Fprint(w, "through")
+		}))
 		_, target, _ := net.SplitHostPort(web.Listener.Addr().String())
 		local := harness.FreePort(t)
-		forward := exec.Command(harness.Peer("kubectl"), "--kubeconfig", s.Kubeconfig, "port-forward", "pod/p", fmt.Sprintf("%d:%s", local, target))
+		forward := exec.Command(harness.Peer("kubectl"), "--kubeconfig", s.Kubeconfig, "port-forward", "pod/p",
+			fmt.Sprintf("%d:%s", local, target))
 		forward.Env = append(os.Environ(), "KUBECTL_PORT_FORWARD_WEBSOCKETS="+protocol)
 		if err := forward.Start(); err != nil {
 			t.Fatal(err)
@@ -170,20 +188,26 @@ func streams(t *testing.T, s *harness.Server) {
 	contains(t, "logs", s.Kubectl("logs", "p"), "first line")
 	contains(t, "logs -f", s.Kubectl("logs", "-f", "p"), "first line\nsecond line")
 	contains(t, "node proxy", s.Kubectl("get", "--raw", "/api/v1/nodes/node:"+port+"/proxy/healthz"), "ok")
-	for _, args := range [][]string{{"exec", "p", "--as=bob", "--", "id"}, {"logs", "p", "--as=bob"}, {"get", "--raw", "/api/v1/nodes/node/proxy/healthz", "--as=bob"}} {
-		if out, err := s.TryKubectl("", args...); err == nil || !strings.Contains(out, "forbidden") && !strings.Contains(out, "Forbidden") {
+	for _, args := range [][]string{{"exec", "p", "--as=bob", "--", "id"}, {"logs", "p", "--as=bob"},
+		{"get", "--raw", "/api/v1/nodes/node/proxy/healthz", "--as=bob"}} {
+		if out, err := s.TryKubectl("", args...); err == nil || !strings.Contains(out, "forbidden") &&
+			!strings.Contains(out, "Forbidden") {
 			t.Errorf("%v as bob: %v %s", args, err, out)
 		}
 	}
 	// Whoever may only read gets no further by writing the old form of a watch, which is authorized as one.
 	s.Kubectl("create", "clusterrole", "reader", "--verb=get,list,watch", "--resource=*.*")
 	s.Kubectl("create", "clusterrolebinding", "reader", "--clusterrole=reader", "--user=reader")
-	for _, path := range []string{"/api/v1/watch/nodes/node/proxy/run/x", "/api/v1/watch/namespaces/default/pods/p/proxy/x", "/api/v1/namespaces/default/pods//proxy/?fieldSelector=metadata.name%3Dp"} {
-		if out, err := s.TryKubectl("{}", "create", "--raw", path, "-f", "-", "--as=reader"); err == nil || strings.Contains(out, "ServiceUnavailable") {
+	for _, path := range []string{"/api/v1/watch/nodes/node/proxy/run/x",
+		"/api/v1/watch/namespaces/default/pods/p/proxy/x",
+		"/api/v1/namespaces/default/pods//proxy/?fieldSelector=metadata.name%3Dp"} {
+		if out, err := s.TryKubectl("{}", "create", "--raw", path, "-f", "-", "--as=reader"); err == nil ||
+			strings.Contains(out, "ServiceUnavailable") {
 			t.Errorf("POST %s as a reader: %s", path, out)
 		}
 	}
-	if out, err := s.TryKubectl("", "exec", "nothing", "--", "id"); err == nil || !strings.Contains(out, `pods "nothing" not found`) {
+	if out, err := s.TryKubectl("", "exec", "nothing", "--", "id"); err == nil ||
+		!strings.Contains(out, `pods "nothing" not found`) {
 		t.Errorf("exec in nothing: %s", out)
 	}
 	k.CloseClientConnections()

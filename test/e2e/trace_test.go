@@ -25,7 +25,8 @@ type collector struct {
 }
 
 // Export implements the collector's service.
-func (c *collector) Export(_ context.Context, r *collectorv1.ExportTraceServiceRequest) (*collectorv1.ExportTraceServiceResponse, error) {
+func (c *collector) Export(_ context.Context,
+	r *collectorv1.ExportTraceServiceRequest) (*collectorv1.ExportTraceServiceResponse, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, rs := range r.ResourceSpans {
@@ -69,14 +70,17 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 	n := 0
 	harness.Eventually(t, 30*time.Second, func() error {
 		n++
-		if _, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("traced", n)}}, metav1.CreateOptions{}); err != nil {
+		if _, err := maps.Create(t.Context(),
+			&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("traced", n)}},
+			metav1.CreateOptions{}); err != nil {
 			return err
 		}
 		time.Sleep(500 * time.Millisecond) // spans are exported in batches
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		for _, spans := range c.traces {
-			if spans["publish configmaps"] == "registry" && spans["apply"] == "watchfanout" && spans["deliver"] == "gateway" {
+			if spans["publish configmaps"] == "registry" && spans["apply"] == "watchfanout" &&
+				spans["deliver"] == "gateway" {
 				return nil
 			}
 		}

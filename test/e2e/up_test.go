@@ -35,7 +35,8 @@ func TestKubectlSession(t *testing.T) {
 	contains(t, "namespaces", s.Kubectl("get", "ns"), "default", "kube-system", "kube-public", "kube-node-lease")
 	contains(t, "create", s.Kubectl("create", "configmap", "a", "--from-literal=k=v"), "created")
 	contains(t, "label", s.Kubectl("label", "configmap", "a", "x=y"), "labeled")
-	contains(t, "patch", s.Kubectl("patch", "configmap", "a", "--type=json", `-p=[{"op":"add","path":"/data/n","value":"1"}]`), "patched")
+	contains(t, "patch", s.Kubectl("patch", "configmap", "a", "--type=json",
+		`-p=[{"op":"add","path":"/data/n","value":"1"}]`), "patched")
 	contains(t, "get", s.Kubectl("get", "configmap", "a", "-o", "jsonpath={.data.n}{.metadata.labels.x}"), "1y")
 	deployment := `{apiVersion: apps/v1, kind: Deployment, metadata: {name: web}, spec: {replicas: %d, selector: {matchLabels: {app: web}}, template: {metadata: {labels: {app: web}}, spec: {containers: [{name: c, image: nginx}]}}}}`
 	contains(t, "apply", s.Apply(fmt.Sprintf(deployment, 1)), "created")
@@ -43,8 +44,10 @@ func TestKubectlSession(t *testing.T) {
 	contains(t, "apply changed", s.Apply(fmt.Sprintf(deployment, 2)), "configured")
 	contains(t, "scale", s.Kubectl("scale", "deployment", "web", "--replicas=3"), "scaled")
 	contains(t, "table", s.Kubectl("get", "deployment", "web"), "READY", "UP-TO-DATE", "0/3")
-	contains(t, "server-side", s.Apply(`{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {mine: "1"}}`, "--server-side", "--field-manager=one"), "serverside-applied")
-	out, err := s.TryKubectl(`{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {mine: "2"}}`, "apply", "--server-side", "--field-manager=two", "-f", "-")
+	contains(t, "server-side", s.Apply(`{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {mine: "1"}}`,
+		"--server-side", "--field-manager=one"), "serverside-applied")
+	out, err := s.TryKubectl(`{apiVersion: v1, kind: ConfigMap, metadata: {name: a}, data: {mine: "2"}}`, "apply",
+		"--server-side", "--field-manager=two", "-f", "-")
 	if err == nil {
 		t.Errorf("two managers may not both own a field:\n%s", out)
 	}
@@ -85,7 +88,8 @@ func TestEveryResourceIsKubeAPIServers(t *testing.T) {
 
 func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
 	s, oracle := harness.Up(t, ""), harness.Oracle(t)
-	for _, r := range []string{"namespaces", "priorityclasses", "clusterroles", "clusterrolebindings", "flowschemas", "prioritylevelconfigurations", "servicecidrs", "apiservices"} {
+	for _, r := range []string{"namespaces", "priorityclasses", "clusterroles", "clusterrolebindings", "flowschemas",
+		"prioritylevelconfigurations", "servicecidrs", "apiservices"} {
 		harness.Eventually(t, 20*time.Second, func() error {
 			want, got := oracle.Kubectl("get", r, "-A", "-o", "name"), s.Kubectl("get", r, "-A", "-o", "name")
 			if want != got {
@@ -108,7 +112,10 @@ func TestRacingWritersLoseNothing(t *testing.T) {
 	s := harness.Up(t, "", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0")
 	c := s.Client().CoreV1().ConfigMaps("default")
 	ctx := t.Context()
-	if _, err := c.Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "race"}, Data: map[string]string{}}, metav1.CreateOptions{}); err != nil {
+	if _, err := c.Create(ctx, &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Name: "race"},
+		Data:       map[string]string{},
+	}, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	const writers = 100
@@ -154,7 +161,10 @@ func TestInformersAndConsistentLists(t *testing.T) {
 	}
 	_ = informer
 	for i := range 200 {
-		if _, err := client.CoreV1().ConfigMaps("default").Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("c", i), Labels: map[string]string{"mine": "yes"}}}, metav1.CreateOptions{}); err != nil {
+		if _, err := client.CoreV1().ConfigMaps("default").Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{
+			Name:   fmt.Sprint("c", i),
+			Labels: map[string]string{"mine": "yes"},
+		}}, metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
 		list, err := client.CoreV1().ConfigMaps("default").List(ctx, metav1.ListOptions{LabelSelector: "mine=yes"})
@@ -169,9 +179,14 @@ func TestInformersAndConsistentLists(t *testing.T) {
 		}
 		return nil
 	})
-	page, err := client.CoreV1().ConfigMaps("default").List(ctx, metav1.ListOptions{LabelSelector: "mine=yes", Limit: 50})
+	page, err := client.CoreV1().ConfigMaps("default").List(ctx,
+		metav1.ListOptions{LabelSelector: "mine=yes", Limit: 50})
 	got := 0
-	for ; err == nil; page, err = client.CoreV1().ConfigMaps("default").List(ctx, metav1.ListOptions{LabelSelector: "mine=yes", Limit: 50, Continue: page.Continue}) {
+	for ; err == nil; page, err = client.CoreV1().ConfigMaps("default").List(ctx, metav1.ListOptions{
+		LabelSelector: "mine=yes",
+		Limit:         50,
+		Continue:      page.Continue,
+	}) {
 		got += len(page.Items)
 		if page.Continue == "" {
 			break
@@ -215,7 +230,9 @@ func TestKillAndRestartLosesNothing(t *testing.T) {
 	for w := range 4 {
 		wg.Go(func() {
 			for i := 0; ctx.Err() == nil; i++ {
-				cm, err := client.CoreV1().ConfigMaps("default").Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("w%d-%d", w, i)}}, metav1.CreateOptions{})
+				cm, err := client.CoreV1().ConfigMaps("default").Create(ctx,
+					&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("w%d-%d", w, i)}},
+					metav1.CreateOptions{})
 				if err == nil {
 					mu.Lock()
 					acknowledged[cm.Name] = cm.UID
@@ -258,7 +275,8 @@ func TestASecondUpIsRefused(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, harness.Watershed(), "up", "--data-dir", s.Dir, "--secure-port", fmt.Sprint(harness.FreePort(t))).CombinedOutput()
+	out, err := exec.CommandContext(ctx, harness.Watershed(), "up", "--data-dir", s.Dir, "--secure-port",
+		fmt.Sprint(harness.FreePort(t))).CombinedOutput()
 	if err == nil {
 		t.Fatalf("a second up runs on the same directory:\n%s", out)
 	}
@@ -270,13 +288,15 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		args []string
 		want string
 	}{
-		"unknown flag":    {[]string{"up", "--nope"}, "unknown flag: --nope"},
-		"bad value":       {[]string{"up", "--secure-port=abc"}, `"abc"`},
-		"missing file":    {[]string{"gateway", "--config", "/none.yaml"}, "/none.yaml"},
-		"no identity":     {[]string{"watchfanout", "--registry-addresses=127.0.0.1:1", "--nats-url=tls://127.0.0.1:1"}, "--rpc-"},
+		"unknown flag": {[]string{"up", "--nope"}, "unknown flag: --nope"},
+		"bad value":    {[]string{"up", "--secure-port=abc"}, `"abc"`},
+		"missing file": {[]string{"gateway", "--config", "/none.yaml"}, "/none.yaml"},
+		"no identity": {[]string{"watchfanout", "--registry-addresses=127.0.0.1:1", "--nats-url=tls://127.0.0.1:1"},
+			"--rpc-"},
 		"bad replicas":    {[]string{"split", "--replicas=foo=1"}, "--replicas foo=1"},
 		"unknown command": {[]string{"nope"}, `unknown command "nope"`},
-		"bad range":       {[]string{"up", "--data-dir=DIR", "--service-cluster-ip-range=x"}, "--service-cluster-ip-range"},
+		"bad range": {[]string{"up", "--data-dir=DIR", "--service-cluster-ip-range=x"},
+			"--service-cluster-ip-range"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			args := append([]string{}, c.args...)

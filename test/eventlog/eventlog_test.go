@@ -59,7 +59,14 @@ func start(t *testing.T) *cluster {
 }
 
 func (c *cluster) run() {
-	s, err := natsserver.NewServer(&natsserver.Options{JetStream: true, StoreDir: c.dir, DontListen: true, NoLog: true, NoSigs: true, MaxPayload: 32 << 20})
+	s, err := natsserver.NewServer(&natsserver.Options{
+		JetStream:  true,
+		StoreDir:   c.dir,
+		DontListen: true,
+		NoLog:      true,
+		NoSigs:     true,
+		MaxPayload: 32 << 20,
+	})
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -138,7 +145,13 @@ func (c *cluster) writer() (*eventlog.Writer, error) {
 }
 
 func added(revision int64, of string) *logv1.Event {
-	return &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: revision, StoredAs: of, Name: fmt.Sprint("o", revision), Object: &logv1.Object{Json: []byte("{}")}}
+	return &logv1.Event{
+		Type:     logv1.Type_TYPE_ADDED,
+		Revision: revision,
+		StoredAs: of,
+		Name:     fmt.Sprint("o", revision),
+		Object:   &logv1.Object{Json: []byte("{}")},
+	}
 }
 
 func reset(revision int64) *logv1.Event {
@@ -314,7 +327,8 @@ func TestACorruptMessageIsAReset(t *testing.T) {
 		t.Fatal(err)
 	}
 	m.Data = []byte{0xff, 0xff, 0xff}
-	if _, err := c.js.PublishMsg(t.Context(), m, jetstream.WithMsgID("12.0.t"), jetstream.WithExpectLastMsgID(c.last())); err != nil {
+	if _, err := c.js.PublishMsg(t.Context(), m, jetstream.WithMsgID("12.0.t"),
+		jetstream.WithExpectLastMsgID(c.last())); err != nil {
 		t.Fatal(err)
 	}
 	c.write(added(13, "pods"))
@@ -420,7 +434,8 @@ func TestLargeEventsComeBack(t *testing.T) {
 		}
 		return nil
 	})
-	if got == nil || !bytes.Equal(got.Object.Json, big.Object.Json) || got.Name != big.Name || got.Object.Labels["odd"] != "\xff\xfe" {
+	if got == nil || !bytes.Equal(got.Object.Json, big.Object.Json) || got.Name != big.Name ||
+		got.Object.Labels["odd"] != "\xff\xfe" {
 		t.Error("it did not come back as it was")
 	}
 	bomb := s2.Encode(nil, make([]byte, 100<<20))
@@ -438,7 +453,9 @@ func TestReadersLeaveNoConsumerBehind(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 20 {
-		if err := eventlog.Replay(t.Context(), c.js, "pods", 10, func(*logv1.Event) (bool, error) { return false, nil }); err != nil {
+		if err := eventlog.Replay(t.Context(), c.js, "pods", 10, func(*logv1.Event) (bool, error) {
+			return false, nil
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}

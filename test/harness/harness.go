@@ -143,7 +143,13 @@ func start(t testing.TB, form, dir string, flags []string) *Server {
 	if dir == "" {
 		dir = TempDir(t)
 	}
-	s := &Server{t: t, Dir: dir, Kubeconfig: filepath.Join(dir, "admin.kubeconfig"), SAKey: filepath.Join(dir, "pki", "sa.key"), CA: filepath.Join(dir, "pki", "ca")}
+	s := &Server{
+		t:          t,
+		Dir:        dir,
+		Kubeconfig: filepath.Join(dir, "admin.kubeconfig"),
+		SAKey:      filepath.Join(dir, "pki", "sa.key"),
+		CA:         filepath.Join(dir, "pki", "ca"),
+	}
 	for i, f := range flags {
 		if p, ok := strings.CutPrefix(f, "--secure-port="); ok {
 			s.Port, _ = strconv.Atoi(p)
@@ -155,7 +161,8 @@ func start(t testing.TB, form, dir string, flags []string) *Server {
 		s.Port = FreePort(t)
 	}
 	_ = os.Remove(filepath.Join(dir, form+".log")) // an earlier run's says that it was ready
-	args := append([]string{form, "--data-dir", dir, "--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(s.Port)}, flags...)
+	args := append([]string{form, "--data-dir", dir, "--bind-address", "127.0.0.1", "--secure-port",
+		fmt.Sprint(s.Port)}, flags...)
 	s.process = Start(t, dir, form, Watershed(), args...)
 	s.waitFor("Ready after")
 	return s
@@ -222,7 +229,9 @@ func (s *Server) Kubectl(args ...string) string {
 func (s *Server) TryKubectl(input string, args ...string) (string, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, Peer("kubectl"), append([]string{"--kubeconfig", s.Kubeconfig, "--cache-dir", filepath.Join(s.Dir, "kubectl-cache")}, args...)...)
+	cmd := exec.CommandContext(ctx, Peer("kubectl"),
+		append([]string{"--kubeconfig", s.Kubeconfig, "--cache-dir", filepath.Join(s.Dir, "kubectl-cache")},
+			args...)...)
 	cmd.Stdin = strings.NewReader(input)
 	out, err := cmd.CombinedOutput()
 	return string(out), err
@@ -242,10 +251,13 @@ func (s *Server) Apply(manifest string, flags ...string) string {
 func (s *Server) Managers() string {
 	s.t.Helper()
 	dir := TempDir(s.t)
-	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), "--kubeconfig", s.Kubeconfig, "--service-account-private-key-file", s.SAKey,
-		"--use-service-account-credentials", "--root-ca-file", s.CA+".crt", "--cluster-signing-cert-file", s.CA+".crt", "--cluster-signing-key-file", s.CA+".key",
+	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), "--kubeconfig", s.Kubeconfig,
+		"--service-account-private-key-file", s.SAKey,
+		"--use-service-account-credentials", "--root-ca-file", s.CA+".crt", "--cluster-signing-cert-file", s.CA+".crt",
+		"--cluster-signing-key-file", s.CA+".key",
 		"--leader-elect=false", "--secure-port", "0", "--controllers", "*")
-	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"), "--kubeconfig", s.Kubeconfig, "--leader-elect=false", "--secure-port", "0")
+	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"), "--kubeconfig", s.Kubeconfig, "--leader-elect=false",
+		"--secure-port", "0")
 	return dir
 }
 
@@ -254,7 +266,8 @@ func (s *Server) Controllers() {
 	s.t.Helper()
 	dir := s.Managers()
 	port := fmt.Sprint(FreePort(s.t))
-	Start(s.t, dir, "kwok", Peer("kwok"), "--kubeconfig", s.Kubeconfig, "--manage-all-nodes=true", "--node-ip", "127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
+	Start(s.t, dir, "kwok", Peer("kwok"), "--kubeconfig", s.Kubeconfig, "--manage-all-nodes=true", "--node-ip",
+		"127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
 		"--server-address", "127.0.0.1:"+port, "--config", stages(s.t, dir), "--node-lease-duration-seconds", "40")
 	var nodes strings.Builder
 	for i := range 3 {
@@ -270,7 +283,8 @@ status: {allocatable: {cpu: 32, memory: 256Gi, pods: 110}, capacity: {cpu: 32, m
 
 // stages gathers kwok's own stages: nodes become Ready and pods Running or complete.
 func stages(t testing.TB, dir string) string {
-	out, err := exec.Command("go", "list", "-C", filepath.Join(Root(), "test"), "-m", "-f", "{{.Dir}}", "sigs.k8s.io/kwok").Output()
+	out, err := exec.Command("go", "list", "-C", filepath.Join(Root(), "test"), "-m", "-f", "{{.Dir}}",
+		"sigs.k8s.io/kwok").Output()
 	if err != nil {
 		t.Fatalf("where is kwok's module: %v", err)
 	}
@@ -327,7 +341,12 @@ type Member struct {
 
 // NewMember starts one.
 func NewMember(t testing.TB, dir string) *Member {
-	m := &Member{t: t, dir: dir, URL: fmt.Sprintf("http://127.0.0.1:%d", FreePort(t)), peer: fmt.Sprintf("http://127.0.0.1:%d", FreePort(t))}
+	m := &Member{
+		t:    t,
+		dir:  dir,
+		URL:  fmt.Sprintf("http://127.0.0.1:%d", FreePort(t)),
+		peer: fmt.Sprintf("http://127.0.0.1:%d", FreePort(t)),
+	}
 	m.Start()
 	return m
 }
@@ -335,8 +354,10 @@ func NewMember(t testing.TB, dir string) *Member {
 // Start starts it with what data it has.
 func (m *Member) Start() {
 	m.t.Helper()
-	m.process = Start(m.t, m.dir, "etcd", Peer("etcd"), "--name", "e", "--data-dir", filepath.Join(m.dir, "etcd-data"), "--listen-client-urls", m.URL, "--advertise-client-urls", m.URL,
-		"--listen-peer-urls", m.peer, "--initial-advertise-peer-urls", m.peer, "--initial-cluster", "e="+m.peer, "--log-level", "error")
+	m.process = Start(m.t, m.dir, "etcd", Peer("etcd"), "--name", "e", "--data-dir", filepath.Join(m.dir, "etcd-data"),
+		"--listen-client-urls", m.URL, "--advertise-client-urls", m.URL,
+		"--listen-peer-urls", m.peer, "--initial-advertise-peer-urls", m.peer, "--initial-cluster", "e="+m.peer,
+		"--log-level", "error")
 	Eventually(m.t, 20*time.Second, func() error { return get(http.DefaultClient, m.URL+"/health") })
 }
 
@@ -350,7 +371,8 @@ func (m *Member) Restore(backup string) {
 	if err := os.RemoveAll(data); err != nil {
 		m.t.Fatal(err)
 	}
-	if out, err := exec.Command(Peer("etcdutl"), "snapshot", "restore", backup, "--name", "e", "--data-dir", data, "--initial-cluster", "e="+m.peer, "--initial-advertise-peer-urls", m.peer).CombinedOutput(); err != nil {
+	if out, err := exec.Command(Peer("etcdutl"), "snapshot", "restore", backup, "--name", "e", "--data-dir", data,
+		"--initial-cluster", "e="+m.peer, "--initial-advertise-peer-urls", m.peer).CombinedOutput(); err != nil {
 		m.t.Fatalf("%v\n%s", err, out)
 	}
 }
@@ -359,7 +381,14 @@ func (m *Member) Restore(backup string) {
 // made) or of its own, and with more flags.
 func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
 	t.Helper()
-	s := &Server{t: t, Dir: dir, Port: FreePort(t), Kubeconfig: filepath.Join(dir, "reference.kubeconfig"), SAKey: filepath.Join(dir, "pki", "sa.key"), CA: filepath.Join(dir, "pki", "ca")}
+	s := &Server{
+		t:          t,
+		Dir:        dir,
+		Port:       FreePort(t),
+		Kubeconfig: filepath.Join(dir, "reference.kubeconfig"),
+		SAKey:      filepath.Join(dir, "pki", "sa.key"),
+		CA:         filepath.Join(dir, "pki", "ca"),
+	}
 	p := func(f string) string { return filepath.Join(dir, "pki", f) }
 	if _, err := os.Stat(p("ca.crt")); err != nil {
 		makePKI(t, filepath.Join(dir, "pki"))
@@ -370,17 +399,28 @@ func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
 		t.Fatal(err)
 	}
 	args := []string{"--etcd-servers", etcd, "--secure-port", fmt.Sprint(s.Port), "--bind-address", "127.0.0.1",
-		"--cert-dir", filepath.Join(dir, "certs"), "--client-ca-file", p("ca.crt"), "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
-		"--service-account-key-file", p("sa.pub"), "--service-account-signing-key-file", p("sa.key"), "--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--allow-privileged",
+		"--cert-dir", filepath.Join(dir, "certs"), "--client-ca-file", p("ca.crt"), "--service-account-issuer",
+		"https://kubernetes.default.svc.cluster.local",
+		"--service-account-key-file", p("sa.pub"), "--service-account-signing-key-file", p("sa.key"),
+		"--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--allow-privileged",
 		"--advertise-address", "192.0.2.1"}
 	if _, err := os.Stat(p("serving.crt")); err == nil {
-		args = append(args, "--tls-cert-file", p("serving.crt"), "--tls-private-key-file", p("serving.key"), "--kubelet-client-certificate", p("admin.crt"), "--kubelet-client-key", p("admin.key"),
-			"--requestheader-client-ca-file", p("ca.crt"), "--requestheader-allowed-names", "front-proxy-client", "--requestheader-username-headers", "X-Remote-User",
-			"--requestheader-group-headers", "X-Remote-Group", "--requestheader-extra-headers-prefix", "X-Remote-Extra-", "--proxy-client-cert-file", p("front-proxy.crt"), "--proxy-client-key-file", p("front-proxy.key"))
+		args = append(args, "--tls-cert-file", p("serving.crt"), "--tls-private-key-file", p("serving.key"),
+			"--kubelet-client-certificate", p("admin.crt"), "--kubelet-client-key", p("admin.key"),
+			"--requestheader-client-ca-file", p("ca.crt"), "--requestheader-allowed-names", "front-proxy-client",
+			"--requestheader-username-headers", "X-Remote-User",
+			"--requestheader-group-headers", "X-Remote-Group", "--requestheader-extra-headers-prefix",
+			"X-Remote-Extra-", "--proxy-client-cert-file", p("front-proxy.crt"), "--proxy-client-key-file",
+			p("front-proxy.key"))
 	}
 	s.process = Start(t, dir, "kube-apiserver", Peer("kube-apiserver"), append(args, flags...)...)
-	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}}
-	Eventually(t, 2*time.Minute, func() error { return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port)) })
+	client := &http.Client{
+		Timeout:   5 * time.Second,
+		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}},
+	}
+	Eventually(t, 2*time.Minute, func() error {
+		return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port))
+	})
 	return s
 }
 
@@ -425,9 +465,17 @@ func makePKI(t testing.TB, dir string) {
 		return k
 	}
 	cert := func(cn string, orgs []string, ca bool) *x509.Certificate {
-		return &x509.Certificate{SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: cn, Organization: orgs}, NotBefore: time.Now().Add(-time.Hour),
-			NotAfter: time.Now().Add(24 * time.Hour), IsCA: ca, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
-			ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}}
+		return &x509.Certificate{
+			SerialNumber:          big.NewInt(time.Now().UnixNano()),
+			Subject:               pkix.Name{CommonName: cn, Organization: orgs},
+			NotBefore:             time.Now().Add(-time.Hour),
+			NotAfter:              time.Now().Add(24 * time.Hour),
+			IsCA:                  ca,
+			BasicConstraintsValid: true,
+
+			KeyUsage:    x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
+			ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+		}
 	}
 	caKey, ca := key("ca.key"), cert("ca", nil, true)
 	ca.ExtKeyUsage = nil
@@ -438,10 +486,14 @@ func makePKI(t testing.TB, dir string) {
 	der, err = x509.CreateCertificate(rand.Reader, admin, ca, &adminKey.PublicKey, caKey)
 	fail(err)
 	write("admin.crt", "CERTIFICATE", der)
-	for name, c := range map[string]*x509.Certificate{"serving": cert("kube-apiserver", nil, false), "front-proxy": cert("front-proxy-client", nil, false)} {
+	for name, c := range map[string]*x509.Certificate{
+		"serving":     cert("kube-apiserver", nil, false),
+		"front-proxy": cert("front-proxy-client", nil, false),
+	} {
 		if name == "serving" {
 			c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
-			c.DNSNames = []string{"kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost"}
+			c.DNSNames = []string{"kubernetes", "kubernetes.default", "kubernetes.default.svc",
+				"kubernetes.default.svc.cluster.local", "localhost"}
 			c.IPAddresses = []net.IP{net.IPv4(127, 0, 0, 1), net.IPv4(10, 96, 0, 1), net.IPv4(10, 99, 0, 1)}
 		}
 		k := key(name + ".key")

@@ -27,14 +27,23 @@ func (i *image) archive() ([]byte, error) {
 		return nil, err
 	}
 	sum := fmt.Sprintf("%x", sha256.Sum256(layer))
-	config, err := json.Marshal(map[string]any{"architecture": "amd64", "os": "linux", "rootfs": map[string]any{"type": "layers", "diff_ids": []string{"sha256:" + sum}},
-		"config":  map[string]any{"Entrypoint": i.entrypoint, "Cmd": i.cmd, "Env": []string{"PATH=/bin:/usr/bin:/sbin:/usr/sbin"}, "WorkingDir": "/"},
-		"history": []any{map[string]string{"created": "2026-01-01T00:00:00Z"}}})
+	config, err := json.Marshal(map[string]any{
+		"architecture": "amd64",
+		"os":           "linux",
+		"rootfs":       map[string]any{"type": "layers", "diff_ids": []string{"sha256:" + sum}},
+		"config": map[string]any{"Entrypoint": i.entrypoint, "Cmd": i.cmd,
+			"Env": []string{"PATH=/bin:/usr/bin:/sbin:/usr/sbin"}, "WorkingDir": "/"},
+		"history": []any{map[string]string{"created": "2026-01-01T00:00:00Z"}},
+	})
 	if err != nil {
 		return nil, err
 	}
 	name := fmt.Sprintf("%x.json", sha256.Sum256(config))
-	manifest, err := json.Marshal([]any{map[string]any{"Config": name, "RepoTags": i.tags, "Layers": []string{sum + "/layer.tar"}}})
+	manifest, err := json.Marshal([]any{map[string]any{
+		"Config":   name,
+		"RepoTags": i.tags,
+		"Layers":   []string{sum + "/layer.tar"},
+	}})
 	if err != nil {
 		return nil, err
 	}
@@ -78,7 +87,8 @@ func (i *image) layer() ([]byte, error) {
 		}
 		return w.WriteHeader(&tar.Header{Name: name, Typeflag: tar.TypeDir, Mode: mode})
 	}
-	for _, d := range []string{"bin", "sbin", "usr/bin", "usr/sbin", "etc", "tmp", "var/run", "var/log", "home", "root"} {
+	for _, d := range []string{"bin", "sbin", "usr/bin", "usr/sbin", "etc", "tmp", "var/run", "var/log", "home",
+		"root"} {
 		if err := dir(d); err != nil {
 			return nil, err
 		}
@@ -126,7 +136,12 @@ func addBusybox(w *tar.Writer) error {
 		if n == "busybox" {
 			continue
 		}
-		if err := w.WriteHeader(&tar.Header{Name: "bin/" + n, Typeflag: tar.TypeSymlink, Linkname: "/bin/busybox", Mode: 0o777}); err != nil {
+		if err := w.WriteHeader(&tar.Header{
+			Name:     "bin/" + n,
+			Typeflag: tar.TypeSymlink,
+			Linkname: "/bin/busybox",
+			Mode:     0o777,
+		}); err != nil {
 			return err
 		}
 	}

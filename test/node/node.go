@@ -28,7 +28,8 @@ const (
 
 // Flags are those that an API server needs for the node.
 func Flags() []string {
-	return []string{"--kubelet-preferred-address-types=InternalIP", "--enable-aggregator-routing", "--advertise-address=" + Address}
+	return []string{"--kubelet-preferred-address-types=InternalIP", "--enable-aggregator-routing",
+		"--advertise-address=" + Address}
 }
 
 // Prepare makes the bridge. An API server that is to be reached from pods is started after it.
@@ -37,7 +38,12 @@ func Prepare(t testing.TB) {
 	if os.Geteuid() != 0 {
 		t.Skip("a real node needs root")
 	}
-	for command, pkg := range map[string]string{"runc": "runc", "/usr/lib/cni/bridge": "containernetworking-plugins", "iptables": "iptables", "/bin/busybox": "busybox-static"} {
+	for command, pkg := range map[string]string{
+		"runc":                "runc",
+		"/usr/lib/cni/bridge": "containernetworking-plugins",
+		"iptables":            "iptables",
+		"/bin/busybox":        "busybox-static",
+	} {
 		if _, err := exec.LookPath(command); err != nil {
 			run(t, "apt-get", "install", "-y", "--no-install-recommends", pkg)
 		}
@@ -114,9 +120,12 @@ podLogsDir: %[1]s/podlogs
 maxPods: 200
 `, dir, socket, s.CA+".crt", Address))
 	t.Cleanup(func() { sweep(dir) })
-	t.Setenv("PATH", filepath.Dir(harness.Peer("containerd"))+":"+os.Getenv("PATH")) // containerd looks for its shim there
+	t.Setenv("PATH", filepath.Dir(harness.Peer("containerd"))+":"+
+		os.Getenv("PATH")) // containerd looks for its shim there
 	harness.Start(t, dir, "containerd", harness.Peer("containerd"), "-c", config)
-	harness.Eventually(t, 30*time.Second, func() error { return exec.Command(harness.Peer("ctr"), "-a", socket, "version").Run() })
+	harness.Eventually(t, 30*time.Second, func() error {
+		return exec.Command(harness.Peer("ctr"), "-a", socket, "version").Run()
+	})
 	for _, i := range images(t) {
 		archive, err := i.archive()
 		if err != nil {
@@ -128,10 +137,13 @@ maxPods: 200
 		}
 		run(t, harness.Peer("ctr"), "-a", socket, "-n", "k8s.io", "images", "import", path)
 	}
-	harness.Start(t, dir, "kubelet", harness.Peer("kubelet"), "--config", kubelet, "--kubeconfig", s.Kubeconfig, "--hostname-override", Name, "--root-dir", filepath.Join(dir, "kubelet"),
+	harness.Start(t, dir, "kubelet", harness.Peer("kubelet"), "--config", kubelet, "--kubeconfig", s.Kubeconfig,
+		"--hostname-override", Name, "--root-dir", filepath.Join(dir, "kubelet"),
 		"--node-ip", Address, "--cert-dir", filepath.Join(dir, "pki"))
-	harness.Start(t, dir, "kube-proxy", harness.Peer("kube-proxy"), "--kubeconfig", s.Kubeconfig, "--proxy-mode", "iptables", "--cluster-cidr", "10.244.0.0/16", "--hostname-override", Name,
-		"--conntrack-max-per-core", "0", "--conntrack-tcp-timeout-established", "0", "--conntrack-tcp-timeout-close-wait", "0")
+	harness.Start(t, dir, "kube-proxy", harness.Peer("kube-proxy"), "--kubeconfig", s.Kubeconfig, "--proxy-mode",
+		"iptables", "--cluster-cidr", "10.244.0.0/16", "--hostname-override", Name,
+		"--conntrack-max-per-core", "0", "--conntrack-tcp-timeout-established", "0",
+		"--conntrack-tcp-timeout-close-wait", "0")
 	harness.Eventually(t, time.Minute, func() error {
 		out, err := s.TryKubectl("", "get", "node", Name)
 		if err != nil || !strings.Contains(out, " Ready ") {
@@ -154,23 +166,54 @@ func images(t testing.TB) []*image {
 	const suite = "registry.k8s.io/e2e-test-images/"
 	certificates := filepath.Join(module(t, "k8s.io/kubernetes"), "test", "images", "agnhost", "porter")
 	return []*image{
-		{tags: []string{"registry.k8s.io/pause:3.10", "registry.k8s.io/pause:3.10.1", "registry.k8s.io/pause:3.10.2"}, entrypoint: []string{"/pause"},
-			files: map[string][]byte{"/pause": file(harness.Peer("pause"))}},
-		{tags: []string{suite + "agnhost:2.63.0", suite + "agnhost:2.55"}, entrypoint: []string{"/agnhost"}, cmd: []string{"pause"}, busybox: true,
-			files: map[string][]byte{"/agnhost": file(harness.Peer("agnhost")), "/localhost.crt": file(certificates + "/localhost.crt"), "/localhost.key": file(certificates + "/localhost.key")}},
+		{
+			tags: []string{"registry.k8s.io/pause:3.10", "registry.k8s.io/pause:3.10.1",
+				"registry.k8s.io/pause:3.10.2"},
+			entrypoint: []string{"/pause"},
+			files:      map[string][]byte{"/pause": file(harness.Peer("pause"))},
+		},
+		{
+			tags:       []string{suite + "agnhost:2.63.0", suite + "agnhost:2.55"},
+			entrypoint: []string{"/agnhost"},
+			cmd:        []string{"pause"},
+			busybox:    true,
+			files: map[string][]byte{"/agnhost": file(harness.Peer("agnhost")),
+				"/localhost.crt": file(certificates + "/localhost.crt"),
+				"/localhost.key": file(certificates + "/localhost.key")},
+		},
 		{tags: []string{suite + "busybox:1.37.0-1", suite + "nonroot:1.5"}, cmd: []string{"sh"}, busybox: true},
-		{tags: []string{suite + "httpd:2.4.38-4", suite + "httpd:2.4.39-4", suite + "nginx:1.14-4", suite + "nginx:1.15-4", suite + "nginx:1.27-0", suite + "nautilus:1.8", suite + "kitten:1.8"},
-			entrypoint: []string{"/bin/busybox", "httpd", "-f", "-p", "80", "-h", "/usr/local/apache2/htdocs"}, busybox: true,
-			files: map[string][]byte{"/usr/local/apache2/htdocs/index.html": []byte("<html><body><h1>It works!</h1></body></html>\n")}},
-		{tags: []string{suite + "sample-apiserver:1.29.2"}, entrypoint: []string{"/kube-sample-apiserver"}, files: map[string][]byte{"/kube-sample-apiserver": file(harness.Peer("sample-apiserver"))}},
-		{tags: []string{"registry.k8s.io/etcd:3.6.8-0"}, entrypoint: []string{"/usr/local/bin/etcd"}, busybox: true, files: map[string][]byte{"/usr/local/bin/etcd": file(harness.Peer("etcd-static"))}},
-		{tags: []string{suite + "resource-consumer:1.14"}, entrypoint: []string{"/consumer"}, busybox: true, files: map[string][]byte{"/consumer": file(harness.Peer("resource-consumer"))}},
+		{
+			tags: []string{suite + "httpd:2.4.38-4", suite + "httpd:2.4.39-4", suite + "nginx:1.14-4",
+				suite + "nginx:1.15-4", suite + "nginx:1.27-0", suite + "nautilus:1.8", suite + "kitten:1.8"},
+			entrypoint: []string{"/bin/busybox", "httpd", "-f", "-p", "80", "-h", "/usr/local/apache2/htdocs"},
+
+			busybox: true,
+			files:   map[string][]byte{"/usr/local/apache2/htdocs/index.html": []byte("<html><body><h1>It works!</h1></body></html>\n")},
+		},
+		{
+			tags:       []string{suite + "sample-apiserver:1.29.2"},
+			entrypoint: []string{"/kube-sample-apiserver"},
+			files:      map[string][]byte{"/kube-sample-apiserver": file(harness.Peer("sample-apiserver"))},
+		},
+		{
+			tags:       []string{"registry.k8s.io/etcd:3.6.8-0"},
+			entrypoint: []string{"/usr/local/bin/etcd"},
+			busybox:    true,
+			files:      map[string][]byte{"/usr/local/bin/etcd": file(harness.Peer("etcd-static"))},
+		},
+		{
+			tags:       []string{suite + "resource-consumer:1.14"},
+			entrypoint: []string{"/consumer"},
+			busybox:    true,
+			files:      map[string][]byte{"/consumer": file(harness.Peer("resource-consumer"))},
+		},
 	}
 }
 
 func module(t testing.TB, name string) string {
 	t.Helper()
-	out, err := exec.Command("go", "list", "-C", filepath.Join(harness.Root(), "test"), "-m", "-f", "{{.Dir}}", name).Output()
+	out, err := exec.Command("go", "list", "-C", filepath.Join(harness.Root(), "test"), "-m", "-f", "{{.Dir}}",
+		name).Output()
 	if err != nil {
 		t.Fatalf("where is %s: %v", name, err)
 	}

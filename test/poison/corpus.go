@@ -128,7 +128,13 @@ func Customs() []Value {
 	}
 	var out []Value
 	add := func(poison string, value []byte) {
-		out = append(out, Value{Kind: resource.GroupResource().String(), Poison: poison, Resource: resource, Key: "/registry/poison.example.com/things/" + Namespace + "/" + poison, Data: value})
+		out = append(out, Value{
+			Kind:     resource.GroupResource().String(),
+			Poison:   poison,
+			Resource: resource,
+			Key:      "/registry/poison.example.com/things/" + Namespace + "/" + poison,
+			Data:     value,
+		})
 	}
 	add("no-utf8", object("no-utf8", "\xff\xfe"))
 	add("empty", object("empty", ""))
@@ -161,7 +167,8 @@ func schemeOf(gvk schema.GroupVersionKind) *runtime.Scheme {
 }
 
 // stored is a sound object as etcd holds it; a nil object where no Go type is known.
-func stored(gvr schema.GroupVersionResource, stub string, stored *schema.GroupVersionKind) ([]byte, runtime.Object, error) {
+func stored(gvr schema.GroupVersionResource, stub string, stored *schema.GroupVersionKind) ([]byte, runtime.Object,
+	error) {
 	var gvk schema.GroupVersionKind
 	if stored != nil {
 		gvk = *stored
@@ -180,8 +187,8 @@ func stored(gvr schema.GroupVersionResource, stub string, stored *schema.GroupVe
 	if err != nil {
 		return nil, nil, err
 	}
-	// A stub is of the version that it is written in, which may name fields that the stored one lacks: what does not fit
-	// is left out.
+	// A stub is of the version that it is written in, which may name fields that the stored one lacks: what does not
+	// fit is left out.
 	_ = json.Unmarshal([]byte(stub), obj)
 	obj.GetObjectKind().SetGroupVersionKind(gvk)
 	data, err := encode(obj)

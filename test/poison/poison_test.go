@@ -150,15 +150,18 @@ func compare(t *testing.T, s, reference *harness.Server, kind string, v Value, o
 				continue // 500 here; there 429, since its cache never comes to be
 			}
 			if got != want {
-				t.Errorf("%s, sound objects %v, %s as %s: %d, kube-apiserver %d: %.300s", kind, objects, p, m, got, want, body)
+				t.Errorf("%s, sound objects %v, %s as %s: %d, kube-apiserver %d: %.300s", kind, objects, p, m, got,
+					want, body)
 			}
 		}
 	}
 	if namespaced {
 		p := root + "/namespaces/kube-public/" + v.Resource.Resource
 		for _, m := range mediaTypes {
-			if code, body := get(s, p, m); code != http.StatusOK && code != http.StatusNotAcceptable { // no protobuf of what has no Go type
-				t.Errorf("%s, sound objects %v: the list of another namespace as %s: %d %.300s", kind, objects, m, code, body)
+			if code, body := get(s, p, m); code != http.StatusOK &&
+				code != http.StatusNotAcceptable { // no protobuf of what has no Go type
+				t.Errorf("%s, sound objects %v: the list of another namespace as %s: %d %.300s", kind, objects, m, code,
+					body)
 			}
 		}
 	}
@@ -210,7 +213,8 @@ func follow(t *testing.T, s *harness.Server) *other {
 
 func (o *other) open(t *testing.T) {
 	var err error
-	if o.w, err = o.s.Client().CoreV1().ServiceAccounts("default").Watch(context.Background(), metav1.ListOptions{}); err != nil {
+	if o.w, err = o.s.Client().CoreV1().ServiceAccounts("default").Watch(context.Background(),
+		metav1.ListOptions{}); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -219,7 +223,8 @@ func (o *other) open(t *testing.T) {
 // told so and ends, as kube-apiserver's: this one's namespace holds nothing odd, but its resource does.
 func (o *other) hears(t *testing.T, name string) {
 	t.Helper()
-	if _, err := o.s.Client().CoreV1().ServiceAccounts("default").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
+	if _, err := o.s.Client().CoreV1().ServiceAccounts("default").Create(t.Context(),
+		&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	for until := time.After(20 * time.Second); ; {

@@ -19,10 +19,17 @@ type breakage struct {
 
 // mistakes are replaced while building; the source is left alone (go build -overlay).
 var mistakes = []breakage{
-	{"drop", "services/watchfanout/cache/cache.go", "	c.pending = append(c.pending, e)\n", "	if e.StoredAs == \"configmaps\" && e.Revision%97 == 0 {\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n"},
-	{"repeat", "services/watchfanout/watch.go", "		if err := out.event(data, false, e.Trace); err != nil {\n", "		if e.Revision%97 == 0 {\n			_ = out.event(data, false, \"\")\n		}\n		if err := out.event(data, false, e.Trace); err != nil {\n"},
-	{"reorder", "services/watchfanout/cache/ring.go", "		own.add(e)\n		own.notify()\n", "		own.add(e)\n		if n := len(own.events); r.Name == \"configmaps\" && n > 1 && e.Revision%97 == 0 {\n			own.events[n-1], own.events[n-2] = own.events[n-2], own.events[n-1]\n		}\n		own.notify()\n"},
-	{"stale", "services/watchfanout/watchfanout.go", "	return s.wait(ctx, r.Revision)\n}\n\n// source", "	return s.wait(ctx, r.Revision-20)\n}\n\n// source"},
+	{"drop", "services/watchfanout/cache/cache.go", "	c.pending = append(c.pending, e)\n",
+		"	if e.StoredAs == \"configmaps\" && e.Revision%97 == 0 " +
+			"{\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n"},
+	{"repeat", "services/watchfanout/watch.go", "		if err := out.event(data, false, e.Trace); err != nil {\n",
+		"		if e.Revision%97 == 0 {\n			_ = out.event(data, false, \"\")\n		}\n		if err := out.event(data, false, " +
+			"e.Trace); err != nil {\n"},
+	{"reorder", "services/watchfanout/cache/ring.go", "		own.add(e)\n		own.notify()\n",
+		"		own.add(e)\n		if n := len(own.events); r.Name == \"configmaps\" && n > 1 && e.Revision%97 == 0 " +
+			"{\n			own.events[n-1], own.events[n-2] = own.events[n-2], own.events[n-1]\n		}\n		own.notify()\n"},
+	{"stale", "services/watchfanout/watchfanout.go", "	return s.wait(ctx, r.Revision)\n}\n\n// source",
+		"	return s.wait(ctx, r.Revision-20)\n}\n\n// source"},
 }
 
 func breakages() (names []string) {
@@ -87,7 +94,8 @@ func (b breakage) build(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	replaced, overlay, binary := filepath.Join(tmp, "replaced.go"), filepath.Join(tmp, "overlay.json"), filepath.Join(tmp, "watershed")
+	replaced, overlay, binary := filepath.Join(tmp, "replaced.go"), filepath.Join(tmp,
+		"overlay.json"), filepath.Join(tmp, "watershed")
 	if err := os.WriteFile(replaced, []byte(strings.Replace(string(text), b.code, b.instead, 1)), 0o600); err != nil {
 		return "", err
 	}

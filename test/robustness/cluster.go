@@ -62,7 +62,8 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	}
 	c.port = l.Addr().(*net.TCPAddr).Port
 	l.Close()
-	plan := exec.CommandContext(ctx, o.watershed, "split", "--dry-run", "--data-dir", o.dir, "--bind-address", "127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--replicas", o.replicas)
+	plan := exec.CommandContext(ctx, o.watershed, "split", "--dry-run", "--data-dir", o.dir, "--bind-address",
+		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--replicas", o.replicas)
 	if out, err := plan.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("plan: %w\n%s", err, out)
 	}
@@ -147,7 +148,10 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 func (c *cluster) url() string { return fmt.Sprintf("https://127.0.0.1:%d", c.port) }
 
 func (c *cluster) ready(ctx context.Context) error {
-	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true}}
+	client := &http.Client{
+		Timeout:   5 * time.Second,
+		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, DisableKeepAlives: true},
+	}
 	deadline := time.Now().Add(time.Minute)
 	for {
 		resp, err := client.Get(c.url() + "/readyz")
@@ -269,7 +273,11 @@ func (c *cluster) faults(o options) []fault {
 	r := rand.New(rand.NewPCG(o.seed, 1))
 	var all []fault
 	for range o.faults {
-		f := fault{lasts: time.Duration(50+r.IntN(1500)) * time.Millisecond, pause: time.Duration(100+r.IntN(700)) * time.Millisecond, together: r.IntN(3) == 0}
+		f := fault{
+			lasts:    time.Duration(50+r.IntN(1500)) * time.Millisecond,
+			pause:    time.Duration(100+r.IntN(700)) * time.Millisecond,
+			together: r.IntN(3) == 0,
+		}
 		switch n := r.IntN(23); {
 		case n == 22: // what memory held is gone just when the log cannot be read
 			f.kind, f.lasts = "blackout", time.Duration(2000+r.IntN(6000))*time.Millisecond

@@ -37,7 +37,8 @@ func main() {
 	log.SetFlags(log.Ltime)
 	var o options
 	flag.StringVar(&o.watershed, "watershed", "bin/watershed", "The binary under test.")
-	flag.StringVar(&o.dir, "out", "", "Where the cluster and the history are kept; a temporary directory by default, kept where something is wrong.")
+	flag.StringVar(&o.dir, "out", "", "Where the cluster and the history are kept; a temporary directory by "+
+		"default, kept where something is wrong.")
 	flag.IntVar(&o.faults, "faults", 1000, "How many faults are injected.")
 	flag.Uint64Var(&o.seed, "seed", 0, "The seed of the faults; 0: chosen.")
 	flag.StringVar(&o.replicas, "replicas", "watchfanout=3", "As of `watershed split`.")
@@ -115,7 +116,8 @@ func run(ctx context.Context, o options) (*result, error) {
 		return nil, err
 	}
 	defer c.stop()
-	log.Printf("%d processes are up after %s; seed %d", len(c.processes), time.Since(began).Round(100*time.Millisecond), o.seed)
+	log.Printf("%d processes are up after %s; seed %d", len(c.processes), time.Since(began).Round(100*time.Millisecond),
+		o.seed)
 	w, err := newWorkload(ctx, c, o)
 	if err != nil {
 		return nil, err

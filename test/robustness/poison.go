@@ -16,14 +16,24 @@ import (
 func (w *workload) poison(n int) {
 	bad := string([]byte{0xff, 0xfe, byte(n)})
 	name := fmt.Sprintf("poison-%d", n)
-	secret := &corev1.Secret{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"}, ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, Type: corev1.SecretType(bad),
-		StringData: map[string]string{"x": "<"}}
-	event := &corev1.Event{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Event"}, ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name}, Reason: bad, Message: bad,
-		InvolvedObject: corev1.ObjectReference{Namespace: namespace, Name: bad, FieldPath: bad}}
+	secret := &corev1.Secret{
+		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"},
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name},
+		Type:       corev1.SecretType(bad),
+		StringData: map[string]string{"x": "<"},
+	}
+	event := &corev1.Event{
+		TypeMeta:       metav1.TypeMeta{APIVersion: "v1", Kind: "Event"},
+		ObjectMeta:     metav1.ObjectMeta{Namespace: namespace, Name: name},
+		Reason:         bad,
+		Message:        bad,
+		InvolvedObject: corev1.ObjectReference{Namespace: namespace, Name: bad, FieldPath: bad},
+	}
 	for path, obj := range map[string]runtime.Object{"secrets": secret, "events": event} {
 		data, err := runtime.Encode(protobuf.NewSerializer(scheme.Scheme, scheme.Scheme), obj)
 		if err == nil { // whether it is accepted just now is not what this is about
-			_, _, _ = w.do(context.Background(), w.client(), "POST", "/api/v1/namespaces/"+namespace+"/"+path, runtime.ContentTypeProtobuf, string(data))
+			_, _, _ = w.do(context.Background(), w.client(), "POST", "/api/v1/namespaces/"+namespace+"/"+path,
+				runtime.ContentTypeProtobuf, string(data))
 		}
 	}
 }

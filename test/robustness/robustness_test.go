@@ -11,7 +11,14 @@ import (
 func TestClientsAreToldTheTruthWhateverFails(t *testing.T) {
 	seed := rand.Uint64N(1 << 32)
 	t.Logf("seed %d", seed)
-	r, err := run(t.Context(), options{watershed: harness.Watershed(), faults: 30, seed: seed, replicas: "watchfanout=3", writers: 6, watchers: 24})
+	r, err := run(t.Context(), options{
+		watershed: harness.Watershed(),
+		faults:    30,
+		seed:      seed,
+		replicas:  "watchfanout=3",
+		writers:   6,
+		watchers:  24,
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -44,8 +44,13 @@ func follow(ctx context.Context, c *cluster, h *history.History) (*truth, error)
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(pem)
-	client, err := clientv3.New(clientv3.Config{Endpoints: c.etcd, TLS: &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool}, Logger: zap.NewNop(),
-		DialKeepAliveTime: 5 * time.Second, DialKeepAliveTimeout: 5 * time.Second})
+	client, err := clientv3.New(clientv3.Config{
+		Endpoints:            c.etcd,
+		TLS:                  &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool},
+		Logger:               zap.NewNop(),
+		DialKeepAliveTime:    5 * time.Second,
+		DialKeepAliveTimeout: 5 * time.Second,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -56,7 +61,8 @@ func follow(ctx context.Context, c *cluster, h *history.History) (*truth, error)
 
 func (t *truth) read(ctx context.Context) {
 	for from := int64(1); ctx.Err() == nil; time.Sleep(100 * time.Millisecond) {
-		for resp := range t.client.Watch(ctx, etcdPrefix, clientv3.WithPrefix(), clientv3.WithPrevKV(), clientv3.WithRev(from)) {
+		for resp := range t.client.Watch(ctx, etcdPrefix, clientv3.WithPrefix(), clientv3.WithPrevKV(),
+			clientv3.WithRev(from)) {
 			for _, e := range resp.Events {
 				t.take(e)
 				from = e.Kv.ModRevision + 1

@@ -78,8 +78,11 @@ func (w *workload) client() *http.Client {
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(w.config.CAData)
-	return &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool}, ForceAttemptHTTP2: true,
-		HTTP2: &http.HTTP2Config{SendPingTimeout: 5 * time.Second, PingTimeout: 5 * time.Second}}}
+	return &http.Client{Transport: &http.Transport{
+		TLSClientConfig:   &tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: pool},
+		ForceAttemptHTTP2: true,
+		HTTP2:             &http.HTTP2Config{SendPingTimeout: 5 * time.Second, PingTimeout: 5 * time.Second},
+	}}
 }
 
 func (w *workload) start(ctx context.Context) {
@@ -96,13 +99,23 @@ func (w *workload) start(ctx context.Context) {
 }
 
 func (w *workload) progress() string {
-	return fmt.Sprintf("%d writes (%d acknowledged), %d reads, %d events, %d resumes, %d expired", w.writes.Load(), w.acknowledged.Load(), w.reads.Load(), w.events.Load(), w.resumes.Load(), w.expired.Load())
+	return fmt.Sprintf("%d writes (%d acknowledged), %d reads, %d events, %d resumes, %d expired", w.writes.Load(),
+		w.acknowledged.Load(), w.reads.Load(), w.events.Load(), w.resumes.Load(), w.expired.Load())
 }
 
 func (w *workload) counts() map[string]int {
-	return map[string]int{"writes": int(w.writes.Load()), "writes acknowledged": int(w.acknowledged.Load()), "reads answered": int(w.reads.Load()), "events delivered": int(w.events.Load()),
-		"watches resumed by clients": int(w.resumes.Load()), "watches expired (410)": int(w.expired.Load()), "relists": int(w.relists.Load()), "changes in etcd": len(w.history.Changes),
-		"connections that watches were served over": len(w.history.Segments)}
+	return map[string]int{
+		"writes":                     int(w.writes.Load()),
+		"writes acknowledged":        int(w.acknowledged.Load()),
+		"reads answered":             int(w.reads.Load()),
+		"events delivered":           int(w.events.Load()),
+		"watches resumed by clients": int(w.resumes.Load()),
+		"watches expired (410)":      int(w.expired.Load()),
+
+		"relists":         int(w.relists.Load()),
+		"changes in etcd": len(w.history.Changes),
+		"connections that watches were served over": len(w.history.Segments),
+	}
 }
 
 func (w *workload) complain(format string, args ...any) {
@@ -122,7 +135,13 @@ func (w *workload) finish(ctx context.Context) []string {
 	revision, err := w.truth.finish(end, func() error { // a last change that every watch sees, so that it has an end
 		for _, s := range shards {
 			if last[s] == nil {
-				last[s] = &history.Write{Verb: "create", Key: "final-" + s, Value: "final-" + s, Begin: w.history.Now(), Outcome: history.Acknowledged}
+				last[s] = &history.Write{
+					Verb:    "create",
+					Key:     "final-" + s,
+					Value:   "final-" + s,
+					Begin:   w.history.Now(),
+					Outcome: history.Acknowledged,
+				}
 			} else if last[s].End > 0 {
 				continue
 			}
@@ -163,7 +182,8 @@ func (o *object) item() history.Item {
 // callTimeout is when a client gives up on an answer.
 const callTimeout = 15 * time.Second
 
-func (w *workload) do(ctx context.Context, c *http.Client, method, path, contentType, body string) (int, []byte, error) {
+func (w *workload) do(ctx context.Context, c *http.Client, method, path, contentType, body string) (int, []byte,
+	error) {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))
@@ -371,7 +391,8 @@ var errExpired = errors.New("410")
 func (w *workload) connection(client *http.Client, s *history.Segment, position *int64) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	stall := time.AfterFunc(30*time.Second, cancel) // no bookmark for so long: a real client's connection would be found dead
+	stall := time.AfterFunc(30*time.Second,
+		cancel) // no bookmark for so long: a real client's connection would be found dead
 	defer stall.Stop()
 	q := url.Values{"watch": {"true"}, "allowWatchBookmarks": {"true"}}
 	if s.Shard != "" {

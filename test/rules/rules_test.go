@@ -44,13 +44,14 @@ func TestDefinitionsAreReadByRegistryAndAdmissionAlone(t *testing.T) {
 
 func TestModulesImportOnlyWhatTheyMay(t *testing.T) {
 	for dir, never := range map[string][]string{
-		"services/watchfanout": {"k8s.io/kubernetes", "k8s.io/api/", "k8s.io/apiserver", "k8s.io/client-go", "go.etcd.io/etcd"},
-		"services/gateway":     {"k8s.io/kubernetes", "go.etcd.io/etcd/server", "github.com/nats-io"},
-		"services/authn":       {"github.com/nats-io"},
-		"services/authz":       {"github.com/nats-io"},
-		"services/admission":   {"github.com/nats-io"},
-		"platform":             {"k8s.io/kubernetes", "go.etcd.io/etcd"},
-		"proto":                {"k8s.io/"},
+		"services/watchfanout": {"k8s.io/kubernetes", "k8s.io/api/", "k8s.io/apiserver", "k8s.io/client-go",
+			"go.etcd.io/etcd"},
+		"services/gateway":   {"k8s.io/kubernetes", "go.etcd.io/etcd/server", "github.com/nats-io"},
+		"services/authn":     {"github.com/nats-io"},
+		"services/authz":     {"github.com/nats-io"},
+		"services/admission": {"github.com/nats-io"},
+		"platform":           {"k8s.io/kubernetes", "go.etcd.io/etcd"},
+		"proto":              {"k8s.io/"},
 	} {
 		t.Run(dir, func(t *testing.T) {
 			for _, p := range deps(t, dir) {
@@ -78,7 +79,8 @@ func TestNoServiceImportsAnother(t *testing.T) {
 
 // Only registry's own packages open a connection to etcd: nothing else of ours imports its client.
 func TestOnlyRegistryOpensEtcd(t *testing.T) {
-	for _, dir := range []string{"services/gateway", "services/authn", "services/authz", "services/admission", "services/watchfanout", "platform"} {
+	for _, dir := range []string{"services/gateway", "services/authn", "services/authz", "services/admission",
+		"services/watchfanout", "platform"} {
 		cmd := exec.Command("go", "list", "-f", "{{.ImportPath}}: {{join .Imports \" \"}}", "./...")
 		cmd.Dir = harness.Root() + "/" + dir
 		out, err := cmd.Output()

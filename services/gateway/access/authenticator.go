@@ -56,7 +56,12 @@ type Authenticator struct {
 // NewAuthenticator returns one that passes on, beside credentials, the headers of those names or whose names begin with
 // a prefix.
 func NewAuthenticator(client authnv1.AuthnClient, names, prefixes []string) *Authenticator {
-	return &Authenticator{client: client, names: names, prefixes: prefixes, known: newKept[*knownUser](knownBytes, knownShare, keptGauge.WithLabelValues("authn"))}
+	return &Authenticator{
+		client:   client,
+		names:    names,
+		prefixes: prefixes,
+		known:    newKept[*knownUser](knownBytes, knownShare, keptGauge.WithLabelValues("authn")),
+	}
 }
 
 // knownUser is an answer. It does not change.
@@ -106,7 +111,8 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 		}
 	}
 	if keepable && resp.CacheMilliseconds > 0 && !identity.Stranger(k.response.User) {
-		a.known.put(key, identity.Owner(k.response.User.GetName()), k, size, time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
+		a.known.put(key, identity.Owner(k.response.User.GetName()), k, size,
+			time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
 	}
 	return a.finish(req, k)
 }
@@ -120,7 +126,9 @@ func (a *Authenticator) question(req *http.Request) *authnv1.AuthenticateRequest
 		}
 	}
 	add("Authorization")
-	if slices.ContainsFunc(req.Header.Values("Sec-Websocket-Protocol"), func(v string) bool { return strings.Contains(v, "base64url.bearer") }) {
+	if slices.ContainsFunc(req.Header.Values("Sec-Websocket-Protocol"), func(v string) bool {
+		return strings.Contains(v, "base64url.bearer")
+	}) {
 		add("Sec-Websocket-Protocol")
 		add("Connection")
 		add("Upgrade")
@@ -184,7 +192,8 @@ func (a *Authenticator) finish(req *http.Request, k *knownUser) (*authenticator.
 	for _, h := range k.consulted {
 		for name := range req.Header {
 			if matches(h, name) && !a.passes(name) {
-				return nil, false, fmt.Errorf("authn reads the header %q, which this gateway does not pass on: give both the same --requestheader-* settings", name)
+				return nil, false, fmt.Errorf("authn reads the header %q, which this gateway does not pass on: give "+
+					"both the same --requestheader-* settings", name)
 			}
 		}
 	}

@@ -42,14 +42,15 @@ type Authorizer struct {
 	asking coalesce.Group[decision]
 
 	mu sync.RWMutex
-	// replica counts the generations, and was heard of last at heard. Empty: nobody tells of changes, and nothing may be
-	// kept.
+	// replica counts the generations, and was heard of last at heard. Empty: nobody tells of changes, and nothing may
+	// be kept.
 	replica string
 	heard   time.Time
 	// all is the policy of the whole cluster, spaces that of namespaces.
 	all    scope
 	spaces map[string]scope
-	// changed, by namespace, is closed when permissions there may have been taken away; "" is for what is no namespace's.
+	// changed, by namespace, is closed when permissions there may have been taken away; "" is for what is no
+	// namespace's.
 	changed map[string]chan struct{}
 }
 
@@ -232,7 +233,9 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 		if !keepable {
 			d, err = a.ask(asking, attrs)
 		} else {
-			d, err = a.asking.Get(asking, string(key[:]), func(ctx context.Context) (decision, error) { return a.ask(ctx, attrs) })
+			d, err = a.asking.Get(asking, string(key[:]), func(ctx context.Context) (decision, error) {
+				return a.ask(ctx, attrs)
+			})
 		}
 		switch {
 		case err == nil && d.decision != authorizer.DecisionAllow:
@@ -268,13 +271,15 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 	if resp.EvaluationError != "" {
 		return d.decision, d.reason, errors.New(resp.EvaluationError)
 	}
-	if keepable && !d.transient && (d.generation != 0 || resp.CacheMilliseconds > 0) && !identity.Stranger(attrs.GetUser()) && a.stands(d) {
+	if keepable && !d.transient && (d.generation != 0 || resp.CacheMilliseconds > 0) &&
+		!identity.Stranger(attrs.GetUser()) && a.stands(d) {
 		ttl := time.Duration(math.MaxInt64)
 		if resp.CacheMilliseconds > 0 {
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
 		until := time.Now().Add(ttl)
-		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d, len(d.reason)+len(d.namespace)+len(d.replica), until)
+		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d, len(d.reason)+len(d.namespace)+len(d.replica),
+			until)
 	}
 	return d.decision, d.reason, nil
 }
@@ -288,7 +293,13 @@ func (a *Authorizer) ask(ctx context.Context, attrs authorizer.Attributes) (deci
 }
 
 func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) decision {
-	d := decision{decision: identity.Decision(resp.Decision), reason: resp.Reason, replica: resp.Replica, generation: resp.Generation, transient: resp.Transient}
+	d := decision{
+		decision:   identity.Decision(resp.Decision),
+		reason:     resp.Reason,
+		replica:    resp.Replica,
+		generation: resp.Generation,
+		transient:  resp.Transient,
+	}
 	if attrs.IsResourceRequest() {
 		d.namespace = attrs.GetNamespace()
 	}
@@ -324,7 +335,8 @@ func keyOf(a authorizer.Attributes) (key digest, ok bool) {
 		return d.sum()
 	}
 	d.part("resource")
-	for _, s := range []string{a.GetAPIGroup(), a.GetAPIVersion(), a.GetResource(), a.GetSubresource(), a.GetNamespace(), a.GetName()} {
+	for _, s := range []string{a.GetAPIGroup(), a.GetAPIVersion(), a.GetResource(), a.GetSubresource(),
+		a.GetNamespace(), a.GetName()} {
 		d.part(s)
 	}
 	fields, err := a.GetFieldSelector()

@@ -19,7 +19,8 @@ type policy struct {
 	asked  int
 }
 
-func (p *policy) Authorize(context.Context, *authzv1.AuthorizeRequest, ...grpc.CallOption) (*authzv1.AuthorizeResponse, error) {
+func (p *policy) Authorize(context.Context, *authzv1.AuthorizeRequest, ...grpc.CallOption) (*authzv1.AuthorizeResponse,
+	error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.asked++
@@ -33,11 +34,20 @@ func (p *policy) set(r *authzv1.AuthorizeResponse) {
 }
 
 func asking(name, verb string) authorizer.Attributes {
-	return authorizer.AttributesRecord{User: &user.DefaultInfo{Name: name}, Verb: verb, ResourceRequest: true, Resource: "pods"}
+	return authorizer.AttributesRecord{
+		User:            &user.DefaultInfo{Name: name},
+		Verb:            verb,
+		ResourceRequest: true,
+		Resource:        "pods",
+	}
 }
 
 func TestDecisionsAreKeptUntilThePolicyMoves(t *testing.T) {
-	p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a"}}
+	p := &policy{answer: &authzv1.AuthorizeResponse{
+		Decision:   authzv1.Decision_DECISION_ALLOW,
+		Generation: 5,
+		Replica:    "a",
+	}}
 	a := &Authorizer{Client: p}
 	ask := func(want int, why string) {
 		t.Helper()
@@ -67,8 +77,13 @@ func TestDecisionsAreKeptUntilThePolicyMoves(t *testing.T) {
 
 func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
 	seen := map[digest]authorizer.Attributes{}
-	for _, r := range []authorizer.Attributes{asking("bob", "get"), asking("bob", "list"), asking("bo", "bget"), asking("", "bobget"),
-		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob", Groups: []string{"get"}}, ResourceRequest: true, Resource: "pods"},
+	for _, r := range []authorizer.Attributes{asking("bob", "get"), asking("bob", "list"), asking("bo", "bget"),
+		asking("", "bobget"),
+		authorizer.AttributesRecord{
+			User:            &user.DefaultInfo{Name: "bob", Groups: []string{"get"}},
+			ResourceRequest: true,
+			Resource:        "pods",
+		},
 		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob"}, Verb: "get", Path: "/x"}} {
 		k, keepable := keyOf(r)
 		if !keepable {
@@ -83,7 +98,11 @@ func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
 
 // A watch that is opened under a decision that is kept costs no second question; once the policy has moved it does.
 func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
-	p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a"}}
+	p := &policy{answer: &authzv1.AuthorizeResponse{
+		Decision:   authzv1.Decision_DECISION_ALLOW,
+		Generation: 5,
+		Replica:    "a",
+	}}
 	a := &Authorizer{Client: p}
 	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
 	if _, _, err := a.Authorize(t.Context(), asking("bob", "watch")); err != nil {

@@ -43,7 +43,13 @@ type keptEntry[V any] struct {
 const keptBytes = 400
 
 func newKept[V any](limit, share int, size prometheus.Gauge) *kept[V] {
-	return &kept[V]{limit: limit, share: share, size: size, entries: map[digest]*keptEntry[V]{}, owners: map[string]*keptOwner{}}
+	return &kept[V]{
+		limit:   limit,
+		share:   share,
+		size:    size,
+		entries: map[digest]*keptEntry[V]{},
+		owners:  map[string]*keptOwner{},
+	}
 }
 
 // get is what was kept under a key and has not expired.

@@ -119,13 +119,18 @@ type authn struct {
 	answer func(*authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse
 }
 
-func (a *authn) Authenticate(_ context.Context, r *authnv1.AuthenticateRequest, _ ...grpc.CallOption) (*authnv1.AuthenticateResponse, error) {
+func (a *authn) Authenticate(_ context.Context, r *authnv1.AuthenticateRequest,
+	_ ...grpc.CallOption) (*authnv1.AuthenticateResponse, error) {
 	a.asked++
 	return a.answer(r), nil
 }
 
 func as(name string, groups ...string) *authnv1.AuthenticateResponse {
-	return &authnv1.AuthenticateResponse{Authenticated: true, User: &commonv1.User{Name: name, Groups: groups}, CacheMilliseconds: 60_000}
+	return &authnv1.AuthenticateResponse{
+		Authenticated:     true,
+		User:              &commonv1.User{Name: name, Groups: groups},
+		CacheMilliseconds: 60_000,
+	}
 }
 
 // Whatever strangers send, nothing of it stays, and nobody who is known is forgotten for it (S2).
@@ -192,7 +197,10 @@ func TestAnAnonymousAnswerIsOfItsPathAlone(t *testing.T) {
 func TestCredentialsAreTakenOut(t *testing.T) {
 	fake := &authn{answer: func(r *authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse {
 		out := as("alice")
-		out.ReplacedHeaders = map[string]*commonv1.Values{"Authorization": {}, "Sec-Websocket-Protocol": {Values: []string{"v4.channel.k8s.io"}}}
+		out.ReplacedHeaders = map[string]*commonv1.Values{
+			"Authorization":          {},
+			"Sec-Websocket-Protocol": {Values: []string{"v4.channel.k8s.io"}},
+		}
 		if len(r.Headers["Sec-Websocket-Protocol"].GetValues()) != 2 {
 			t.Errorf("asked with %v", r.Headers)
 		}
@@ -201,7 +209,8 @@ func TestCredentialsAreTakenOut(t *testing.T) {
 	a := NewAuthenticator(fake, nil, nil)
 	for range 2 {
 		req := httptest.NewRequest("GET", "/", nil)
-		req.Header["Sec-Websocket-Protocol"] = []string{"v4.channel.k8s.io", "base64url.bearer.authorization.k8s.io.c2VjcmV0"}
+		req.Header["Sec-Websocket-Protocol"] = []string{"v4.channel.k8s.io",
+			"base64url.bearer.authorization.k8s.io.c2VjcmV0"}
 		req.Header.Set("Authorization", "Bearer x")
 		if _, ok, err := a.AuthenticateRequest(req); !ok || err != nil {
 			t.Fatal(ok, err)
@@ -241,7 +250,11 @@ func TestADecisionIsKeptOnlyAsLongAsItSays(t *testing.T) {
 		}
 		p.answer.CacheMilliseconds, p.answer.Generation = 0, 5
 		a.moved(&authzv1.Generation{Generation: 5, Replica: "a", Heartbeat: true}, false)
-		stranger := authorizer.AttributesRecord{User: &user.DefaultInfo{Name: user.Anonymous, Groups: []string{user.AllUnauthenticated}}, Verb: "get", Path: "/x"}
+		stranger := authorizer.AttributesRecord{
+			User: &user.DefaultInfo{Name: user.Anonymous, Groups: []string{user.AllUnauthenticated}},
+			Verb: "get",
+			Path: "/x",
+		}
 		ask(stranger)
 		if ask(stranger) != 1 {
 			t.Error("a stranger's decision is kept")
@@ -257,7 +270,11 @@ func TestADecisionIsKeptOnlyAsLongAsItSays(t *testing.T) {
 // A replica that is frozen says nothing; what it has decided is not kept for longer than its lease (S23).
 func TestNothingIsKeptOfAReplicaThatIsNotHeard(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a"}}
+		p := &policy{answer: &authzv1.AuthorizeResponse{
+			Decision:   authzv1.Decision_DECISION_ALLOW,
+			Generation: 5,
+			Replica:    "a",
+		}}
 		a := &Authorizer{Client: p}
 		a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
 		_, _, _ = a.Authorize(t.Context(), asking("bob", "get"))
@@ -273,12 +290,22 @@ func TestNothingIsKeptOfAReplicaThatIsNotHeard(t *testing.T) {
 }
 
 func in(namespace, name, verb string) authorizer.Attributes {
-	return authorizer.AttributesRecord{User: &user.DefaultInfo{Name: name}, Verb: verb, ResourceRequest: true, Resource: "pods", Namespace: namespace}
+	return authorizer.AttributesRecord{
+		User:            &user.DefaultInfo{Name: name},
+		Verb:            verb,
+		ResourceRequest: true,
+		Resource:        "pods",
+		Namespace:       namespace,
+	}
 }
 
 // What changes in one namespace touches no other's decisions and watches; what is only given voids no permission (S12).
 func TestOneNamespacesPolicyIsItsOwn(t *testing.T) {
-	p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a"}}
+	p := &policy{answer: &authzv1.AuthorizeResponse{
+		Decision:   authzv1.Decision_DECISION_ALLOW,
+		Generation: 5,
+		Replica:    "a",
+	}}
 	a := &Authorizer{Client: p}
 	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
 	asked := func(attrs authorizer.Attributes) bool {
@@ -325,7 +352,11 @@ func TestOneNamespacesPolicyIsItsOwn(t *testing.T) {
 // A watch whose permission cannot be asked is asked about again, and ends after a bound (S11).
 func TestAWatchThatNobodyCanSettleEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "another"}}
+		p := &policy{answer: &authzv1.AuthorizeResponse{
+			Decision:   authzv1.Decision_DECISION_ALLOW,
+			Generation: 5,
+			Replica:    "another",
+		}}
 		a := &Authorizer{Client: p}
 		a.moved(&authzv1.Generation{Generation: 6, Replica: "a"}, true)
 		began := time.Now()
@@ -355,7 +386,8 @@ type silent struct {
 	waits  bool
 }
 
-func (s *silent) Generations(_ context.Context, _ *authzv1.GenerationsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[authzv1.Generation], error) {
+func (s *silent) Generations(_ context.Context, _ *authzv1.GenerationsRequest,
+	opts ...grpc.CallOption) (grpc.ServerStreamingClient[authzv1.Generation], error) {
 	s.opened++
 	s.waits = true
 	for _, o := range opts {
@@ -399,7 +431,12 @@ func TestOpenWatchesAreAskedAboutWhileAuthzIsAway(t *testing.T) {
 // changed.
 func TestATransientDecisionIsNotKept(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a", Transient: true}}
+		p := &policy{answer: &authzv1.AuthorizeResponse{
+			Decision:   authzv1.Decision_DECISION_ALLOW,
+			Generation: 5,
+			Replica:    "a",
+			Transient:  true,
+		}}
 		a := &Authorizer{Client: p}
 		a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
 		for want := 1; want < 3; want++ {
@@ -410,7 +447,12 @@ func TestATransientDecisionIsNotKept(t *testing.T) {
 		if !a.Still(t.Context(), asking("bob", "watch")) {
 			t.Error("it ends though it is allowed")
 		}
-		p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 90, Replica: "b", Transient: true})
+		p.set(&authzv1.AuthorizeResponse{
+			Decision:   authzv1.Decision_DECISION_ALLOW,
+			Generation: 90,
+			Replica:    "b",
+			Transient:  true,
+		})
 		a.moved(&authzv1.Generation{Generation: 6, Replica: "a", MayRevoke: true}, false)
 		if a.Still(t.Context(), asking("bob", "watch")) {
 			t.Error("a replica is believed that may not have seen what has changed")
@@ -418,8 +460,8 @@ func TestATransientDecisionIsNotKept(t *testing.T) {
 	})
 }
 
-// A user is not believed whose groups or scopes came in headers that authn reads and this gateway did not pass on, also where the answer to
-// the rest is known (S26).
+// A user is not believed whose groups or scopes came in headers that authn reads and this gateway did not pass on, also
+// where the answer to the rest is known (S26).
 func TestAHeaderThatIsNotPassedOnIsNoneTheLess(t *testing.T) {
 	fake := &authn{answer: func(*authnv1.AuthenticateRequest) *authnv1.AuthenticateResponse {
 		out := as("proxied")
@@ -430,7 +472,8 @@ func TestAHeaderThatIsNotPassedOnIsNoneTheLess(t *testing.T) {
 	for _, x := range []struct {
 		header string
 		want   bool
-	}{{"X-Remote-User", true}, {"X-Remote-Extra-Scopes", true}, {"X-Other", true}, {"X-Remote-Group", true}, {"X-Remote-Groups", false}, {"X-Scope-Limited", false}, {"X-Scope", true}} {
+	}{{"X-Remote-User", true}, {"X-Remote-Extra-Scopes", true}, {"X-Other", true}, {"X-Remote-Group", true},
+		{"X-Remote-Groups", false}, {"X-Scope-Limited", false}, {"X-Scope", true}} {
 		req := httptest.NewRequest("GET", "/version", nil)
 		req.TLS = &tls.ConnectionState{PeerCertificates: []*x509.Certificate{{Raw: []byte("front proxy")}}}
 		req.Header.Set(x.header, "v")

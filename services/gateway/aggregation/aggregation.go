@@ -35,9 +35,13 @@ type Config struct {
 
 // AddFlags adds them to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&c.CertFile, "proxy-client-cert-file", "", "Client certificate used to prove the identity of the gateway when it must call out during a request: to an aggregated API server, with the user in headers.")
-	fs.StringVar(&c.KeyFile, "proxy-client-key-file", "", "Private key for the client certificate of --proxy-client-cert-file.")
-	fs.BoolVar(&c.RejectRedirects, "aggregator-reject-forwarding-redirect", true, "Whether a redirect that an aggregated API server answers is refused rather than passed on.")
+	fs.StringVar(&c.CertFile, "proxy-client-cert-file", "",
+		"Client certificate used to prove the identity of the gateway when it must call out during a request: to an "+
+			"aggregated API server, with the user in headers.")
+	fs.StringVar(&c.KeyFile, "proxy-client-key-file", "",
+		"Private key for the client certificate of --proxy-client-cert-file.")
+	fs.BoolVar(&c.RejectRedirects, "aggregator-reject-forwarding-redirect", true,
+		"Whether a redirect that an aggregated API server answers is refused rather than passed on.")
 }
 
 // Proxy hands requests to other servers.
@@ -58,7 +62,8 @@ type remote struct {
 func New(c *Config) (*Proxy, error) {
 	if c.CertFile != "" {
 		if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
-			return nil, fmt.Errorf("--proxy-client-cert-file %q with --proxy-client-key-file %q: %w", c.CertFile, c.KeyFile, err)
+			return nil, fmt.Errorf("--proxy-client-cert-file %q with --proxy-client-key-file %q: %w", c.CertFile,
+				c.KeyFile, err)
 		}
 	}
 	p := &Proxy{config: c}
@@ -94,11 +99,20 @@ func sameTransport(a, b *registryv1.Remote) bool {
 }
 
 func transportOf(r *registryv1.Remote) *registryv1.Remote {
-	return &registryv1.Remote{ServiceName: r.ServiceName, ServiceNamespace: r.ServiceNamespace, InsecureSkipTlsVerify: r.InsecureSkipTlsVerify, CaBundle: r.CaBundle}
+	return &registryv1.Remote{
+		ServiceName:           r.ServiceName,
+		ServiceNamespace:      r.ServiceNamespace,
+		InsecureSkipTlsVerify: r.InsecureSkipTlsVerify,
+		CaBundle:              r.CaBundle,
+	}
 }
 
 func (p *Proxy) dial(r *registryv1.Remote) (http.RoundTripper, error) {
-	c := &transport.Config{TLS: transport.TLSConfig{Insecure: r.InsecureSkipTlsVerify, ServerName: r.ServiceName + "." + r.ServiceNamespace + ".svc", CAData: r.CaBundle}}
+	c := &transport.Config{TLS: transport.TLSConfig{
+		Insecure:   r.InsecureSkipTlsVerify,
+		ServerName: r.ServiceName + "." + r.ServiceNamespace + ".svc",
+		CAData:     r.CaBundle,
+	}}
 	if p.config.CertFile != "" { // it is read again when it is renewed
 		c.TLS.CertFile, c.TLS.KeyFile, c.TLS.ReloadTLSFiles = p.config.CertFile, p.config.KeyFile, true
 	}

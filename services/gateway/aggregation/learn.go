@@ -54,8 +54,8 @@ type Learned struct {
 	Resources []apidiscoveryv2.APIResourceDiscovery
 	// Stale: it did not answer the last time.
 	Stale bool
-	// OpenAPI and OpenAPIV2 are its documents in JSON, if it has any: of the group version in v3, of all that it serves in
-	// v2.
+	// OpenAPI and OpenAPIV2 are its documents in JSON, if it has any: of the group version in v3, of all that it serves
+	// in v2.
 	OpenAPI, OpenAPIV2 []byte
 	hash               string
 }
@@ -167,7 +167,8 @@ func (l *Learner) Of(gv schema.GroupVersion) *Learned {
 
 // learn asks one server, in the aggregated form or else in the old one.
 func (r *remote) learn(ctx context.Context, gv schema.GroupVersion) (*Learned, error) {
-	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList,application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
+	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
+		"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
 	data, contentType, err := r.get(ctx, "/apis", accept)
 	if err == nil && strings.Contains(contentType, "APIGroupDiscoveryList") {
 		var list apidiscoveryv2.APIGroupDiscoveryList
@@ -238,5 +239,7 @@ func (r *remote) get(ctx context.Context, path, accept string) (data []byte, con
 
 // Groups are the group versions that others answer for.
 func (l *Learner) Groups() []schema.GroupVersion {
-	return slices.SortedFunc(maps.Keys(*l.proxy.current.Load()), func(a, b schema.GroupVersion) int { return strings.Compare(a.String(), b.String()) })
+	return slices.SortedFunc(maps.Keys(*l.proxy.current.Load()), func(a, b schema.GroupVersion) int {
+		return strings.Compare(a.String(), b.String())
+	})
 }

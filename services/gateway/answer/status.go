@@ -52,7 +52,8 @@ func Object(w http.ResponseWriter, req *http.Request, code int, obj runtime.Obje
 // Code is what kube-apiserver's web framework says of a request that no resource takes: a Status with the code's own
 // name.
 func Code(code int, message string) error {
-	return apierrors.NewGenericServerResponse(code, "", schema.GroupResource{}, "", fmt.Sprintf("%d: %s", code, message), 0, false)
+	return apierrors.NewGenericServerResponse(code, "", schema.GroupResource{}, "",
+		fmt.Sprintf("%d: %s", code, message), 0, false)
 }
 
 // PageNotFound is what the web framework says of a path that it does not have, and MethodNotAllowed of a method.
@@ -81,7 +82,8 @@ func Produced(accept string, types []string) bool {
 
 // NotProduced is its answer where there is none.
 func NotProduced(types []string) error {
-	return apierrors.NewGenericServerResponse(http.StatusNotAcceptable, "", schema.GroupResource{}, "", "406: Not Acceptable\n\nAvailable representations: "+strings.Join(types, ", "), 0, false)
+	return apierrors.NewGenericServerResponse(http.StatusNotAcceptable, "", schema.GroupResource{}, "",
+		"406: Not Acceptable\n\nAvailable representations: "+strings.Join(types, ", "), 0, false)
 }
 
 // Unversioned answers one of the oldest documents, which are as Kubernetes 1.0 had them: without an apiVersion.

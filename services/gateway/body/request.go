@@ -25,8 +25,8 @@ import (
 const MaxBytes = 3 << 20
 
 const (
-	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of one
-	// owner.
+	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of
+	// one owner.
 	bodiesBytes = 512 << 20
 	bodiesShare = 64 << 20
 	// smallBody is up to which size a body is taken though others fill the room, for as long as its owner's share has
@@ -73,11 +73,14 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		}
 		held := &heldBody{all: b}
 		if ok {
-			held.owner, held.free = identity.Owner(u.GetName()), slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(unbounded, g) })
+			held.owner, held.free = identity.Owner(u.GetName()), slices.ContainsFunc(u.GetGroups(),
+				func(g string) bool {
+					return slices.Contains(unbounded, g)
+				})
 		}
 		defer held.release()
-		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own ends
-		// it.
+		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own
+		// ends it.
 		control := http.NewResponseController(w)
 		_ = control.SetReadDeadline(time.Now().Add(bodyPatience))
 		err := held.read(req.Body, req.ContentLength)
@@ -90,7 +93,12 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		if err != nil { // the client broke off; next finds out as it would by itself
 			after = io.MultiReader(after, failing{err})
 		}
-		req.Body = &readBody{Reader: after, Closer: req.Body, data: held.data, whole: err == nil && len(held.data) <= MaxBytes}
+		req.Body = &readBody{
+			Reader: after,
+			Closer: req.Body,
+			data:   held.data,
+			whole:  err == nil && len(held.data) <= MaxBytes,
+		}
 		next.ServeHTTP(w, req)
 	})
 }

@@ -78,7 +78,8 @@ func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
 		t.Errorf("small bodies go beyond their owner's share: %d", w.Code)
 	}
 	before := b.bytes
-	if w := send(user.Anonymous, iotest.ErrReader(errors.New("a stranger's body was read")), user.AllUnauthenticated); w.Code != http.StatusOK || b.bytes != before {
+	if w := send(user.Anonymous, iotest.ErrReader(errors.New("a stranger's body was read")),
+		user.AllUnauthenticated); w.Code != http.StatusOK || b.bytes != before {
 		t.Errorf("a stranger: %d, %d bytes", w.Code, b.bytes-before)
 	}
 	for _, w := range writers {
@@ -99,7 +100,8 @@ func TestABodyThatIsTooLargeIsPassedOnSo(t *testing.T) {
 			t.Errorf("%d bytes come through", n)
 		}
 	}), func(*http.Request) bool { return true })
-	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodPost, "/", bytes.NewReader(make([]byte, MaxBytes+1000))))
+	h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequest(http.MethodPost, "/",
+		bytes.NewReader(make([]byte, MaxBytes+1000))))
 }
 
 // Nothing that a request says of its length is believed.

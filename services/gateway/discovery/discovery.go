@@ -71,7 +71,10 @@ func (h *Handler) documents(v *catalog.View) *documents {
 		for j, version := range g.Versions {
 			gv := metav1.GroupVersion{Group: g.Name, Version: version}
 			if remote[schema.GroupVersion(gv)] {
-				of := apidiscoveryv2.APIVersionDiscovery{Version: version, Freshness: apidiscoveryv2.DiscoveryFreshnessStale}
+				of := apidiscoveryv2.APIVersionDiscovery{
+					Version:   version,
+					Freshness: apidiscoveryv2.DiscoveryFreshnessStale,
+				}
 				if learned := h.Remotes.Of(schema.GroupVersion(gv)); learned != nil {
 					of.Resources = learned.Resources
 					if !learned.Stale {
@@ -89,7 +92,11 @@ func (h *Handler) documents(v *catalog.View) *documents {
 			if !v.BuiltIn(g.Name) { // custom resources say whose kind they answer with
 				complete(converted, gv)
 			}
-			manager.AddGroupVersion(g.Name, apidiscoveryv2.APIVersionDiscovery{Version: version, Freshness: apidiscoveryv2.DiscoveryFreshnessCurrent, Resources: converted})
+			manager.AddGroupVersion(g.Name, apidiscoveryv2.APIVersionDiscovery{
+				Version:   version,
+				Freshness: apidiscoveryv2.DiscoveryFreshnessCurrent,
+				Resources: converted,
+			})
 			manager.SetGroupVersionPriority(gv, 100000-i, 1000-j) // the catalogue's order is the order
 		}
 	}
@@ -123,7 +130,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	d := current.make()
 	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
 	// Only the pages that kube-apiserver's web framework serves know methods.
-	if framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1]); framework && req.Method != http.MethodGet {
+	if framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1]); framework &&
+		req.Method != http.MethodGet {
 		answer.Error(w, req, answer.V1, answer.MethodNotAllowed)
 		return
 	}
@@ -162,7 +170,11 @@ func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv strin
 		answer.NotFound(w, req)
 		return
 	}
-	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv, APIResources: resources}
+	list := metav1.APIResourceList{
+		TypeMeta:     metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"},
+		GroupVersion: gv,
+		APIResources: resources,
+	}
 	if gv == "v1" {
 		list.APIVersion = ""
 		answer.Unversioned(w, req, &list)
@@ -177,8 +189,12 @@ func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
 	if err == nil && (host == "" || host == "0.0.0.0" || host == "::") {
 		address = net.JoinHostPort(localAddress(req), port)
 	}
-	answer.Unversioned(w, req, &metav1.APIVersions{TypeMeta: metav1.TypeMeta{Kind: "APIVersions"}, Versions: []string{"v1"},
-		ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{{ClientCIDR: "0.0.0.0/0", ServerAddress: address}}})
+	answer.Unversioned(w, req, &metav1.APIVersions{
+		TypeMeta: metav1.TypeMeta{Kind: "APIVersions"},
+		Versions: []string{"v1"},
+		ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{{ClientCIDR: "0.0.0.0/0",
+			ServerAddress: address}},
+	})
 }
 
 func localAddress(req *http.Request) string {
@@ -205,7 +221,10 @@ func groupVersion(group, version string) string {
 func apiGroup(g *registryv1.Group) metav1.APIGroup {
 	out := metav1.APIGroup{Name: g.Name}
 	for _, v := range g.Versions {
-		out.Versions = append(out.Versions, metav1.GroupVersionForDiscovery{GroupVersion: groupVersion(g.Name, v), Version: v})
+		out.Versions = append(out.Versions, metav1.GroupVersionForDiscovery{
+			GroupVersion: groupVersion(g.Name, v),
+			Version:      v,
+		})
 	}
 	out.PreferredVersion = out.Versions[0]
 	return out
@@ -217,8 +236,16 @@ func apiResource(e *registryv1.ResourceEntry) metav1.APIResource {
 	if e.Resource.Subresource != "" {
 		name += "/" + e.Resource.Subresource
 	}
-	r := metav1.APIResource{Name: name, SingularName: e.Singular, Namespaced: e.Namespaced, Kind: e.Kind.Kind, Verbs: append(metav1.Verbs{}, e.Verbs...),
-		ShortNames: e.ShortNames, Categories: e.Categories, StorageVersionHash: e.StorageVersionHash}
+	r := metav1.APIResource{
+		Name:               name,
+		SingularName:       e.Singular,
+		Namespaced:         e.Namespaced,
+		Kind:               e.Kind.Kind,
+		Verbs:              append(metav1.Verbs{}, e.Verbs...),
+		ShortNames:         e.ShortNames,
+		Categories:         e.Categories,
+		StorageVersionHash: e.StorageVersionHash,
+	}
 	if e.DiscoveryKind != "" {
 		r.Kind = e.DiscoveryKind
 	}

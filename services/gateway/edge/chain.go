@@ -23,15 +23,20 @@ import (
 )
 
 // RequestInfo parses paths as kube-apiserver does.
-var RequestInfo = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
+var RequestInfo = &request.RequestInfoFactory{
+	APIPrefixes:          sets.NewString("api", "apis"),
+	GrouplessAPIPrefixes: sets.NewString("api"),
+}
 
 // LongRunning recognizes requests without a time limit.
-var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"), sets.NewString("attach", "exec", "proxy", "log", "portforward"))
+var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"),
+	sets.NewString("attach", "exec", "proxy", "log", "portforward"))
 
 // Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
 // DefaultBuildHandlerChain). buffered says of which requests the body is read before they count as in flight: those
 // that the gateway answers itself.
-func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
+func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, inFlight waitGroup,
+	buffered func(*http.Request) bool) http.Handler {
 	h := genericapifilters.WithAuthorization(api, authz, answer.Codecs)
 	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
 	h = new(body.Reader).ReadAhead(h, buffered)
@@ -41,7 +46,8 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 		h = impersonation.WithImpersonation(h, authz, answer.Codecs)
 	}
 	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
-	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{}, authenticator.Audiences(c.APIAudiences), nil)
+	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{},
+		authenticator.Audiences(c.APIAudiences), nil)
 	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
 	h = genericapifilters.WithWarningRecorder(h)
 	h = genericfilters.WithTimeoutForNonLongRunningRequests(h, LongRunning)

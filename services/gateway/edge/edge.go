@@ -50,33 +50,56 @@ type Config struct {
 
 // AddFlags adds them to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&c.BindAddress, "bind-address", "0.0.0.0", "The IP address on which to listen for the --secure-port port.")
-	fs.IntVar(&c.SecurePort, "secure-port", 6443, "The port on which to serve HTTPS with authentication and authorization.")
-	fs.BoolVar(&c.PermitPortSharing, "permit-port-sharing", false, "If true, SO_REUSEPORT is used when binding the port, so that more than one gateway can bind the same address and port.")
+	fs.StringVar(&c.BindAddress, "bind-address", "0.0.0.0",
+		"The IP address on which to listen for the --secure-port port.")
+	fs.IntVar(&c.SecurePort, "secure-port", 6443,
+		"The port on which to serve HTTPS with authentication and authorization.")
+	fs.BoolVar(&c.PermitPortSharing, "permit-port-sharing", false,
+		"If true, SO_REUSEPORT is used when binding the port, so that more than one gateway can bind the same "+
+			"address and port.")
 	c.TLS.addFlags(fs)
-	fs.StringVar(&c.ClientCAFile, "client-ca-file", "", "Any request presenting a client certificate signed by one of the authorities in this file is authenticated with its common name.")
-	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "", "Root certificate bundle for front proxies' client certificates.")
-	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400, "The maximum number of non-mutating requests in flight; beyond it they are refused with 429. 0: no limit.")
-	fs.IntVar(&c.MaxMutating, "max-mutating-requests-inflight", 200, "The maximum number of mutating requests in flight.")
-	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute, "How long a request may take before it times out; watches and the like are exempt.")
-	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil, "List of allowed origins for CORS, comma separated regular expressions.")
-	fs.StringSliceVar(&c.HSTS, "strict-transport-security-directives", nil, "List of directives for HSTS, comma separated.")
-	fs.Float64Var(&c.GoawayChance, "goaway-chance", 0, "To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY): a chance from 0 to 0.02.")
+	fs.StringVar(&c.ClientCAFile, "client-ca-file", "",
+		"Any request presenting a client certificate signed by one of the authorities in this file is authenticated "+
+			"with its common name.")
+	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "",
+		"Root certificate bundle for front proxies' client certificates.")
+	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400,
+		"The maximum number of non-mutating requests in flight; beyond it they are refused with 429. 0: no limit.")
+	fs.IntVar(&c.MaxMutating, "max-mutating-requests-inflight", 200,
+		"The maximum number of mutating requests in flight.")
+	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute,
+		"How long a request may take before it times out; watches and the like are exempt.")
+	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil,
+		"List of allowed origins for CORS, comma separated regular expressions.")
+	fs.StringSliceVar(&c.HSTS, "strict-transport-security-directives", nil,
+		"List of directives for HSTS, comma separated.")
+	fs.Float64Var(&c.GoawayChance, "goaway-chance", 0,
+		"To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY): a "+
+			"chance from 0 to 0.02.")
 	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil, "Identifiers of the API.")
-	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", 1000, "The maximum number of streams in an HTTP/2 connection.")
-	fs.DurationVar(&c.ShutdownDelay, "shutdown-delay-duration", 0, "How long to go on serving after SIGTERM while /readyz fails.")
-	fs.DurationVar(&c.WatchGrace, "shutdown-watch-termination-grace-period", 0, "Over how long watches are ended after --shutdown-delay-duration, so that their clients do not all come back at once. 0: at once.")
-	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"}, "Request headers to inspect for usernames.")
-	fs.StringSliceVar(&c.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil, "Request headers to inspect for UIDs.")
-	fs.StringSliceVar(&c.RequestHeaderGroupHeaders, "requestheader-group-headers", []string{"X-Remote-Group"}, "Request headers to inspect for groups.")
-	fs.StringSliceVar(&c.RequestHeaderExtraPrefixes, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"}, "Request header prefixes to inspect.")
+	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", 1000,
+		"The maximum number of streams in an HTTP/2 connection.")
+	fs.DurationVar(&c.ShutdownDelay, "shutdown-delay-duration", 0,
+		"How long to go on serving after SIGTERM while /readyz fails.")
+	fs.DurationVar(&c.WatchGrace, "shutdown-watch-termination-grace-period", 0,
+		"Over how long watches are ended after --shutdown-delay-duration, so that their clients do not all come "+
+			"back at once. 0: at once.")
+	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"},
+		"Request headers to inspect for usernames.")
+	fs.StringSliceVar(&c.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil,
+		"Request headers to inspect for UIDs.")
+	fs.StringSliceVar(&c.RequestHeaderGroupHeaders, "requestheader-group-headers", []string{"X-Remote-Group"},
+		"Request headers to inspect for groups.")
+	fs.StringSliceVar(&c.RequestHeaderExtraPrefixes, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"},
+		"Request header prefixes to inspect.")
 }
 
 // FrontProxyHeaders are the headers that may carry an identity, by name and by how their names begin. They are taken
 // out of every request, also where no front proxy is configured, since whoever a request is passed on to may believe
 // them.
 func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
-	return slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders), c.RequestHeaderExtraPrefixes
+	return slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders,
+		c.RequestHeaderGroupHeaders), c.RequestHeaderExtraPrefixes
 }
 
 // Server serves HTTPS.
@@ -121,9 +144,17 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 		return fmt.Errorf("--secure-port %d: %w", c.SecurePort, err)
 	}
 	h = wire.Handler(h)
-	srv := &http.Server{Handler: h, TLSConfig: conf, MaxHeaderBytes: 1 << 20, IdleTimeout: 90 * time.Second, ReadHeaderTimeout: 32 * time.Second, ErrorLog: quiet(),
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: int(c.HTTP2MaxStreams), MaxReadFrameSize: resourceBody, MaxReceiveBufferPerStream: resourceBody,
-			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*resourceBody, 1<<30))}}
+	srv := &http.Server{
+		Handler:           h,
+		TLSConfig:         conf,
+		MaxHeaderBytes:    1 << 20,
+		IdleTimeout:       90 * time.Second,
+		ReadHeaderTimeout: 32 * time.Second,
+		ErrorLog:          quiet(),
+		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: int(c.HTTP2MaxStreams), MaxReadFrameSize: resourceBody,
+			MaxReceiveBufferPerStream:     resourceBody,
+			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*resourceBody, 1<<30))},
+	}
 	if err := shareConnections(srv); err != nil {
 		return err
 	}
@@ -135,8 +166,9 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 		return err
 	case <-ctx.Done():
 	}
-	// The order is kube-apiserver's (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served on for the delay;
-	// no new connections, and GOAWAY on those there are; requests end by themselves, watches over their grace period.
+	// The order is kube-apiserver's (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served on for the
+	// delay; no new connections, and GOAWAY on those there are; requests end by themselves, watches over their grace
+	// period.
 	close(s.ShuttingDown)
 	time.Sleep(c.ShutdownDelay)
 	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout+c.WatchGrace)
@@ -166,16 +198,17 @@ const connectionPatience = 30 * time.Second
 // shareConnections serves HTTP/2 over connections that watches may write to together. net/http has no way to serve it
 // over a connection that is not its own, so golang.org/x/net/http2 does.
 func shareConnections(srv *http.Server) error {
-	//lint:ignore SA1019 see above
 	h2 := &http2.Server{}
-	//lint:ignore SA1019 see above; it takes its settings from srv.HTTP2
 	if err := http2.ConfigureServer(srv, h2); err != nil {
 		return err
 	}
 	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
 		shared := wire.NewConn(conn, connectionPatience)
-		//lint:ignore SA1019 see above
-		h2.ServeConn(shared, &http2.ServeConnOpts{Context: shared.Context(context.Background()), BaseConfig: srv, Handler: srv.Handler})
+		h2.ServeConn(shared, &http2.ServeConnOpts{
+			Context:    shared.Context(context.Background()),
+			BaseConfig: srv,
+			Handler:    srv.Handler,
+		})
 	}
 	return nil
 }
@@ -187,7 +220,9 @@ func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) 
 	if c.PermitPortSharing {
 		lc.Control = func(_, _ string, raw syscall.RawConn) error {
 			var serr error
-			err := raw.Control(func(fd uintptr) { serr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1) })
+			err := raw.Control(func(fd uintptr) {
+				serr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)
+			})
 			return errors.Join(err, serr)
 		}
 	}

@@ -19,7 +19,14 @@ func TestAServerStopsInOrder(t *testing.T) {
 	}
 	port := l.Addr().(*net.TCPAddr).Port
 	l.Close()
-	c := &Config{BindAddress: "127.0.0.1", SecurePort: port, RequestTimeout: 30 * time.Second, ShutdownDelay: time.Second, WatchGrace: time.Second, HTTP2MaxStreams: 100}
+	c := &Config{
+		BindAddress:     "127.0.0.1",
+		SecurePort:      port,
+		RequestTimeout:  30 * time.Second,
+		ShutdownDelay:   time.Second,
+		WatchGrace:      time.Second,
+		HTTP2MaxStreams: 100,
+	}
 	c.TLS.CertFile, c.TLS.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "server", "localhost")
 	s := NewServer(c)
 	begun, end := make(chan struct{}), make(chan struct{})
@@ -33,7 +40,11 @@ func TestAServerStopsInOrder(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- s.Run(ctx, h) }()
 	get := func(path string) error {
-		client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, ForceAttemptHTTP2: true}}
+		client := &http.Client{Transport: &http.Transport{
+			DisableKeepAlives: true,
+			TLSClientConfig:   &tls.Config{InsecureSkipVerify: true},
+			ForceAttemptHTTP2: true,
+		}}
 		resp, err := client.Get("https://" + net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) + path)
 		if err == nil {
 			resp.Body.Close()

@@ -23,10 +23,15 @@ type TLSConfig struct {
 
 func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.CertFile, "tls-cert-file", "", "File containing the default x509 certificate for HTTPS.")
-	fs.StringVar(&c.KeyFile, "tls-private-key-file", "", "File containing the default x509 private key matching --tls-cert-file.")
-	fs.Var(cliflag.NewNamedCertKeyArray(&c.SNI), "tls-sni-cert-key", "A pair of x509 certificate and private key file paths, optionally suffixed with a list of domain patterns: cert.pem,key.pem:*.example.com. It may be given several times.")
-	fs.StringVar(&c.MinVersion, "tls-min-version", "", "Minimum TLS version supported: VersionTLS12 (the default) or VersionTLS13.")
-	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil, "Comma-separated list of cipher suites for TLS 1.2; Go's defaults where it is not given.")
+	fs.StringVar(&c.KeyFile, "tls-private-key-file", "",
+		"File containing the default x509 private key matching --tls-cert-file.")
+	fs.Var(cliflag.NewNamedCertKeyArray(&c.SNI), "tls-sni-cert-key",
+		"A pair of x509 certificate and private key file paths, optionally suffixed with a list of domain patterns: "+
+			"cert.pem,key.pem:*.example.com. It may be given several times.")
+	fs.StringVar(&c.MinVersion, "tls-min-version", "",
+		"Minimum TLS version supported: VersionTLS12 (the default) or VersionTLS13.")
+	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil,
+		"Comma-separated list of cipher suites for TLS 1.2; Go's defaults where it is not given.")
 }
 
 // config is the server's TLS configuration, kept up to date until ctx is done. clientCA and requestHeaderCA name the
@@ -43,7 +48,13 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 	if err != nil {
 		return nil, fmt.Errorf("--tls-cipher-suites: %w", err)
 	}
-	base := &tls.Config{MinVersion: minimum, CipherSuites: suites, DynamicRecordSizingDisabled: true, ClientAuth: tls.RequestClientCert, NextProtos: []string{"h2", "http/1.1"}}
+	base := &tls.Config{
+		MinVersion:                  minimum,
+		CipherSuites:                suites,
+		DynamicRecordSizingDisabled: true,
+		ClientAuth:                  tls.RequestClientCert,
+		NextProtos:                  []string{"h2", "http/1.1"},
+	}
 	serving, err := dynamiccertificates.NewDynamicServingContentFromFiles("serving-cert", c.CertFile, c.KeyFile)
 	if err != nil {
 		return nil, fmt.Errorf("--tls-cert-file %q with --tls-private-key-file %q: %w", c.CertFile, c.KeyFile, err)
@@ -51,14 +62,16 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 	providers := []reloader{serving}
 	var sni []dynamiccertificates.SNICertKeyContentProvider
 	for _, n := range c.SNI {
-		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("sni-serving-cert", n.CertFile, n.KeyFile, n.Names...)
+		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("sni-serving-cert", n.CertFile, n.KeyFile,
+			n.Names...)
 		if err != nil {
 			return nil, fmt.Errorf("--tls-sni-cert-key %q: %w", n.String(), err)
 		}
 		sni, providers = append(sni, p), append(providers, p)
 	}
 	var authorities []dynamiccertificates.CAContentProvider
-	for _, f := range []struct{ flag, file string }{{"client-ca-file", clientCA}, {"requestheader-client-ca-file", requestHeaderCA}} {
+	for _, f := range []struct{ flag, file string }{{"client-ca-file", clientCA},
+		{"requestheader-client-ca-file", requestHeaderCA}} {
 		if f.file == "" {
 			continue
 		}

@@ -52,13 +52,17 @@ func dial(t *testing.T, conf *tls.Config, name string, most uint16) (s seen, err
 			c.Close()
 		}
 	}()
-	c, err := tls.Dial("tcp", l.Addr().String(), &tls.Config{ServerName: name, InsecureSkipVerify: true, MaxVersion: most,
+	c, err := tls.Dial("tcp", l.Addr().String(), &tls.Config{
+		ServerName:         name,
+		InsecureSkipVerify: true,
+		MaxVersion:         most,
 		GetClientCertificate: func(r *tls.CertificateRequestInfo) (*tls.Certificate, error) {
 			for _, a := range r.AcceptableCAs {
 				s.asked = append(s.asked, string(a))
 			}
 			return &tls.Certificate{}, nil
-		}})
+		},
+	})
 	if err != nil {
 		return s, err
 	}
@@ -124,14 +128,19 @@ func TestBadTLSSettingsNameTheirFlag(t *testing.T) {
 		"--tls-cert-file":     {CertFile: crt, KeyFile: dir + "/none"},
 		"--tls-min-version":   {CertFile: crt, KeyFile: key, MinVersion: "1.2"},
 		"--tls-cipher-suites": {CertFile: crt, KeyFile: key, CipherSuites: []string{"ROT13"}},
-		"--tls-sni-cert-key":  {CertFile: crt, KeyFile: key, SNI: []cliflag.NamedCertKey{{CertFile: dir + "/none", KeyFile: key}}},
+		"--tls-sni-cert-key": {
+			CertFile: crt,
+			KeyFile:  key,
+			SNI:      []cliflag.NamedCertKey{{CertFile: dir + "/none", KeyFile: key}},
+		},
 	} {
 		if _, err := c.config(t.Context(), "", ""); err == nil || !strings.Contains(err.Error(), flag) {
 			t.Errorf("%s: %v", flag, err)
 		}
 	}
 	c := TLSConfig{CertFile: crt, KeyFile: key}
-	if _, err := c.config(t.Context(), dir+"/none", ""); err == nil || !strings.Contains(err.Error(), "--client-ca-file") {
+	if _, err := c.config(t.Context(), dir+"/none", ""); err == nil ||
+		!strings.Contains(err.Error(), "--client-ca-file") {
 		t.Errorf("%v", err)
 	}
 }

@@ -53,19 +53,20 @@ type builtIn struct{}
 // has follows the routes that k8s.io/apiserver/pkg/endpoints/installer.go registers: a cluster's own objects have no
 // namespace, a namespaced object has one, and what can only be created has neither lists nor names.
 func (builtIn) has(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Request) bool {
-	any := func(verbs ...string) bool {
+	takes := func(verbs ...string) bool {
 		return slices.ContainsFunc(verbs, func(v string) bool { return slices.Contains(e.Verbs, v) })
 	}
 	switch {
 	case len(e.ConnectMethods) > 0:
-		// What was authorized is what the path said. There is one path to what is connected to, and it says what the method
-		// does.
-		if info.Name == "" || watchPath(req) || len(info.Parts) < 2 || info.Parts[1] != info.Name || info.Verb != methodVerbs[req.Method] {
+		// What was authorized is what the path said. There is one path to what is connected to, and it says what the
+		// method does.
+		if info.Name == "" || watchPath(req) || len(info.Parts) < 2 || info.Parts[1] != info.Name ||
+			info.Verb != methodVerbs[req.Method] {
 			return false
 		}
-	case info.Name != "" && info.Subresource == "" && !any("get", "update", "patch", "delete"),
-		e.Namespaced && info.Namespace == "" && info.Name == "" && !any("list", "watch"),
-		watchPath(req) && !any("watch"):
+	case info.Name != "" && info.Subresource == "" && !takes("get", "update", "patch", "delete"),
+		e.Namespaced && info.Namespace == "" && info.Name == "" && !takes("list", "watch"),
+		watchPath(req) && !takes("watch"):
 		return false
 	}
 	if info.Resource == "namespaces" && info.APIGroup == "" {
@@ -88,7 +89,8 @@ func (d builtIn) supports(c *call) error {
 		return answer.MethodNotAllowed
 	}
 	// Only types of Go's own can be merged strategically.
-	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes, t) && t != string(types.StrategicMergePatchType) {
+	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes, t) &&
+		t != string(types.StrategicMergePatchType) {
 		return answer.Code(http.StatusUnsupportedMediaType, "Unsupported Media Type")
 	}
 	return nil

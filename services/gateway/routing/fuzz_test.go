@@ -14,14 +14,24 @@ import (
 )
 
 func entryOf() *registryv1.ResourceEntry {
-	return &registryv1.ResourceEntry{StoredAs: "pods", Namespaced: true, Table: true, Verbs: []string{"get", "list", "watch"},
-		Resource: &commonv1.Resource{Version: "v1", Resource: "pods"}, Kind: &commonv1.Kind{Version: "v1", Kind: "Pod"},
+	return &registryv1.ResourceEntry{
+		StoredAs:         "pods",
+		Namespaced:       true,
+		Table:            true,
+		Verbs:            []string{"get", "list", "watch"},
+		Resource:         &commonv1.Resource{Version: "v1", Resource: "pods"},
+		Kind:             &commonv1.Kind{Version: "v1", Kind: "Pod"},
 		MediaTypes:       []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"},
-		SelectableFields: map[string]string{"metadata.name": "metadata.name", "spec.nodeName": "spec.nodeName"}}
+		SelectableFields: map[string]string{"metadata.name": "metadata.name", "spec.nodeName": "spec.nodeName"},
+	}
 }
 
 func callOf(query, accept string) *call {
-	req := &http.Request{Method: http.MethodGet, URL: &url.URL{Path: "/api/v1/pods", RawQuery: query}, Header: http.Header{}}
+	req := &http.Request{
+		Method: http.MethodGet,
+		URL:    &url.URL{Path: "/api/v1/pods", RawQuery: query},
+		Header: http.Header{},
+	}
 	if accept != "" {
 		req.Header["Accept"] = []string{accept}
 	}

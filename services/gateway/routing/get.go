@@ -56,7 +56,8 @@ func (c *call) getFromTier() ([]byte, bool) {
 // tierVersion is the resourceVersion that a GET asks the watch tier for; ok is false where it is not the tier's to
 // answer.
 func (c *call) tierVersion() (version string, ok bool) {
-	if c.router.TierGets == nil || c.decides() || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || !c.offers("watch") {
+	if c.router.TierGets == nil || c.decides() || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" ||
+		!c.offers("watch") {
 		return "", false
 	}
 	if c.out.As != nil || c.out.Pretty || !streamed(c.out.MediaType) {

@@ -32,7 +32,8 @@ func (i *Interests) Run(ctx context.Context) {
 		func(error) { i.current.Store(nil) })
 }
 
-var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE,
+var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE,
+	admissionv1.Operation_OPERATION_UPDATE,
 	admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}
 
 // For is the operations on r that each phase looks at.
@@ -46,7 +47,8 @@ func (i *Interests) For(r *commonv1.Resource) (admit, validate []admissionv1.Ope
 
 func matching(all []*admissionv1.Interest, r *commonv1.Resource) (ops []admissionv1.Operation) {
 	for _, in := range all {
-		if (in.Group == "*" || in.Group == r.Group) && (in.Resource == "*" || in.Resource == r.Resource) && (in.Subresource == "*" || in.Subresource == r.Subresource) {
+		if (in.Group == "*" || in.Group == r.Group) && (in.Resource == "*" || in.Resource == r.Resource) &&
+			(in.Subresource == "*" || in.Subresource == r.Subresource) {
 			ops = append(ops, in.Operations...)
 		}
 	}

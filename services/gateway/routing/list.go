@@ -26,7 +26,8 @@ import (
 
 // Lister answers lists from encoded bytes.
 type Lister interface {
-	List(context.Context, *watchfanoutv1.ListRequest, ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.ListChunk], error)
+	List(context.Context, *watchfanoutv1.ListRequest,
+		...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.ListChunk], error)
 }
 
 // answersWithin is how long the watch tier may be silent before registry is asked in its place: a replica may be there,
@@ -52,7 +53,8 @@ func (c *call) listFrom(p *plan) {
 	listing, cancel := context.WithCancel(ctx)
 	defer cancel()
 	silent := time.AfterFunc(answersWithin, cancel)
-	if c.decides() && !ofOne(p.query) { // nobody else is to be asked; of one object another registry may be, where this one hangs
+	// nobody else is to be asked; of one object another registry may be, where this one hangs
+	if c.decides() && !ofOne(p.query) {
 		silent.Stop()
 	}
 	stream, err := p.from.Lists.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{
@@ -130,9 +132,10 @@ func (c *call) listFromRegistry() {
 	if slices.ContainsFunc(c.user.GetGroups(), func(g string) bool { return slices.Contains(first, g) }) {
 		lists = c.router.FirstLists
 	}
-	data, err := lists.GetFor(c.req.Context(), identity.Owner(c.user.GetName()), string(key), func(ctx context.Context) ([]byte, error) {
-		return c.readList(ctx, r)
-	})
+	data, err := lists.GetFor(c.req.Context(), identity.Owner(c.user.GetName()), string(key),
+		func(ctx context.Context) ([]byte, error) {
+			return c.readList(ctx, r)
+		})
 	if errors.Is(err, coalesce.ErrBusy) {
 		err = apierrors.NewTooManyRequests("too many lists are waiting for etcd, please try again later", 1)
 	}
@@ -150,7 +153,8 @@ var first = []string{identity.ServicesGroup, user.SystemPrivilegedGroup, user.No
 func listQuery(q url.Values) string {
 	for k := range q {
 		switch k {
-		case "labelSelector", "fieldSelector", "limit", "continue", "resourceVersion", "resourceVersionMatch", "timeoutSeconds", "includeObject", "watch",
+		case "labelSelector", "fieldSelector", "limit", "continue", "resourceVersion", "resourceVersionMatch",
+			"timeoutSeconds", "includeObject", "watch",
 			"allowWatchBookmarks", "sendInitialEvents", "shardSelector":
 		default:
 			delete(q, k)
@@ -164,7 +168,10 @@ func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) (data []b
 	defer cancel()
 	stream, err := c.router.Objects.List(ctx, r)
 	if err == nil {
-		err = rpc.Each(stream, func(chunk *registryv1.ListChunk) error { data = append(data, chunk.Data...); return nil })
+		err = rpc.Each(stream, func(chunk *registryv1.ListChunk) error {
+			data = append(data, chunk.Data...)
+			return nil
+		})
 	}
 	return data, err
 }

@@ -23,7 +23,8 @@ func (c *call) negotiate() (*registryv1.Output, error) {
 	if c.entry.Deprecation != "" {
 		warning.AddWarning(c.req.Context(), "", c.entry.Deprecation)
 	}
-	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(), restrictions{c.dialect, c.entry})
+	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(),
+		restrictions{c.dialect, c.entry})
 	if !ok {
 		return nil, negotiation.NewNotAcceptableError(c.entry.MediaTypes)
 	}
@@ -80,7 +81,8 @@ func pretty(req *http.Request) bool {
 		}
 	}
 	agent := req.UserAgent()
-	return strings.HasPrefix(agent, "curl") || strings.HasPrefix(agent, "Wget") || strings.HasPrefix(agent, "Mozilla/5.0")
+	return strings.HasPrefix(agent, "curl") || strings.HasPrefix(agent, "Wget") ||
+		strings.HasPrefix(agent, "Mozilla/5.0")
 }
 
 func mediaType(req *http.Request) string {

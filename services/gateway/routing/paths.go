@@ -8,11 +8,20 @@ import (
 // watchPath recognizes the old form of a watch, /api/v1/watch/….
 func watchPath(req *http.Request) bool {
 	parts := strings.SplitN(strings.TrimPrefix(req.URL.Path, "/"), "/", 5)
-	return len(parts) > 3 && (parts[0] == "api" && parts[2] == "watch" || len(parts) > 4 && parts[0] == "apis" && parts[3] == "watch")
+	return len(parts) > 3 && (parts[0] == "api" && parts[2] == "watch" || len(parts) > 4 && parts[0] == "apis" &&
+		parts[3] == "watch")
 }
 
 // methodVerbs are what RequestInfo makes of methods for a path that names an object.
-var methodVerbs = map[string]string{http.MethodPost: "create", http.MethodGet: "get", http.MethodHead: "get", http.MethodPut: "update", http.MethodPatch: "patch", http.MethodDelete: "delete", http.MethodOptions: ""}
+var methodVerbs = map[string]string{
+	http.MethodPost:    "create",
+	http.MethodGet:     "get",
+	http.MethodHead:    "get",
+	http.MethodPut:     "update",
+	http.MethodPatch:   "patch",
+	http.MethodDelete:  "delete",
+	http.MethodOptions: "",
+}
 
 // namespace is the request's; a cluster's own objects have none, though RequestInfo gives a namespace its own name.
 func (c *call) namespace() string {

@@ -71,7 +71,8 @@ func (c *call) plan() (*plan, error) {
 func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
 	opts := &internalversion.ListOptions{}
 	if u.RawQuery != "" {
-		if err := metainternalversionscheme.ParameterCodec.DecodeParameters(u.Query(), metav1.SchemeGroupVersion, opts); err != nil {
+		if err := metainternalversionscheme.ParameterCodec.DecodeParameters(u.Query(), metav1.SchemeGroupVersion,
+			opts); err != nil {
 			return nil, apierrors.NewBadRequest(err.Error())
 		}
 	}
@@ -84,10 +85,12 @@ func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
 
 // encoded says whether the answer is made of the bytes that a source holds.
 func (c *call) encoded() bool {
-	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" || len(content.IsPathSegmentName(c.namespace())) > 0 {
+	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" ||
+		len(content.IsPathSegmentName(c.namespace())) > 0 {
 		return false
 	}
-	return c.info.Verb == "watch" || streamed(c.out.MediaType) && !c.out.Pretty && c.out.GetAs().GetKind() != "PartialObjectMetadata"
+	return c.info.Verb == "watch" || streamed(c.out.MediaType) && !c.out.Pretty &&
+		c.out.GetAs().GetKind() != "PartialObjectMetadata"
 }
 
 // streamed says whether a media type is one that sources write.

@@ -25,7 +25,11 @@ func TestWhoDecidesIsAnsweredByRegistry(t *testing.T) {
 	}
 	e := entryOf()
 	e.Verbs = []string{"get", "list", "watch"}
-	for group, decides := range map[string]bool{identity.ServicesGroup: true, "system:masters": false, "system:nodes": false} {
+	for group, decides := range map[string]bool{
+		identity.ServicesGroup: true,
+		"system:masters":       false,
+		"system:nodes":         false,
+	} {
 		c := &call{
 			router:  r,
 			req:     &http.Request{URL: &url.URL{}},

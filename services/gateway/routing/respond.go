@@ -47,7 +47,9 @@ func (c *call) begin(size int64) (write func([][]byte) error, end func()) {
 		c.w.WriteHeader(http.StatusOK)
 		if http.NewResponseController(c.w).Flush() == nil && stream.Take(ctx, 0) {
 			patience := c.router.Tier.Watches.Config.WriteTimeout
-			return func(parts [][]byte) error { return stream.Write(ctx, patience, parts...) }, func() { _ = stream.Finish(ctx) }
+			return func(parts [][]byte) error {
+				return stream.Write(ctx, patience, parts...)
+			}, func() { _ = stream.Finish(ctx) }
 		}
 	}
 	to := body.NewWriter(c.w, c.req, c.out.MediaType, http.StatusOK, size)

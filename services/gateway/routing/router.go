@@ -2,8 +2,8 @@
 // registry, where authn, authz or admission read), all else to registry, with admission and authorization asked for on
 // registry's behalf.
 //
-// The way of a request: Router.ServeHTTP finds the resource, call.serve negotiates and goes by verb: get, list and watch
-// go where plan says, write converses with registry, and connect carries bytes to where registry says.
+// The way of a request: Router.ServeHTTP finds the resource, call.serve negotiates and goes by verb: get, list and
+// watch go where plan says, write converses with registry, and connect carries bytes to where registry says.
 package routing
 
 import (
@@ -41,7 +41,8 @@ type Router struct {
 	Interests *Interests
 	// Objects is registry, for what the watch tier does not answer.
 	Objects registryv1.ObjectsClient
-	// Tier is the watch tier, and Policy what answers its questions for the services that decide by the answers: registry.
+	// Tier is the watch tier, and Policy what answers its questions for the services that decide by the answers:
+	// registry.
 	Tier, Policy Source
 	// TierGets answers a GET of an object as it is stored; nil: registry does.
 	TierGets watchfanoutv1.WatchClient
@@ -104,7 +105,8 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		scope = "namespace"
 	}
 	d := dialectOf(entry)
-	metrics.InstrumentHandlerFunc(strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion, info.Resource, info.Subresource, scope,
+	metrics.InstrumentHandlerFunc(strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion, info.Resource,
+		info.Subresource, scope,
 		metrics.APIServerComponent, d.deprecated(entry), entry.RemovedRelease,
 		func(w http.ResponseWriter, req *http.Request) {
 			c := &call{router: r, w: w, req: req, info: info, entry: entry, dialect: d, user: identity.UserProto(u)}
@@ -130,7 +132,10 @@ func find(view *catalog.View, info *request.RequestInfo, req *http.Request) (*re
 	main, defined := view.Entry(info.APIGroup, info.APIVersion, info.Resource, "")
 	switch {
 	case !ok && defined && main.Untyped && scoped(main, info): // a subresource that a CRD does not have
-		return nil, apierrors.NewNotFound(schema.GroupResource{Group: info.APIGroup, Resource: info.Resource}, info.Name)
+		return nil, apierrors.NewNotFound(schema.GroupResource{
+			Group:    info.APIGroup,
+			Resource: info.Resource,
+		}, info.Name)
 	case view.BuiltIn(info.APIGroup):
 		return nil, answer.PageNotFound
 	}

@@ -55,14 +55,16 @@ func (c *call) writeRequest() *registryv1.WriteRequest {
 // reviewed, which might ask again without end. kube-apiserver's plugins ask its authorizer without a request.
 func (c *call) asksItself() bool {
 	return c.user.GetName() == identity.Admission && slices.Contains(c.user.GetGroups(), identity.ServicesGroup) &&
-		c.entry.Resource.GetGroup() == "authorization.k8s.io" && c.entry.Resource.GetResource() == "subjectaccessreviews"
+		c.entry.Resource.GetGroup() == "authorization.k8s.io" &&
+		c.entry.Resource.GetResource() == "subjectaccessreviews"
 }
 
 // conversation is a stream on which registry may ask back before it answers.
 type conversation = grpc.BidiStreamingClient[registryv1.WriteCall, registryv1.WriteReply]
 
 // converse sends one request and answers what registry asks until it has an answer.
-func (c *call) converse(r *registryv1.WriteRequest, open func(context.Context, ...grpc.CallOption) (conversation, error)) (*registryv1.WriteReply, error) {
+func (c *call) converse(r *registryv1.WriteRequest,
+	open func(context.Context, ...grpc.CallOption) (conversation, error)) (*registryv1.WriteReply, error) {
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
 	stream, err := open(ctx)

@@ -34,10 +34,15 @@ type Config struct {
 
 // AddFlags adds them to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&c.KubeletCertFile, "kubelet-client-certificate", "", "Path to a client cert file for TLS to kubelets.")
+	fs.StringVar(&c.KubeletCertFile, "kubelet-client-certificate", "",
+		"Path to a client cert file for TLS to kubelets.")
 	fs.StringVar(&c.KubeletKeyFile, "kubelet-client-key", "", "Path to a client key file for TLS to kubelets.")
-	fs.StringVar(&c.KubeletCAFile, "kubelet-certificate-authority", "", "Path to a cert file for the certificate authority of kubelets. Without it a kubelet's certificate is not checked.")
-	fs.Int64Var(&c.Rate, "max-connection-bytes-per-sec", 0, "If non-zero, throttle each user connection to this number of bytes/sec. Applies to exec, attach, port-forward and proxy.")
+	fs.StringVar(&c.KubeletCAFile, "kubelet-certificate-authority", "",
+		"Path to a cert file for the certificate authority of kubelets. Without it a kubelet's certificate is not "+
+			"checked.")
+	fs.Int64Var(&c.Rate, "max-connection-bytes-per-sec", 0,
+		"If non-zero, throttle each user connection to this number of bytes/sec. Applies to exec, attach, "+
+			"port-forward and proxy.")
 }
 
 // Carrier carries.
@@ -49,13 +54,19 @@ type Carrier struct {
 // New reads the certificates.
 func New(c *Config) (*Carrier, error) {
 	kubelet := func(insecure bool) (http.RoundTripper, error) {
-		t := transport.TLSConfig{CertFile: c.KubeletCertFile, KeyFile: c.KubeletKeyFile, CAFile: c.KubeletCAFile, ReloadTLSFiles: true}
+		t := transport.TLSConfig{
+			CertFile:       c.KubeletCertFile,
+			KeyFile:        c.KubeletKeyFile,
+			CAFile:         c.KubeletCAFile,
+			ReloadTLSFiles: true,
+		}
 		if insecure || c.KubeletCAFile == "" {
 			t.CAFile, t.Insecure = "", true
 		}
 		rt, err := transport.New(&transport.Config{TLS: t})
 		if err != nil {
-			return nil, fmt.Errorf("--kubelet-client-certificate %q, --kubelet-client-key %q, --kubelet-certificate-authority %q: %w", c.KubeletCertFile, c.KubeletKeyFile, c.KubeletCAFile, err)
+			return nil, fmt.Errorf("--kubelet-client-certificate %q, --kubelet-client-key %q, "+
+				"--kubelet-certificate-authority %q: %w", c.KubeletCertFile, c.KubeletKeyFile, c.KubeletCAFile, err)
 		}
 		return rt, nil
 	}
@@ -68,14 +79,19 @@ func New(c *Config) (*Carrier, error) {
 		return nil, err
 	}
 	dialer := &net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}
-	proxied := utilnet.SetTransportDefaults(&http.Transport{DialContext: dialer.DialContext, TLSClientConfig: &tls.Config{InsecureSkipVerify: true}}) // pods have certificates of their own making
+	proxied := utilnet.SetTransportDefaults(&http.Transport{
+		DialContext:     dialer.DialContext,
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true},
+	}) // pods have certificates of their own making
 	return &Carrier{c, map[registryv1.Transport]http.RoundTripper{
-		registryv1.Transport_TRANSPORT_KUBELET: checked, registryv1.Transport_TRANSPORT_KUBELET_INSECURE: unchecked, registryv1.Transport_TRANSPORT_PROXY: proxied,
+		registryv1.Transport_TRANSPORT_KUBELET: checked, registryv1.Transport_TRANSPORT_KUBELET_INSECURE: unchecked,
+		registryv1.Transport_TRANSPORT_PROXY: proxied,
 	}}, nil
 }
 
 // Serve carries one request for the object with a name over c. fail answers an error before anything else was answered.
-func (k *Carrier) Serve(w http.ResponseWriter, req *http.Request, name string, c *registryv1.Connection, fail func(error)) {
+func (k *Carrier) Serve(w http.ResponseWriter, req *http.Request, name string, c *registryv1.Connection,
+	fail func(error)) {
 	if c.Url == "" { // a log of a pod that is nowhere yet
 		w.WriteHeader(http.StatusNoContent)
 		return
@@ -95,10 +111,16 @@ func (k *Carrier) Serve(w http.ResponseWriter, req *http.Request, name string, c
 	var h http.Handler = plain
 	if s := c.Translate; s != nil && s.PortForward {
 		proxymetrics.IncWebSocketStreamingRequest(req.Context(), "portforward", "translated_at_apiserver")
-		h = translator.NewTranslatingHandler(plain, translator.NewTunnelingHandler(plain), wsstream.IsWebSocketRequestWithTunnelingProtocol)
+		h = translator.NewTranslatingHandler(plain, translator.NewTunnelingHandler(plain),
+			wsstream.IsWebSocketRequestWithTunnelingProtocol)
 	} else if s != nil {
 		proxymetrics.IncWebSocketStreamingRequest(req.Context(), "exec", "translated_at_apiserver")
-		streams := translator.NewStreamTranslatorHandler(at, via, k.config.Rate, translator.Options{Stdin: s.Stdin, Stdout: s.Stdout, Stderr: s.Stderr, Tty: s.Tty})
+		streams := translator.NewStreamTranslatorHandler(at, via, k.config.Rate, translator.Options{
+			Stdin:  s.Stdin,
+			Stdout: s.Stdout,
+			Stderr: s.Stderr,
+			Tty:    s.Tty,
+		})
 		h = translator.NewTranslatingHandler(plain, streams, wsstream.IsWebSocketRequestWithStreamCloseProtocol)
 	}
 	h.ServeHTTP(w, req)
@@ -110,9 +132,11 @@ type responder func(error)
 func (r responder) Error(_ http.ResponseWriter, _ *http.Request, err error) { r(err) }
 
 // log answers a container's log, or what the kubelet says is wrong, in the API's own words.
-func (k *Carrier) log(w http.ResponseWriter, req *http.Request, name string, c *registryv1.Connection, at *url.URL, via http.RoundTripper, fail func(error)) {
+func (k *Carrier) log(w http.ResponseWriter, req *http.Request, name string, c *registryv1.Connection, at *url.URL,
+	via http.RoundTripper, fail func(error)) {
 	s := &genericrest.LocationStreamer{Location: at, Transport: via, ContentType: c.ContentType, Flush: c.Flush,
-		ResponseChecker: genericrest.NewGenericHttpResponseChecker(schema.GroupResource{Resource: "pods/log"}, name), RedirectChecker: genericrest.PreventRedirects}
+		ResponseChecker: genericrest.NewGenericHttpResponseChecker(schema.GroupResource{Resource: "pods/log"}, name),
+		RedirectChecker: genericrest.PreventRedirects}
 	out, flush, contentType, err := s.InputStream(req.Context(), "v1", req.Header.Get("Accept"))
 	if err != nil {
 		fail(err)

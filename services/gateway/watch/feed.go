@@ -173,7 +173,8 @@ func (f *feed) next(s *subscriber) ([][]byte, error) {
 
 // owes says whether a client that has seen every event is due the newest bookmark.
 func (f *feed) owes(s *subscriber, now time.Time) bool {
-	return s.bookmarks && s.marks < f.bookmarks && !now.Before(s.due) && !f.bookmark.at.Before(s.at) && !f.bookmark.at.Before(s.skip)
+	return s.bookmarks && s.marks < f.bookmarks && !now.Before(s.due) && !f.bookmark.at.Before(s.at) &&
+		!f.bookmark.at.Before(s.skip)
 }
 
 // marked notes that the newest bookmark was sent.
@@ -296,7 +297,8 @@ func (f *feed) hold(n int) {
 // own.
 func (f *feed) trim() {
 	over := func() bool {
-		return f.bytes > f.hub.Config.FeedBytes || f.hub.room().held.Load() > f.hub.Config.FeedsBytes && f.bytes > keptRecent
+		return f.bytes > f.hub.Config.FeedBytes || f.hub.room().held.Load() > f.hub.Config.FeedsBytes &&
+			f.bytes > keptRecent
 	}
 	if f.bytes <= 2*keptRecent && !over() {
 		return
@@ -334,8 +336,14 @@ func (f *feed) end() {
 // itself.
 func (f *feed) run(ctx context.Context) {
 	defer f.end()
-	r := &watchfanoutv1.WatchRequest{Query: f.query, AllowBookmarks: true, SendInitialEvents: new(bool), ColumnsSent: true,
-		ResumeAfter: f.low.Proto(), InitialEventsDone: true}
+	r := &watchfanoutv1.WatchRequest{
+		Query:             f.query,
+		AllowBookmarks:    true,
+		SendInitialEvents: new(bool),
+		ColumnsSent:       true,
+		ResumeAfter:       f.low.Proto(),
+		InitialEventsDone: true,
+	}
 	var lost time.Time
 	for {
 		err := f.follow(ctx, r, func() { lost = time.Time{} })
@@ -358,7 +366,8 @@ func (f *feed) run(ctx context.Context) {
 func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stream, err := f.hub.Client.Watch(rpc.Routed(ctx, f.query.GetEntry().GetStoredAs()), proto.Clone(r).(*watchfanoutv1.WatchRequest), grpc.WaitForReady(false))
+	stream, err := f.hub.Client.Watch(rpc.Routed(ctx, f.query.GetEntry().GetStoredAs()),
+		proto.Clone(r).(*watchfanoutv1.WatchRequest), grpc.WaitForReady(false))
 	for err == nil {
 		var m *watchfanoutv1.WatchFrame
 		if m, err = stream.Recv(); err != nil {

@@ -40,10 +40,15 @@ type Config struct {
 
 // AddFlags adds them to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
-	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute, "How often a watch that allows bookmarks gets one.")
-	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second, "How long a watch's client may take no byte of what is due to it before its stream is ended.")
-	fs.Int64Var(&c.FeedsBytes, "watch-feeds-bytes", 256<<20, "How many bytes of recent events all shared streams together keep for clients that are behind.")
-	fs.IntVar(&c.FeedBytes, "watch-feed-bytes", 4<<20, "How many bytes of recent events are kept for the clients of one shared stream; who falls further behind goes on with a stream of its own.")
+	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute,
+		"How often a watch that allows bookmarks gets one.")
+	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second,
+		"How long a watch's client may take no byte of what is due to it before its stream is ended.")
+	fs.Int64Var(&c.FeedsBytes, "watch-feeds-bytes", 256<<20,
+		"How many bytes of recent events all shared streams together keep for clients that are behind.")
+	fs.IntVar(&c.FeedBytes, "watch-feed-bytes", 4<<20,
+		"How many bytes of recent events are kept for the clients of one shared stream; who falls further behind "+
+			"goes on with a stream of its own.")
 }
 
 const (
@@ -58,9 +63,11 @@ const (
 	firstBookmark = time.Second
 	// acceptAfter is how long an answer may wait for its first frame before its head is sent without one.
 	acceptAfter = 50 * time.Millisecond
-	// existsTimeout is how long a watch waits to be told whether etcd has come to where it begins, before it begins alone.
+	// existsTimeout is how long a watch waits to be told whether etcd has come to where it begins, before it begins
+	// alone.
 	existsTimeout = time.Second
-	// aloneFor is how long a client whose feed has ended stays away from the next one: what ended it may end that as well.
+	// aloneFor is how long a client whose feed has ended stays away from the next one: what ended it may end that as
+	// well.
 	aloneFor = 10 * time.Second
 	// writeAtOnce is about how many bytes are written before a client's patience counts anew.
 	writeAtOnce = 64 << 10
@@ -88,7 +95,8 @@ type Sink interface {
 
 // Streams is the source of events: the watch tier or registry.
 type Streams interface {
-	Watch(context.Context, *watchfanoutv1.WatchRequest, ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error)
+	Watch(context.Context, *watchfanoutv1.WatchRequest,
+		...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error)
 }
 
 // Room accounts for the bytes that feeds keep, up to Config.FeedsBytes. Its zero value is ready to use.
@@ -122,13 +130,34 @@ func (h *Hub) room() *Room {
 
 // Gauges and counters of this package.
 var (
-	clients   = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients", Help: "Open watches of clients."})
-	shared    = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_clients_sharing", Help: "Open watches that share a stream with others that ask the same."})
-	feeds     = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_feeds", Help: "Streams that watches share."})
-	feedBytes = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_gateway_watch_feed_bytes", Help: "Bytes of recent events that shared streams keep."})
-	delivered = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_events_total", Help: "Events written to clients from shared streams."})
-	resumed   = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_resumes_total", Help: "Times that a stream went on with another replica of their source, unseen by clients."})
-	cutOff    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_gateway_watch_slow_clients_total", Help: "Watches ended because the client took nothing for --watch-write-timeout."})
+	clients = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "watershed_gateway_watch_clients",
+		Help: "Open watches of clients.",
+	})
+	shared = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "watershed_gateway_watch_clients_sharing",
+		Help: "Open watches that share a stream with others that ask the same.",
+	})
+	feeds = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "watershed_gateway_watch_feeds",
+		Help: "Streams that watches share.",
+	})
+	feedBytes = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "watershed_gateway_watch_feed_bytes",
+		Help: "Bytes of recent events that shared streams keep.",
+	})
+	delivered = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_gateway_watch_events_total",
+		Help: "Events written to clients from shared streams.",
+	})
+	resumed = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_gateway_watch_resumes_total",
+		Help: "Times that a stream went on with another replica of their source, unseen by clients.",
+	})
+	cutOff = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_gateway_watch_slow_clients_total",
+		Help: "Watches ended because the client took nothing for --watch-write-timeout.",
+	})
 )
 
 // Metrics are this package's collectors.
@@ -139,12 +168,19 @@ func Metrics() []prometheus.Collector {
 // keyOf is everything that makes two watches' events the same.
 func keyOf(q *watchfanoutv1.Query) (key, error) {
 	e := q.GetEntry()
-	short := &watchfanoutv1.Query{Namespace: q.Namespace, LabelSelector: q.LabelSelector, FieldSelector: q.FieldSelector, Output: q.Output, IncludeObject: q.IncludeObject}
+	short := &watchfanoutv1.Query{
+		Namespace:     q.Namespace,
+		LabelSelector: q.LabelSelector,
+		FieldSelector: q.FieldSelector,
+		Output:        q.Output,
+		IncludeObject: q.IncludeObject,
+	}
 	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(short)
 	if err != nil {
 		return key{}, err
 	}
-	for _, s := range []string{e.GetStoredAs(), e.GetResource().GetGroup(), e.GetResource().GetVersion(), e.GetResource().GetResource(), e.GetKind().GetGroup(), e.GetKind().GetVersion(), e.GetKind().GetKind()} {
+	for _, s := range []string{e.GetStoredAs(), e.GetResource().GetGroup(), e.GetResource().GetVersion(),
+		e.GetResource().GetResource(), e.GetKind().GetGroup(), e.GetKind().GetVersion(), e.GetKind().GetKind()} {
 		data = append(append(data, 0), s...)
 	}
 	return sha256.Sum256(data), nil

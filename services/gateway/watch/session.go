@@ -28,8 +28,8 @@ type Request struct {
 	BookmarkPeriod time.Duration
 	// Stopping ends it early: the gateway shuts down.
 	Stopping <-chan struct{}
-	// Moved is closed when permissions may have been taken away, and Allowed then says whether the client may still watch.
-	// It waits, for a while, where nobody can be asked.
+	// Moved is closed when permissions may have been taken away, and Allowed then says whether the client may still
+	// watch. It waits, for a while, where nobody can be asked.
 	Moved   func() <-chan struct{}
 	Allowed func(ctx context.Context) bool
 }
@@ -51,7 +51,8 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 		out.Open()
 		return
 	}
-	if r.BookmarkPeriod == 0 { // who measures by bookmarks is to have the response at once, also where nothing is to come
+	// who measures by bookmarks is to have the response at once, also where nothing is to come
+	if r.BookmarkPeriod == 0 {
 		s.open()
 	}
 	// A watch from a known revision has no initial events: it may share from the start.

@@ -66,7 +66,8 @@ type stream struct {
 	columns bool
 }
 
-func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest, _ ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
+func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
+	_ ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.asked = append(t.asked, r)
@@ -77,10 +78,17 @@ func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest, _ ...gr
 		s.expired = s.at < t.low
 	default: // initial events: the state is one object
 		s.at = t.log[len(t.log)-1]
-		s.first = append(s.first, &watchfanoutv1.WatchFrame{Data: []byte("initial\n"), InitialEventsDone: true, Position: &watchfanoutv1.Position{Revision: s.at, Index: events.LastIndex}})
+		s.first = append(s.first, &watchfanoutv1.WatchFrame{
+			Data:              []byte("initial\n"),
+			InitialEventsDone: true,
+			Position:          &watchfanoutv1.Position{Revision: s.at, Index: events.LastIndex},
+		})
 	}
 	if !s.expired && (t.ahead == 0 || s.at <= t.ahead) {
-		s.first = append(s.first, &watchfanoutv1.WatchFrame{Position: &watchfanoutv1.Position{Revision: s.at, Index: events.LastIndex}})
+		s.first = append(s.first, &watchfanoutv1.WatchFrame{Position: &watchfanoutv1.Position{
+			Revision: s.at,
+			Index:    events.LastIndex,
+		}})
 	}
 	return s, nil
 }
@@ -115,7 +123,12 @@ func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
 					mark.Bookmark = true
 				}
 				s.columns = s.columns || !mark.Bookmark
-				return &watchfanoutv1.WatchFrame{Data: data, Position: p, Marks: []*watchfanoutv1.Mark{mark}, ColumnsSent: s.columns}, nil
+				return &watchfanoutv1.WatchFrame{
+					Data:        data,
+					Position:    p,
+					Marks:       []*watchfanoutv1.Mark{mark},
+					ColumnsSent: s.columns,
+				}, nil
 			}
 		}
 		changed := s.tier.changed
@@ -189,8 +202,18 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 	c := &client{screen: newScreen(), done: make(chan struct{})}
 	ctx, cancel := context.WithCancel(t.Context())
 	c.cancel = cancel
-	r := &Request{WatchRequest: &watchfanoutv1.WatchRequest{ResourceVersion: "5", Query: &watchfanoutv1.Query{Entry: &registryv1.ResourceEntry{StoredAs: "pods"}}},
-		Deadline: time.Now().Add(time.Minute), BookmarkPeriod: h.Config.BookmarkPeriod, Moved: func() <-chan struct{} { return nil }, Allowed: func(context.Context) bool { return true }}
+	r := &Request{
+		WatchRequest: &watchfanoutv1.WatchRequest{
+			ResourceVersion: "5",
+			Query:           &watchfanoutv1.Query{Entry: &registryv1.ResourceEntry{StoredAs: "pods"}},
+		},
+		Deadline:       time.Now().Add(time.Minute),
+		BookmarkPeriod: h.Config.BookmarkPeriod,
+		Moved: func() <-chan struct{} {
+			return nil
+		},
+		Allowed: func(context.Context) bool { return true },
+	}
 	if change != nil {
 		change(r)
 	}
@@ -200,7 +223,16 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 }
 
 func hub(t *tier) *Hub {
-	return &Hub{Client: t, Revision: func(context.Context) (int64, error) { return 1000, nil }, Config: &Config{BookmarkPeriod: time.Minute, WriteTimeout: time.Second, FeedBytes: 1 << 20, FeedsBytes: 1 << 30}}
+	return &Hub{
+		Client:   t,
+		Revision: func(context.Context) (int64, error) { return 1000, nil },
+		Config: &Config{
+			BookmarkPeriod: time.Minute,
+			WriteTimeout:   time.Second,
+			FeedBytes:      1 << 20,
+			FeedsBytes:     1 << 30,
+		},
+	}
 }
 
 func TestThoseWhoAskTheSameShareOneStream(t *testing.T) {
@@ -389,14 +421,20 @@ func TestATableSharesAfterItsFirstRow(t *testing.T) {
 			own++
 		}
 	}
-	if n := len(up.streams()); own != 2 || n != 3 { // two of their own and the feed, in whichever order the clients came
+	if n := len(up.streams()); own != 2 ||
+		n != 3 { // two of their own and the feed, in whichever order the clients came
 		t.Errorf("%d streams, %d without columns sent", n, own)
 	}
 }
 
 // A client that has seen more than the feed has come to is not set back by what it is spared.
 func TestJoiningAFeedThatIsBehindRepeatsNothing(t *testing.T) {
-	f := &feed{hub: hub(newTier()), low: events.Position{Revision: 80, Index: 0}, high: events.Position{Revision: 90, Index: 0}, cancel: func() {}}
+	f := &feed{
+		hub:    hub(newTier()),
+		low:    events.Position{Revision: 80, Index: 0},
+		high:   events.Position{Revision: 90, Index: 0},
+		cancel: func() {},
+	}
 	s := f.join(events.Position{Revision: 100, Index: events.LastIndex})
 	f.publish(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
 		Marks: []*watchfanoutv1.Mark{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}})
@@ -470,11 +508,20 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 	h := hub(newTier())
 	h.Config.FeedBytes, h.Config.FeedsBytes = 4<<20, 3<<20
 	frame := func(r int64, n int) *watchfanoutv1.WatchFrame {
-		return &watchfanoutv1.WatchFrame{Data: make([]byte, n), Position: &watchfanoutv1.Position{Revision: r}, Marks: []*watchfanoutv1.Mark{{End: int32(n), Position: &watchfanoutv1.Position{Revision: r}}}}
+		return &watchfanoutv1.WatchFrame{
+			Data:     make([]byte, n),
+			Position: &watchfanoutv1.Position{Revision: r},
+			Marks:    []*watchfanoutv1.Mark{{End: int32(n), Position: &watchfanoutv1.Position{Revision: r}}},
+		}
 	}
 	var feeds []*feed
 	for range 100 {
-		feeds = append(feeds, &feed{hub: h, low: events.Position{Revision: 1}, high: events.Position{Revision: 1}, cancel: func() {}})
+		feeds = append(feeds, &feed{
+			hub:    h,
+			low:    events.Position{Revision: 1},
+			high:   events.Position{Revision: 1},
+			cancel: func() {},
+		})
 	}
 	for _, f := range feeds {
 		s := f.join(events.Position{Revision: 1})
@@ -494,7 +541,12 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 		t.Errorf("%d bytes are told to be kept by feeds that have ended", n)
 	}
 	for i := range feeds {
-		feeds[i] = &feed{hub: h, low: events.Position{Revision: 1}, high: events.Position{Revision: 1}, cancel: func() {}}
+		feeds[i] = &feed{
+			hub:    h,
+			low:    events.Position{Revision: 1},
+			high:   events.Position{Revision: 1},
+			cancel: func() {},
+		}
 		feeds[i].join(events.Position{Revision: 1}) // and never reads
 		for r := int64(2); r < 30; r++ {
 			feeds[i].publish(frame(r, 20_000))

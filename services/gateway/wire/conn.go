@@ -64,8 +64,8 @@ const (
 	leastWrite = 64 << 10
 	// piece is how much is written to the socket at once: each has the connection's patience anew.
 	piece = 64 << 10
-	// maxStreams is how many streams of a connection are known here at most; the server bounds those that it answers much
-	// lower.
+	// maxStreams is how many streams of a connection are known here at most; the server bounds those that it answers
+	// much lower.
 	maxStreams = 4096
 	// wholeFrame is up to which length a frame is read as a whole; longer ones are passed on as they come.
 	wholeFrame = 64 << 10
@@ -88,8 +88,8 @@ type Conn struct {
 	*tls.Conn
 	// patience is how long the socket may take nothing before the connection is given up.
 	patience time.Duration
-	// token is the request header that tells a handler which stream it answers: the server does not say. It is as random
-	// as need be for no client to know it.
+	// token is the request header that tells a handler which stream it answers: the server does not say. It is as
+	// random as need be for no client to know it.
 	token string
 
 	// The reading side belongs to the server's reading goroutine.
@@ -126,8 +126,18 @@ type Conn struct {
 // NewConn returns a Conn on c, whose handshake is done and has chosen h2. When the client's side takes no byte for as
 // long as patience, the connection is closed.
 func NewConn(c *tls.Conn, patience time.Duration) *Conn {
-	w := &Conn{Conn: c, patience: patience, theirs: firstWindow, token: "x-stream-" + strings.ToLower(rand.Text()), in: bufio.NewReaderSize(c, 8<<10), raw: prefaceBytes,
-		streams: map[uint32]*Stream{}, window: firstWindow, maxFrame: 16384, room: make(chan struct{})}
+	w := &Conn{
+		Conn:     c,
+		patience: patience,
+		theirs:   firstWindow,
+		token:    "x-stream-" + strings.ToLower(rand.Text()),
+		in:       bufio.NewReaderSize(c, 8<<10),
+		raw:      prefaceBytes,
+		streams:  map[uint32]*Stream{},
+		window:   firstWindow,
+		maxFrame: 16384,
+		room:     make(chan struct{}),
+	}
 	w.turn.L = &w.mu
 	return w
 }
@@ -264,7 +274,8 @@ func (c *Conn) settings(body []byte) {
 // credit shares what the client adds to the connection's window: first what was spent here returns, then what the
 // server spent; of what is new each gets half.
 func (c *Conn) credit(frame []byte, n int64) []byte {
-	if c.theirs < firstWindow && c.budget > leastBudget { // streams that the client leaves unread must not starve the server
+	// streams that the client leaves unread must not starve the server
+	if c.theirs < firstWindow && c.budget > leastBudget {
 		c.spent -= min(n, c.spent)
 		c.theirs += n
 		return frame

@@ -11,8 +11,15 @@ import (
 
 // reading is a Conn whose client has sent some bytes.
 func reading(data []byte) *Conn {
-	c := &Conn{theirs: firstWindow, token: "x-stream-token", in: bufio.NewReaderSize(bytes.NewReader(data), 8<<10), streams: map[uint32]*Stream{},
-		window: firstWindow, maxFrame: 16384, room: make(chan struct{})}
+	c := &Conn{
+		theirs:   firstWindow,
+		token:    "x-stream-token",
+		in:       bufio.NewReaderSize(bytes.NewReader(data), 8<<10),
+		streams:  map[uint32]*Stream{},
+		window:   firstWindow,
+		maxFrame: 16384,
+		room:     make(chan struct{}),
+	}
 	c.turn.L = &c.mu
 	return c
 }
@@ -27,9 +34,12 @@ func frameOf(kind, flags byte, id uint32, body []byte) []byte {
 // windows are what the client has said. What comes between is what the server itself writes, in two pieces.
 func FuzzConn(f *testing.F) {
 	f.Add(frameOf(frameHeaders, flagEndHeaders, 1, []byte("block")), frameOf(frameData, 0, 1, []byte("x")))
-	f.Add(frameOf(frameSettings, 0, 0, []byte{0, byte(settingInitialWindow), 0, 0, 0, 1, 0, byte(settingInitialWindow), 0x7f, 0xff, 0xff, 0xff}), frameOf(frameGoAway, 0, 0, make([]byte, 8)))
-	f.Add(append(frameOf(frameHeaders, flagEndHeaders|flagPadded, 3, []byte{1, 'a', 0}), frameOf(frameWindowUpdate, 0, 3, []byte{0, 0, 1, 0})...), frameOf(frameReset, 0, 3, make([]byte, 4)))
-	f.Add(frameOf(frameWindowUpdate, 0, 0, []byte{0x7f, 0xff, 0xff, 0xff}), frameOf(frameContinuation, flagEndHeaders, 1, nil))
+	f.Add(frameOf(frameSettings, 0, 0, []byte{0, byte(settingInitialWindow), 0, 0, 0, 1, 0, byte(settingInitialWindow),
+		0x7f, 0xff, 0xff, 0xff}), frameOf(frameGoAway, 0, 0, make([]byte, 8)))
+	f.Add(append(frameOf(frameHeaders, flagEndHeaders|flagPadded, 3, []byte{1, 'a', 0}),
+		frameOf(frameWindowUpdate, 0, 3, []byte{0, 0, 1, 0})...), frameOf(frameReset, 0, 3, make([]byte, 4)))
+	f.Add(frameOf(frameWindowUpdate, 0, 0, []byte{0x7f, 0xff, 0xff, 0xff}),
+		frameOf(frameContinuation, flagEndHeaders, 1, nil))
 	f.Fuzz(func(t *testing.T, fromClient, fromServer []byte) {
 		c := reading(fromClient)
 		half := len(fromServer) / 2

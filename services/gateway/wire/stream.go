@@ -161,7 +161,8 @@ func (s *Stream) queue(p *parcel, n int) {
 	c.grow(n + (n/c.maxFrame+1)*headBytes)
 	for n > 0 {
 		k := min(n, c.maxFrame)
-		c.queue = append(c.queue, byte(k>>16), byte(k>>8), byte(k), frameData, 0, byte(s.id>>24), byte(s.id>>16), byte(s.id>>8), byte(s.id))
+		c.queue = append(c.queue, byte(k>>16), byte(k>>8), byte(k), frameData, 0, byte(s.id>>24), byte(s.id>>16),
+			byte(s.id>>8), byte(s.id))
 		c.queue = p.take(c.queue, k)
 		n -= k
 	}
@@ -184,7 +185,8 @@ func (s *Stream) Write(ctx context.Context, patience time.Duration, parts ...[]b
 			return err
 		}
 		n := int(min(int64(left), s.window, c.budget, int64(maxQueue-len(c.queue))))
-		if n <= 0 || s.window < min(int64(left), leastWrite, c.window/2) { // a reader that opens its window by crumbs is not fed by crumbs
+		if n <= 0 || s.window < min(int64(left), leastWrite,
+			c.window/2) { // a reader that opens its window by crumbs is not fed by crumbs
 			if last.IsZero() {
 				last = time.Now()
 			}

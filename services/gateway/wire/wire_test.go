@@ -24,16 +24,17 @@ import (
 // serve serves h over Conns.
 func serve(t *testing.T, h http.Handler) *httptest.Server {
 	s := httptest.NewUnstartedServer(h)
-	//lint:ignore SA1019 net/http serves HTTP/2 over its own connections alone
 	h2 := &http2.Server{}
-	//lint:ignore SA1019 as above
 	if err := http2.ConfigureServer(s.Config, h2); err != nil {
 		t.Fatal(err)
 	}
 	s.Config.TLSNextProto["h2"] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
 		c := NewConn(conn, time.Second)
-		//lint:ignore SA1019 as above
-		h2.ServeConn(c, &http2.ServeConnOpts{Context: c.Context(context.Background()), BaseConfig: srv, Handler: Handler(h)})
+		h2.ServeConn(c, &http2.ServeConnOpts{
+			Context:    c.Context(context.Background()),
+			BaseConfig: srv,
+			Handler:    Handler(h),
+		})
 	}
 	s.TLS = &tls.Config{NextProtos: []string{"h2"}}
 	s.StartTLS()
@@ -42,7 +43,10 @@ func serve(t *testing.T, h http.Handler) *httptest.Server {
 }
 
 func client(s *httptest.Server) *http.Client {
-	tr := &http.Transport{TLSClientConfig: s.Client().Transport.(*http.Transport).TLSClientConfig, ForceAttemptHTTP2: true}
+	tr := &http.Transport{
+		TLSClientConfig:   s.Client().Transport.(*http.Transport).TLSClientConfig,
+		ForceAttemptHTTP2: true,
+	}
 	return &http.Client{Transport: tr}
 }
 
@@ -223,7 +227,10 @@ func TestADeadPeerIsGivenUp(t *testing.T) {
 		for s.Write(req.Context(), time.Minute, chunk) == nil {
 		}
 	}))
-	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})
+	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
+		InsecureSkipVerify: true,
+		NextProtos:         []string{"h2"},
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -244,7 +251,10 @@ func TestASmallWindowIsNotShared(t *testing.T) {
 	end := make(chan struct{})
 	defer close(end)
 	srv := serve(t, taking(func(*Stream) { t.Error("taken") }, end))
-	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})
+	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
+		InsecureSkipVerify: true,
+		NextProtos:         []string{"h2"},
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -277,7 +287,12 @@ func raw(t *testing.T, conn net.Conn, settings ...http2.Setting) *http2.Framer {
 			t.Fatal(err)
 		}
 	}
-	if err := errors.Join(f.WriteSettings(settings...), f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: block.Bytes(), EndStream: true, EndHeaders: true})); err != nil {
+	if err := errors.Join(f.WriteSettings(settings...), f.WriteHeaders(http2.HeadersFrameParam{
+		StreamID:      1,
+		BlockFragment: block.Bytes(),
+		EndStream:     true,
+		EndHeaders:    true,
+	})); err != nil {
 		t.Fatal(err)
 	}
 	return f

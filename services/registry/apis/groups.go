@@ -81,20 +81,31 @@ type Options struct {
 
 // NewOptions returns the defaults.
 func NewOptions() Options {
-	return Options{RuntimeConfig: cliflag.ConfigurationMap{}, ServiceNodePortRange: kubeoptions.DefaultServiceNodePortRange}
+	return Options{
+		RuntimeConfig:        cliflag.ConfigurationMap{},
+		ServiceNodePortRange: kubeoptions.DefaultServiceNodePortRange,
+	}
 }
 
 // AddFlags adds them to fs.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.Var(&o.RuntimeConfig, "runtime-config", "A set of key=value pairs that enable or disable built-in APIs, as kube-apiserver's: api/all, api/ga, api/beta, api/alpha or group/version.")
-	fs.StringVar(&o.ServiceClusterIPRange, "service-cluster-ip-range", "10.96.0.0/16", "A CIDR notation IP range from which to assign service cluster IPs; at most two dual-stack CIDRs.")
-	fs.Var(&o.ServiceNodePortRange, "service-node-port-range", "A port range to reserve for services with NodePort visibility.")
+	fs.Var(&o.RuntimeConfig, "runtime-config",
+		"A set of key=value pairs that enable or disable built-in APIs, as kube-apiserver's: api/all, api/ga, "+
+			"api/beta, api/alpha or group/version.")
+	fs.StringVar(&o.ServiceClusterIPRange, "service-cluster-ip-range", "10.96.0.0/16",
+		"A CIDR notation IP range from which to assign service cluster IPs; at most two dual-stack CIDRs.")
+	fs.Var(&o.ServiceNodePortRange, "service-node-port-range",
+		"A port range to reserve for services with NodePort visibility.")
 	fs.BoolVar(&o.AllowPrivileged, "allow-privileged", false, "If true, allow privileged containers.")
 	fs.DurationVar(&o.EventTTL, "event-ttl", time.Hour, "Amount of time to retain events.")
-	fs.StringVar(&o.KubeletCertFile, "kubelet-client-certificate", "", "Path to a client cert file for TLS to kubelets.")
+	fs.StringVar(&o.KubeletCertFile, "kubelet-client-certificate", "",
+		"Path to a client cert file for TLS to kubelets.")
 	fs.StringVar(&o.KubeletKeyFile, "kubelet-client-key", "", "Path to a client key file for TLS to kubelets.")
-	fs.StringVar(&o.KubeletCAFile, "kubelet-certificate-authority", "", "Path to a cert file for the certificate authority of kubelets.")
-	fs.StringSliceVar(&o.KubeletPreferredAddressTypes, "kubelet-preferred-address-types", []string{"Hostname", "InternalDNS", "InternalIP", "ExternalDNS", "ExternalIP"}, "List of the preferred NodeAddressTypes to use for kubelet connections.")
+	fs.StringVar(&o.KubeletCAFile, "kubelet-certificate-authority", "",
+		"Path to a cert file for the certificate authority of kubelets.")
+	fs.StringSliceVar(&o.KubeletPreferredAddressTypes, "kubelet-preferred-address-types",
+		[]string{"Hostname", "InternalDNS", "InternalIP", "ExternalDNS", "ExternalIP"},
+		"List of the preferred NodeAddressTypes to use for kubelet connections.")
 	fs.DurationVar(&o.KubeletTimeout, "kubelet-timeout", 5*time.Second, "Timeout for kubelet operations.")
 }
 
@@ -111,7 +122,8 @@ func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
 		case 1:
 			secondary = *n
 		default:
-			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: must not hold more than 2 ranges", o.ServiceClusterIPRange)
+			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: must not hold more than 2 ranges",
+				o.ServiceClusterIPRange)
 		}
 	}
 	return primary, secondary, nil
@@ -120,7 +132,8 @@ func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
 // Resources is the set of APIs to serve: the default-enabled ones as --runtime-config changes them.
 func (o *Options) Resources() (*serverstorage.ResourceConfig, error) {
 	enabled := serveroptions.APIEnablementOptions{RuntimeConfig: o.RuntimeConfig}
-	if errs := enabled.Validate(legacyscheme.Scheme, apiextensionsapiserver.Scheme, aggregatorscheme.Scheme); len(errs) > 0 {
+	if errs := enabled.Validate(legacyscheme.Scheme, apiextensionsapiserver.Scheme,
+		aggregatorscheme.Scheme); len(errs) > 0 {
 		return nil, fmt.Errorf("--runtime-config %q: %w", o.RuntimeConfig.String(), errors.Join(errs...))
 	}
 	defaults := controlplane.DefaultAPIResourceConfigSource()
@@ -149,7 +162,8 @@ type Deps struct {
 // provider is upstream's contract for one group.
 type provider interface {
 	GroupName() string
-	NewRESTStorage(serverstorage.APIResourceConfigSource, genericregistry.RESTOptionsGetter) (genericapiserver.APIGroupInfo, error)
+	NewRESTStorage(serverstorage.APIResourceConfigSource,
+		genericregistry.RESTOptionsGetter) (genericapiserver.APIGroupInfo, error)
 }
 
 func init() {
@@ -169,18 +183,29 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 	if err != nil {
 		return nil, err
 	}
-	capabilities.Setup(o.AllowPrivileged, 0) // the pods' validation asks; what a connection may carry is the gateway's to bound
+	capabilities.Setup(o.AllowPrivileged,
+		0) // the pods' validation asks; what a connection may carry is the gateway's to bound
 	core, err := corerest.New(corerest.Config{
 		GenericConfig: corerest.GenericConfig{
 			StorageFactory: s.Factory, EventTTL: o.EventTTL, LoopbackClientConfig: d.Loopback, Informers: d.Informers,
 			ServiceAccountIssuer: d.TokenIssuer, ServiceAccountMaxExpiration: d.MaxTokenExpiry,
 			ExtendExpiration: d.ExtendExpiry, MaxExtendedExpiration: d.MaxExtendedTime, APIAudiences: d.TokenAudiences,
 		},
-		Proxy: corerest.ProxyConfig{Transport: &http.Transport{}, KubeletClientConfig: kubeletclient.KubeletClientConfig{
-			Port: 10250, ReadOnlyPort: 10255, PreferredAddressTypes: o.KubeletPreferredAddressTypes, HTTPTimeout: o.KubeletTimeout,
-			TLSClientConfig: kubeletclient.KubeletTLSConfig{CertFile: o.KubeletCertFile, KeyFile: o.KubeletKeyFile, CAFile: o.KubeletCAFile},
-		}},
-		Services: corerest.ServicesConfig{ClusterIPRange: primary, SecondaryClusterIPRange: secondary, NodePortRange: o.ServiceNodePortRange, IPRepairInterval: 3 * time.Minute},
+		Proxy: corerest.ProxyConfig{
+			Transport: &http.Transport{},
+			KubeletClientConfig: kubeletclient.KubeletClientConfig{
+				Port: 10250, ReadOnlyPort: 10255, PreferredAddressTypes: o.KubeletPreferredAddressTypes,
+				HTTPTimeout: o.KubeletTimeout,
+				TLSClientConfig: kubeletclient.KubeletTLSConfig{CertFile: o.KubeletCertFile, KeyFile: o.KubeletKeyFile,
+					CAFile: o.KubeletCAFile},
+			},
+		},
+		Services: corerest.ServicesConfig{
+			ClusterIPRange:          primary,
+			SecondaryClusterIPRange: secondary,
+			NodePortRange:           o.ServiceNodePortRange,
+			IPRepairInterval:        3 * time.Minute,
+		},
 	}, verbs.Authorizer{})
 	if err != nil {
 		return nil, fmt.Errorf("core: %w", err)
@@ -204,9 +229,15 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 		svmrest.RESTStorageProvider{},
 		flowcontrolrest.RESTStorageProvider{InformerFactory: d.Informers},
 		appsrest.StorageProvider{},
-		admissionregistrationrest.RESTStorageProvider{Authorizer: verbs.Authorizer{}, DiscoveryClient: d.Client.Discovery()},
+		admissionregistrationrest.RESTStorageProvider{
+			Authorizer:      verbs.Authorizer{},
+			DiscoveryClient: d.Client.Discovery(),
+		},
 		eventsrest.RESTStorageProvider{TTL: o.EventTTL},
-		resourcerest.RESTStorageProvider{NamespaceClient: d.Client.CoreV1().Namespaces(), Authorizer: verbs.Authorizer{}},
+		resourcerest.RESTStorageProvider{
+			NamespaceClient: d.Client.CoreV1().Namespaces(),
+			Authorizer:      verbs.Authorizer{},
+		},
 	}
 	set := newSet(s.Factory.ResourcePrefix)
 	for _, p := range providers {
@@ -239,10 +270,13 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 
 // definitions is apiextensions.k8s.io, stored as kube-apiserver stores it.
 func definitions(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
-	info := genericapiserver.NewDefaultAPIGroupInfo(apiextensionsv1.GroupName, apiextensionsapiserver.Scheme, metav1.ParameterCodec, apiextensionsapiserver.Codecs)
+	info := genericapiserver.NewDefaultAPIGroupInfo(apiextensionsv1.GroupName, apiextensionsapiserver.Scheme,
+		metav1.ParameterCodec, apiextensionsapiserver.Codecs)
 	options := s.RESTOptionsFor(
-		apiextensionsapiserver.Codecs.LegacyCodec(apiextensionsv1beta1.SchemeGroupVersion, apiextensionsv1.SchemeGroupVersion),
-		runtime.NewMultiGroupVersioner(apiextensionsv1beta1.SchemeGroupVersion, schema.GroupKind{Group: apiextensionsv1beta1.GroupName}))
+		apiextensionsapiserver.Codecs.LegacyCodec(apiextensionsv1beta1.SchemeGroupVersion,
+			apiextensionsv1.SchemeGroupVersion),
+		runtime.NewMultiGroupVersioner(apiextensionsv1beta1.SchemeGroupVersion,
+			schema.GroupKind{Group: apiextensionsv1beta1.GroupName}))
 	crds, err := customresourcedefinition.NewREST(apiextensionsapiserver.Scheme, options)
 	if err != nil {
 		return info, err
@@ -257,8 +291,10 @@ func definitions(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
 // registrations is apiregistration.k8s.io.
 func registrations(s *storage.Storage, resources *serverstorage.ResourceConfig) genericapiserver.APIGroupInfo {
 	return apiservicerest.NewRESTStorage(resources, s.RESTOptionsFor(
-		aggregatorscheme.Codecs.LegacyCodec(apiregistrationv1.SchemeGroupVersion, apiregistrationv1beta1.SchemeGroupVersion),
-		runtime.NewMultiGroupVersioner(apiregistrationv1.SchemeGroupVersion, schema.GroupKind{Group: apiregistrationv1.GroupName})), false)
+		aggregatorscheme.Codecs.LegacyCodec(apiregistrationv1.SchemeGroupVersion,
+			apiregistrationv1beta1.SchemeGroupVersion),
+		runtime.NewMultiGroupVersioner(apiregistrationv1.SchemeGroupVersion,
+			schema.GroupKind{Group: apiregistrationv1.GroupName})), false)
 }
 
 // Priority orders groups and versions in /apis, as kube-aggregator does by its APIServices.

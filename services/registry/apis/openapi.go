@@ -57,13 +57,23 @@ func definitionsOf(ref common.ReferenceCallback) map[string]common.OpenAPIDefini
 func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 	namer := apiopenapi.NewDefinitionNamer(legacyscheme.Scheme, apiextensionsapiserver.Scheme, aggregatorscheme.Scheme)
 	get := utilopenapi.GetOpenAPIDefinitionsWithoutDisabledFeatures(definitionsOf)
-	d := &documents{groups: groups, made: map[string]any{}, v3: genericapiserver.DefaultOpenAPIV3Config(get, namer), v2: genericapiserver.DefaultOpenAPIConfig(get, namer)}
-	//lint:ignore SA1019 upstream sets it, for go-restful's routes; it must not be set for ours
-	d.v2.GetOperationIDAndTags, d.v3.GetOperationIDAndTags = nil, nil
+	d := &documents{
+		groups: groups,
+		made:   map[string]any{},
+		v3:     genericapiserver.DefaultOpenAPIV3Config(get, namer),
+		v2:     genericapiserver.DefaultOpenAPIConfig(get, namer),
+	}
+	// upstream sets it, for go-restful's routes; it must not be set for ours
+	d.v2.GetOperationIDAndTags, d.v3.GetOperationIDAndTags = nil, nil //nolint:staticcheck
 	d.v2.GetOperationIDAndTagsFromRoute, d.v3.GetOperationIDAndTagsFromRoute = operationID, operationID
 	d.v2.Info.Title, d.v3.Info.Title = "Kubernetes", "Kubernetes"
 	d.v2.Info.Version, d.v3.Info.Version = version.Get().GitVersion, version.Get().GitVersion
-	bearer := &spec.SecurityScheme{SecuritySchemeProps: spec.SecuritySchemeProps{Type: "apiKey", Name: "authorization", In: "header", Description: "Bearer Token authentication"}}
+	bearer := &spec.SecurityScheme{SecuritySchemeProps: spec.SecuritySchemeProps{
+		Type:        "apiKey",
+		Name:        "authorization",
+		In:          "header",
+		Description: "Bearer Token authentication",
+	}}
 	d.v2.SecurityDefinitions = &spec.SecurityDefinitions{"BearerToken": bearer}
 	d.v2.DefaultSecurity = []map[string][]string{{"BearerToken": {}}}
 	h := sha256.New()
@@ -78,7 +88,8 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 }
 
 // idVerbs begin an operation's name.
-var idVerbs = []string{"get", "log", "read", "replace", "patch", "delete", "watch", "connect", "proxy", "list", "create"}
+var idVerbs = []string{"get", "log", "read", "replace", "patch", "delete", "watch", "connect", "proxy", "list",
+	"create"}
 
 // operationID puts the group and version behind the verb, as k8s.io/apiserver/pkg/endpoints/openapi does, so that
 // generated clients name their methods alike.
@@ -93,8 +104,10 @@ func operationID(r common.Route) (string, []string, error) {
 			parts = append([]string{"apis", "core"}, parts[1:]...)
 		}
 		group, version := strings.TrimSuffix(parts[1], ".k8s.io"), parts[2]
-		id := verb + apiopenapi.ToValidOperationID(group, true) + apiopenapi.ToValidOperationID(version, true) + apiopenapi.ToValidOperationID(rest, true)
-		return id, []string{apiopenapi.ToValidOperationID(group, false) + "_" + apiopenapi.ToValidOperationID(version, false)}, nil
+		id := verb + apiopenapi.ToValidOperationID(group, true) + apiopenapi.ToValidOperationID(version, true) +
+			apiopenapi.ToValidOperationID(rest, true)
+		return id, []string{apiopenapi.ToValidOperationID(group, false) + "_" +
+			apiopenapi.ToValidOperationID(version, false)}, nil
 	}
 	return "", nil, fmt.Errorf("operation names begin with a verb: %q", r.OperationName())
 }
@@ -139,7 +152,8 @@ func (d *documents) get(path string, endpoints []*verbs.Endpoint) (any, bool, er
 		}
 		var swagger *spec.Swagger
 		if swagger, err = builder.BuildOpenAPISpecFromRoutes(all, d.v2); err == nil {
-			swagger.Definitions = handler.PruneDefaults(swagger.Definitions) // kubectl's older versions stumble over them
+			// kubectl's older versions stumble over them
+			swagger.Definitions = handler.PruneDefaults(swagger.Definitions)
 			doc = swagger
 		}
 	} else {
@@ -243,8 +257,16 @@ func routesOf(gv schema.GroupVersion, endpoints []*verbs.Endpoint) *container {
 	c := &container{root: RootPath(gv)}
 	types := []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"}
 	list := metav1.APIResourceList{}
-	c.routes = append(c.routes, &route{method: "GET", path: c.root + "/", operation: "getAPIResources", doc: "get available resources",
-		consumes: types, produces: types, writes: list, responses: responses(list, 200)})
+	c.routes = append(c.routes, &route{
+		method:    "GET",
+		path:      c.root + "/",
+		operation: "getAPIResources",
+		doc:       "get available resources",
+		consumes:  types,
+		produces:  types,
+		writes:    list,
+		responses: responses(list, 200),
+	})
 	parents := map[string]string{}
 	for _, e := range endpoints {
 		if e.Resource.GroupVersion() == gv && e.Subresource == "" {
@@ -267,13 +289,32 @@ type routeWriter struct {
 }
 
 var pretty = parameter{name: "pretty", dataType: "string", kind: common.QueryParameterKind,
-	description: "If 'true', then the output is pretty printed. Defaults to 'false' unless the user-agent indicates a browser or command-line HTTP tool (curl and wget)."}
+	description: "If 'true', then the output is pretty printed. Defaults to 'false' unless the user-agent indicates " +
+		"a browser or command-line HTTP tool (curl and wget)."}
 
 func (w *routeWriter) write() {
 	e := w.e
-	name := parameter{name: "name", description: "name of the " + e.Kind.Kind, dataType: "string", kind: common.PathParameterKind, required: true}
-	namespace := parameter{name: "namespace", description: "object name and auth scope, such as for teams and projects", dataType: "string", kind: common.PathParameterKind, required: true}
-	path := parameter{name: "path", description: "path to the resource", dataType: "string", kind: common.PathParameterKind, required: true}
+	name := parameter{
+		name:        "name",
+		description: "name of the " + e.Kind.Kind,
+		dataType:    "string",
+		kind:        common.PathParameterKind,
+		required:    true,
+	}
+	namespace := parameter{
+		name:        "namespace",
+		description: "object name and auth scope, such as for teams and projects",
+		dataType:    "string",
+		kind:        common.PathParameterKind,
+		required:    true,
+	}
+	path := parameter{
+		name:        "path",
+		description: "path to the resource",
+		dataType:    "string",
+		kind:        common.PathParameterKind,
+		required:    true,
+	}
 	base, scope := "/"+e.Resource.Resource, []common.Parameter{}
 	if e.Namespaced {
 		base, scope = "/namespaces/{namespace}"+base, []common.Parameter{namespace}
@@ -428,8 +469,16 @@ func (w *routeWriter) get(path string, params []common.Parameter) {
 		opts, _, _ := g.NewGetOptions()
 		all = append(all, w.versionedOptions(opts)...)
 	}
-	w.add("get", &route{method: "GET", path: path, operation: w.operation("read", false, ""), doc: w.doc("read the specified ", "read % of the specified "),
-		params: all, produces: w.produces("GET", false), writes: o, responses: responses(o, 200)})
+	w.add("get", &route{
+		method:    "GET",
+		path:      path,
+		operation: w.operation("read", false, ""),
+		doc:       w.doc("read the specified ", "read % of the specified "),
+		params:    all,
+		produces:  w.produces("GET", false),
+		writes:    o,
+		responses: responses(o, 200),
+	})
 }
 
 // versionedOptions are the parameters of an internal options type in the version that is served.
@@ -459,18 +508,23 @@ func (w *routeWriter) list(path string, params []common.Parameter, all bool) {
 		doc = "list or watch objects of kind "
 	}
 	w.add("list", &route{method: "GET", path: path, operation: w.operation("list", all, ""), doc: doc + w.e.Kind.Kind,
-		params: concat([]common.Parameter{pretty}, parameters(&metav1.ListOptions{}), params), produces: w.produces("LIST", true), writes: list, responses: responses(list, 200)})
+		params:   concat([]common.Parameter{pretty}, parameters(&metav1.ListOptions{}), params),
+		produces: w.produces("LIST", true), writes: list, responses: responses(list, 200)})
 }
 
 func (w *routeWriter) watch(path string, params []common.Parameter, all, list bool) {
 	event := metav1.WatchEvent{}
-	suffix, doc, action := "", w.doc("watch changes to an object of kind ", "watch changes to % of an object of kind ")+". deprecated: use the 'watch' parameter with a list operation instead, filtered to a single item with the 'fieldSelector' parameter.", "watch"
+	suffix, doc, action := "", w.doc("watch changes to an object of kind ", "watch changes to % of an object of kind ")+
+		". deprecated: use the 'watch' parameter with a list operation instead, filtered to a single item with the "+
+		"'fieldSelector' parameter.", "watch"
 	if list {
 		suffix, action = "List", "watchlist"
-		doc = w.doc("watch individual changes to a list of ", "watch individual changes to a list of % of ") + ". deprecated: use the 'watch' parameter with a list operation instead."
+		doc = w.doc("watch individual changes to a list of ", "watch individual changes to a list of % of ") +
+			". deprecated: use the 'watch' parameter with a list operation instead."
 	}
 	w.add(action, &route{method: "GET", path: path, operation: w.operation("watch", all, suffix), doc: doc,
-		params: concat([]common.Parameter{pretty}, parameters(&metav1.ListOptions{}), params), produces: w.mediaTypes(true), writes: event, responses: responses(event, 200)})
+		params:   concat([]common.Parameter{pretty}, parameters(&metav1.ListOptions{}), params),
+		produces: w.mediaTypes(true), writes: event, responses: responses(event, 200)})
 }
 
 func (w *routeWriter) post(path string, params []common.Parameter) {
@@ -484,23 +538,44 @@ func (w *routeWriter) post(path string, params []common.Parameter) {
 		doc = "create " + w.e.Subresource + " of" + genericapi.GetArticleForNoun(kind, " ") + kind
 	}
 	w.add("post", &route{method: "POST", path: path, operation: w.operation("create", false, ""), doc: doc,
-		params:   concat([]common.Parameter{pretty}, parameters(&metav1.CreateOptions{}), params, []common.Parameter{body(true)}),
-		produces: w.produces("POST", false), reads: w.sample(w.e.Kind), writes: o, responses: responses(o, 200, 201, 202)})
+		params: concat([]common.Parameter{pretty}, parameters(&metav1.CreateOptions{}), params,
+			[]common.Parameter{body(true)}),
+		produces: w.produces("POST", false), reads: w.sample(w.e.Kind), writes: o,
+		responses: responses(o, 200, 201, 202)})
 }
 
 func (w *routeWriter) replace(path string, params []common.Parameter) {
 	o := w.object("PUT")
-	w.add("put", &route{method: "PUT", path: path, operation: w.operation("replace", false, ""), doc: w.doc("replace the specified ", "replace % of the specified "),
-		params:   concat([]common.Parameter{pretty}, parameters(&metav1.UpdateOptions{}), params, []common.Parameter{body(true)}),
-		produces: w.produces("PUT", false), reads: w.sample(w.e.Kind), writes: o, responses: responses(o, 200, 201)})
+	w.add("put", &route{
+		method:    "PUT",
+		path:      path,
+		operation: w.operation("replace", false, ""),
+		doc:       w.doc("replace the specified ", "replace % of the specified "),
+		params: concat([]common.Parameter{pretty}, parameters(&metav1.UpdateOptions{}), params,
+			[]common.Parameter{body(true)}),
+		produces:  w.produces("PUT", false),
+		reads:     w.sample(w.e.Kind),
+		writes:    o,
+		responses: responses(o, 200, 201),
+	})
 }
 
 func (w *routeWriter) patch(path string, params []common.Parameter) {
 	o := w.object("PATCH")
-	w.add("patch", &route{method: "PATCH", path: path, operation: w.operation("patch", false, ""), doc: w.doc("partially update the specified ", "partially update % of the specified "),
-		params:   concat([]common.Parameter{pretty}, parameters(&metav1.PatchOptions{}), params, []common.Parameter{body(true)}),
-		consumes: []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.StrategicMergePatchType), string(types.ApplyYAMLPatchType)},
-		produces: w.produces("PATCH", false), reads: metav1.Patch{}, writes: o, responses: responses(o, 200, 201)})
+	w.add("patch", &route{
+		method:    "PATCH",
+		path:      path,
+		operation: w.operation("patch", false, ""),
+		doc:       w.doc("partially update the specified ", "partially update % of the specified "),
+		params: concat([]common.Parameter{pretty}, parameters(&metav1.PatchOptions{}), params,
+			[]common.Parameter{body(true)}),
+		consumes: []string{string(types.JSONPatchType), string(types.MergePatchType),
+			string(types.StrategicMergePatchType), string(types.ApplyYAMLPatchType)},
+		produces:  w.produces("PATCH", false),
+		reads:     metav1.Patch{},
+		writes:    o,
+		responses: responses(o, 200, 201),
+	})
 }
 
 func (w *routeWriter) remove(method, path string, params []common.Parameter, collection bool) {
@@ -518,7 +593,8 @@ func (w *routeWriter) remove(method, path string, params []common.Parameter, col
 	}
 	w.add(action, &route{method: method, path: path, operation: operation, doc: doc,
 		params:   concat([]common.Parameter{pretty}, extra, params, []common.Parameter{body(false)}),
-		produces: w.produces("DELETE", false), reads: metav1.DeleteOptions{}, writes: answer, responses: responses(answer, codes...)})
+		produces: w.produces("DELETE", false), reads: metav1.DeleteOptions{}, writes: answer,
+		responses: responses(answer, codes...)})
 }
 
 func (w *routeWriter) connect(path string, params []common.Parameter, suffix string) {
@@ -530,9 +606,11 @@ func (w *routeWriter) connect(path string, params []common.Parameter, suffix str
 			o = m.ProducesObject(method)
 		}
 		w.add("connect", &route{method: method, path: path,
-			operation: w.operation("connect"+cases.Title(language.English).String(strings.ToLower(method)), false, suffix),
-			doc:       w.doc("connect "+method+" requests to ", "connect "+method+" requests to % of "),
-			params:    concat(w.versionedOptions(opts), params), produces: []string{"*/*"}, writes: o, responses: responses(o, 200)})
+			operation: w.operation("connect"+cases.Title(language.English).String(strings.ToLower(method)), false,
+				suffix),
+			doc:    w.doc("connect "+method+" requests to ", "connect "+method+" requests to % of "),
+			params: concat(w.versionedOptions(opts), params), produces: []string{"*/*"}, writes: o,
+			responses: responses(o, 200)})
 	}
 }
 
@@ -565,7 +643,12 @@ func parameters(options any, except ...string) []common.Parameter {
 		if name == "" || !ok || slices.Contains(except, name) {
 			continue
 		}
-		all = append(all, parameter{name: name, description: docs[name], dataType: dataType, kind: common.QueryParameterKind})
+		all = append(all, parameter{
+			name:        name,
+			description: docs[name],
+			dataType:    dataType,
+			kind:        common.QueryParameterKind,
+		})
 	}
 	return all
 }

@@ -39,7 +39,10 @@ type Set struct {
 
 // newSet makes an empty set. identity names what is stored: resources that share it are the same one.
 func newSet(identity func(schema.GroupResource) string) *Set {
-	return &Set{endpoints: map[string]*verbs.Endpoint{}, equivalents: runtime.NewEquivalentResourceRegistryWithIdentity(identity)}
+	return &Set{
+		endpoints:   map[string]*verbs.Endpoint{},
+		equivalents: runtime.NewEquivalentResourceRegistryWithIdentity(identity),
+	}
 }
 
 // Endpoint finds a served resource or subresource.
@@ -83,7 +86,8 @@ func (s *Set) complete(store *storage.Storage) error {
 			}
 		}
 		slices.SortStableFunc(g.Versions, func(a, b string) int {
-			return int(priorities[schema.GroupVersion{Group: name, Version: b}].Version - priorities[schema.GroupVersion{Group: name, Version: a}].Version)
+			return int(priorities[schema.GroupVersion{Group: name,
+				Version: b}].Version - priorities[schema.GroupVersion{Group: name, Version: a}].Version)
 		})
 		s.Groups = append(s.Groups, g)
 	}
@@ -96,7 +100,8 @@ func (s *Set) complete(store *storage.Storage) error {
 	return nil
 }
 
-func (s *Set) version(store *storage.Storage, info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, storages map[string]rest.Storage, converter managedfields.TypeConverter) error {
+func (s *Set) version(store *storage.Storage, info *genericapiserver.APIGroupInfo, gv schema.GroupVersion,
+	storages map[string]rest.Storage, converter managedfields.TypeConverter) error {
 	var paths []string
 	for p := range storages {
 		paths = append(paths, p)
@@ -104,7 +109,8 @@ func (s *Set) version(store *storage.Storage, info *genericapiserver.APIGroupInf
 	sort.Strings(paths)
 	for _, path := range paths {
 		resource, subresource, _ := strings.Cut(path, "/")
-		e, err := newEndpoint(info, gv, resource, subresource, storages[path], storages[resource], converter, s.equivalents)
+		e, err := newEndpoint(info, gv, resource, subresource, storages[path], storages[resource], converter,
+			s.equivalents)
 		if err != nil {
 			return fmt.Errorf("%s: %w", path, err)
 		}
@@ -118,7 +124,8 @@ func (s *Set) version(store *storage.Storage, info *genericapiserver.APIGroupInf
 	return nil
 }
 
-func newEndpoint(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, resource, subresource string, st, parent rest.Storage,
+func newEndpoint(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, resource, subresource string, st,
+	parent rest.Storage,
 	converter managedfields.TypeConverter, equivalents runtime.EquivalentResourceMapper) (*verbs.Endpoint, error) {
 	kind, err := genericapi.GetResourceKind(gv, st, info.Scheme)
 	if err != nil {
@@ -128,10 +135,21 @@ func newEndpoint(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, re
 	if !ok {
 		return nil, fmt.Errorf("%q must implement scoper", resource)
 	}
-	e := &verbs.Endpoint{Resource: gv.WithResource(resource), Subresource: subresource, Kind: kind, Storage: st, Namespaced: scoper.NamespaceScoped(),
-		Serializer: info.NegotiatedSerializer, ParameterCodec: info.ParameterCodec,
-		Creater: info.Scheme, Convertor: info.Scheme, Defaulter: info.Scheme, Typer: info.Scheme,
-		UnsafeConvertor: runtime.UnsafeObjectConvertor(info.Scheme), Equivalents: equivalents}
+	e := &verbs.Endpoint{
+		Resource:        gv.WithResource(resource),
+		Subresource:     subresource,
+		Kind:            kind,
+		Storage:         st,
+		Namespaced:      scoper.NamespaceScoped(),
+		Serializer:      info.NegotiatedSerializer,
+		ParameterCodec:  info.ParameterCodec,
+		Creater:         info.Scheme,
+		Convertor:       info.Scheme,
+		Defaulter:       info.Scheme,
+		Typer:           info.Scheme,
+		UnsafeConvertor: runtime.UnsafeObjectConvertor(info.Scheme),
+		Equivalents:     equivalents,
+	}
 	var reset map[fieldpath.APIVersion]fieldpath.Filter
 	if r, ok := st.(rest.ResetFieldsStrategy); ok {
 		reset = fieldpath.NewExcludeFilterSetMap(r.GetResetFields())
@@ -139,14 +157,20 @@ func newEndpoint(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, re
 	if r, ok := st.(rest.ResetFieldsFilterStrategy); ok {
 		reset = r.GetResetFieldsFilter()
 	}
-	e.FieldManager, err = managedfields.NewDefaultFieldManager(converter, e.UnsafeConvertor, e.Defaulter, e.Creater, kind, e.Hub(), subresource, reset)
+	e.FieldManager, err = managedfields.NewDefaultFieldManager(converter, e.UnsafeConvertor, e.Defaulter, e.Creater,
+		kind, e.Hub(), subresource, reset)
 	return e, err
 }
 
 // describe writes the endpoint's catalogue entry, as upstream's installer fills an APIResource.
 func describe(e *verbs.Endpoint, store *storage.Storage) error {
 	entry := &registryv1.ResourceEntry{
-		Resource:   &commonv1.Resource{Group: e.Resource.Group, Version: e.Resource.Version, Resource: e.Resource.Resource, Subresource: e.Subresource},
+		Resource: &commonv1.Resource{
+			Group:       e.Resource.Group,
+			Version:     e.Resource.Version,
+			Resource:    e.Resource.Resource,
+			Subresource: e.Subresource,
+		},
 		Namespaced: e.Namespaced, Kind: kindProto(e.Kind), Verbs: verbsOf(e.Storage)}
 	for _, m := range e.Serializer.SupportedMediaTypes() {
 		entry.MediaTypes = append(entry.MediaTypes, m.MediaType)
@@ -174,8 +198,10 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 		return err
 	}
 	versioned.GetObjectKind().SetGroupVersionKind(e.Kind)
-	if major, minor, err := deprecation.MajorMinor(version.Get()); err == nil && deprecation.IsDeprecated(versioned, major, minor) {
-		entry.Deprecation, entry.RemovedRelease = deprecation.WarningMessage(versioned), deprecation.RemovedRelease(versioned)
+	if major, minor, err := deprecation.MajorMinor(version.Get()); err == nil &&
+		deprecation.IsDeprecated(versioned, major, minor) {
+		entry.Deprecation = deprecation.WarningMessage(versioned)
+		entry.RemovedRelease = deprecation.RemovedRelease(versioned)
 	}
 	if p, ok := e.Storage.(rest.StorageVersionProvider); ok && p.StorageVersion() != nil {
 		kinds, _, err := e.Typer.ObjectKinds(e.Storage.New())
@@ -231,8 +257,10 @@ func storedAs(e *verbs.Endpoint, store *storage.Storage) (*storage.Stored, bool)
 }
 
 // aliases are field labels that some kind accepts beside the names of its stored fields.
-var aliases = []string{"metadata.name", "metadata.namespace", "spec.host", "regarding.kind", "regarding.namespace", "regarding.name",
-	"regarding.uid", "regarding.apiVersion", "regarding.resourceVersion", "regarding.fieldPath", "reportingController", "type", "reason", "status.podIPs"}
+var aliases = []string{"metadata.name", "metadata.namespace", "spec.host", "regarding.kind", "regarding.namespace",
+	"regarding.name",
+	"regarding.uid", "regarding.apiVersion", "regarding.resourceVersion", "regarding.fieldPath", "reportingController",
+	"type", "reason", "status.podIPs"}
 
 // fieldLabels asks the scheme which labels a selector may use and what each one means.
 func fieldLabels(e *verbs.Endpoint, st *storage.Stored) map[string]string {
@@ -278,7 +306,13 @@ func verbsOf(st rest.Storage) []string {
 	add("watch", watcher)
 	if c, ok := st.(rest.Connecter); ok {
 		for _, m := range c.ConnectMethods() {
-			verb := map[string]string{"GET": "get", "POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}[m]
+			verb := map[string]string{
+				"GET":    "get",
+				"POST":   "create",
+				"PUT":    "update",
+				"PATCH":  "patch",
+				"DELETE": "delete",
+			}[m]
 			add(verb, verb != "")
 		}
 	}

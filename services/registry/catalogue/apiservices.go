@@ -39,7 +39,8 @@ type APIServices struct {
 
 // FollowAPIServices has the catalogue tell of the APIServices that a client of the cluster's own finds, and where the
 // services are that they name. Run the informers of both.
-func (c *Catalogue) FollowAPIServices(config *restclient.Config, core informers.SharedInformerFactory, endpoints bool) error {
+func (c *Catalogue) FollowAPIServices(config *restclient.Config, core informers.SharedInformerFactory,
+	endpoints bool) error {
 	client, err := registrationsclient.NewForConfig(config)
 	if err != nil {
 		return err
@@ -54,7 +55,11 @@ func (c *Catalogue) FollowAPIServices(config *restclient.Config, core informers.
 	r.registrations = all.Lister()
 	c.APIServices = r
 	touch := func(any) { c.Touch() }
-	if _, err := all.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: touch, DeleteFunc: touch, UpdateFunc: func(_, o any) { touch(o) }}); err != nil {
+	if _, err := all.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    touch,
+		DeleteFunc: touch,
+		UpdateFunc: func(_, o any) { touch(o) },
+	}); err != nil {
 		return err
 	}
 	// Where a service is matters only while a group version is served by it.
@@ -67,7 +72,11 @@ func (c *Catalogue) FollowAPIServices(config *restclient.Config, core informers.
 				c.Touch()
 			}
 		}
-		return cache.ResourceEventHandlerFuncs{AddFunc: check, DeleteFunc: check, UpdateFunc: func(_, o any) { check(o) }}
+		return cache.ResourceEventHandlerFuncs{
+			AddFunc:    check,
+			DeleteFunc: check,
+			UpdateFunc: func(_, o any) { check(o) },
+		}
 	}
 	if _, err := core.Core().V1().Services().Informer().AddEventHandler(moved(func(o any) (string, string) {
 		if service, ok := o.(*corev1.Service); ok {
@@ -92,7 +101,9 @@ func (r *APIServices) all() []*apiregistrationv1.APIService {
 	if err != nil {
 		return nil
 	}
-	registered = slices.DeleteFunc(slices.Clone(registered), func(a *apiregistrationv1.APIService) bool { return a.Spec.Service == nil })
+	registered = slices.DeleteFunc(slices.Clone(registered), func(a *apiregistrationv1.APIService) bool {
+		return a.Spec.Service == nil
+	})
 	slices.SortFunc(registered, func(a, b *apiregistrationv1.APIService) int { return strings.Compare(a.Name, b.Name) })
 	return registered
 }
@@ -106,7 +117,10 @@ func (r *APIServices) uses(namespace, service string) bool {
 // add tells of them in a catalogue.
 func (r *APIServices) add(c *registryv1.CatalogResponse, into *groups) {
 	for _, a := range r.all() {
-		into.add(schema.GroupVersion{Group: a.Spec.Group, Version: a.Spec.Version}, a.Spec.GroupPriorityMinimum, a.Spec.VersionPriority)
+		into.add(schema.GroupVersion{
+			Group:   a.Spec.Group,
+			Version: a.Spec.Version,
+		}, a.Spec.GroupPriorityMinimum, a.Spec.VersionPriority)
 		port := ptr.Deref(a.Spec.Service.Port, 443)
 		remote := &registryv1.Remote{
 			Group:                 a.Spec.Group,
@@ -145,7 +159,8 @@ func (r *APIServices) addresses(namespace, name string, port int32) ([]string, e
 		}
 		return []string{net.JoinHostPort(service.Spec.ClusterIP, strconv.Itoa(int(port)))}, nil
 	}
-	of, err := r.slices.EndpointSlices(namespace).List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: name}))
+	named := labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: name})
+	of, err := r.slices.EndpointSlices(namespace).List(named)
 	if err != nil {
 		return nil, err
 	}

@@ -75,7 +75,8 @@ func (c *Catalogue) Run(ctx context.Context) error {
 func (c *Catalogue) Renew() { c.current.Set(c.make()) }
 
 // Follow sends what is served now and whenever it changes.
-func (c *Catalogue) Follow(_ *registryv1.CatalogRequest, stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+func (c *Catalogue) Follow(_ *registryv1.CatalogRequest,
+	stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
 	var sent *registryv1.CatalogResponse
 	for {
 		now, changed := c.current.Get()
@@ -99,7 +100,12 @@ func (c *Catalogue) Follow(_ *registryv1.CatalogRequest, stream grpc.ServerStrea
 
 // delta is what makes now out of before. Entries do not change, so that those that are the same are so by identity.
 func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse {
-	d := &registryv1.CatalogResponse{Delta: true, Groups: now.Groups, Remotes: now.Remotes, Openapi: map[string]string{}}
+	d := &registryv1.CatalogResponse{
+		Delta:   true,
+		Groups:  now.Groups,
+		Remotes: now.Remotes,
+		Openapi: map[string]string{},
+	}
 	type key struct{ group, version, resource, subresource string }
 	of := func(r *commonv1.Resource) key { return key{r.Group, r.Version, r.Resource, r.Subresource} }
 	old := make(map[key]*registryv1.ResourceEntry, len(before.Resources))
@@ -133,7 +139,10 @@ func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse 
 func (c *Catalogue) make() *registryv1.CatalogResponse {
 	builtIn, customs := c.resources.BuiltIn, c.resources.Customs
 	entries := customs.Entries()
-	out := &registryv1.CatalogResponse{Resources: slices.Concat(builtIn.Entries(), entries), Openapi: map[string]string{}}
+	out := &registryv1.CatalogResponse{
+		Resources: slices.Concat(builtIn.Entries(), entries),
+		Openapi:   map[string]string{},
+	}
 	var all groups
 	priorities := apis.Priorities()
 	for _, g := range builtIn.Groups {
@@ -145,7 +154,10 @@ func (c *Catalogue) make() *registryv1.CatalogResponse {
 	}
 	for _, e := range entries {
 		if !e.Hidden {
-			all.add(schema.GroupVersion{Group: e.Resource.Group, Version: e.Resource.Version}, customGroupPriority, customVersionPriority)
+			all.add(schema.GroupVersion{
+				Group:   e.Resource.Group,
+				Version: e.Resource.Version,
+			}, customGroupPriority, customVersionPriority)
 		}
 	}
 	c.APIServices.add(out, &all)
@@ -154,7 +166,9 @@ func (c *Catalogue) make() *registryv1.CatalogResponse {
 	for gv, hash := range hashes {
 		out.Openapi[documentPath(gv)] = hash
 	}
-	for _, gv := range slices.SortedFunc(maps.Keys(hashes), func(a, b schema.GroupVersion) int { return strings.Compare(a.String(), b.String()) }) {
+	for _, gv := range slices.SortedFunc(maps.Keys(hashes), func(a, b schema.GroupVersion) int {
+		return strings.Compare(a.String(), b.String())
+	}) {
 		v2 += hashes[gv]
 	}
 	out.Openapi["v2"] = v2

@@ -20,7 +20,8 @@ import (
 const chunkBytes = 256 << 10
 
 // OpenAPI sends one document in JSON.
-func (c *Catalogue) OpenAPI(r *registryv1.OpenAPIRequest, stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
+func (c *Catalogue) OpenAPI(r *registryv1.OpenAPIRequest,
+	stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
 	doc, err := c.document(r.Path)
 	if err != nil {
 		return rpc.ToStatus(apierrors.NewInternalError(err))

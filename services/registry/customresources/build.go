@@ -45,7 +45,12 @@ type builder struct {
 }
 
 func (s *served) build(t *Table) {
-	b := &builder{Definition: s.Definition, table: t, equivalents: s.Equivalents(), replicas: managedfields.ResourcePathMappings{}}
+	b := &builder{
+		Definition:  s.Definition,
+		table:       t,
+		equivalents: s.Equivalents(),
+		replicas:    managedfields.ResourcePathMappings{},
+	}
 	name := s.Name
 	b.terminating = func() bool {
 		now := t.definition(name)
@@ -113,8 +118,11 @@ func replicasPath(sub *apiextensionsv1.CustomResourceSubresources) fieldpath.Pat
 
 // typeConverter knows objects' fields for who manages them.
 func (b *builder) typeConverter() (managedfields.TypeConverter, error) {
-	specs := []*spec3.OpenAPI{{Version: "3.0.0", Info: &spec.Info{InfoProps: spec.InfoProps{Title: "Kubernetes CRD Swagger", Version: "v0.1.0"}},
-		Components: &spec3.Components{Schemas: b.table.Models}}}
+	specs := []*spec3.OpenAPI{{
+		Version:    "3.0.0",
+		Info:       &spec.Info{InfoProps: spec.InfoProps{Title: "Kubernetes CRD Swagger", Version: "v0.1.0"}},
+		Components: &spec3.Components{Schemas: b.table.Models},
+	}}
 	for _, v := range b.Spec.Versions {
 		s, err := openapibuilder.BuildOpenAPIV3(b.CustomResourceDefinition, v.Name, openapibuilder.Options{})
 		if err != nil {
@@ -130,7 +138,8 @@ func (b *builder) typeConverter() (managedfields.TypeConverter, error) {
 }
 
 // storage makes the storages of one version.
-func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (customresource.CustomResourceStorage, error) {
+func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (customresource.CustomResourceStorage,
+	error) {
 	none := customresource.CustomResourceStorage{}
 	internal, err := crd.Validation(b.CustomResourceDefinition, v.Name)
 	if err != nil {
@@ -163,7 +172,8 @@ func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (c
 	var replicas *apiextensions.CustomResourceSubresourceScale
 	if sub != nil && sub.Scale != nil {
 		replicas = &apiextensions.CustomResourceSubresourceScale{}
-		if err := apiextensionsv1.Convert_v1_CustomResourceSubresourceScale_To_apiextensions_CustomResourceSubresourceScale(sub.Scale, replicas, nil); err != nil {
+		convert := apiextensionsv1.Convert_v1_CustomResourceSubresourceScale_To_apiextensions_CustomResourceSubresourceScale
+		if err := convert(sub.Scale, replicas, nil); err != nil {
 			return none, err
 		}
 	}
@@ -175,12 +185,19 @@ func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (c
 	listKind := kind
 	listKind.Kind = b.Status.AcceptedNames.ListKind
 	singular := schema.GroupResource{Group: b.Spec.Group, Resource: b.Status.AcceptedNames.Singular}
-	strategy := customresource.NewStrategy(crd.Typer(b.Parameters(v.Name)), b.Namespaced(), kind, validator, statusValidator, b.Schemas[v.Name], status, replicas, v.SelectableFields)
+	strategy := customresource.NewStrategy(crd.Typer(b.Parameters(v.Name)), b.Namespaced(), kind, validator,
+		statusValidator, b.Schemas[v.Name], status, replicas, v.SelectableFields)
 	return customresource.NewStorage(b.Resource(v.Name).GroupResource(), singular, kind, listKind, strategy,
-		b.table.Storage.CustomRESTOptions(b.StorageCodec(v.Name, b.safe)), b.Status.AcceptedNames.Categories, table, b.replicas)
+		b.table.Storage.CustomRESTOptions(b.StorageCodec(v.Name, b.safe)), b.Status.AcceptedNames.Categories, table,
+		b.replicas)
 }
 
-var age = apiextensionsv1.CustomResourceColumnDefinition{Name: "Age", Type: "date", Description: metav1.ObjectMeta{}.SwaggerDoc()["creationTimestamp"], JSONPath: ".metadata.creationTimestamp"}
+var age = apiextensionsv1.CustomResourceColumnDefinition{
+	Name:        "Age",
+	Type:        "date",
+	Description: metav1.ObjectMeta{}.SwaggerDoc()["creationTimestamp"],
+	JSONPath:    ".metadata.creationTimestamp",
+}
 
 func columns(own []apiextensionsv1.CustomResourceColumnDefinition) []apiextensionsv1.CustomResourceColumnDefinition {
 	if len(own) > 0 {
@@ -194,25 +211,52 @@ func scaleColumns(sub *apiextensionsv1.CustomResourceSubresources) []apiextensio
 	var all []apiextensionsv1.CustomResourceColumnDefinition
 	if sub != nil && sub.Scale != nil {
 		if sub.Scale.SpecReplicasPath != "" {
-			all = append(all, apiextensionsv1.CustomResourceColumnDefinition{Name: "Desired", Type: "integer", Description: "Number of desired replicas", JSONPath: ".spec.replicas"})
+			all = append(all, apiextensionsv1.CustomResourceColumnDefinition{
+				Name:        "Desired",
+				Type:        "integer",
+				Description: "Number of desired replicas",
+				JSONPath:    ".spec.replicas",
+			})
 		}
 		if sub.Scale.StatusReplicasPath != "" {
-			all = append(all, apiextensionsv1.CustomResourceColumnDefinition{Name: "Available", Type: "integer", Description: "Number of actual replicas", JSONPath: ".status.replicas"})
+			all = append(all, apiextensionsv1.CustomResourceColumnDefinition{
+				Name:        "Available",
+				Type:        "integer",
+				Description: "Number of actual replicas",
+				JSONPath:    ".status.replicas",
+			})
 		}
 	}
 	return append(all, age)
 }
 
 // endpoint makes what answers requests for one entry.
-func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.CustomResourceStorage, statusReset map[fieldpath.APIVersion]*fieldpath.Set) (*verbs.Endpoint, error) {
+func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.CustomResourceStorage,
+	statusReset map[fieldpath.APIVersion]*fieldpath.Set) (*verbs.Endpoint, error) {
 	v := entry.Resource.Version
 	parameters := b.Parameters(v)
 	typer := crd.Typer(parameters)
 	kind := b.Kind(v)
-	e := &verbs.Endpoint{Resource: b.Resource(v), Subresource: entry.Resource.Subresource, Kind: kind, Namespaced: b.Namespaced(), InMemory: kind.GroupVersion(),
-		Serializer: b.Serializer(typer, b.safe), ParameterCodec: runtime.NewParameterCodec(parameters), Creater: crd.Creater{}, Convertor: b.safe,
-		UnsafeConvertor: b.unsafe, Defaulter: b.Defaulter(parameters), Typer: typer, Equivalents: b.equivalents, Tables: st.CustomResource,
-		Entry: entry, Terminating: b.terminating}
+	e := &verbs.Endpoint{
+		Resource:       b.Resource(v),
+		Subresource:    entry.Resource.Subresource,
+		Kind:           kind,
+		Namespaced:     b.Namespaced(),
+		InMemory:       kind.GroupVersion(),
+		Serializer:     b.Serializer(typer, b.safe),
+		ParameterCodec: runtime.NewParameterCodec(parameters),
+
+		Creater:         crd.Creater{},
+		Convertor:       b.safe,
+		UnsafeConvertor: b.unsafe,
+		Defaulter:       b.Defaulter(parameters),
+		Typer:           typer,
+		Equivalents:     b.equivalents,
+
+		Tables:      st.CustomResource,
+		Entry:       entry,
+		Terminating: b.terminating,
+	}
 	e.FromStorage = func(list *unstructured.UnstructuredList) (*unstructured.UnstructuredList, error) {
 		return b.FromStorage(b.safe, list, kind.GroupVersion())
 	}
@@ -237,7 +281,8 @@ func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.Cu
 		}
 	}
 	var err error
-	e.FieldManager, err = managedfields.NewDefaultCRDFieldManager(b.types, e.Convertor, e.Defaulter, e.Creater, e.Kind, hub, e.Subresource, fieldpath.NewExcludeFilterSetMap(reset))
+	e.FieldManager, err = managedfields.NewDefaultCRDFieldManager(b.types, e.Convertor, e.Defaulter, e.Creater, e.Kind,
+		hub, e.Subresource, fieldpath.NewExcludeFilterSetMap(reset))
 	return e, err
 }
 

@@ -41,12 +41,23 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 		}
 		kind := &commonv1.Kind{Group: d.Spec.Group, Version: v.Name, Kind: names.Kind}
 		main := &registryv1.ResourceEntry{
-			Resource: &commonv1.Resource{Group: d.Spec.Group, Version: v.Name, Resource: names.Plural}, Namespaced: d.Namespaced(), Kind: kind,
-			Verbs: verbs, ShortNames: names.ShortNames, Categories: names.Categories, Singular: names.Singular, ListKind: names.ListKind,
-			StoredAs: st.Name(), StoredKind: &commonv1.Kind{Group: d.Spec.Group, Version: d.StorageVersion, Kind: names.Kind},
-			SelectableFields: map[string]string{"metadata.name": "metadata.name"}, Table: true, MediaTypes: mediaTypes, Untyped: true, Hidden: hidden,
-			StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind), Warnings: warningsOf(d, v),
-			ConvertedFields: d.Webhook() && len(v.SelectableFields) > 0,
+			Resource: &commonv1.Resource{
+				Group:    d.Spec.Group,
+				Version:  v.Name,
+				Resource: names.Plural,
+			}, Namespaced: d.Namespaced(), Kind: kind,
+			Verbs: verbs, ShortNames: names.ShortNames, Categories: names.Categories, Singular: names.Singular,
+			ListKind: names.ListKind,
+			StoredAs: st.Name(), StoredKind: &commonv1.Kind{
+				Group:   d.Spec.Group,
+				Version: d.StorageVersion,
+				Kind:    names.Kind,
+			},
+			SelectableFields: map[string]string{"metadata.name": "metadata.name"}, Table: true, MediaTypes: mediaTypes,
+			Untyped: true, Hidden: hidden,
+			StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
+			Warnings:           warningsOf(d, v),
+			ConvertedFields:    d.Webhook() && len(v.SelectableFields) > 0,
 		}
 		if main.Namespaced {
 			main.SelectableFields["metadata.namespace"] = "metadata.namespace"
@@ -61,8 +72,23 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 			continue
 		}
 		add := func(name string, k *commonv1.Kind) {
-			all = append(all, &registryv1.ResourceEntry{Resource: &commonv1.Resource{Group: d.Spec.Group, Version: v.Name, Resource: names.Plural, Subresource: name},
-				Namespaced: d.Namespaced(), Kind: k, Verbs: subresourceVerbs, Table: true, MediaTypes: mediaTypes, Untyped: true, Hidden: hidden, Warnings: main.Warnings})
+			all = append(all, &registryv1.ResourceEntry{
+				Resource: &commonv1.Resource{
+					Group:       d.Spec.Group,
+					Version:     v.Name,
+					Resource:    names.Plural,
+					Subresource: name,
+				},
+				Namespaced: d.Namespaced(),
+				Kind:       k,
+				Verbs:      subresourceVerbs,
+				Table:      true,
+				MediaTypes: mediaTypes,
+
+				Untyped:  true,
+				Hidden:   hidden,
+				Warnings: main.Warnings,
+			})
 		}
 		if sub.Status != nil {
 			add("status", kind)

@@ -47,7 +47,8 @@ func (t *Table) OpenAPIV3(gv schema.GroupVersion) (*spec3.OpenAPI, error) {
 			s.docs.v3 = map[string]*spec3.OpenAPI{}
 		}
 		if s.docs.v3[version] == nil {
-			doc, err := openapibuilder.BuildOpenAPIV3(s.CustomResourceDefinition, version, openapibuilder.Options{IncludeSelectableFields: true})
+			doc, err := openapibuilder.BuildOpenAPIV3(s.CustomResourceDefinition, version,
+				openapibuilder.Options{IncludeSelectableFields: true})
 			if err != nil {
 				return fmt.Errorf("%s in %s: %w", s.Name, version, err)
 			}
@@ -72,7 +73,10 @@ func (t *Table) OpenAPIV2(builtIn *spec.Swagger) (*spec.Swagger, error) {
 			s.docs.v2 = map[string]*spec.Swagger{}
 		}
 		if s.docs.v2[version] == nil {
-			doc, err := openapibuilder.BuildOpenAPIV2(s.CustomResourceDefinition, version, openapibuilder.Options{V2: true, IncludeSelectableFields: true})
+			doc, err := openapibuilder.BuildOpenAPIV2(s.CustomResourceDefinition, version, openapibuilder.Options{
+				V2:                      true,
+				IncludeSelectableFields: true,
+			})
 			if err != nil {
 				return fmt.Errorf("%s in %s: %w", s.Name, version, err)
 			}

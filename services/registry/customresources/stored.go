@@ -38,8 +38,10 @@ func StoredOf(s *storage.Storage, d *crd.Definition) *storage.Stored {
 		}
 	}
 	kind := d.Kind(d.StorageVersion)
-	strategy := customresource.NewStrategy(crdserverscheme.NewUnstructuredObjectTyper(), d.Namespaced(), kind, nil, nil, nil, nil, nil, selectable)
-	return s.Custom(d.Resource("").GroupResource(), kind, d.Decode, strategy.GetAttrs, d.Webhook() && len(selectable) > 0)
+	strategy := customresource.NewStrategy(crdserverscheme.NewUnstructuredObjectTyper(), d.Namespaced(), kind, nil, nil,
+		nil, nil, nil, selectable)
+	return s.Custom(d.Resource("").GroupResource(), kind, d.Decode, strategy.GetAttrs,
+		d.Webhook() && len(selectable) > 0)
 }
 
 // Follower knows, for the publisher, how to read custom resources as of each definition's change: it is told of every
@@ -89,7 +91,8 @@ func Read(ctx context.Context, s *storage.Storage, name string) (*apiextensionsv
 	return decode(ctx, definitions, key, resp.Kvs[0].Value, resp.Kvs[0].ModRevision)
 }
 
-func decode(ctx context.Context, st *storage.Stored, key string, data []byte, revision int64) (*apiextensionsv1.CustomResourceDefinition, error) {
+func decode(ctx context.Context, st *storage.Stored, key string, data []byte,
+	revision int64) (*apiextensionsv1.CustomResourceDefinition, error) {
 	obj, err := st.Decode(ctx, key, data, revision)
 	if err != nil {
 		return nil, err

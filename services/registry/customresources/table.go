@@ -40,8 +40,8 @@ type Table struct {
 
 	mu     sync.RWMutex
 	byName map[string]*served
-	// removed is the revision at which a definition was last known to go: what is read of it from before does not bring it
-	// back.
+	// removed is the revision at which a definition was last known to go: what is read of it from before does not bring
+	// it back.
 	removed map[string]uint64
 }
 
@@ -159,7 +159,8 @@ func newer(a, b *apiextensionsv1.CustomResourceDefinition) bool {
 // Servable says whether a definition's names are accepted; it is served from then on, and told of once it is
 // established.
 func Servable(d *apiextensionsv1.CustomResourceDefinition) bool {
-	return apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) || apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established)
+	return apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) ||
+		apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established)
 }
 
 // get finds a definition. One that this registry has not heard of is looked for in etcd: another one may have.
@@ -238,10 +239,14 @@ func (t *Table) definition(name string) *served {
 
 // GetCustomResourceListerCollectionDeleter implements finalizer.CRClientGetter: a deleted definition's objects go
 // first.
-func (t *Table) GetCustomResourceListerCollectionDeleter(d *apiextensionsv1.CustomResourceDefinition) (finalizer.ListerCollectionDeleter, error) {
+func (t *Table) GetCustomResourceListerCollectionDeleter(
+	d *apiextensionsv1.CustomResourceDefinition) (finalizer.ListerCollectionDeleter, error) {
 	s := t.definition(d.Name)
 	if s == nil || s.UID != d.UID {
-		return nil, apierrors.NewNotFound(schema.GroupResource{Group: apiextensionsv1.GroupName, Resource: "customresourcedefinitions"}, d.Name)
+		return nil, apierrors.NewNotFound(schema.GroupResource{
+			Group:    apiextensionsv1.GroupName,
+			Resource: "customresourcedefinitions",
+		}, d.Name)
 	}
 	s.once.Do(func() { s.build(t) })
 	if s.err != nil {

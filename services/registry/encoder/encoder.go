@@ -19,7 +19,8 @@ import (
 )
 
 // Encode answers one encoding for each object of r.
-func Encode(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+func Encode(ctx context.Context, e *verbs.Endpoint, st *storage.Stored,
+	r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	objects := make([]runtime.Object, len(r.Json))
 	for i := range r.Json {
 		o := &logv1.Object{Json: r.Json[i]}
@@ -40,10 +41,14 @@ func Encode(ctx context.Context, e *verbs.Endpoint, st *storage.Stored, r *regis
 	return convert(e, st, objects, r)
 }
 
-func convert(e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+func convert(e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object,
+	r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	resp := &registryv1.EncodeResponse{}
 	for _, obj := range objects {
-		internal, err := e.Convertor.ConvertToVersion(obj, schema.GroupVersion{Group: st.Kind.Group, Version: runtime.APIVersionInternal})
+		internal, err := e.Convertor.ConvertToVersion(obj, schema.GroupVersion{
+			Group:   st.Kind.Group,
+			Version: runtime.APIVersionInternal,
+		})
 		if err != nil {
 			return nil, err
 		}
@@ -53,7 +58,8 @@ func convert(e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object, r 
 		}
 		out.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{})
 		var data []byte
-		if m, ok := out.(interface{ Marshal() ([]byte, error) }); ok && r.GetOutput().GetMediaType() == runtime.ContentTypeProtobuf {
+		if m, ok := out.(interface{ Marshal() ([]byte, error) }); ok &&
+			r.GetOutput().GetMediaType() == runtime.ContentTypeProtobuf {
 			data, err = m.Marshal()
 		} else {
 			data, err = json.Marshal(out)
@@ -67,7 +73,8 @@ func convert(e *verbs.Endpoint, st *storage.Stored, objects []runtime.Object, r 
 }
 
 // rows makes a Table's rows; hub is the version that the storage has objects in.
-func rows(ctx context.Context, e *verbs.Endpoint, hub schema.GroupVersion, objects []runtime.Object, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+func rows(ctx context.Context, e *verbs.Endpoint, hub schema.GroupVersion, objects []runtime.Object,
+	r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	convertor := e.TableConvertor()
 	if convertor == nil {
 		return nil, fmt.Errorf("%s has no table", e)

@@ -51,7 +51,10 @@ func New(r Registry, t *tail.Tail) *Loopback { return &Loopback{r, t} }
 
 var systemUser = &commonv1.User{Name: "system:apiserver", Groups: []string{"system:masters"}}
 
-var infoFactory = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
+var infoFactory = &request.RequestInfoFactory{
+	APIPrefixes:          sets.NewString("api", "apis"),
+	GrouplessAPIPrefixes: sets.NewString("api"),
+}
 
 // Config is a client's configuration that goes through the loopback.
 func (l *Loopback) Config() *restclient.Config {
@@ -81,7 +84,12 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 	if !info.IsResourceRequest {
 		return l.discovery(req, info)
 	}
-	r := &commonv1.Resource{Group: info.APIGroup, Version: info.APIVersion, Resource: info.Resource, Subresource: info.Subresource}
+	r := &commonv1.Resource{
+		Group:       info.APIGroup,
+		Version:     info.APIVersion,
+		Resource:    info.Resource,
+		Subresource: info.Subresource,
+	}
 	e, err := l.registry.Endpoint(req.Context(), r)
 	if err != nil {
 		return failure(req, err), nil
@@ -92,7 +100,14 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 	stop := context.AfterFunc(req.Context(), cancel)
 	done := func() { stop(); cancel() }
 	out := &registryv1.Output{MediaType: runtime.ContentTypeJSON}
-	get := &registryv1.GetRequest{Resource: r, Namespace: info.Namespace, Name: info.Name, User: systemUser, Query: req.URL.RawQuery, Output: out}
+	get := &registryv1.GetRequest{
+		Resource:  r,
+		Namespace: info.Namespace,
+		Name:      info.Name,
+		User:      systemUser,
+		Query:     req.URL.RawQuery,
+		Output:    out,
+	}
 	switch info.Verb {
 	case "get":
 		defer done()
@@ -157,8 +172,17 @@ func failure(req *http.Request, err error) *http.Response {
 }
 
 func respond(req *http.Request, code int, body []byte) *http.Response {
-	return &http.Response{StatusCode: code, Status: http.StatusText(code), Proto: "HTTP/2.0", ProtoMajor: 2, Request: req,
-		Header: http.Header{"Content-Type": {runtime.ContentTypeJSON}}, Body: io.NopCloser(bytes.NewReader(body)), ContentLength: int64(len(body))}
+	return &http.Response{
+		StatusCode: code,
+		Status:     http.StatusText(code),
+		Proto:      "HTTP/2.0",
+		ProtoMajor: 2,
+		Request:    req,
+		Header:     http.Header{"Content-Type": {runtime.ContentTypeJSON}},
+		Body:       io.NopCloser(bytes.NewReader(body)),
+
+		ContentLength: int64(len(body)),
+	}
 }
 
 // discovery answers the one thing a policy's validation asks for: what resources a version has.
@@ -167,14 +191,23 @@ func (l *Loopback) discovery(req *http.Request, info *request.RequestInfo) (*htt
 	if err != nil || gv.Version == "" {
 		return failure(req, apierrors.NewNotFound(schema.GroupResource{}, info.Path)), nil
 	}
-	list := metav1.APIResourceList{TypeMeta: metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"}, GroupVersion: gv.String()}
+	list := metav1.APIResourceList{
+		TypeMeta:     metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"},
+		GroupVersion: gv.String(),
+	}
 	for _, e := range l.registry.Entries() {
 		if r := e.Resource; r.Group == gv.Group && r.Version == gv.Version {
 			name := r.Resource
 			if r.Subresource != "" {
 				name += "/" + r.Subresource
 			}
-			list.APIResources = append(list.APIResources, metav1.APIResource{Name: name, SingularName: e.Singular, Namespaced: e.Namespaced, Kind: e.Kind.Kind, Verbs: e.Verbs})
+			list.APIResources = append(list.APIResources, metav1.APIResource{
+				Name:         name,
+				SingularName: e.Singular,
+				Namespaced:   e.Namespaced,
+				Kind:         e.Kind.Kind,
+				Verbs:        e.Verbs,
+			})
 		}
 	}
 	data, err := json.Marshal(list)

@@ -23,11 +23,15 @@ import (
 )
 
 // watch streams events of the log that come after the resource version asked for.
-func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, entry *registryv1.ResourceEntry, info *request.RequestInfo) *http.Response {
+func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, entry *registryv1.ResourceEntry,
+	info *request.RequestInfo) *http.Response {
 	q := req.URL.Query()
 	if q.Get("sendInitialEvents") != "" { // a reflector then lists and watches
 		done()
-		return failure(req, apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: "ListOptions"}, "", nil))
+		return failure(req, apierrors.NewInvalid(schema.GroupKind{
+			Group: metav1.GroupName,
+			Kind:  "ListOptions",
+		}, "", nil))
 	}
 	after, err := strconv.ParseInt(q.Get("resourceVersion"), 10, 64)
 	if err != nil || entry.StoredAs == "" {
@@ -79,6 +83,7 @@ func writeEvent(w io.Writer, entry *registryv1.ResourceEntry, e *logv1.Event, se
 	if event == "" {
 		return nil
 	}
-	_, err := w.Write(frame.WatchJSON(event, frame.Object(nil, entry.StoredKind.Kind, frame.APIVersion(entry.StoredKind), o.Json)))
+	_, err := w.Write(frame.WatchJSON(event,
+		frame.Object(nil, entry.StoredKind.Kind, frame.APIVersion(entry.StoredKind), o.Json)))
 	return err
 }

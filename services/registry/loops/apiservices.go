@@ -35,7 +35,8 @@ func (l *Loops) registerLocal(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	answering, err := remote.New(services, l.Informers.Core().V1().Services(), l.Informers.Discovery().V1().EndpointSlices(), client.ApiregistrationV1(), nil,
+	answering, err := remote.New(services, l.Informers.Core().V1().Services(),
+		l.Informers.Discovery().V1().EndpointSlices(), client.ApiregistrationV1(), nil,
 		l.proxyCertificate, l.Services, counted)
 	if err != nil {
 		return err
@@ -50,15 +51,20 @@ func (l *Loops) registerLocal(ctx context.Context) error {
 			if !ok {
 				continue
 			}
-			registration.AddAPIServiceToSyncOnStart(&apiregistrationv1.APIService{ObjectMeta: metav1.ObjectMeta{Name: v + "." + g.Name},
-				Spec: apiregistrationv1.APIServiceSpec{Group: g.Name, Version: v, GroupPriorityMinimum: p.Group, VersionPriority: p.Version}})
+			registration.AddAPIServiceToSyncOnStart(&apiregistrationv1.APIService{
+				ObjectMeta: metav1.ObjectMeta{Name: v + "." + g.Name},
+				Spec: apiregistrationv1.APIServiceSpec{Group: g.Name, Version: v, GroupPriorityMinimum: p.Group,
+					VersionPriority: p.Version},
+			})
 		}
 	}
-	definitions := crdregistration.NewCRDRegistrationController(l.Extensions.Apiextensions().V1().CustomResourceDefinitions(), registration)
+	crds := l.Extensions.Apiextensions().V1().CustomResourceDefinitions()
+	definitions := crdregistration.NewCRDRegistrationController(crds, registration)
 	informers.Start(ctx.Done())
 	go definitions.Run(5, ctx.Done())
 	go func() {
-		definitions.WaitForInitialSync() // what defines nothing any more is not to be taken for something to remove too early
+		// what defines nothing any more is not to be taken for something to remove too early
+		definitions.WaitForInitialSync()
 		registration.Run(5, ctx.Done())
 	}()
 	go available.Run(5, ctx.Done())

@@ -51,7 +51,8 @@ func (l *Loops) definitions(ctx context.Context) error {
 
 func establishSoon(c *establish.EstablishingController, obj any) {
 	d, ok := obj.(*apiextensionsv1.CustomResourceDefinition)
-	if ok && apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) && !apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established) {
+	if ok && apihelpers.IsCRDConditionTrue(d, apiextensionsv1.NamesAccepted) &&
+		!apihelpers.IsCRDConditionTrue(d, apiextensionsv1.Established) {
 		c.QueueCRD(d.Name, establishAfter)
 	}
 }

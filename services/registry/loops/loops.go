@@ -68,18 +68,31 @@ type Options struct {
 
 // AddFlags adds them to fs.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "", "The IP address of the gateway (or its load balancer) that the kubernetes Service points to. Empty: the host's default interface.")
+	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "",
+		"The IP address of the gateway (or its load balancer) that the kubernetes Service points to. Empty: the "+
+			"host's default interface.")
 	fs.IntVar(&o.SecurePort, "secure-port", 6443, "The port of the gateway that the kubernetes Service points to.")
-	fs.StringVar(&o.ClientCAFile, "client-ca-file", "", "The clients' certificate authority, published in extension-apiserver-authentication.")
-	fs.StringVar(&o.RequestHeaderCAFile, "requestheader-client-ca-file", "", "The front proxies' certificate authority, published likewise.")
-	fs.BoolVar(&o.AggregatorRouting, "enable-aggregator-routing", false, "Turns on routing of requests for aggregated API servers and webhooks to endpoints' addresses rather than to cluster IPs.")
-	fs.StringVar(&o.ProxyClientCertFile, "proxy-client-cert-file", "", "Client certificate with which aggregated API servers are asked whether they are there.")
-	fs.StringVar(&o.ProxyClientKeyFile, "proxy-client-key-file", "", "Private key for the client certificate of --proxy-client-cert-file.")
-	fs.StringSliceVar(&o.RequestHeaderNames, "requestheader-allowed-names", nil, "Client certificate common names of allowed front proxies.")
-	fs.StringSliceVar(&o.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"}, "Request headers to inspect for usernames.")
-	fs.StringSliceVar(&o.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil, "Request headers to inspect for UIDs.")
-	fs.StringSliceVar(&o.RequestHeaderGroups, "requestheader-group-headers", []string{"X-Remote-Group"}, "Request headers to inspect for groups.")
-	fs.StringSliceVar(&o.RequestHeaderExtras, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"}, "Request header prefixes to inspect.")
+	fs.StringVar(&o.ClientCAFile, "client-ca-file", "",
+		"The clients' certificate authority, published in extension-apiserver-authentication.")
+	fs.StringVar(&o.RequestHeaderCAFile, "requestheader-client-ca-file", "",
+		"The front proxies' certificate authority, published likewise.")
+	fs.BoolVar(&o.AggregatorRouting, "enable-aggregator-routing", false,
+		"Turns on routing of requests for aggregated API servers and webhooks to endpoints' addresses rather than "+
+			"to cluster IPs.")
+	fs.StringVar(&o.ProxyClientCertFile, "proxy-client-cert-file", "",
+		"Client certificate with which aggregated API servers are asked whether they are there.")
+	fs.StringVar(&o.ProxyClientKeyFile, "proxy-client-key-file", "",
+		"Private key for the client certificate of --proxy-client-cert-file.")
+	fs.StringSliceVar(&o.RequestHeaderNames, "requestheader-allowed-names", nil,
+		"Client certificate common names of allowed front proxies.")
+	fs.StringSliceVar(&o.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"},
+		"Request headers to inspect for usernames.")
+	fs.StringSliceVar(&o.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil,
+		"Request headers to inspect for UIDs.")
+	fs.StringSliceVar(&o.RequestHeaderGroups, "requestheader-group-headers", []string{"X-Remote-Group"},
+		"Request headers to inspect for groups.")
+	fs.StringSliceVar(&o.RequestHeaderExtras, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"},
+		"Request header prefixes to inspect.")
 }
 
 // Loops runs them.
@@ -114,7 +127,8 @@ func (l *Loops) Prepare() error {
 	if l.address == nil {
 		ip, err := utilnet.ResolveBindAddress(net.IPv4zero)
 		if err != nil {
-			slog.Warn("No address to advertise: the kubernetes Service will have no endpoints", "mend", "--advertise-address", "error", err)
+			slog.Warn("No address to advertise: the kubernetes Service will have no endpoints", "mend",
+				"--advertise-address", "error", err)
 			return nil
 		}
 		l.address = ip
@@ -133,10 +147,15 @@ func (l *Loops) Run(ctx context.Context) error {
 	}
 	// Service addresses can be given once the default ServiceCIDR is there.
 	defaultservicecidr.NewController(primary, secondary, l.Client).Start(ctx)
-	go systemnamespaces.NewController([]string{metav1.NamespaceSystem, metav1.NamespacePublic, corev1.NamespaceNodeLease, metav1.NamespaceDefault}, l.Client, l.Informers.Core().V1().Namespaces()).Run(ctx.Done())
+	go systemnamespaces.NewController([]string{metav1.NamespaceSystem, metav1.NamespacePublic,
+		corev1.NamespaceNodeLease, metav1.NamespaceDefault}, l.Client,
+		l.Informers.Core().V1().Namespaces()).Run(ctx.Done())
 	for _, h := range l.Hooks {
 		go func() {
-			if err := h.Run(genericapiserver.PostStartHookContext{LoopbackClientConfig: l.Loopback, Context: ctx}); err != nil && ctx.Err() == nil {
+			if err := h.Run(genericapiserver.PostStartHookContext{
+				LoopbackClientConfig: l.Loopback,
+				Context:              ctx,
+			}); err != nil && ctx.Err() == nil {
 				slog.Error("A start hook failed", "hook", h.Name, "error", err)
 			}
 		}()
@@ -174,9 +193,13 @@ func (l *Loops) waitSynced(ctx context.Context) bool {
 // allocatorsReady waits until a Service could get an address: before that the kubernetes Service would be refused and
 // tried again ten seconds later.
 func (l *Loops) allocatorsReady(ctx context.Context) error {
-	probe := &corev1.Service{ObjectMeta: metav1.ObjectMeta{GenerateName: "address-probe-"}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 443}}}}
+	probe := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "address-probe-"},
+		Spec:       corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 443}}},
+	}
 	for {
-		_, err := l.Client.CoreV1().Services(metav1.NamespaceDefault).Create(ctx, probe, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+		_, err := l.Client.CoreV1().Services(metav1.NamespaceDefault).Create(ctx, probe,
+			metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
 		if err == nil || ctx.Err() != nil {
 			return ctx.Err()
 		}
@@ -208,8 +231,15 @@ func (l *Loops) kubernetesService(ctx context.Context, ipRange net.IPNet) error 
 	}
 	adapter := reconcilers.NewEndpointsAdapter(l.Client.CoreV1(), l.Client.DiscoveryV1())
 	reconciler := reconcilers.NewLeaseEndpointReconciler(adapter, leases)
-	c := kubernetesservice.New(kubernetesservice.Config{PublicIP: l.address, EndpointReconciler: reconciler, EndpointInterval: 10 * time.Second,
-		ServiceIP: serviceIP, ServicePort: 443, PublicServicePort: l.SecurePort}, l.Client, l.Informers.Core().V1().Services())
+	c := kubernetesservice.New(kubernetesservice.Config{
+		PublicIP:           l.address,
+		EndpointReconciler: reconciler,
+		EndpointInterval:   10 * time.Second,
+		ServiceIP:          serviceIP,
+		ServicePort:        443,
+		PublicServicePort:  l.SecurePort,
+	}, l.Client,
+		l.Informers.Core().V1().Services())
 	c.Start(ctx.Done())
 	return nil
 }
@@ -220,7 +250,8 @@ func (l *Loops) publishTrust(ctx context.Context) error {
 	for _, f := range []struct {
 		name, path string
 		into       *dynamiccertificates.CAContentProvider
-	}{{"client-ca-bundle", l.ClientCAFile, &info.ClientCA}, {"request-header", l.RequestHeaderCAFile, &info.RequestHeaderCA}} {
+	}{{"client-ca-bundle", l.ClientCAFile, &info.ClientCA},
+		{"request-header", l.RequestHeaderCAFile, &info.RequestHeaderCA}} {
 		if f.path == "" {
 			continue
 		}
@@ -246,7 +277,8 @@ func (l *Loops) publishTrust(ctx context.Context) error {
 // identity keeps the API server's identity lease and removes those of servers that are gone.
 func (l *Loops) identity(ctx context.Context) {
 	seconds := int32(controlplaneapiserver.IdentityLeaseDurationSeconds)
-	c := lease.NewController(clock.RealClock{}, l.Client, l.Identity, seconds, nil, controlplaneapiserver.IdentityLeaseRenewIntervalPeriod,
+	c := lease.NewController(clock.RealClock{}, l.Client, l.Identity, seconds, nil,
+		controlplaneapiserver.IdentityLeaseRenewIntervalPeriod,
 		"apiserver-watershed", metav1.NamespaceSystem, func(o *coordinationv1.Lease) error {
 			if o.Labels == nil {
 				o.Labels = map[string]string{}
@@ -255,6 +287,7 @@ func (l *Loops) identity(ctx context.Context) {
 			return nil
 		})
 	go c.Run(ctx)
-	go apiserverleasegc.NewAPIServerLeaseGC(l.Client, controlplaneapiserver.IdentityLeaseGCPeriod, metav1.NamespaceSystem,
+	go apiserverleasegc.NewAPIServerLeaseGC(l.Client, controlplaneapiserver.IdentityLeaseGCPeriod,
+		metav1.NamespaceSystem,
 		controlplaneapiserver.IdentityLeaseComponentLabelKey+"="+identityName).RunWithContext(ctx)
 }

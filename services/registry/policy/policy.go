@@ -50,7 +50,13 @@ const policyLists = 4
 
 // New returns a policy of what is served, whose events t has.
 func New(r *resources.Resources, s *source.Source, t *tail.Tail) *Policy {
-	return &Policy{resources: r, source: s, tail: t, draining: make(chan struct{}), lists: make(chan struct{}, policyLists)}
+	return &Policy{
+		resources: r,
+		source:    s,
+		tail:      t,
+		draining:  make(chan struct{}),
+		lists:     make(chan struct{}, policyLists),
+	}
 }
 
 // Drain ends every watch, so that the gateways resume them on another registry.
@@ -62,11 +68,13 @@ var errAskObjects = status.Error(codes.FailedPrecondition, "not offered here; as
 
 // List answers a whole list as it is in etcd.
 func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
-	if r.Limit != 0 && r.ResourceVersion != "0" || r.Continue != "" || r.ResourceVersionMatch == "Exact" { // with "0" a limit does not count
+	if r.Limit != 0 && r.ResourceVersion != "0" || r.Continue != "" ||
+		r.ResourceVersionMatch == "Exact" { // with "0" a limit does not count
 		return errAskObjects
 	}
 	ctx := stream.Context()
-	if _, one := exactName(r.Query.GetFieldSelector()); !one || r.Query.GetEntry().GetNamespaced() && r.Query.GetNamespace() == "" { // how fresh policy is is asked by a list of one object, which waits for no other
+	if _, one := exactName(r.Query.GetFieldSelector()); !one || r.Query.GetEntry().GetNamespaced() &&
+		r.Query.GetNamespace() == "" { // how fresh policy is is asked by a list of one object, which waits for no other
 		select {
 		case p.lists <- struct{}{}:
 			defer func() { <-p.lists }()
@@ -165,7 +173,9 @@ func offered(o *registryv1.Output) bool {
 // convertedField says whether a selector names what only converting an object can tell.
 func convertedField(selector string) bool {
 	fs, err := fields.ParseSelector(selector)
-	return err == nil && slices.ContainsFunc(fs.Requirements(), func(r fields.Requirement) bool { return !strings.HasPrefix(r.Field, "metadata.") })
+	return err == nil && slices.ContainsFunc(fs.Requirements(), func(r fields.Requirement) bool {
+		return !strings.HasPrefix(r.Field, "metadata.")
+	})
 }
 
 // exactName is the one name that a field selector allows.
@@ -207,7 +217,8 @@ func (v *view) rows(ctx context.Context, resourceVersion string) ([]*registryv1.
 					out = append(out, row)
 				}
 			case !v.skips:
-				return apierrors.NewInternalError(fmt.Errorf("unable to transform key %q: %s", row.Namespace+"/"+row.Name, row.Unreadable))
+				return apierrors.NewInternalError(fmt.Errorf("unable to transform key %q: %s",
+					row.Namespace+"/"+row.Name, row.Unreadable))
 			}
 		}
 		return nil

@@ -34,7 +34,8 @@ var errDraining = status.Error(codes.Unavailable, "the registry is draining")
 var errStalled = status.Error(codes.Unavailable, "the event log does not bring what etcd has")
 
 // Watch streams events of the tail. What is no longer there has expired, and is listed.
-func (p *Policy) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+func (p *Policy) Watch(r *watchfanoutv1.WatchRequest,
+	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	v, err := p.view(stream.Context(), r.Query)
 	if err == nil && p.tail.Stalled() {
 		err = errStalled
@@ -79,7 +80,8 @@ func (w *watch) run(ctx context.Context) error {
 func (w *watch) begin(ctx context.Context) error {
 	r := w.request
 	high, history := w.tail.At()
-	w.position.History, w.position.Index = history, events.LastIndex // which the reading corrects, where nobody knows it yet
+	// which the reading corrects, where nobody knows it yet
+	w.position.History, w.position.Index = history, events.LastIndex
 	initial := r.ResourceVersion == "" || r.ResourceVersion == "0"
 	if r.SendInitialEvents != nil {
 		initial = *r.SendInitialEvents
@@ -139,7 +141,11 @@ func (w *watch) initial(ctx context.Context) error {
 	if w.request.SendInitialEvents != nil && w.request.AllowBookmarks {
 		pieces = append(pieces, w.form.Bookmark(w.revision, true))
 	}
-	return w.stream.Send(&watchfanoutv1.WatchFrame{Initial: pieces, InitialEventsDone: true, Position: w.position.Proto()})
+	return w.stream.Send(&watchfanoutv1.WatchFrame{
+		Initial:           pieces,
+		InitialEventsDone: true,
+		Position:          w.position.Proto(),
+	})
 }
 
 // follow sends events, and now and then how far that is, until the caller goes away or the reading is at its end.

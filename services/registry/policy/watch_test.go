@@ -81,12 +81,21 @@ func (s *watching) shows(t *testing.T) string {
 func role(revision int64, index int32, kind logv1.Type, name string, labels map[string]string) *logv1.Event {
 	e := event(revision, index, "roles")
 	e.Type, e.Namespace, e.Name = kind, "x", name
-	e.Object = &logv1.Object{Json: fmt.Appendf(nil, `{"metadata":{"name":%q,"resourceVersion":"%d"}}`, name, revision), Labels: labels}
+	e.Object = &logv1.Object{
+		Json:   fmt.Appendf(nil, `{"metadata":{"name":%q,"resourceVersion":"%d"}}`, name, revision),
+		Labels: labels,
+	}
 	return e
 }
 
 func event(revision int64, index int32, storedAs string) *logv1.Event {
-	return &logv1.Event{Type: logv1.Type_TYPE_MODIFIED, Revision: revision, Index: index, StoredAs: storedAs, History: "h"}
+	return &logv1.Event{
+		Type:     logv1.Type_TYPE_MODIFIED,
+		Revision: revision,
+		Index:    index,
+		StoredAs: storedAs,
+		History:  "h",
+	}
 }
 
 func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, History: "h"} }
@@ -117,7 +126,13 @@ func watchOf(t *testing.T, l *tail.Tail, r *watchfanoutv1.WatchRequest, labels s
 	}
 	s = &watching{}
 	return &watch{tail: l, draining: make(chan struct{}), request: r, stream: s,
-		view: &view{policy: &Policy{tail: l}, entry: &registryv1.ResourceEntry{StoredAs: "roles", Kind: k, StoredKind: k}, form: frame.FormOf(k, nil, frame.JSON, false), selects: selects, native: true}}, s
+		view: &view{
+			policy:  &Policy{tail: l},
+			entry:   &registryv1.ResourceEntry{StoredAs: "roles", Kind: k, StoredKind: k},
+			form:    frame.FormOf(k, nil, frame.JSON, false),
+			selects: selects,
+			native:  true,
+		}}, s
 }
 
 // Whoever decides is told of every change once, from wherever it goes on: also of objects that come into its selection
@@ -129,7 +144,8 @@ func TestAPolicyWatchTellsEveryChangeOnce(t *testing.T) {
 	begun := role(11, 0, logv1.Type_TYPE_ADDED, "b", mine)
 	begun.More = true
 	log := func(more ...*logv1.Event) []*logv1.Event {
-		return append([]*logv1.Event{reset(9, 0, ""), role(10, 0, logv1.Type_TYPE_ADDED, "a", mine), begun, role(11, 1, logv1.Type_TYPE_ADDED, "c", mine),
+		return append([]*logv1.Event{reset(9, 0, ""), role(10, 0, logv1.Type_TYPE_ADDED, "a", mine), begun,
+			role(11, 1, logv1.Type_TYPE_ADDED, "c", mine),
 			role(12, 0, logv1.Type_TYPE_DELETED, "a", mine), leaves}, more...)
 	}
 	at := func(revision int64, index int32, history string) *watchfanoutv1.WatchRequest {
@@ -142,13 +158,22 @@ func TestAPolicyWatchTellsEveryChangeOnce(t *testing.T) {
 		labels  string
 		want    string
 	}{
-		"from a list":         {log(progress(20)), &watchfanoutv1.WatchRequest{ResourceVersion: "10", AllowBookmarks: true}, "team=a", "ADDED b, ADDED c, DELETED a, DELETED c, BOOKMARK 20"},
-		"without a selection": {log(progress(20)), &watchfanoutv1.WatchRequest{ResourceVersion: "11", AllowBookmarks: true}, "", "DELETED a, MODIFIED c, BOOKMARK 20"},
-		"amid a transaction":  {log(progress(20)), at(11, 0, "h"), "team=a", "ADDED c, DELETED a, DELETED c, BOOKMARK 20"},
-		"no bookmarks":        {log(progress(20)), &watchfanoutv1.WatchRequest{ResourceVersion: "12"}, "team=a", "DELETED c"},
+		"from a list": {log(progress(20)), &watchfanoutv1.WatchRequest{
+			ResourceVersion: "10",
+			AllowBookmarks:  true,
+		}, "team=a", "ADDED b, ADDED c, DELETED a, DELETED c, BOOKMARK 20"},
+		"without a selection": {log(progress(20)), &watchfanoutv1.WatchRequest{
+			ResourceVersion: "11",
+			AllowBookmarks:  true,
+		}, "", "DELETED a, MODIFIED c, BOOKMARK 20"},
+		"amid a transaction": {log(progress(20)), at(11, 0, "h"), "team=a",
+			"ADDED c, DELETED a, DELETED c, BOOKMARK 20"},
+		"no bookmarks": {log(progress(20)), &watchfanoutv1.WatchRequest{ResourceVersion: "12"}, "team=a",
+			"DELETED c"},
 		"of another history":  {log(), at(11, 0, "restored"), "team=a", "ERROR 410"},
 		"from before the log": {log(), &watchfanoutv1.WatchRequest{ResourceVersion: "5"}, "team=a", "ERROR 410"},
-		"to be read anew":     {log(reset(14, 1, "roles"), role(15, 0, logv1.Type_TYPE_ADDED, "d", mine)), at(12, events.LastIndex, "h"), "team=a", "DELETED c, ERROR 410"},
+		"to be read anew": {log(reset(14, 1, "roles"), role(15, 0, logv1.Type_TYPE_ADDED, "d", mine)),
+			at(12, events.LastIndex, "h"), "team=a", "DELETED c, ERROR 410"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -174,7 +199,8 @@ func TestAPolicyWatchTellsEveryChangeOnce(t *testing.T) {
 
 // A registry that drains gives its watches to another, at the places where they are.
 func TestADrainedPolicyWatchIsUnavailable(t *testing.T) {
-	w, s := watchOf(t, tailOf(t, reset(9, 0, ""), role(10, 0, logv1.Type_TYPE_ADDED, "a", nil)), &watchfanoutv1.WatchRequest{ResourceVersion: "9"}, "")
+	w, s := watchOf(t, tailOf(t, reset(9, 0, ""), role(10, 0, logv1.Type_TYPE_ADDED, "a", nil)),
+		&watchfanoutv1.WatchRequest{ResourceVersion: "9"}, "")
 	draining := make(chan struct{})
 	close(draining)
 	w.draining = draining

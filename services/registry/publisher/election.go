@@ -49,7 +49,8 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 	if err != nil {
 		return nil, err
 	}
-	resp, err := client.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).Then(clientv3.OpPut(key, identity, clientv3.WithLease(lease.ID))).Commit()
+	resp, err := client.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).Then(clientv3.OpPut(key,
+		identity, clientv3.WithLease(lease.ID))).Commit()
 	if err != nil || !resp.Succeeded {
 		_, _ = client.Revoke(context.WithoutCancel(ctx), lease.ID)
 		return nil, err
@@ -59,7 +60,8 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 
 // serve leads until the lease is lost or ctx ends, or lead gives up, which is a resignation. A panic of lead gives the
 // key up too.
-func serve(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID, lead func(context.Context) error) (resigned bool) {
+func serve(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID,
+	lead func(context.Context) error) (resigned bool) {
 	leading, cancel := context.WithCancel(ctx)
 	defer func() {
 		cancel()

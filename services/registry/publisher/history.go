@@ -64,7 +64,8 @@ func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (r
 	if err != nil {
 		return 0, err
 	}
-	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity), clientv3.Compare(clientv3.ModRevision(HistoryKey), "=", after)}
+	conditions := []clientv3.Cmp{clientv3.Compare(clientv3.Value(ElectionKey), "=", p.Identity),
+		clientv3.Compare(clientv3.ModRevision(HistoryKey), "=", after)}
 	resp, err := p.Storage.Client.Txn(ctx).If(conditions...).Then(clientv3.OpPut(HistoryKey, string(data))).Commit()
 	if err != nil {
 		return 0, err
@@ -77,7 +78,8 @@ func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (r
 
 // continues says whether etcd is at a later point of the history h, of which it has this revision, that the log was
 // written from. A reason is why not.
-func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last eventlog.ID, h history, revision int64) (reason string, err error) {
+func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last eventlog.ID, h history,
+	revision int64) (reason string, err error) {
 	if last.Revision > revision {
 		return fmt.Sprintf("etcd is at revision %d, the log at %d", revision, last.Revision), nil
 	}

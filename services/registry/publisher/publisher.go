@@ -31,15 +31,35 @@ const ElectionKey = "/watershed/publisher"
 const idleProgress = 30 * time.Second
 
 var (
-	published  = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "watershed_publisher_events_total", Help: "Events published to the log, by stored resource."}, []string{"resource"})
-	resetCount = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_resets_total", Help: "Times the log had to start anew: etcd had compacted what came next, or was of another history, or the log was empty."})
-	refused    = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_refused_total", Help: "Events that could not be decoded, or are too large for a message: readers are told to read the resource anew."})
+	published = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "watershed_publisher_events_total",
+		Help: "Events published to the log, by stored resource.",
+	}, []string{"resource"})
+	resetCount = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_publisher_resets_total",
+		Help: "Times the log had to start anew: etcd had compacted what came next, or was of another history, or " +
+			"the log was empty.",
+	})
+	refused = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_publisher_refused_total",
+		Help: "Events that could not be decoded, or are too large for a message: readers are told to read the " +
+			"resource anew.",
+	})
 )
 
 var (
-	brokeOff = prometheus.NewCounter(prometheus.CounterOpts{Name: "watershed_publisher_broke_off_total", Help: "Times that publishing broke off, because of NATS or etcd, and went on from the log's last message."})
-	reached  = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_publisher_revision", Help: "The revision up to which the log has everything, on the registry that publishes."})
-	leading  = prometheus.NewGauge(prometheus.GaugeOpts{Name: "watershed_publisher_leading", Help: "1 on the registry that publishes."})
+	brokeOff = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_publisher_broke_off_total",
+		Help: "Times that publishing broke off, because of NATS or etcd, and went on from the log's last message.",
+	})
+	reached = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "watershed_publisher_revision",
+		Help: "The revision up to which the log has everything, on the registry that publishes.",
+	})
+	leading = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "watershed_publisher_leading",
+		Help: "1 on the registry that publishes.",
+	})
 )
 
 // Metrics are this package's collectors.
@@ -134,7 +154,8 @@ func (p *Publisher) publish(ctx context.Context) error {
 		return err
 	}
 	watchCtx := clientv3.WithRequireLeader(ctx)
-	watch := p.Storage.Client.Watch(watchCtx, p.Storage.Prefix(), clientv3.WithPrefix(), clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
+	watch := p.Storage.Client.Watch(watchCtx, p.Storage.Prefix(), clientv3.WithPrefix(), clientv3.WithPrevKV(),
+		clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
 	idle, marks, checks := time.NewTicker(idleProgress), time.NewTicker(markPeriod), time.NewTicker(markCheck)
 	defer idle.Stop()
 	defer marks.Stop()

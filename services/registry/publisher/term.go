@@ -14,7 +14,8 @@ import (
 // term is one publisher's writing, from the log's last message on until something breaks.
 type term struct {
 	log *eventlog.Writer
-	// history is what etcd says at HistoryKey, as this publisher wrote it, and written the revision at which etcd has it.
+	// history is what etcd says at HistoryKey, as this publisher wrote it, and written the revision at which etcd has
+	// it.
 	history history
 	written int64
 	// marker and nextMarker are what the log says of the history's mark: what it is, and what it is about to be.
@@ -49,7 +50,8 @@ func (w *term) progress(revision int64) error {
 // acknowledge notes that the log has a message.
 func (p *Publisher) acknowledge(id eventlog.ID) {
 	p.acknowledged.Add(1)
-	for was := p.published.Load(); was < id.Revision && !p.published.CompareAndSwap(was, id.Revision); was = p.published.Load() {
+	for was := p.published.Load(); was < id.Revision &&
+		!p.published.CompareAndSwap(was, id.Revision); was = p.published.Load() {
 	}
 	reached.Set(float64(p.published.Load()))
 }

@@ -60,7 +60,8 @@ func (t *transaction) reset(i int, storedAs string, redefined bool) {
 // refuse resets a resource for event i, which cannot be published.
 func (t *transaction) refuse(i int, storedAs, key string, err error) {
 	refused.Inc()
-	slog.Error("An event cannot be published; its resource is to be read anew", "key", key, "revision", t.revision, "error", err)
+	slog.Error("An event cannot be published; its resource is to be read anew", "key", key, "revision", t.revision,
+		"error", err)
 	t.reset(i, storedAs, false)
 }
 
@@ -90,7 +91,8 @@ func (p *Publisher) transaction(ctx context.Context, w *term, events []*clientv3
 // publish sends what the log does not have yet: it may end amid the transaction.
 func (t *transaction) publish(ctx context.Context, w *term) error {
 	for n, event := range t.out {
-		event.More = n < len(t.out)-1 || len(t.resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
+		event.More = n < len(t.out)-1 ||
+			len(t.resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
 		var bad *eventlog.UnsendableError
 		if err := one(ctx, w, event); errors.As(err, &bad) {
 			t.refuse(int(event.Index), event.StoredAs, event.Namespace+"/"+event.Name, bad)
@@ -111,8 +113,8 @@ func (t *transaction) publish(ctx context.Context, w *term) error {
 	return nil
 }
 
-// one publishes one event, unless the log has it. What cannot be a message is an *eventlog.UnsendableError, also where the log has what
-// comes after it.
+// one publishes one event, unless the log has it. What cannot be a message is an *eventlog.UnsendableError, also where
+// the log has what comes after it.
 func one(ctx context.Context, w *term, event *logv1.Event) error {
 	if w.log.Has(event) {
 		return w.log.Check(w.told(event))

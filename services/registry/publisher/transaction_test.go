@@ -66,7 +66,13 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 				tx.refuse(i, "secrets", "/registry/secrets/x", errors.New("rubbish"))
 				continue
 			}
-			e := &logv1.Event{Type: logv1.Type_TYPE_MODIFIED, Revision: 20, Index: int32(i), StoredAs: name, Object: &logv1.Object{Json: []byte("{}")}}
+			e := &logv1.Event{
+				Type:     logv1.Type_TYPE_MODIFIED,
+				Revision: 20,
+				Index:    int32(i),
+				StoredAs: name,
+				Object:   &logv1.Object{Json: []byte("{}")},
+			}
 			if name == "configmaps" {
 				e.Object.Json = append([]byte(nil), fmt.Sprintf("%01000d", 7)...)
 			}
@@ -75,10 +81,25 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 		tx.reset(1, "widgets", true)
 		return tx
 	}
-	whole := []string{"pods 0 more", "definitions 1 more", "reset widgets 7 more", "reset secrets 8 more", "reset configmaps 10"}
-	begins := map[string]eventlog.ID{"between two": {Revision: 19, Mark: true}, "after its first": {Revision: 20, Index: 0}, "after its events": {Revision: 20, Index: 1},
-		"amid its resets": {Revision: 20, Index: 7}, "before the last": {Revision: 20, Index: 8}, "at its end": {Revision: 20, Index: 10}}
-	left := map[string]int{"between two": 5, "after its first": 4, "after its events": 3, "amid its resets": 2, "before the last": 1, "at its end": 0}
+	whole := []string{"pods 0 more", "definitions 1 more", "reset widgets 7 more", "reset secrets 8 more",
+		"reset configmaps 10"}
+	begins := map[string]eventlog.ID{
+		"between two":      {Revision: 19, Mark: true},
+		"after its first":  {Revision: 20, Index: 0},
+		"after its events": {Revision: 20, Index: 1},
+		"amid its resets":  {Revision: 20, Index: 7},
+		"before the last":  {Revision: 20, Index: 8},
+
+		"at its end": {Revision: 20, Index: 10},
+	}
+	left := map[string]int{
+		"between two":      5,
+		"after its first":  4,
+		"after its events": 3,
+		"amid its resets":  2,
+		"before the last":  1,
+		"at its end":       0,
+	}
 	for name, last := range begins {
 		js := &logged{}
 		w := &term{log: eventlog.NewWriter(js, 4<<10+500, last, func(eventlog.ID) {})}

@@ -31,7 +31,10 @@ type Resources struct {
 
 // NotServed is the API's error for a resource that there is not.
 func NotServed(r *commonv1.Resource) error {
-	return apierrors.NewGenericServerResponse(404, "", schema.GroupResource{Group: r.GetGroup(), Resource: r.GetResource()}, "", "404 page not found", 0, true)
+	return apierrors.NewGenericServerResponse(404, "", schema.GroupResource{
+		Group:    r.GetGroup(),
+		Resource: r.GetResource(),
+	}, "", "404 page not found", 0, true)
 }
 
 // Endpoint finds a resource or subresource; an error is the API's own.
@@ -67,7 +70,8 @@ func (r *Resources) Stored(ctx context.Context, name string) (*storage.Stored, e
 }
 
 // Within is ctx with what upstream's storages and strategies look for in it.
-func Within(ctx context.Context, verb string, r *commonv1.Resource, u *commonv1.User, namespace, name string) context.Context {
+func Within(ctx context.Context, verb string, r *commonv1.Resource, u *commonv1.User, namespace,
+	name string) context.Context {
 	prefix := "apis"
 	if r.GetGroup() == "" {
 		prefix = "api"

@@ -73,7 +73,8 @@ func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
 
 // Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row
 // that says so: it is the matter of those who ask for it.
-func (s *Source) Snapshot(r *registryv1.SnapshotRequest, stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
+func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
+	stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	ctx := stream.Context()
 	// The revision comes first: a definition that changes after it was read is told of in the log after this revision.
 	revision, err := s.ReadRevision(ctx)
@@ -108,7 +109,8 @@ func (s *Source) Pages(ctx context.Context, prefix string, revision int64, each 
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {
-		resp, err := s.resources.Storage.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(limit), clientv3.WithRev(revision))
+		resp, err := s.resources.Storage.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(limit),
+			clientv3.WithRev(revision))
 		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these are larger than those before
 			limit = max(1, limit/4)
 			continue

@@ -55,13 +55,17 @@ type Options struct {
 
 // AddFlags adds them to fs.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
-	fs.StringSliceVar(&o.Servers, "etcd-servers", o.Servers, "etcd's client URLs (scheme://ip:port, or unix://path), comma separated.")
+	fs.StringSliceVar(&o.Servers, "etcd-servers", o.Servers,
+		"etcd's client URLs (scheme://ip:port, or unix://path), comma separated.")
 	fs.StringVar(&o.CertFile, "etcd-certfile", o.CertFile, "SSL certification file used to secure etcd communication.")
 	fs.StringVar(&o.KeyFile, "etcd-keyfile", o.KeyFile, "SSL key file used to secure etcd communication.")
-	fs.StringVar(&o.CAFile, "etcd-cafile", o.CAFile, "SSL Certificate Authority file used to secure etcd communication.")
+	fs.StringVar(&o.CAFile, "etcd-cafile", o.CAFile,
+		"SSL Certificate Authority file used to secure etcd communication.")
 	fs.StringVar(&o.Prefix, "etcd-prefix", "/registry", "The prefix to prepend to all resource paths in etcd.")
-	fs.DurationVar(&o.CompactionInterval, "etcd-compaction-interval", 5*time.Minute, "The interval of compaction requests. If 0, the compaction request from the registry is disabled.")
-	fs.StringVar(&o.DefaultStorageMediaType, "storage-media-type", runtime.ContentTypeProtobuf, "The media type to use to store objects in storage.")
+	fs.DurationVar(&o.CompactionInterval, "etcd-compaction-interval", 5*time.Minute,
+		"The interval of compaction requests. If 0, the compaction request from the registry is disabled.")
+	fs.StringVar(&o.DefaultStorageMediaType, "storage-media-type", runtime.ContentTypeProtobuf,
+		"The media type to use to store objects in storage.")
 }
 
 // Storage is the one connection to etcd and everything that is stored through it.
@@ -87,7 +91,8 @@ func Open(o Options, resources *serverstorage.ResourceConfig) (*Storage, error) 
 		var err error
 		info := transport.TLSInfo{CertFile: o.CertFile, KeyFile: o.KeyFile, TrustedCAFile: o.CAFile}
 		if tlsConfig, err = info.ClientConfig(); err != nil {
-			return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q, --etcd-cafile %q: %w", o.CertFile, o.KeyFile, o.CAFile, err)
+			return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q, --etcd-cafile %q: %w", o.CertFile, o.KeyFile,
+				o.CAFile, err)
 		}
 	}
 	client, err := etcdkubernetes.New(clientv3.Config{
@@ -95,14 +100,19 @@ func Open(o Options, resources *serverstorage.ResourceConfig) (*Storage, error) 
 		DialKeepAliveTime: 10 * time.Second, DialKeepAliveTimeout: 5 * time.Second,
 		MaxCallRecvMsgSize: 256 << 20,
 		DialOptions: []grpc.DialOption{grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: 3 * time.Second,
-			Backoff: backoff.Config{BaseDelay: 50 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: time.Second}})},
+			Backoff: backoff.Config{
+				BaseDelay:  50 * time.Millisecond,
+				Multiplier: 1.6,
+				Jitter:     0.2,
+				MaxDelay:   time.Second,
+			}})},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("--etcd-servers %v: %w", o.Servers, err)
 	}
 	eo := serveroptions.NewEtcdOptions(storagebackend.NewDefaultConfig(o.Prefix, nil))
-	eo.StorageConfig.Transport.ServerList = o.Servers
-	eo.StorageConfig.Transport.CertFile, eo.StorageConfig.Transport.KeyFile, eo.StorageConfig.Transport.TrustedCAFile = o.CertFile, o.KeyFile, o.CAFile
+	to := &eo.StorageConfig.Transport
+	to.ServerList, to.CertFile, to.KeyFile, to.TrustedCAFile = o.Servers, o.CertFile, o.KeyFile, o.CAFile
 	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts: upstream's compactor holds a watch of its own
 	eo.StorageConfig.CountMetricPollPeriod = 0
 	eo.DefaultStorageMediaType = o.DefaultStorageMediaType
@@ -130,12 +140,17 @@ func (s *Storage) RESTOptions() genericregistry.RESTOptionsGetter {
 }
 
 // RESTOptionsFor is the options getter of resources with a codec of their own: CRDs, APIServices and custom resources.
-func (s *Storage) RESTOptionsFor(codec runtime.Codec, versioner runtime.GroupVersioner) genericregistry.RESTOptionsGetter {
-	return &optionsGetter{s: s, config: func(gr schema.GroupResource, _ runtime.Object) (*storagebackend.ConfigForResource, error) {
-		c := s.Options.StorageConfig
-		c.Codec, c.EncodeVersioner = codec, versioner
-		return c.ForResource(gr), nil
-	}, groupPrefix: true}
+func (s *Storage) RESTOptionsFor(codec runtime.Codec,
+	versioner runtime.GroupVersioner) genericregistry.RESTOptionsGetter {
+	return &optionsGetter{
+		s: s,
+		config: func(gr schema.GroupResource, _ runtime.Object) (*storagebackend.ConfigForResource, error) {
+			c := s.Options.StorageConfig
+			c.Codec, c.EncodeVersioner = codec, versioner
+			return c.ForResource(gr), nil
+		},
+		groupPrefix: true,
+	}
 }
 
 type optionsGetter struct {
@@ -149,18 +164,25 @@ type optionsGetter struct {
 // CustomRESTOptions is the options getter of one version of a custom resource. What Custom makes stands for all
 // versions.
 func (s *Storage) CustomRESTOptions(codec runtime.Codec) genericregistry.RESTOptionsGetter {
-	return &optionsGetter{s: s, config: func(gr schema.GroupResource, _ runtime.Object) (*storagebackend.ConfigForResource, error) {
-		c := s.Options.StorageConfig
-		c.Codec = codec
-		return c.ForResource(gr), nil
-	}, groupPrefix: true, unlisted: true}
+	return &optionsGetter{
+		s: s,
+		config: func(gr schema.GroupResource, _ runtime.Object) (*storagebackend.ConfigForResource, error) {
+			c := s.Options.StorageConfig
+			c.Codec = codec
+			return c.ForResource(gr), nil
+		},
+		groupPrefix: true,
+		unlisted:    true,
+	}
 }
 
 // GetRESTOptions implements generic.RESTOptionsGetter.
-func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource, example runtime.Object) (genericregistry.RESTOptions, error) {
+func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource, example runtime.Object) (genericregistry.RESTOptions,
+	error) {
 	config, err := g.config(gr, example)
 	if err != nil {
-		return genericregistry.RESTOptions{}, fmt.Errorf("unable to find storage destination for %v, due to %v", gr, err)
+		return genericregistry.RESTOptions{}, fmt.Errorf("unable to find storage destination for %v, due to %v", gr,
+			err)
 	}
 	prefix := g.s.Factory.ResourcePrefix(gr)
 	if g.groupPrefix {
@@ -175,10 +197,13 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource, example runtime.
 }
 
 // open opens the storage of one resource over the shared client.
-func (s *Storage) open(config *storagebackend.ConfigForResource, resourcePrefix string, _ func(runtime.Object) (string, error),
-	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs, _ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
+func (s *Storage) open(config *storagebackend.ConfigForResource, resourcePrefix string,
+	_ func(runtime.Object) (string, error),
+	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs,
+	_ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
 	versioner := apistorage.APIObjectVersioner{}
-	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix, config.GroupResource,
+	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
+		config.GroupResource,
 		transformerOf(config), config.LeaseManagerConfig, etcd3.NewDefaultDecoder(config.Codec, versioner), versioner)
 	if err != nil {
 		return nil, nil, err
@@ -194,14 +219,17 @@ func transformerOf(config *storagebackend.ConfigForResource) value.Transformer {
 }
 
 // decorate is open, and remembers how to read the resource's values.
-func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePrefix string, keyFunc func(runtime.Object) (string, error),
-	newFunc, newListFunc func() runtime.Object, attrs apistorage.AttrFunc, triggers apistorage.IndexerFuncs, indexers *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
+func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePrefix string,
+	keyFunc func(runtime.Object) (string, error),
+	newFunc, newListFunc func() runtime.Object, attrs apistorage.AttrFunc, triggers apistorage.IndexerFuncs,
+	indexers *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
 	store, destroy, err := s.open(config, resourcePrefix, keyFunc, newFunc, newListFunc, attrs, triggers, indexers)
 	if err != nil {
 		return nil, nil, err
 	}
 	st := &Stored{GroupResource: config.GroupResource, Prefix: s.prefix + strings.Trim(resourcePrefix, "/") + "/",
-		codec: config.Codec, newFunc: newFunc, attrs: attrs, transformer: transformerOf(config), versioner: apistorage.APIObjectVersioner{}}
+		codec: config.Codec, newFunc: newFunc, attrs: attrs, transformer: transformerOf(config),
+		versioner: apistorage.APIObjectVersioner{}}
 	if err := st.complete(config, newFunc()); err != nil {
 		return nil, nil, err
 	}
@@ -266,16 +294,26 @@ func (s *Stored) Name() string { return s.GroupResource.String() }
 // Custom is the stored resource of a definition: whoever follows definitions keeps it. kind is in the version that is
 // stored now; decode reads an object in the version that it is stored in, and attrs tells what selectors ask of it in
 // that version. converted: they may ask more, of other versions.
-func (s *Storage) Custom(gr schema.GroupResource, kind schema.GroupVersionKind, decode func([]byte) (*unstructured.Unstructured, error), attrs apistorage.AttrFunc, converted bool) *Stored {
-	return &Stored{always: converted, GroupResource: gr, Prefix: s.prefix + gr.Group + "/" + gr.Resource + "/", Kind: kind, codec: decoder(decode), attrs: attrs,
-		newFunc:     func() runtime.Object { return &unstructured.Unstructured{} },
-		transformer: identity.NewEncryptCheckTransformer(), versioner: apistorage.APIObjectVersioner{}}
+func (s *Storage) Custom(gr schema.GroupResource, kind schema.GroupVersionKind,
+	decode func([]byte) (*unstructured.Unstructured, error), attrs apistorage.AttrFunc, converted bool) *Stored {
+	return &Stored{
+		always:        converted,
+		GroupResource: gr,
+		Prefix:        s.prefix + gr.Group + "/" + gr.Resource + "/",
+		Kind:          kind,
+		codec:         decoder(decode),
+		attrs:         attrs,
+		newFunc:       func() runtime.Object { return &unstructured.Unstructured{} },
+		transformer:   identity.NewEncryptCheckTransformer(),
+		versioner:     apistorage.APIObjectVersioner{},
+	}
 }
 
 type decoder func([]byte) (*unstructured.Unstructured, error)
 
 // Decode implements runtime.Decoder.
-func (d decoder) Decode(data []byte, _ *schema.GroupVersionKind, _ runtime.Object) (runtime.Object, *schema.GroupVersionKind, error) {
+func (d decoder) Decode(data []byte, _ *schema.GroupVersionKind, _ runtime.Object) (runtime.Object,
+	*schema.GroupVersionKind, error) {
 	u, err := d(data)
 	if err != nil {
 		return nil, nil, err
@@ -356,7 +394,8 @@ func (s *Stored) Encode(obj runtime.Object) (*logv1.Object, error) {
 		if versioned, err = s.convertor.ConvertToVersion(obj, s.Kind.GroupVersion()); err != nil {
 			return nil, err
 		}
-		versioned.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{}) // lists hold items without it, frames put it back
+		// lists hold items without it, frames put it back
+		versioned.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{})
 	}
 	if u, ok := versioned.(*unstructured.Unstructured); ok {
 		return out, untyped(u, out)
@@ -381,7 +420,8 @@ func untyped(u *unstructured.Unstructured, out *logv1.Object) error {
 		return err
 	}
 	var partial metav1.PartialObjectMetadata
-	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(map[string]any{"metadata": u.Object["metadata"]}, &partial); err != nil {
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(map[string]any{"metadata": u.Object["metadata"]},
+		&partial); err != nil {
 		return err
 	}
 	out.Protobuf, err = partial.Marshal()
@@ -425,7 +465,8 @@ func (s *Stored) Row(ctx context.Context, key string, data []byte, revision int6
 
 // Read decodes an etcd value and encodes it. A panic of a type's own code, which a value of an unknown making may
 // reach, is an error like any other.
-func (s *Stored) Read(ctx context.Context, key string, data []byte, revision int64) (m metav1.Object, o *logv1.Object, err error) {
+func (s *Stored) Read(ctx context.Context, key string, data []byte, revision int64) (m metav1.Object, o *logv1.Object,
+	err error) {
 	defer guard.Error("reading an object", &err)
 	obj, err := s.Decode(ctx, key, data, revision)
 	if err != nil {
@@ -462,7 +503,8 @@ func (s *Stored) SelectableFields() []string {
 }
 
 // DecodeVersioned reads what the log carries back into the hub version.
-func (s *Stored) DecodeVersioned(o *logv1.Object, into func(schema.GroupVersionKind) (runtime.Object, error)) (runtime.Object, error) {
+func (s *Stored) DecodeVersioned(o *logv1.Object,
+	into func(schema.GroupVersionKind) (runtime.Object, error)) (runtime.Object, error) {
 	obj, err := into(s.Kind)
 	if err != nil {
 		return nil, err

@@ -23,7 +23,8 @@ func NewSelector(namespace, labelSelector, fieldSelector string) (Selector, erro
 		return nil, apierrors.NewBadRequest(err.Error())
 	}
 	return func(ns string, o *logv1.Object) bool {
-		return o != nil && (namespace == "" || namespace == ns) && ls.Matches(labels.Set(o.Labels)) && fs.Matches(fields.Set(o.Fields))
+		return o != nil && (namespace == "" || namespace == ns) && ls.Matches(labels.Set(o.Labels)) &&
+			fs.Matches(fields.Set(o.Fields))
 	}, nil
 }
 

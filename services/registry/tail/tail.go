@@ -27,7 +27,8 @@ type Tail struct {
 	started   bool
 	// epoch counts how often everything was dropped.
 	epoch int
-	// behind is since when the tail stands at was though etcd has more; the zero time where it had all when it was last compared.
+	// behind is since when the tail stands at was though etcd has more; the zero time where it had all when it was last
+	// compared.
 	behind time.Time
 	was    int64
 }
@@ -140,7 +141,8 @@ func (t *Tail) add(e *logv1.Event) {
 	}
 }
 
-// evict gives up the oldest event of the resource that takes most, but for the newest of all, which somebody is to read.
+// evict gives up the oldest event of the resource that takes most, but for the newest of all, which somebody is to
+// read.
 func (t *Tail) evict(newest *logv1.Event) {
 	var most *ring
 	for _, r := range t.rings {
@@ -173,7 +175,8 @@ func (t *Tail) DefinedAt(storedAs string) int64 {
 func (t *Tail) Stalled() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return !t.behind.IsZero() && t.high == t.was && time.Since(t.behind) > stalledAfter // one that is late, and comes, is not stalled
+	return !t.behind.IsZero() && t.high == t.was &&
+		time.Since(t.behind) > stalledAfter // one that is late, and comes, is not stalled
 }
 
 // Compare compares the tail with etcd until ctx is done, and has the publisher asked how far it is where etcd has gone

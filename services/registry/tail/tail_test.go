@@ -11,7 +11,13 @@ import (
 )
 
 func event(revision int64, index int32, storedAs string) *logv1.Event {
-	return &logv1.Event{Type: logv1.Type_TYPE_MODIFIED, Revision: revision, Index: index, StoredAs: storedAs, History: "h"}
+	return &logv1.Event{
+		Type:     logv1.Type_TYPE_MODIFIED,
+		Revision: revision,
+		Index:    index,
+		StoredAs: storedAs,
+		History:  "h",
+	}
 }
 
 func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, History: "h"} }
@@ -58,20 +64,30 @@ func TestAReadingOfTheTailIsToldEverythingOnce(t *testing.T) {
 		index    int32
 		want     string
 	}{
-		"from where it lists":             {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "pods"), event(12, 0, "roles")), 10, events.LastIndex, "12.0 to 12"},
-		"from before the log":             {tailOf(t, event(10, 0, "roles")), 8, events.LastIndex, " to 0 overrun"},
-		"from the log's beginning":        {tailOf(t, event(10, 0, "roles")), 9, events.LastIndex, "10.0 to 10"},
-		"from what has not come yet":      {tailOf(t, event(10, 0, "roles")), 11, events.LastIndex, " to 10"},
-		"from amid a transaction":         {tailOf(t, reset(9, 0, ""), begun(10), event(10, 1, "roles")), 10, 0, "10.1 to 10"},
-		"amid a transaction":              {tailOf(t, reset(9, 0, ""), begun(12)), 9, events.LastIndex, "12.0 to 9"},
-		"nothing but progress":            {tailOf(t, reset(9, 0, ""), progress(15)), 9, events.LastIndex, " to 15"},
-		"published again":                 {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "roles"), event(10, 0, "roles"), event(11, 0, "roles"), event(12, 0, "roles")), 9, events.LastIndex, "10.0 11.0 12.0 to 12"},
-		"a transaction begun twice":       {tailOf(t, reset(9, 0, ""), begun(12), begun(12), event(12, 1, "roles")), 9, events.LastIndex, "12.0 12.1 to 12"},
-		"its resource is to be read anew": {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "roles"), event(12, 0, "roles")), 9, events.LastIndex, "10.0 to 12 overrun"},
-		"another resource is":             {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "pods"), event(12, 0, "roles")), 9, events.LastIndex, "10.0 12.0 to 12"},
-		"two are, in one transaction":     {tailOf(t, reset(9, 0, ""), reset(11, 2, "pods"), reset(11, 4, "roles"), event(12, 0, "roles")), 9, events.LastIndex, " to 12 overrun"},
-		"a list from after that":          {tailOf(t, reset(9, 0, ""), reset(11, 2, "roles"), event(12, 0, "roles")), 11, events.LastIndex, "12.0 to 12"},
-		"the log began anew":              {tailOf(t, event(10, 0, "roles"), reset(20, 0, ""), event(21, 0, "roles")), 10, events.LastIndex, " to 0 overrun"},
+		"from where it lists": {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "pods"),
+			event(12, 0, "roles")), 10, events.LastIndex, "12.0 to 12"},
+		"from before the log":        {tailOf(t, event(10, 0, "roles")), 8, events.LastIndex, " to 0 overrun"},
+		"from the log's beginning":   {tailOf(t, event(10, 0, "roles")), 9, events.LastIndex, "10.0 to 10"},
+		"from what has not come yet": {tailOf(t, event(10, 0, "roles")), 11, events.LastIndex, " to 10"},
+		"from amid a transaction": {tailOf(t, reset(9, 0, ""), begun(10), event(10, 1, "roles")), 10, 0,
+			"10.1 to 10"},
+		"amid a transaction":   {tailOf(t, reset(9, 0, ""), begun(12)), 9, events.LastIndex, "12.0 to 9"},
+		"nothing but progress": {tailOf(t, reset(9, 0, ""), progress(15)), 9, events.LastIndex, " to 15"},
+		"published again": {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), event(11, 0, "roles"),
+			event(10, 0, "roles"), event(11, 0, "roles"), event(12, 0, "roles")), 9, events.LastIndex,
+			"10.0 11.0 12.0 to 12"},
+		"a transaction begun twice": {tailOf(t, reset(9, 0, ""), begun(12), begun(12), event(12, 1, "roles")), 9,
+			events.LastIndex, "12.0 12.1 to 12"},
+		"its resource is to be read anew": {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "roles"),
+			event(12, 0, "roles")), 9, events.LastIndex, "10.0 to 12 overrun"},
+		"another resource is": {tailOf(t, reset(9, 0, ""), event(10, 0, "roles"), reset(11, 2, "pods"),
+			event(12, 0, "roles")), 9, events.LastIndex, "10.0 12.0 to 12"},
+		"two are, in one transaction": {tailOf(t, reset(9, 0, ""), reset(11, 2, "pods"), reset(11, 4, "roles"),
+			event(12, 0, "roles")), 9, events.LastIndex, " to 12 overrun"},
+		"a list from after that": {tailOf(t, reset(9, 0, ""), reset(11, 2, "roles"), event(12, 0, "roles")),
+			11, events.LastIndex, "12.0 to 12"},
+		"the log began anew": {tailOf(t, event(10, 0, "roles"), reset(20, 0, ""), event(21, 0, "roles")),
+			10, events.LastIndex, " to 0 overrun"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := told(c.tail.Read("roles", events.Position{Revision: c.revision, Index: c.index})); got != c.want {
@@ -164,16 +180,32 @@ func TestLargeEventsPushOutTheirOwn(t *testing.T) {
 	if got := told(idle); got != " to 39" {
 		t.Errorf("who reads nodes is told %q", got)
 	}
-	if got := told(l.Read("roles", events.Position{Revision: 2, Index: events.LastIndex, History: "h"})); got != "3.0 to 39" {
+	if got := told(l.Read("roles", events.Position{
+		Revision: 2,
+		Index:    events.LastIndex,
+		History:  "h",
+	})); got != "3.0 to 39" {
 		t.Errorf("who comes from a list is told %q", got)
 	}
-	if got := told(l.Read("configmaps", events.Position{Revision: 5, Index: events.LastIndex, History: "h"})); got != " to 0 overrun" {
+	if got := told(l.Read("configmaps", events.Position{
+		Revision: 5,
+		Index:    events.LastIndex,
+		History:  "h",
+	})); got != " to 0 overrun" {
 		t.Errorf("who reads what is gone is told %q", got)
 	}
-	if got := told(l.Read("configmaps", events.Position{Revision: 19, Index: events.LastIndex, History: "h"})); got != " to 39" {
+	if got := told(l.Read("configmaps", events.Position{
+		Revision: 19,
+		Index:    events.LastIndex,
+		History:  "h",
+	})); got != " to 39" {
 		t.Errorf("who has seen it is told %q", got)
 	}
-	if got := told(l.Read("roles", events.Position{Revision: 19, Index: events.LastIndex, History: "restored"})); got != " to 0 overrun" {
+	if got := told(l.Read("roles", events.Position{
+		Revision: 19,
+		Index:    events.LastIndex,
+		History:  "restored",
+	})); got != " to 0 overrun" {
 		t.Errorf("who comes from another history is told %q", got)
 	}
 }

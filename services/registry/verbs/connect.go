@@ -32,7 +32,8 @@ import (
 )
 
 // Connect decides where a request that carries bytes goes: to a kubelet, a pod, a service or a node.
-func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (c *registryv1.Connection, err error) {
+func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (c *registryv1.Connection,
+	err error) {
 	if r.Name == "" {
 		return nil, errEmptyName
 	}
@@ -65,7 +66,8 @@ func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate
 	}
 	admit := &gateAdmission{gate: gate, endpoint: e, admit: sets.New(r.Admit...), validate: sets.New(r.Validate...)}
 	if admit.Handles(admission.Connect) {
-		attrs := admission.NewAttributesRecord(opts, nil, e.Kind, r.Namespace, r.Name, e.Resource, e.Subresource, admission.Connect, nil, false, identity.User(r.User))
+		attrs := admission.NewAttributesRecord(opts, nil, e.Kind, r.Namespace, r.Name, e.Resource, e.Subresource,
+			admission.Connect, nil, false, identity.User(r.User))
 		if err := admit.Admit(ctx, attrs, e); err != nil {
 			return nil, err
 		}
@@ -76,19 +78,30 @@ func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate
 	switch s := e.Storage.(type) {
 	case *podrest.ExecREST:
 		o := opts.(*api.PodExecOptions)
-		return e.upgrade(ctx, r, &registryv1.Streams{Stdin: o.Stdin, Stdout: o.Stdout, Stderr: o.Stderr, Tty: o.TTY}, func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
+		return e.upgrade(ctx, r, &registryv1.Streams{
+			Stdin:  o.Stdin,
+			Stdout: o.Stdout,
+			Stderr: o.Stderr,
+			Tty:    o.TTY,
+		}, func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
 			return pod.ExecLocation(ctx, s.Store, s.KubeletConn, r.Name, o)
 		})
 	case *podrest.AttachREST:
 		o := opts.(*api.PodAttachOptions)
-		return e.upgrade(ctx, r, &registryv1.Streams{Stdin: o.Stdin, Stdout: o.Stdout, Stderr: o.Stderr, Tty: o.TTY}, func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
+		return e.upgrade(ctx, r, &registryv1.Streams{
+			Stdin:  o.Stdin,
+			Stdout: o.Stdout,
+			Stderr: o.Stderr,
+			Tty:    o.TTY,
+		}, func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
 			return pod.AttachLocation(ctx, s.Store, s.KubeletConn, r.Name, o)
 		})
 	case *podrest.PortForwardREST:
 		o := opts.(*api.PodPortForwardOptions)
-		return e.upgrade(ctx, r, &registryv1.Streams{PortForward: true}, func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
-			return pod.PortForwardLocation(ctx, s.Store, s.KubeletConn, r.Name, o)
-		})
+		return e.upgrade(ctx, r, &registryv1.Streams{PortForward: true},
+			func() (*url.URL, *kubeletclient.ConnectionInfo, error) {
+				return pod.PortForwardLocation(ctx, s.Store, s.KubeletConn, r.Name, o)
+			})
 	case *podrest.ProxyREST:
 		at, _, err := pod.ResourceLocation(ctx, s.Store, s.ProxyTransport, r.Name)
 		return proxied(at, opts.(*api.PodProxyOptions).Path, registryv1.Transport_TRANSPORT_PROXY, err)
@@ -116,7 +129,8 @@ func proxied(at *url.URL, path string, via registryv1.Transport, err error) (*re
 }
 
 // upgrade is a connection to a kubelet. A WebSocket is translated for a kubelet that speaks SPDY alone.
-func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, streams *registryv1.Streams, locate func() (*url.URL, *kubeletclient.ConnectionInfo, error)) (*registryv1.Connection, error) {
+func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, streams *registryv1.Streams,
+	locate func() (*url.URL, *kubeletclient.ConnectionInfo, error)) (*registryv1.Connection, error) {
 	if err := e.mayCreate(ctx, r); err != nil {
 		return nil, err
 	}
@@ -124,12 +138,17 @@ func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, stre
 	if err != nil {
 		return nil, err
 	}
-	c := &registryv1.Connection{Url: at.String(), Transport: registryv1.Transport_TRANSPORT_KUBELET, UpgradeRequired: true}
+	c := &registryv1.Connection{
+		Url:             at.String(),
+		Transport:       registryv1.Transport_TRANSPORT_KUBELET,
+		UpgradeRequired: true,
+	}
 	translated := features.TranslateStreamCloseWebsocketRequests
 	if streams.PortForward {
 		translated = features.PortForwardWebsockets
 	}
-	itself := utilfeature.DefaultFeatureGate.Enabled(features.ExtendWebSocketsToKubelet) && slices.Contains(info.NodeFeatures, string(features.ExtendWebSocketsToKubelet))
+	itself := utilfeature.DefaultFeatureGate.Enabled(features.ExtendWebSocketsToKubelet) &&
+		slices.Contains(info.NodeFeatures, string(features.ExtendWebSocketsToKubelet))
 	if utilfeature.DefaultFeatureGate.Enabled(translated) && !itself {
 		c.Translate = streams
 	}
@@ -139,11 +158,23 @@ func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, stre
 // mayCreate asks for the permission to create where a WebSocket came with a GET (kubernetes issue 133515).
 func (e *Endpoint) mayCreate(ctx context.Context, r *registryv1.WriteRequest) error {
 	info, ok := request.RequestInfoFrom(ctx)
-	if ok && info.Verb == "create" || !utilfeature.DefaultFeatureGate.Enabled(features.AuthorizePodWebsocketUpgradeCreatePermission) {
+	asksCreate := utilfeature.DefaultFeatureGate.Enabled(features.AuthorizePodWebsocketUpgradeCreatePermission)
+	if ok && info.Verb == "create" || !asksCreate {
 		return nil
 	}
-	decision, reason, err := Authorizer{}.Authorize(ctx, authorizer.AttributesRecord{User: identity.User(r.User), ResourceRequest: true, Path: r.Path, Verb: "create",
-		APIGroup: e.Resource.Group, APIVersion: e.Resource.Version, Resource: e.Resource.Resource, Subresource: e.Subresource, Namespace: r.Namespace, Name: r.Name})
+	decision, reason, err := Authorizer{}.Authorize(ctx, authorizer.AttributesRecord{
+		User:            identity.User(r.User),
+		ResourceRequest: true,
+		Path:            r.Path,
+		Verb:            "create",
+		APIGroup:        e.Resource.Group,
+		APIVersion:      e.Resource.Version,
+		Resource:        e.Resource.Resource,
+
+		Subresource: e.Subresource,
+		Namespace:   r.Namespace,
+		Name:        r.Name,
+	})
 	if err != nil {
 		return err
 	}
@@ -154,7 +185,8 @@ func (e *Endpoint) mayCreate(ctx context.Context, r *registryv1.WriteRequest) er
 }
 
 // log is a connection to a kubelet that answers a container's log.
-func (e *Endpoint) log(ctx context.Context, s *podrest.LogREST, name string, values url.Values) (*registryv1.Connection, error) {
+func (e *Endpoint) log(ctx context.Context, s *podrest.LogREST, name string, values url.Values) (*registryv1.Connection,
+	error) {
 	opts, _, _ := s.NewGetOptions()
 	if err := e.ParameterCodec.DecodeParameters(values, e.Kind.GroupVersion(), opts); err != nil {
 		return nil, apierrors.NewBadRequest(err.Error())
@@ -167,7 +199,11 @@ func (e *Endpoint) log(ctx context.Context, s *podrest.LogREST, name string, val
 	if !ok {
 		return nil, apierrors.NewInternalError(fmt.Errorf("a log is a %T", obj))
 	}
-	c := &registryv1.Connection{ContentType: streamer.ContentType, Flush: streamer.Flush, Transport: registryv1.Transport_TRANSPORT_KUBELET}
+	c := &registryv1.Connection{
+		ContentType: streamer.ContentType,
+		Flush:       streamer.Flush,
+		Transport:   registryv1.Transport_TRANSPORT_KUBELET,
+	}
 	if streamer.Location != nil {
 		c.Url = streamer.Location.String()
 	}

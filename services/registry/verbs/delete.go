@@ -34,7 +34,8 @@ func (c *call) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	attrs := c.attributes(nil, nil, c.req.Name, admission.Delete, opts, opts.DryRun)
 	deleted := true
 	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
-		obj, gone, err := deleter.Delete(ctx, c.req.Name, rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c), opts)
+		obj, gone, err := deleter.Delete(ctx, c.req.Name, rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c),
+			opts)
 		deleted = gone
 		return obj, err
 	})
@@ -42,12 +43,16 @@ func (c *call) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, err
 	}
 	code := http.StatusOK
-	//lint:ignore SA1019 clients still set it, and kube-apiserver still answers 202
-	if orphan := opts.OrphanDependents; !deleted && orphan != nil && !*orphan {
+	// clients still set it, and kube-apiserver still answers 202
+	if orphan := opts.OrphanDependents; !deleted && orphan != nil && !*orphan { //nolint:staticcheck
 		code = http.StatusAccepted
 	}
 	if result == nil {
-		result = &metav1.Status{Status: metav1.StatusSuccess, Code: int32(code), Details: &metav1.StatusDetails{Name: c.req.Name, Kind: c.Kind.Kind}}
+		result = &metav1.Status{
+			Status:  metav1.StatusSuccess,
+			Code:    int32(code),
+			Details: &metav1.StatusDetails{Name: c.req.Name, Kind: c.Kind.Kind},
+		}
 	}
 	return c.respond(ctx, c.req.Output, c.req.Query, code, result)
 }
@@ -68,13 +73,18 @@ func (c *call) deleteCollection(ctx context.Context) (*registryv1.ObjectResponse
 	}
 	attrs := c.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
 	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
-		return deleter.DeleteCollection(ctx, rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c), opts, listOpts)
+		return deleter.DeleteCollection(ctx, rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c), opts,
+			listOpts)
 	})
 	if err != nil {
 		return nil, err
 	}
 	if result == nil {
-		result = &metav1.Status{Status: metav1.StatusSuccess, Code: http.StatusOK, Details: &metav1.StatusDetails{Kind: c.Kind.Kind}}
+		result = &metav1.Status{
+			Status:  metav1.StatusSuccess,
+			Code:    http.StatusOK,
+			Details: &metav1.StatusDetails{Kind: c.Kind.Kind},
+		}
 	}
 	return c.respond(ctx, c.req.Output, c.req.Query, http.StatusOK, result)
 }

@@ -90,8 +90,10 @@ func NewTokenReviews(audiences []string) *TokenReviews {
 var errAudiences = apierrors.NewInternalError(errors.New("error validating audiences"))
 
 // Create implements rest.Creater.
-func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate rest.ValidateObjectFunc, opts *metav1.CreateOptions) (runtime.Object, error) {
-	out, err := t.REST.Create(ctx, obj, validate, opts) // checks; without an authenticator it answers the review as it is
+func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate rest.ValidateObjectFunc,
+	opts *metav1.CreateOptions) (runtime.Object, error) {
+	out, err := t.REST.Create(ctx, obj, validate,
+		opts) // checks; without an authenticator it answers the review as it is
 	if err != nil {
 		return nil, err
 	}
@@ -100,7 +102,10 @@ func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate 
 	if err != nil {
 		return nil, apierrors.NewInternalError(err)
 	}
-	resp, err := g.ReviewToken(ctx, &authnv1.ReviewTokenRequest{Token: review.Spec.Token, Audiences: review.Spec.Audiences})
+	resp, err := g.ReviewToken(ctx, &authnv1.ReviewTokenRequest{
+		Token:     review.Spec.Token,
+		Audiences: review.Spec.Audiences,
+	})
 	if err != nil {
 		return nil, apierrors.NewInternalError(err)
 	}
@@ -114,7 +119,12 @@ func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate 
 	review.Status.Authenticated, review.Status.Error = resp.Authenticated, resp.Error
 	if resp.Authenticated {
 		u := identity.User(resp.User)
-		review.Status.User = authentication.UserInfo{Username: u.Name, UID: u.UID, Groups: u.Groups, Extra: map[string]authentication.ExtraValue{}}
+		review.Status.User = authentication.UserInfo{
+			Username: u.Name,
+			UID:      u.UID,
+			Groups:   u.Groups,
+			Extra:    map[string]authentication.ExtraValue{},
+		}
 		for k, v := range u.Extra {
 			review.Status.User.Extra[k] = v
 		}
@@ -127,7 +137,8 @@ func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate 
 type RuleResolver struct{}
 
 // RulesFor implements authorizer.RuleResolver.
-func (RuleResolver) RulesFor(ctx context.Context, u user.Info, namespace string) ([]authorizer.ResourceRuleInfo, []authorizer.NonResourceRuleInfo, bool, error) {
+func (RuleResolver) RulesFor(ctx context.Context, u user.Info, namespace string) ([]authorizer.ResourceRuleInfo,
+	[]authorizer.NonResourceRuleInfo, bool, error) {
 	g, err := gateFrom(ctx)
 	if err != nil {
 		return nil, nil, true, err
@@ -138,7 +149,12 @@ func (RuleResolver) RulesFor(ctx context.Context, u user.Info, namespace string)
 	}
 	var rr []authorizer.ResourceRuleInfo
 	for _, r := range resp.ResourceRules {
-		rr = append(rr, &authorizer.DefaultResourceRuleInfo{Verbs: r.Verbs, APIGroups: r.ApiGroups, Resources: r.Resources, ResourceNames: r.ResourceNames})
+		rr = append(rr, &authorizer.DefaultResourceRuleInfo{
+			Verbs:         r.Verbs,
+			APIGroups:     r.ApiGroups,
+			Resources:     r.Resources,
+			ResourceNames: r.ResourceNames,
+		})
 	}
 	var nr []authorizer.NonResourceRuleInfo
 	for _, r := range resp.NonResourceRules {
@@ -194,7 +210,8 @@ func (g *gateAdmission) Validate(ctx context.Context, a admission.Attributes, _ 
 type noCreates struct{ admission.Interface }
 
 func (noCreates) refuse(a admission.Attributes) error {
-	return apierrors.NewForbidden(a.GetResource().GroupResource(), a.GetName(), errors.New("create not allowed while custom resource definition is terminating"))
+	return apierrors.NewForbidden(a.GetResource().GroupResource(), a.GetName(),
+		errors.New("create not allowed while custom resource definition is terminating"))
 }
 
 // Handles implements admission.Interface.
@@ -224,20 +241,34 @@ func (n noCreates) Validate(ctx context.Context, a admission.Attributes, o admis
 	return nil
 }
 
-func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase, a admission.Attributes) (*admissionv1.Verdict, error) {
+func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase, a admission.Attributes) (*admissionv1.Verdict,
+	error) {
 	r := &admissionv1.Review{
 		Operation: operations[a.GetOperation()],
 		Kind:      &commonv1.Kind{Group: a.GetKind().Group, Version: a.GetKind().Version, Kind: a.GetKind().Kind},
-		Resource:  &commonv1.Resource{Group: a.GetResource().Group, Version: a.GetResource().Version, Resource: a.GetResource().Resource, Subresource: a.GetSubresource()},
-		Namespace: a.GetNamespace(), Name: a.GetName(), User: identity.UserProto(a.GetUserInfo()), DryRun: a.IsDryRun(), MediaType: g.mediaType(a),
+		Resource: &commonv1.Resource{
+			Group:       a.GetResource().Group,
+			Version:     a.GetResource().Version,
+			Resource:    a.GetResource().Resource,
+			Subresource: a.GetSubresource(),
+		},
+		Namespace: a.GetNamespace(), Name: a.GetName(), User: identity.UserProto(a.GetUserInfo()), DryRun: a.IsDryRun(),
+		MediaType: g.mediaType(a),
 	}
 	for _, other := range g.endpoint.Equivalents.EquivalentResourcesFor(a.GetResource(), a.GetSubresource()) {
 		if other == a.GetResource() {
 			continue
 		}
 		k := g.endpoint.Equivalents.KindFor(other, a.GetSubresource())
-		r.Equivalents = append(r.Equivalents, &admissionv1.Equivalent{Resource: &commonv1.Resource{Group: other.Group, Version: other.Version, Resource: other.Resource, Subresource: a.GetSubresource()},
-			Kind: &commonv1.Kind{Group: k.Group, Version: k.Version, Kind: k.Kind}})
+		r.Equivalents = append(r.Equivalents, &admissionv1.Equivalent{
+			Resource: &commonv1.Resource{
+				Group:       other.Group,
+				Version:     other.Version,
+				Resource:    other.Resource,
+				Subresource: a.GetSubresource(),
+			},
+			Kind: &commonv1.Kind{Group: k.Group, Version: k.Version, Kind: k.Kind},
+		})
 	}
 	var err error
 	if r.Object, err = g.encode(a.GetObject(), r.MediaType); err != nil {
@@ -288,8 +319,10 @@ func (g *gateAdmission) decodeInto(data []byte, obj runtime.Object) error {
 	if u, ok := obj.(*unstructured.Unstructured); ok {
 		return u.UnmarshalJSON(data)
 	}
-	info, _ := runtime.SerializerInfoForMediaType(g.endpoint.Serializer.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
-	decoded, _, err := g.endpoint.Serializer.DecoderToVersion(info.Serializer, g.endpoint.Hub()).Decode(data, &g.endpoint.Kind, nil)
+	info, _ := runtime.SerializerInfoForMediaType(g.endpoint.Serializer.SupportedMediaTypes(),
+		runtime.ContentTypeProtobuf)
+	decoded, _, err := g.endpoint.Serializer.DecoderToVersion(info.Serializer, g.endpoint.Hub()).Decode(data,
+		&g.endpoint.Kind, nil)
 	if err != nil {
 		return apierrors.NewInternalError(fmt.Errorf("decode the admitted object: %w", err))
 	}

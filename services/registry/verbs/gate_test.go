@@ -20,7 +20,8 @@ type reviewer struct {
 	asked  []string
 }
 
-func (r *reviewer) ReviewToken(_ context.Context, q *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+func (r *reviewer) ReviewToken(_ context.Context, q *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse,
+	error) {
 	r.asked = q.Audiences
 	return r.answer, nil
 }
@@ -31,17 +32,27 @@ func TestATokenIsReviewedForItsAudiences(t *testing.T) {
 		own, asked, answered []string
 		fails                bool
 	}{
-		"the API's own":           {own: []string{"api"}, answered: []string{"api"}},
-		"another's":               {own: []string{"api"}, asked: []string{"vault"}, answered: []string{"vault"}},
-		"not for the API":         {own: []string{"api"}, answered: []string{"vault"}, fails: true},
-		"not for who asks":        {own: []string{"api"}, asked: []string{"vault"}, answered: []string{"api"}, fails: true},
+		"the API's own":   {own: []string{"api"}, answered: []string{"api"}},
+		"another's":       {own: []string{"api"}, asked: []string{"vault"}, answered: []string{"vault"}},
+		"not for the API": {own: []string{"api"}, answered: []string{"vault"}, fails: true},
+		"not for who asks": {
+			own:      []string{"api"},
+			asked:    []string{"vault"},
+			answered: []string{"api"},
+			fails:    true,
+		},
 		"nobody says for whom":    {own: []string{"api"}, fails: true},
 		"the API has none either": {},
 	} {
 		t.Run(name, func(t *testing.T) {
-			g := &reviewer{answer: &authnv1.AuthenticateResponse{Authenticated: true, User: &commonv1.User{Name: "bob"}, Audiences: c.answered}}
+			g := &reviewer{answer: &authnv1.AuthenticateResponse{
+				Authenticated: true,
+				User:          &commonv1.User{Name: "bob"},
+				Audiences:     c.answered,
+			}}
 			ctx := WithGate(request.WithNamespace(t.Context(), ""), g)
-			out, err := NewTokenReviews(c.own).Create(ctx, &authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: "t", Audiences: c.asked}},
+			out, err := NewTokenReviews(c.own).Create(ctx,
+				&authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: "t", Audiences: c.asked}},
 				func(context.Context, runtime.Object) error { return nil }, &metav1.CreateOptions{})
 			if c.fails {
 				if err == nil {

@@ -3,6 +3,7 @@ package verbs
 import (
 	"context"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"strings"
 	"unicode"
@@ -30,9 +31,11 @@ func (c *call) decodeError(base error, into runtime.Object, gvk *schema.GroupVer
 		return apierrors.NewBadRequest(err.Error())
 	}
 	if gvk != nil && gvk.Kind != "" {
-		return apierrors.NewBadRequest(fmt.Sprintf("%s in version %q cannot be handled as a %s: %v", gvk.Kind, gvk.Version, kinds[0].Kind, base))
+		return apierrors.NewBadRequest(fmt.Sprintf("%s in version %q cannot be handled as a %s: %v", gvk.Kind,
+			gvk.Version, kinds[0].Kind, base))
 	}
-	return apierrors.NewBadRequest(fmt.Sprintf("the object provided is unrecognized (must be of type %s): %v (%s)", kinds[0].Kind, base, summary(c.req.Body)))
+	return apierrors.NewBadRequest(fmt.Sprintf("the object provided is unrecognized (must be of type %s): %v (%s)",
+		kinds[0].Kind, base, summary(c.req.Body)))
 }
 
 // summary shows the beginning of a body: text where it is JSON, hexadecimal otherwise.
@@ -67,18 +70,25 @@ func checkName(obj runtime.Object, name, namespace string) error {
 	objNamespace, objName, err := objectName(obj)
 	switch {
 	case err != nil:
-		return apierrors.NewBadRequest(fmt.Sprintf("the name of the object (%s based on URL) was undeterminable: %v", name, err))
+		return apierrors.NewBadRequest(fmt.Sprintf("the name of the object (%s based on URL) was undeterminable: %v",
+			name, err))
 	case objName != name:
-		return apierrors.NewBadRequest(fmt.Sprintf("the name of the object (%s) does not match the name on the URL (%s)", objName, name))
+		return apierrors.NewBadRequest(fmt.Sprintf("the name of the object (%s) does not match the name on the URL (%s)",
+			objName, name))
 	case namespace != "" && objNamespace != "" && objNamespace != namespace:
-		return apierrors.NewBadRequest(fmt.Sprintf("the namespace of the object (%s) does not match the namespace on the request (%s)", objNamespace, namespace))
+		return apierrors.NewBadRequest(fmt.Sprintf("the namespace of the object (%s) does not match the namespace "+
+			"on the request (%s)", objNamespace, namespace))
 	}
 	return nil
 }
 
 const (
-	duplicateOwners      = ".metadata.ownerReferences contains duplicate entries; API server dedups owner references in 1.20+, and may reject such requests as early as 1.24; please fix your requests; duplicate UID(s) observed: %v"
-	duplicateOwnersAfter = ".metadata.ownerReferences contains duplicate entries after mutating admission happens; API server dedups owner references in 1.20+, and may reject such requests as early as 1.24; please fix your requests; duplicate UID(s) observed: %v"
+	duplicateOwners = ".metadata.ownerReferences contains duplicate entries; API server dedups owner " +
+		"references in 1.20+, and may reject such requests as early as 1.24; please fix your requests; duplicate " +
+		"UID(s) observed: %v"
+	duplicateOwnersAfter = ".metadata.ownerReferences contains duplicate entries after mutating admission happens; " +
+		"API server dedups owner references in 1.20+, and may reject such requests as early as 1.24; please fix " +
+		"your requests; duplicate UID(s) observed: %v"
 )
 
 // dedupOwnerReferences drops equal owner references and warns of them.
@@ -134,7 +144,8 @@ func manager(option, userAgent string) string {
 func warnStrict(ctx context.Context, errs []error) {
 	for _, e := range errs {
 		text := e.Error()
-		for _, prefix := range []string{"yaml: unmarshal errors:\n", "error converting YAML to JSON: yaml: unmarshal errors:\n"} {
+		for _, prefix := range []string{"yaml: unmarshal errors:\n",
+			"error converting YAML to JSON: yaml: unmarshal errors:\n"} {
 			if rest, ok := strings.CutPrefix(text, prefix); ok {
 				text = rest
 				break
@@ -155,12 +166,14 @@ func isTooLarge(err error) bool {
 	if err == nil {
 		return false
 	}
-	if e, ok := err.(interface {
+	var e interface {
 		Code() grpccodes.Code
 		Error() string
-	}); ok && e.Code() == grpccodes.InvalidArgument && e.Error() == "etcdserver: request is too large" {
+	}
+	if errors.As(err, &e) && e.Code() == grpccodes.InvalidArgument && e.Error() == "etcdserver: request is too large" {
 		return true
 	}
 	g, ok := err.(interface{ GRPCStatus() *grpcstatus.Status })
-	return ok && g.GRPCStatus().Code() == grpccodes.ResourceExhausted && strings.Contains(g.GRPCStatus().Message(), "trying to send message larger than max")
+	return ok && g.GRPCStatus().Code() == grpccodes.ResourceExhausted &&
+		strings.Contains(g.GRPCStatus().Message(), "trying to send message larger than max")
 }

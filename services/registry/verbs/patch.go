@@ -2,6 +2,7 @@ package verbs
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -38,7 +39,8 @@ func (e *Endpoint) PatchTypes() []string {
 	if e.Entry.GetUntyped() { // there are no Go types to merge by
 		return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
 	}
-	return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.StrategicMergePatchType), string(types.ApplyYAMLPatchType)}
+	return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.StrategicMergePatchType),
+		string(types.ApplyYAMLPatchType)}
 }
 
 // patcher applies one patch; the storage calls it again after each conflict, with the newer object.
@@ -81,7 +83,8 @@ func (c *call) patch(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	if p.directive != metav1.FieldValidationIgnore {
 		decode = info.StrictSerializer
 	}
-	p.codec = runtime.NewCodec(c.Serializer.EncoderForVersion(info.Serializer, c.Kind.GroupVersion()), c.Serializer.DecoderToVersion(decode, c.Hub()))
+	p.codec = runtime.NewCodec(c.Serializer.EncoderForVersion(info.Serializer, c.Kind.GroupVersion()),
+		c.Serializer.DecoderToVersion(decode, c.Hub()))
 	result, created, err := p.run(ctx)
 	if err != nil {
 		return nil, err
@@ -91,7 +94,11 @@ func (c *call) patch(ctx context.Context) (*registryv1.ObjectResponse, error) {
 
 func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {
 	create := createOptions(p.opts.DryRun, p.opts.FieldManager, p.opts.FieldValidation)
-	update := &metav1.UpdateOptions{DryRun: p.opts.DryRun, FieldManager: p.opts.FieldManager, FieldValidation: p.opts.FieldValidation}
+	update := &metav1.UpdateOptions{
+		DryRun:          p.opts.DryRun,
+		FieldManager:    p.opts.FieldManager,
+		FieldValidation: p.opts.FieldValidation,
+	}
 	update.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("UpdateOptions"))
 	transformers := []rest.TransformFunc{
 		p.apply,
@@ -104,11 +111,14 @@ func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {
 		},
 	}
 	isApply := p.kind == types.ApplyYAMLPatchType
-	createValidation := p.mayCreate(rest.AdmissionToValidateObjectFunc(p.admit, p.attributes(nil, nil, p.req.Name, admission.Create, create, p.opts.DryRun), p))
-	updateValidation := rest.AdmissionToValidateObjectUpdateFunc(p.admit, p.attributes(nil, nil, p.req.Name, admission.Update, update, p.opts.DryRun), p)
+	createValidation := p.mayCreate(rest.AdmissionToValidateObjectFunc(p.admit,
+		p.attributes(nil, nil, p.req.Name, admission.Create, create, p.opts.DryRun), p))
+	updateValidation := rest.AdmissionToValidateObjectUpdateFunc(p.admit,
+		p.attributes(nil, nil, p.req.Name, admission.Update, update, p.opts.DryRun), p)
 	created := false
 	store := func() (obj runtime.Object, err error) {
-		obj, created, err = p.updater.Update(ctx, p.req.Name, rest.DefaultUpdatedObjectInfo(nil, transformers...), createValidation, updateValidation, isApply, update)
+		obj, created, err = p.updater.Update(ctx, p.req.Name, rest.DefaultUpdatedObjectInfo(nil, transformers...),
+			createValidation, updateValidation, isApply, update)
 		return obj, err
 	}
 	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
@@ -162,10 +172,13 @@ func (p *patcher) apply(ctx context.Context, _, current runtime.Object) (runtime
 		if err != nil {
 			return nil, err
 		}
-		return nil, apierrors.NewConflict(p.Resource.GroupResource(), p.req.Name, fmt.Errorf("uid mismatch: the provided object specified uid %s, and no existing object was found", m.GetUID()))
+		return nil, apierrors.NewConflict(p.Resource.GroupResource(), p.req.Name,
+			fmt.Errorf("uid mismatch: the provided object specified uid %s, and no existing object was found",
+				m.GetUID()))
 	}
 	if m, err := meta.Accessor(obj); err == nil {
-		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(p.req.Namespace, p.Resource), m); err != nil {
+		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(p.req.Namespace,
+			p.Resource), m); err != nil {
 			return nil, err
 		}
 	}
@@ -208,7 +221,8 @@ func (p *patcher) strict(ctx context.Context, errs []error, patched string) erro
 }
 
 func invalidPatch(value string, err error) error {
-	return apierrors.NewInvalid(schema.GroupKind{}, "", field.ErrorList{field.Invalid(field.NewPath("patch"), value, err.Error())})
+	return apierrors.NewInvalid(schema.GroupKind{}, "",
+		field.ErrorList{field.Invalid(field.NewPath("patch"), value, err.Error())})
 }
 
 // operation is one of a JSON patch, for finding fields that it does not have.
@@ -229,7 +243,7 @@ func (p *patcher) patchJSON(current []byte) (patched []byte, strictErrs []error,
 			}
 		}
 		patched, err = jsonpatch.MergePatch(current, p.req.Body)
-		if err == jsonpatch.ErrBadJSONPatch {
+		if errors.Is(err, jsonpatch.ErrBadJSONPatch) {
 			return nil, nil, apierrors.NewBadRequest(err.Error())
 		}
 		return patched, strictErrs, err
@@ -237,7 +251,8 @@ func (p *patcher) patchJSON(current []byte) (patched []byte, strictErrs []error,
 	if checkStrict {
 		var v []operation
 		if strictErrs, err = kjson.UnmarshalStrict(p.req.Body, &v); err != nil {
-			text := strings.ReplaceAll(err.Error(), "verbs.operation", "handlers.jsonPatchOp") // Go's decoder tells the type's name
+			text := strings.ReplaceAll(err.Error(), "verbs.operation",
+				"handlers.jsonPatchOp") // Go's decoder tells the type's name
 			return nil, nil, apierrors.NewBadRequest("error decoding patch: " + text)
 		}
 		for i, e := range strictErrs {
@@ -249,10 +264,12 @@ func (p *patcher) patchJSON(current []byte) (patched []byte, strictErrs []error,
 		return nil, nil, apierrors.NewBadRequest(err.Error())
 	}
 	if len(ops) > maxJSONPatchOperations {
-		return nil, nil, apierrors.NewRequestEntityTooLargeError(fmt.Sprintf("The allowed maximum operations in a JSON patch is %d, got %d", maxJSONPatchOperations, len(ops)))
+		return nil, nil, apierrors.NewRequestEntityTooLargeError(fmt.Sprintf("The allowed maximum operations in a "+
+			"JSON patch is %d, got %d", maxJSONPatchOperations, len(ops)))
 	}
 	if patched, err = ops.Apply(current); err != nil {
-		return nil, nil, apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{}, "", err.Error(), 0, false)
+		return nil, nil, apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{},
+			"", err.Error(), 0, false)
 	}
 	return patched, strictErrs, nil
 }
@@ -290,7 +307,8 @@ func (p *patcher) strategic(ctx context.Context, current runtime.Object) (runtim
 	if err != nil {
 		return nil, strategicError(err)
 	}
-	if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(patched, result, checkStrict); err != nil {
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(patched, result,
+		checkStrict); err != nil {
 		strict, ok := runtime.AsStrictDecodingError(err)
 		if !ok {
 			return nil, invalidPatch(shown, err)
@@ -308,12 +326,20 @@ func (p *patcher) strategic(ctx context.Context, current runtime.Object) (runtim
 	return p.FieldManager.UpdateNoErrors(current, obj, manager(p.opts.FieldManager, p.req.UserAgent)), nil
 }
 
+// strategicError is the API's error for one of a strategic merge patch, as
+// k8s.io/apiserver/pkg/endpoints/handlers/patch.go has it.
 func strategicError(err error) error {
-	switch err {
-	case mergepatch.ErrBadJSONDoc, mergepatch.ErrBadPatchFormatForPrimitiveList, mergepatch.ErrBadPatchFormatForRetainKeys, mergepatch.ErrBadPatchFormatForSetElementOrderList, mergepatch.ErrUnsupportedStrategicMergePatchFormat:
+	is := func(these ...error) bool {
+		return slices.ContainsFunc(these, func(e error) bool { return errors.Is(err, e) })
+	}
+	switch {
+	case is(mergepatch.ErrBadJSONDoc, mergepatch.ErrBadPatchFormatForPrimitiveList,
+		mergepatch.ErrBadPatchFormatForRetainKeys, mergepatch.ErrBadPatchFormatForSetElementOrderList,
+		mergepatch.ErrUnsupportedStrategicMergePatchFormat):
 		return apierrors.NewBadRequest(err.Error())
-	case mergepatch.ErrNoListOfLists, mergepatch.ErrPatchContentNotMatchRetainKeys:
-		return apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{}, "", err.Error(), 0, false)
+	case is(mergepatch.ErrNoListOfLists, mergepatch.ErrPatchContentNotMatchRetainKeys):
+		return apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{}, "",
+			err.Error(), 0, false)
 	}
 	return err
 }

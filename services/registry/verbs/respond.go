@@ -30,7 +30,8 @@ func As(out *registryv1.Output) *schema.GroupVersionKind {
 }
 
 // respond encodes obj as out asks.
-func (e *Endpoint) respond(ctx context.Context, out *registryv1.Output, query string, code int, obj runtime.Object) (*registryv1.ObjectResponse, error) {
+func (e *Endpoint) respond(ctx context.Context, out *registryv1.Output, query string, code int,
+	obj runtime.Object) (*registryv1.ObjectResponse, error) {
 	body, err := e.Encode(ctx, out, query, obj)
 	if err != nil {
 		return nil, err
@@ -39,7 +40,8 @@ func (e *Endpoint) respond(ctx context.Context, out *registryv1.Output, query st
 }
 
 // Encode converts obj (a Table, partial metadata, or the served version) and encodes it in out's media type.
-func (e *Endpoint) Encode(ctx context.Context, out *registryv1.Output, query string, obj runtime.Object) ([]byte, error) {
+func (e *Endpoint) Encode(ctx context.Context, out *registryv1.Output, query string, obj runtime.Object) ([]byte,
+	error) {
 	as := As(out)
 	tableOptions, err := tableOptions(as, query)
 	if err != nil {
@@ -80,7 +82,8 @@ func tableOptions(as *schema.GroupVersionKind, query string) (*metav1.TableOptio
 	}
 	opts := &metav1.TableOptions{}
 	values, _ := url.ParseQuery(query)
-	if err := metainternalversionscheme.ParameterCodec.DecodeParameters(values, metav1.SchemeGroupVersion, opts); err != nil {
+	if err := metainternalversionscheme.ParameterCodec.DecodeParameters(values, metav1.SchemeGroupVersion,
+		opts); err != nil {
 		return nil, err
 	}
 	switch errs := validation.ValidateTableOptions(opts); len(errs) {
@@ -93,14 +96,16 @@ func tableOptions(as *schema.GroupVersionKind, query string) (*metav1.TableOptio
 	}
 }
 
-func (e *Endpoint) transform(ctx context.Context, obj runtime.Object, opts *metav1.TableOptions, as *schema.GroupVersionKind) (runtime.Object, error) {
+func (e *Endpoint) transform(ctx context.Context, obj runtime.Object, opts *metav1.TableOptions,
+	as *schema.GroupVersionKind) (runtime.Object, error) {
 	if _, ok := obj.(*metav1.Status); ok || as == nil {
 		return obj, nil
 	}
 	switch as.Kind {
 	case "PartialObjectMetadata":
 		if meta.IsListType(obj) {
-			return nil, notAcceptable(fmt.Sprintf("you requested PartialObjectMetadata, but the requested object is a list (%T)", obj))
+			return nil, notAcceptable(fmt.Sprintf("you requested PartialObjectMetadata, but the requested object is "+
+				"a list (%T)", obj))
 		}
 		return partial(obj, as.GroupVersion())
 	case "PartialObjectMetadataList":
@@ -113,7 +118,12 @@ func (e *Endpoint) transform(ctx context.Context, obj runtime.Object, opts *meta
 }
 
 func notAcceptable(message string) error {
-	return &apierrors.StatusError{ErrStatus: metav1.Status{Status: metav1.StatusFailure, Code: http.StatusNotAcceptable, Reason: "NotAcceptable", Message: message}}
+	return &apierrors.StatusError{ErrStatus: metav1.Status{
+		Status:  metav1.StatusFailure,
+		Code:    http.StatusNotAcceptable,
+		Reason:  "NotAcceptable",
+		Message: message,
+	}}
 }
 
 func partial(obj runtime.Object, gv schema.GroupVersion) (*metav1.PartialObjectMetadata, error) {
@@ -129,7 +139,8 @@ func partial(obj runtime.Object, gv schema.GroupVersion) (*metav1.PartialObjectM
 func partialList(obj runtime.Object, gv schema.GroupVersion) (runtime.Object, error) {
 	li, ok := obj.(metav1.ListInterface)
 	if !ok {
-		return nil, notAcceptable(fmt.Sprintf("you requested PartialObjectMetadataList, but the requested object is not a list (%T)", obj))
+		return nil, notAcceptable(fmt.Sprintf("you requested PartialObjectMetadataList, but the requested object is "+
+			"not a list (%T)", obj))
 	}
 	list := &metav1.PartialObjectMetadataList{} // kube-apiserver says null of no items
 	err := meta.EachListItem(obj, func(item runtime.Object) error {
@@ -142,7 +153,8 @@ func partialList(obj runtime.Object, gv schema.GroupVersion) (runtime.Object, er
 	if err != nil {
 		return nil, err
 	}
-	list.ResourceVersion, list.Continue, list.RemainingItemCount = li.GetResourceVersion(), li.GetContinue(), li.GetRemainingItemCount()
+	list.ResourceVersion, list.Continue = li.GetResourceVersion(), li.GetContinue()
+	list.RemainingItemCount = li.GetRemainingItemCount()
 	if gv == metav1beta1.SchemeGroupVersion {
 		return &metav1beta1.PartialObjectMetadataList{ListMeta: list.ListMeta, Items: list.Items}, nil
 	}
@@ -150,7 +162,8 @@ func partialList(obj runtime.Object, gv schema.GroupVersion) (runtime.Object, er
 }
 
 // table renders obj, an object or a list, as the storage's columns.
-func (e *Endpoint) table(ctx context.Context, obj runtime.Object, opts *metav1.TableOptions, gv schema.GroupVersion) (runtime.Object, error) {
+func (e *Endpoint) table(ctx context.Context, obj runtime.Object, opts *metav1.TableOptions,
+	gv schema.GroupVersion) (runtime.Object, error) {
 	convertor := e.TableConvertor()
 	if convertor == nil {
 		return nil, notAcceptable("no Table exists for " + e.Resource.Resource)
@@ -163,7 +176,8 @@ func (e *Endpoint) table(ctx context.Context, obj runtime.Object, opts *metav1.T
 		row := &t.Rows[i]
 		switch opts.IncludeObject {
 		case metav1.IncludeObject:
-			if row.Object.Object, err = e.Convertor.ConvertToVersion(row.Object.Object, e.Kind.GroupVersion()); err != nil {
+			if row.Object.Object, err = e.Convertor.ConvertToVersion(row.Object.Object,
+				e.Kind.GroupVersion()); err != nil {
 				return nil, err
 			}
 		case metav1.IncludeMetadata, "":

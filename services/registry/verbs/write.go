@@ -46,11 +46,23 @@ type call struct {
 }
 
 // Write runs one write. ctx carries the user, the RequestInfo and the Gate.
-func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (resp *registryv1.ObjectResponse, err error) {
+func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (resp *registryv1.ObjectResponse,
+	err error) {
 	warnings := &recorder{}
 	ctx = warning.WithWarningRecorder(WithGate(ctx, gate), warnings)
-	gated := &gateAdmission{gate: gate, endpoint: e, admit: sets.New[admissionv1.Operation](r.Admit...), validate: sets.New[admissionv1.Operation](r.Validate...)}
-	c := &call{Endpoint: e, req: r, user: identity.User(r.User), gated: gated, admit: fieldmanager.NewManagedFieldsValidatingAdmissionController(gated)}
+	gated := &gateAdmission{
+		gate:     gate,
+		endpoint: e,
+		admit:    sets.New[admissionv1.Operation](r.Admit...),
+		validate: sets.New[admissionv1.Operation](r.Validate...),
+	}
+	c := &call{
+		Endpoint: e,
+		req:      r,
+		user:     identity.User(r.User),
+		gated:    gated,
+		admit:    fieldmanager.NewManagedFieldsValidatingAdmissionController(gated),
+	}
 	if e.Terminating != nil && e.Terminating() && (r.Verb == "create" || r.Verb == "patch") {
 		c.admit = noCreates{c.admit}
 	}
@@ -101,7 +113,8 @@ func (w *recorder) all() []string {
 }
 
 // decodeBody reads the request's object into the hub version and applies fieldValidation.
-func (c *call) decodeBody(ctx context.Context, fieldValidation string, original runtime.Object) (runtime.Object, error) {
+func (c *call) decodeBody(ctx context.Context, fieldValidation string, original runtime.Object) (runtime.Object,
+	error) {
 	info, err := negotiation.NegotiateInputSerializerForMediaType(c.req.ContentType, false, c.Serializer)
 	if err != nil {
 		return nil, err
@@ -121,7 +134,8 @@ func (c *call) decodeBody(ctx context.Context, fieldValidation string, original 
 		warnStrict(ctx, strict.Errors())
 	}
 	if gv := gvk.GroupVersion(); !c.acceptsGroupVersion(gv) {
-		return nil, apierrors.NewBadRequest(fmt.Sprintf("the API version in the data (%s) does not match the expected API version (%s)", gv, c.Kind.GroupVersion()))
+		return nil, apierrors.NewBadRequest(fmt.Sprintf("the API version in the data (%s) does not match the "+
+			"expected API version (%s)", gv, c.Kind.GroupVersion()))
 	}
 	return obj, nil
 }
@@ -133,8 +147,10 @@ func directiveOf(d string) string {
 	return d
 }
 
-func (c *call) attributes(obj, old runtime.Object, name string, op admission.Operation, opts runtime.Object, dryRun []string) admission.Attributes {
-	return admission.NewAttributesRecord(obj, old, c.Kind, c.req.Namespace, name, c.Resource, c.Subresource, op, opts, dryrun.IsDryRun(dryRun), c.user)
+func (c *call) attributes(obj, old runtime.Object, name string, op admission.Operation, opts runtime.Object,
+	dryRun []string) admission.Attributes {
+	return admission.NewAttributesRecord(obj, old, c.Kind, c.req.Namespace, name, c.Resource, c.Subresource, op, opts,
+		dryrun.IsDryRun(dryRun), c.user)
 }
 
 func invalidOptions(kind string, errs fieldErrors) error {
@@ -181,7 +197,8 @@ func (c *call) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		if !keep {
 			rest.WipeObjectMetaSystemFields(m)
 		}
-		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(namespace, c.Resource), m); err != nil {
+		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(namespace,
+			c.Resource), m); err != nil {
 			return nil, err
 		}
 	}
@@ -235,7 +252,8 @@ func (c *call) creater() (rest.NamedCreater, bool) {
 
 type unnamedCreater struct{ rest.Creater }
 
-func (u unnamedCreater) Create(ctx context.Context, _ string, obj runtime.Object, v rest.ValidateObjectFunc, o *metav1.CreateOptions) (runtime.Object, error) {
+func (u unnamedCreater) Create(ctx context.Context, _ string, obj runtime.Object, v rest.ValidateObjectFunc,
+	o *metav1.CreateOptions) (runtime.Object, error) {
 	return u.Creater.Create(ctx, obj, v, o)
 }
 
@@ -262,7 +280,8 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, err
 	}
 	if m, err := meta.Accessor(obj); err == nil {
-		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(namespace, c.Resource), m); err != nil {
+		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(namespace,
+			c.Resource), m); err != nil {
 			return nil, err
 		}
 	}
@@ -289,8 +308,10 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	created := false
 	store := func() (result runtime.Object, err error) {
 		result, created, err = updater.Update(ctx, name, rest.DefaultUpdatedObjectInfo(obj, transformers...),
-			c.mayCreate(rest.AdmissionToValidateObjectFunc(c.admit, c.attributes(nil, nil, name, admission.Create, createOpts, opts.DryRun), c)),
-			rest.AdmissionToValidateObjectUpdateFunc(c.admit, c.attributes(nil, nil, name, admission.Update, opts, opts.DryRun), c),
+			c.mayCreate(rest.AdmissionToValidateObjectFunc(c.admit,
+				c.attributes(nil, nil, name, admission.Create, createOpts, opts.DryRun), c)),
+			rest.AdmissionToValidateObjectUpdateFunc(c.admit,
+				c.attributes(nil, nil, name, admission.Update, opts, opts.DryRun), c),
 			false, opts)
 		return result, err
 	}
@@ -320,7 +341,8 @@ func createdOrOK(created bool) int {
 }
 
 // mutate runs the mutating phase of an update, which is a create where nothing is there yet.
-func (c *call) mutate(ctx context.Context, obj, old runtime.Object, create, update runtime.Object, dryRun []string) error {
+func (c *call) mutate(ctx context.Context, obj, old runtime.Object, create, update runtime.Object,
+	dryRun []string) error {
 	m, ok := c.admit.(admission.MutationInterface)
 	if !ok {
 		return nil
@@ -344,8 +366,9 @@ func (c *call) mutate(ctx context.Context, obj, old runtime.Object, create, upda
 // mayCreate lets an update or apply create the object only where the user may create it.
 func (c *call) mayCreate(validate rest.ValidateObjectFunc) rest.ValidateObjectFunc {
 	attrs := authorizer.AttributesRecord{User: c.user, ResourceRequest: true, Path: c.req.Path, Verb: "create",
-		APIGroup: c.Resource.Group, APIVersion: c.Resource.Version, Resource: c.Resource.Resource, Subresource: c.Subresource,
-		Namespace: c.req.Namespace, Name: c.req.Name}
+		APIGroup: c.Resource.Group, APIVersion: c.Resource.Version, Resource: c.Resource.Resource,
+		Subresource: c.Subresource,
+		Namespace:   c.req.Namespace, Name: c.req.Name}
 	var decision authorizer.Decision
 	var reason string
 	var err error

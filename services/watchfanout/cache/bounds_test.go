@@ -48,12 +48,12 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 	if held := s.EventBytes; held > bound+200_000 || s.Events > 12 {
 		t.Errorf("%d events hold %d bytes of %d", s.Events, held, bound)
 	}
-	real := 0
+	held := 0
 	for _, e := range r.all.All() {
-		real += e.Size() + e.frames.bytes
+		held += e.Size() + e.frames.bytes
 	}
-	if int64(real) != r.ringBytes.Load() {
-		t.Errorf("%d bytes are held, %d are told", real, r.ringBytes.Load())
+	if int64(held) != r.ringBytes.Load() {
+		t.Errorf("%d bytes are held, %d are told", held, r.ringBytes.Load())
 	}
 }
 
@@ -97,7 +97,11 @@ func TestWhatCannotBeReadIsItsOwnMatter(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
-		return []*registryv1.Row{{Namespace: "ns", Name: "fine", Json: []byte("{}")}, {Namespace: "bad", Name: "x", Unreadable: "rubbish"}}, 10, nil
+		return []*registryv1.Row{{
+			Namespace: "ns",
+			Name:      "fine",
+			Json:      []byte("{}"),
+		}, {Namespace: "bad", Name: "x", Unreadable: "rubbish"}}, 10, nil
 	}
 	read := func() *Snapshot {
 		s, err := c.Resource("pods").Snapshot(t.Context(), "", rows, at(c))
@@ -206,9 +210,10 @@ func TestListsAreNeverOlderThanTheySay(t *testing.T) {
 				default:
 				}
 				floor := c.Progress()
-				s, err := c.Resource(name).Snapshot(t.Context(), "", func(context.Context, string) ([]*registryv1.Row, int64, error) {
-					return nil, c.Progress(), nil
-				}, at(c))
+				s, err := c.Resource(name).Snapshot(t.Context(), "",
+					func(context.Context, string) ([]*registryv1.Row, int64, error) {
+						return nil, c.Progress(), nil
+					}, at(c))
 				if err != nil {
 					failed <- err
 					return

@@ -54,7 +54,14 @@ func (c *Cache) Resource(name string) *Resource {
 	defer c.mu.Unlock()
 	r, ok := c.resources[name]
 	if !ok {
-		r = &Resource{Name: name, cache: c, low: c.low, topics: map[Topic]*topic{}, topicFields: map[string]int{}, used: time.Now()}
+		r = &Resource{
+			Name:        name,
+			cache:       c,
+			low:         c.low,
+			topics:      map[Topic]*topic{},
+			topicFields: map[string]int{},
+			used:        time.Now(),
+		}
 		c.resources[name] = r
 	}
 	return r
@@ -76,7 +83,8 @@ func (c *Cache) each(f func(*Resource)) {
 // Apply takes the log's next message. The events of one transaction are applied together, at its last one.
 func (c *Cache) Apply(e *logv1.Event) {
 	switch {
-	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" && c.begun(): // of one resource, in its place among the events
+	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" &&
+		c.begun(): // of one resource, in its place among the events
 		c.applyPending()
 		// Published again, it must not say that what was not applied again is there.
 		c.Resource(e.StoredAs).forget(max(e.Revision, c.progress.Load()), e.Redefined, e.Revision)
@@ -156,7 +164,8 @@ func (c *Cache) applyTo(name string, events []*logv1.Event) {
 	revision := events[0].Revision
 	defer func() {
 		if r := recover(); r != nil {
-			slog.Error("Events cannot be applied; their resource is read anew", "resource", name, "revision", revision, "panic", r, "stack", string(debug.Stack()))
+			slog.Error("Events cannot be applied; their resource is read anew", "resource", name, "revision", revision,
+				"panic", r, "stack", string(debug.Stack()))
 			c.Resource(name).forget(max(revision, c.progress.Load()), false, revision)
 			c.resets.Add(1)
 		}
@@ -207,7 +216,8 @@ func (c *Cache) Progress() int64 { return c.progress.Load() }
 func (c *Cache) History() string { return *c.history.Load() }
 
 // Wait waits until everything up to revision has been applied. ask is called when that does not come by itself.
-func (c *Cache) Wait(ctx context.Context, revision int64, ask func(ctx context.Context, advanced <-chan struct{})) error {
+func (c *Cache) Wait(ctx context.Context, revision int64,
+	ask func(ctx context.Context, advanced <-chan struct{})) error {
 	for {
 		c.mu.Lock()
 		advanced := c.advanced.C()

@@ -13,7 +13,14 @@ import (
 )
 
 func event(kind logv1.Type, revision int64, name string) *logv1.Event {
-	return &logv1.Event{Type: kind, Revision: revision, StoredAs: "pods", Namespace: "ns", Name: name, Object: &logv1.Object{Json: []byte(fmt.Sprintf(`{"metadata":{"name":%q}}`, name))}}
+	return &logv1.Event{
+		Type:      kind,
+		Revision:  revision,
+		StoredAs:  "pods",
+		Namespace: "ns",
+		Name:      name,
+		Object:    &logv1.Object{Json: []byte(fmt.Sprintf(`{"metadata":{"name":%q}}`, name))},
+	}
 }
 
 func reset(revision int64) *logv1.Event {
@@ -196,9 +203,9 @@ func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
 	if _, err := e.Frame("k", fail); err == nil {
 		t.Error("no error")
 	}
-	make := func() ([]byte, error) { n++; return []byte("x"), nil }
+	build := func() ([]byte, error) { n++; return []byte("x"), nil }
 	for range 3 {
-		if b, err := e.Frame("k", make); err != nil || string(b) != "x" {
+		if b, err := e.Frame("k", build); err != nil || string(b) != "x" {
 			t.Errorf("%s %v", b, err)
 		}
 	}
@@ -208,7 +215,7 @@ func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
 	// One that is in no ring is accounted for by nobody, and so nothing is kept of it.
 	again := &Event{Item: &Item{}}
 	for range 2 {
-		_, _ = again.Frame("k", make)
+		_, _ = again.Frame("k", build)
 	}
 	if n != 4 || len(again.frames.made) != 0 {
 		t.Errorf("%d frames are kept of an event in no ring", len(again.frames.made))
@@ -272,7 +279,12 @@ func TestAnIndexFollowsTheObjects(t *testing.T) {
 	rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
 		var rows []*registryv1.Row
 		for i := range 10 {
-			rows = append(rows, &registryv1.Row{Namespace: fmt.Sprint("ns", i%2), Name: fmt.Sprint("p", i), Revision: 10, Fields: map[string]string{"spec.nodeName": fmt.Sprint("n", i%3)}})
+			rows = append(rows, &registryv1.Row{
+				Namespace: fmt.Sprint("ns", i%2),
+				Name:      fmt.Sprint("p", i),
+				Revision:  10,
+				Fields:    map[string]string{"spec.nodeName": fmt.Sprint("n", i%3)},
+			})
 		}
 		return rows, 10, nil
 	}
@@ -282,7 +294,10 @@ func TestAnIndexFollowsTheObjects(t *testing.T) {
 			t.Fatal(err)
 		}
 		var keys []string
-		s.ScanField(Topic{"spec.nodeName", "n1"}, prefix, "", func(i *Item) bool { keys = append(keys, i.Key); return true })
+		s.ScanField(Topic{"spec.nodeName", "n1"}, prefix, "", func(i *Item) bool {
+			keys = append(keys, i.Key)
+			return true
+		})
 		return fmt.Sprint(keys)
 	}
 	if got := list(""); got != "[ns0/p4 ns1/p1 ns1/p7]" {

@@ -126,7 +126,8 @@ func guarded(build func() ([]byte, error)) (data []byte, err error) {
 // Frame is a frame of the event, made at most once for each key for as long as a ring holds the event. It counts among
 // what that holds.
 func (e *Event) Frame(key any, build func() ([]byte, error)) ([]byte, error) {
-	if e.resource == nil { // a backfill's: no ring accounts for its frames, so none is kept beyond those who wait for it now
+	// a backfill's: no ring accounts for its frames, so none is kept beyond those who wait for it now
+	if e.resource == nil {
 		return e.frames.get(key, build, nil)
 	}
 	return e.frames.get(key, build, func(n int) { e.resource.ringBytes.Add(int64(n)) })
@@ -143,8 +144,18 @@ func EventOf(p *logv1.Event) *Event {
 }
 
 func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
-	return &Item{Key: Key(namespace, name), Namespace: namespace, Name: name, Revision: revision, Labels: o.Labels, Fields: o.Fields, JSON: o.Json, Protobuf: o.Protobuf, Version: o.Version,
-		selectable: sizeOf(o.Labels) + sizeOf(o.Fields)}
+	return &Item{
+		Key:        Key(namespace, name),
+		Namespace:  namespace,
+		Name:       name,
+		Revision:   revision,
+		Labels:     o.Labels,
+		Fields:     o.Fields,
+		JSON:       o.Json,
+		Protobuf:   o.Protobuf,
+		Version:    o.Version,
+		selectable: sizeOf(o.Labels) + sizeOf(o.Fields),
+	}
 }
 
 // Key is an object's place in the order of etcd's keys.
@@ -156,6 +167,16 @@ func Key(namespace, name string) string {
 }
 
 func itemOfRow(row *registryv1.Row) *Item {
-	return &Item{Key: Key(row.Namespace, row.Name), Namespace: row.Namespace, Name: row.Name, Revision: row.Revision, Labels: row.Labels, Fields: row.Fields, JSON: row.Json, Protobuf: row.Protobuf, Version: row.Version,
-		selectable: sizeOf(row.Labels) + sizeOf(row.Fields)}
+	return &Item{
+		Key:        Key(row.Namespace, row.Name),
+		Namespace:  row.Namespace,
+		Name:       row.Name,
+		Revision:   row.Revision,
+		Labels:     row.Labels,
+		Fields:     row.Fields,
+		JSON:       row.Json,
+		Protobuf:   row.Protobuf,
+		Version:    row.Version,
+		selectable: sizeOf(row.Labels) + sizeOf(row.Fields),
+	}
 }

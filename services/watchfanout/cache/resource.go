@@ -265,7 +265,12 @@ func (r *Resource) now(field string) *Snapshot {
 		r.snapshot = nil
 	}
 	if r.snapshot == nil {
-		r.snapshot = &Snapshot{tree: r.tree.Clone(), unreadable: maps.Clone(r.unreadable), resource: r, churn: r.churn.Load()}
+		r.snapshot = &Snapshot{
+			tree:       r.tree.Clone(),
+			unreadable: maps.Clone(r.unreadable),
+			resource:   r,
+			churn:      r.churn.Load(),
+		}
 		for f, index := range r.indexes {
 			if r.snapshot.indexes == nil {
 				r.snapshot.indexes = map[string]*btree.BTreeG[indexed]{}
@@ -281,7 +286,8 @@ func (r *Resource) now(field string) *Snapshot {
 type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64, error)
 
 // Snapshot is the resource now; it is loaded first if it is not there. A field that is named is indexed.
-func (r *Resource) Snapshot(ctx context.Context, field string, source Source, wait func(context.Context, int64) error) (*Snapshot, error) {
+func (r *Resource) Snapshot(ctx context.Context, field string, source Source,
+	wait func(context.Context, int64) error) (*Snapshot, error) {
 	for range maxLoads {
 		s, l := r.loaded(ctx, field, source, wait)
 		if s != nil {
@@ -305,7 +311,8 @@ const maxLoads = 4
 var errBusy = errors.New("more happens to the resource while it is loaded than is kept")
 
 // loaded is the snapshot, or the load under way.
-func (r *Resource) loaded(ctx context.Context, field string, source Source, wait func(context.Context, int64) error) (*Snapshot, *load) {
+func (r *Resource) loaded(ctx context.Context, field string, source Source,
+	wait func(context.Context, int64) error) (*Snapshot, *load) {
 	r.cache.whole.RLock()
 	defer r.cache.whole.RUnlock()
 	progress := r.cache.progress.Load()
@@ -368,7 +375,9 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 }
 
 // read reads a whole resource, and waits until the log has passed it, lest the cache be newer than it says.
-func read(ctx context.Context, name string, source Source, wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], bad map[string]string, bytes int, revision int64, err error) {
+func read(ctx context.Context, name string, source Source,
+	wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], bad map[string]string, bytes int,
+	revision int64, err error) {
 	defer guard.Error("loading "+name, &err)
 	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
 	defer cancel()

@@ -17,13 +17,26 @@ func FuzzQuery(f *testing.F) {
 	f.Add("", "\xff=\xfe", "a\\,b=c")
 	f.Fuzz(func(t *testing.T, namespace, labels, fields string) {
 		q, err := NewQuery(&watchfanoutv1.Query{
-			Entry: &registryv1.ResourceEntry{StoredAs: "pods", Namespaced: true, Resource: &commonv1.Resource{Version: "v1", Resource: "pods"},
-				Kind: &commonv1.Kind{Version: "v1", Kind: "Pod"}, StoredKind: &commonv1.Kind{Version: "v1", Kind: "Pod"}},
-			Namespace: namespace, LabelSelector: labels, FieldSelector: fields, Output: &registryv1.Output{MediaType: frame.JSON}})
+			Entry: &registryv1.ResourceEntry{
+				StoredAs:   "pods",
+				Namespaced: true,
+				Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
+				Kind:       &commonv1.Kind{Version: "v1", Kind: "Pod"},
+
+				StoredKind: &commonv1.Kind{Version: "v1", Kind: "Pod"},
+			},
+			Namespace: namespace, LabelSelector: labels, FieldSelector: fields,
+			Output: &registryv1.Output{MediaType: frame.JSON}})
 		if err != nil {
 			return
 		}
-		i := &cache.Item{Key: "other/x", Namespace: "other", Name: "x", Labels: map[string]string{"a": "b"}, Fields: map[string]string{"metadata.name": "x"}}
+		i := &cache.Item{
+			Key:       "other/x",
+			Namespace: "other",
+			Name:      "x",
+			Labels:    map[string]string{"a": "b"},
+			Fields:    map[string]string{"metadata.name": "x"},
+		}
 		q.Matches(i)
 		q.MayMatch(i)
 		q.Describe()

@@ -120,7 +120,9 @@ func (q *Query) Own(i *cache.Item) bool {
 
 // Converts says whether only converting an object can tell if it is selected.
 func (q *Query) Converts() bool {
-	return q.Entry.ConvertedFields && slices.ContainsFunc(q.Fields.Requirements(), func(r fields.Requirement) bool { return !strings.HasPrefix(r.Field, "metadata.") })
+	return q.Entry.ConvertedFields && slices.ContainsFunc(q.Fields.Requirements(), func(r fields.Requirement) bool {
+		return !strings.HasPrefix(r.Field, "metadata.")
+	})
 }
 
 // Unselected says whether every object of the namespace is asked for.
@@ -128,7 +130,8 @@ func (q *Query) Unselected() bool { return q.Labels.Empty() && q.Fields.Empty() 
 
 // Matches says whether the selectors select an object, by its stored fields.
 func (q *Query) Matches(i *cache.Item) bool {
-	return (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))) && (q.Fields.Empty() || q.Fields.Matches(fields.Set(i.Fields)))
+	return (q.Labels.Empty() || q.Labels.Matches(labels.Set(i.Labels))) &&
+		(q.Fields.Empty() || q.Fields.Matches(fields.Set(i.Fields)))
 }
 
 // InScope says whether the object is of the namespace asked for.
@@ -151,7 +154,8 @@ func (q *Query) Topic() cache.Topic {
 		if q.Converts() {
 			break
 		}
-		if (r.Operator == selection.Equals || r.Operator == selection.DoubleEquals) && r.Value != "" && !strings.HasPrefix(r.Field, "metadata.") {
+		if (r.Operator == selection.Equals || r.Operator == selection.DoubleEquals) && r.Value != "" &&
+			!strings.HasPrefix(r.Field, "metadata.") {
 			return cache.Topic{Field: r.Field, Value: r.Value}
 		}
 	}
@@ -230,8 +234,8 @@ func (q *Query) Row(event string, revision int64, row, columns []byte) []byte {
 	if columns == nil {
 		columns = noColumns
 	}
-	table := fmt.Appendf(nil, `{"kind":"Table","apiVersion":%q,"metadata":{"resourceVersion":"%d"},"columnDefinitions":%s,"rows":[%s]}`,
-		frame.APIVersion(q.As), revision, columns, row)
+	table := fmt.Appendf(nil, `{"kind":"Table","apiVersion":%q,"metadata":{"resourceVersion":"%d"},`+
+		`"columnDefinitions":%s,"rows":[%s]}`, frame.APIVersion(q.As), revision, columns, row)
 	return frame.WatchJSON(event, table)
 }
 
@@ -240,6 +244,7 @@ func (q *Query) Bookmark(revision int64, initialEnd bool) []byte {
 	if !q.Table {
 		return q.Form.Bookmark(revision, initialEnd)
 	}
-	object := frame.Object(nil, "PartialObjectMetadata", frame.APIVersion(q.As), frame.BookmarkJSON(revision, initialEnd))
+	object := frame.Object(nil, "PartialObjectMetadata", frame.APIVersion(q.As),
+		frame.BookmarkJSON(revision, initialEnd))
 	return q.Row("BOOKMARK", revision, fmt.Appendf(nil, `{"cells":[],"object":%s}`, object), nil)
 }

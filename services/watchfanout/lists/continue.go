@@ -24,7 +24,8 @@ func encodeContinue(revision int64, start string) string {
 func decodeContinue(token string) (int64, string, error) {
 	b, err := base64.RawURLEncoding.DecodeString(token)
 	var t continueToken
-	if err != nil || json.Unmarshal(b, &t) != nil || t.APIVersion != "meta.k8s.io/v1" || t.ResourceVersion <= 0 || t.StartKey == "" {
+	if err != nil || json.Unmarshal(b, &t) != nil || t.APIVersion != "meta.k8s.io/v1" || t.ResourceVersion <= 0 ||
+		t.StartKey == "" {
 		return 0, "", errElsewhere
 	}
 	start := "/" + strings.TrimPrefix(t.StartKey, "/") // with the slash or without: kube-apiserver writes both

@@ -30,8 +30,15 @@ func TestKeptSnapshotsAreBoundedInBytes(t *testing.T) {
 	snapshot(configmaps)
 	body := make([]byte, 1<<20)
 	for revision := int64(2); revision < 200; revision++ { // a tenant who pages and writes
-		s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_MODIFIED, Revision: revision, StoredAs: "configmaps", Namespace: "x", Name: fmt.Sprint(revision % 3), History: "h",
-			Object: &logv1.Object{Json: body}})
+		s.cache.Apply(&logv1.Event{
+			Type:      logv1.Type_TYPE_MODIFIED,
+			Revision:  revision,
+			StoredAs:  "configmaps",
+			Namespace: "x",
+			Name:      fmt.Sprint(revision % 3),
+			History:   "h",
+			Object:    &logv1.Object{Json: body},
+		})
 		if revision%10 == 0 {
 			s.keep("configmaps", "h", snapshot(configmaps))
 		}

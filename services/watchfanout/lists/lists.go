@@ -122,7 +122,8 @@ func (l *Lists) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfan
 		return &watchfanoutv1.GetResponse{Body: frame.Envelope(q.Form.Kind, q.Form.APIVersion, item.Protobuf)}, nil
 	}
 	body := make([]byte, 0, len(item.JSON)+len(q.Form.Kind)+len(q.Form.APIVersion)+32)
-	return &watchfanoutv1.GetResponse{Body: append(frame.Object(body, q.Form.Kind, q.Form.APIVersion, item.JSON), '\n')}, nil
+	return &watchfanoutv1.GetResponse{Body: append(frame.Object(body, q.Form.Kind, q.Form.APIVersion, item.JSON),
+		'\n')}, nil
 }
 
 type page struct {
@@ -135,7 +136,8 @@ type page struct {
 // page selects a list's objects, by Kubernetes' rules for resourceVersion, limit and continue.
 func (l *Lists) page(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequest) (*page, error) {
 	limit := r.Limit
-	if r.ResourceVersion == "0" && q.Entry.StoredAs != "events" { // kube-apiserver's cache knows no limit, and it has none of events
+	// kube-apiserver's cache knows no limit, and it has none of events
+	if r.ResourceVersion == "0" && q.Entry.StoredAs != "events" {
 		limit = 0
 	}
 	history := l.cache.History() // should it change now, the list goes on from registry
@@ -211,7 +213,8 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 		return nil, "", errElsewhere
 	}
 	switch rv := r.ResourceVersion; {
-	case r.ResourceVersionMatch == string(metav1.ResourceVersionMatchExact), rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
+	case r.ResourceVersionMatch == string(metav1.ResourceVersionMatchExact),
+		rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
 		return nil, "", errElsewhere
 	case rv == "":
 		if err := l.log.Consistent(ctx); err != nil { // the log does not move: registry can still say
@@ -237,7 +240,8 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 }
 
 // send sends a list's body.
-func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query, head *frame.List, parts [][]byte) error {
+func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query, head *frame.List,
+	parts [][]byte) error {
 	out := &frame.Chunks{Bytes: chunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
 	}}

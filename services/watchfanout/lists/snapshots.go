@@ -51,7 +51,9 @@ func (l *Lists) unpin() {
 		if total <= keptBytes {
 			return
 		}
-		worst := slices.MaxFunc(l.snapshots, func(a, b keptSnapshot) int { return cmp.Compare(a.snapshot.Pinned(), b.snapshot.Pinned()) })
+		worst := slices.MaxFunc(l.snapshots, func(a, b keptSnapshot) int {
+			return cmp.Compare(a.snapshot.Pinned(), b.snapshot.Pinned())
+		})
 		l.snapshots = slices.DeleteFunc(l.snapshots, func(k keptSnapshot) bool { return k.snapshot == worst.snapshot })
 	}
 }

@@ -16,8 +16,8 @@ import (
 const (
 	// backfillBytes bounds what one backfill holds; a watch that is further behind goes on with the next one.
 	backfillBytes = 8 << 20
-	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold. Those
-	// beyond it wait.
+	// backfillsBytes bounds what all of them hold that anybody uses or that are kept, by what each may come to hold.
+	// Those beyond it wait.
 	backfillsBytes = 128 << 20
 	// backfillKept is how long a backfill is kept for others that resume from about the same place.
 	backfillKept = 15 * time.Second
@@ -78,7 +78,9 @@ func (l *Log) Backfill(ctx context.Context, storedAs string, after, low int64) (
 	patience := time.NewTimer(backfillTimeout)
 	defer patience.Stop()
 	for missed := false; ; {
-		b := l.backfills.join(storedAs, l.cache.History(), after, missed, func(ctx context.Context, b *Backfill) { go l.fill(ctx, b, low) })
+		b := l.backfills.join(storedAs, l.cache.History(), after, missed, func(ctx context.Context, b *Backfill) {
+			go l.fill(ctx, b, low)
+		})
 		leave := func() { l.backfills.leave(b) }
 		select {
 		case <-b.done:
@@ -93,11 +95,13 @@ func (l *Log) Backfill(ctx context.Context, storedAs string, after, low int64) (
 			return nil, nil, errBackfillTimeout
 		}
 		switch {
-		case b.after < after && (b.err != nil || b.UpTo <= after): // begun from further back, and it has not come as far: one of its own
+		case b.after < after && (b.err != nil ||
+			b.UpTo <= after): // begun from further back, and it has not come as far: one of its own
 			leave()
 			missed = true
 			continue
-		case b.cut && b.err != nil && time.Now().Before(until): // it was given up, or its time was up, and this watch's is not
+		// it was given up, or its time was up, and this watch's is not
+		case b.cut && b.err != nil && time.Now().Before(until):
 			leave()
 			continue
 		case b.err != nil:
@@ -109,18 +113,27 @@ func (l *Log) Backfill(ctx context.Context, storedAs string, after, low int64) (
 }
 
 // join finds a backfill that holds what comes after a revision, or begins one. exact: only one that begins just there.
-func (b *backfills) join(storedAs, history string, after int64, exact bool, begin func(context.Context, *Backfill)) *Backfill {
+func (b *backfills) join(storedAs, history string, after int64, exact bool,
+	begin func(context.Context, *Backfill)) *Backfill {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.prune()
 	for _, f := range b.all {
-		if f.storedAs == storedAs && f.history == history && (f.after == after || f.after < after && !exact) && (!f.ended() || f.err == nil && after < f.UpTo) {
+		if f.storedAs == storedAs && f.history == history && (f.after == after || f.after < after && !exact) &&
+			(!f.ended() || f.err == nil && after < f.UpTo) {
 			f.users++
 			return f
 		}
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), backfillTimeout)
-	f := &Backfill{storedAs: storedAs, history: history, after: after, done: make(chan struct{}), users: 1, cancel: cancel}
+	f := &Backfill{
+		storedAs: storedAs,
+		history:  history,
+		after:    after,
+		done:     make(chan struct{}),
+		users:    1,
+		cancel:   cancel,
+	}
 	b.all = append(b.all, f)
 	begin(ctx, f)
 	return f
@@ -140,7 +153,8 @@ func (b *backfills) leave(f *Backfill) {
 	}
 }
 
-// prune drops what is kept for nobody for long, and of the rest, oldest first, as many as others wait for; the lock is held.
+// prune drops what is kept for nobody for long, and of the rest, oldest first, as many as others wait for; the lock is
+// held.
 func (b *backfills) prune() {
 	wanted := b.wanted
 	for _, f := range slices.Clone(b.all) {

@@ -164,7 +164,8 @@ func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 		if first.after != backfillTimeout || first.err == nil || errors.Is(first.err, eventlog.ErrForgotten) {
 			t.Errorf("the first ends after %v: %v", first.after, first.err)
 		}
-		if second.after < backfillTimeout+4*time.Second || second.after > 2*backfillTimeout || !errors.Is(second.err, eventlog.ErrForgotten) {
+		if second.after < backfillTimeout+4*time.Second || second.after > 2*backfillTimeout ||
+			!errors.Is(second.err, eventlog.ErrForgotten) {
 			t.Errorf("the second ends after %v: %v", second.after, second.err)
 		}
 		if len(s.backfills.room)+len(s.backfills.reads) != 0 {
@@ -173,7 +174,8 @@ func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 	})
 }
 
-// Readings that nobody waits for make no way for others while there is room: a watch that takes pieces finds its own again.
+// Readings that nobody waits for make no way for others while there is room: a watch that takes pieces finds its own
+// again.
 func TestABackfillIsKeptBetweenPieces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		all := newBackfills()

@@ -30,7 +30,8 @@ type freshness struct {
 // err says since when the replica is stale, or is nil.
 func (f *freshness) err() error {
 	if since := f.since.Load(); since != nil {
-		return status.Errorf(codes.Unavailable, "the event log has not brought what etcd has for %v", time.Since(*since).Round(time.Second))
+		return status.Errorf(codes.Unavailable, "the event log has not brought what etcd has for %v",
+			time.Since(*since).Round(time.Second))
 	}
 	return nil
 }
@@ -56,7 +57,8 @@ func (l *Log) verify(ctx context.Context) error {
 		cancel()
 		switch {
 		case ctx.Err() != nil:
-		case err != nil && l.cache.Progress() > before: // it is late, and comes: everybody is, and another replica is not ahead
+		// it is late, and comes: everybody is, and another replica is not ahead
+		case err != nil && l.cache.Progress() > before:
 		case err != nil && l.freshness.since.CompareAndSwap(nil, &asked):
 			slog.Warn("The event log does not bring what etcd has", "revision", l.cache.Progress(), "etcd", r.Revision)
 		case err == nil && l.freshness.since.Swap(nil) != nil:

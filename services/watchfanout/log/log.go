@@ -40,8 +40,8 @@ type Log struct {
 	caughtUp atomic.Bool
 	// asking is when a publisher was last asked how far it is, in nanoseconds since 1970.
 	asking atomic.Int64
-	// stalled is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one did
-	// not.
+	// stalled is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one
+	// did not.
 	stalled   atomic.Int64
 	freshness freshness
 	backfills backfills
@@ -100,7 +100,8 @@ func (l *Log) apply(e *logv1.Event) error {
 	began := time.Now()
 	defer func() {
 		if r := recover(); r != nil {
-			slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StoredAs, "revision", e.Revision, "panic", r, "stack", string(debug.Stack()))
+			slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StoredAs,
+				"revision", e.Revision, "panic", r, "stack", string(debug.Stack()))
 			l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StoredAs: e.StoredAs})
 		}
 	}()
@@ -174,8 +175,8 @@ const (
 	stalledFor = 10 * time.Second
 )
 
-// Consistent brings the replica to etcd's revision. Once that has failed it is given little time until it succeeds: nobody
-// is to wait long for a log that does not move.
+// Consistent brings the replica to etcd's revision. Once that has failed it is given little time until it succeeds:
+// nobody is to wait long for a log that does not move.
 func (l *Log) Consistent(ctx context.Context) error {
 	patience := freshnessTimeout
 	if at := l.stalled.Load(); at > 0 && time.Now().UnixNano()-at < int64(stalledFor) {
@@ -199,8 +200,12 @@ func (l *Log) Reach(ctx context.Context, revision int64) error {
 	defer cancel()
 	if err := l.Wait(ctx, revision); err != nil {
 		// k8s.io/apiserver/pkg/storage.NewTooLargeResourceVersionError
-		e := apierrors.NewTimeoutError("Too large resource version: "+strconv.FormatInt(revision, 10)+", current: "+strconv.FormatInt(l.cache.Progress(), 10), 1)
-		e.ErrStatus.Details.Causes = []metav1.StatusCause{{Type: metav1.CauseTypeResourceVersionTooLarge, Message: "Too large resource version"}}
+		e := apierrors.NewTimeoutError("Too large resource version: "+strconv.FormatInt(revision, 10)+", current: "+
+			strconv.FormatInt(l.cache.Progress(), 10), 1)
+		e.ErrStatus.Details.Causes = []metav1.StatusCause{{
+			Type:    metav1.CauseTypeResourceVersionTooLarge,
+			Message: "Too large resource version",
+		}}
 		return e
 	}
 	return nil

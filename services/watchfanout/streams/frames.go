@@ -95,7 +95,12 @@ func (f *frames) pieces(all ...[]byte) error {
 // event adds one event, at the watcher's position.
 func (f *frames) event(data []byte, bookmark bool, trace string) error {
 	f.append(data)
-	f.marks = append(f.marks, &watchfanoutv1.Mark{End: int32(len(f.buf)), Position: f.watcher.position.Proto(), Bookmark: bookmark, Trace: trace})
+	f.marks = append(f.marks, &watchfanoutv1.Mark{
+		End:      int32(len(f.buf)),
+		Position: f.watcher.position.Proto(),
+		Bookmark: bookmark,
+		Trace:    trace,
+	})
 	return f.flushFull()
 }
 

@@ -110,7 +110,8 @@ func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
 				err = out.pieces(data)
 			}
 		case w.query.Form.Protobuf:
-			err = out.pieces(frame.WatchProtobufHead("ADDED", w.query.Form.Kind, w.query.Form.APIVersion, len(i.Protobuf)), i.Protobuf, frame.TailProtobuf)
+			err = out.pieces(frame.WatchProtobufHead("ADDED", w.query.Form.Kind, w.query.Form.APIVersion,
+				len(i.Protobuf)), i.Protobuf, frame.TailProtobuf)
 		default:
 			err = out.pieces(head, i.JSON[1:], frame.WatchJSONTail)
 		}

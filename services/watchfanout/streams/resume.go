@@ -68,7 +68,8 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	}
 	began := time.Now()
 	b, leave, err := w.log.Backfill(ctx, w.query.Entry.StoredAs, after, low)
-	slog.Debug("Replayed from the log", "resource", w.query.Entry.StoredAs, "after", after, "took", time.Since(began), "error", err)
+	slog.Debug("Replayed from the log", "resource", w.query.Entry.StoredAs, "after", after, "took", time.Since(began),
+		"error", err)
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return status.FromContextError(ctx.Err()).Err()
@@ -121,7 +122,8 @@ func (w *watcher) past(e *cache.Event) {
 // piece is the next of a backfill's events that a watch sends at a time: one at least, and bound bytes at most beyond
 // it. whole says that they are all.
 func (w *watcher) piece(all []*cache.Event, bound int) (piece []*cache.Event, size int, whole bool) {
-	for len(all) > 0 && (all[0].Revision < w.position.Revision || all[0].Revision == w.position.Revision && all[0].Index <= w.position.Index) {
+	for len(all) > 0 && (all[0].Revision < w.position.Revision || all[0].Revision == w.position.Revision &&
+		all[0].Index <= w.position.Index) {
 		all = all[1:]
 	}
 	n := 0
@@ -148,7 +150,8 @@ var errRedefined = errors.New("the resource was defined anew")
 // begins at a revision.
 func (w *watcher) resumed() bool {
 	at := w.request.ResumeAfter
-	return at != nil && (at.Index != events.LastIndex || strconv.FormatInt(at.Revision, 10) != w.request.ResourceVersion)
+	return at != nil && (at.Index != events.LastIndex ||
+		strconv.FormatInt(at.Revision, 10) != w.request.ResourceVersion)
 }
 
 // ended is why a watch cannot go on. One that was open when its resource was redefined ends without an error, as

@@ -24,11 +24,12 @@ import (
 )
 
 const (
-	// batchEvents is how many events are taken of the ring at a time, and frameBytes about how many bytes one message has.
+	// batchEvents is how many events are taken of the ring at a time, and frameBytes about how many bytes one message
+	// has.
 	batchEvents = 256
 	frameBytes  = 256 << 10
-	// backfillPiece is what a watch takes of a backfill at a time and holds while its client takes it; smallPiece where all
-	// watches together hold piecesBytes.
+	// backfillPiece is what a watch takes of a backfill at a time and holds while its client takes it; smallPiece where
+	// all watches together hold piecesBytes.
 	backfillPiece = 512 << 10
 	smallPiece    = 128 << 10
 	piecesBytes   = 128 << 20
@@ -53,7 +54,8 @@ type Streams struct {
 }
 
 // New returns the watches of what a log brings into a cache.
-func New(progress time.Duration, c *cache.Cache, l *log.Log, source registryv1.SourceClient, converter *convert.Converter) *Streams {
+func New(progress time.Duration, c *cache.Cache, l *log.Log, source registryv1.SourceClient,
+	converter *convert.Converter) *Streams {
 	return &Streams{
 		ProgressPeriod: progress,
 		cache:          c,
@@ -69,7 +71,8 @@ func New(progress time.Duration, c *cache.Cache, l *log.Log, source registryv1.S
 }
 
 // Watch streams frames until the caller goes away.
-func (s *Streams) Watch(r *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
+	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	q, err := form.NewQuery(r.Query)
 	if err == nil {
 		err = s.log.Fresh()
@@ -117,7 +120,8 @@ func (w *watcher) run(ctx context.Context) error {
 	if err != nil {
 		return w.fail(w.ended(err, w.resumed()))
 	}
-	if w.position.Revision <= w.cache.Progress() { // the stream is open, and can be resumed from here; not from what has not come yet
+	// the stream is open, and can be resumed from here; not from what has not come yet
+	if w.position.Revision <= w.cache.Progress() {
 		if err := (&frames{watcher: w, position: true}).flush(); err != nil {
 			return err
 		}
@@ -176,7 +180,8 @@ func (w *watcher) place(revision int64, index int32) {
 func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 	out := &frames{watcher: w}
 	for _, e := range all {
-		if !w.query.InScope(e.Item) || e.Revision < w.position.Revision || e.Revision == w.position.Revision && e.Index <= w.position.Index {
+		if !w.query.InScope(e.Item) || e.Revision < w.position.Revision || e.Revision == w.position.Revision &&
+			e.Index <= w.position.Index {
 			continue // of another namespace, or seen by the client before this replica had it
 		}
 		kind, item, err := w.seen(ctx, e)

@@ -13,7 +13,11 @@ func TestABackfillIsTakenInPieces(t *testing.T) {
 	var all []*cache.Event
 	for revision := int64(10); revision < 30; revision++ {
 		for index := range int32(3) {
-			all = append(all, &cache.Event{Revision: revision, Index: index, Item: &cache.Item{JSON: make([]byte, int(revision%5)*100<<10)}})
+			all = append(all, &cache.Event{
+				Revision: revision,
+				Index:    index,
+				Item:     &cache.Item{JSON: make([]byte, int(revision%5)*100<<10)},
+			})
 		}
 	}
 	w := &watcher{}

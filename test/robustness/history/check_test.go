@@ -65,29 +65,72 @@ func TestEveryKindOfFaultIsFound(t *testing.T) {
 		break_ func(h *History)
 		says   string
 	}{
-		"an event is dropped":                 {func(h *History) { f := h.Segments[0]; f.Frames = append(f.Frames[:1:1], f.Frames[2:]...) }, "expected ADDED of {Key:b"},
-		"an event is repeated":                {func(h *History) { f := h.Segments[0]; f.Frames = append(f.Frames[:1:1], f.Frames...) }, "after 10 came ADDED"},
-		"two events are swapped":              {func(h *History) { f := h.Segments[0].Frames; f[0], f[1] = f[1], f[0] }, "expected ADDED of {Key:a"},
-		"a bookmark lies":                     {func(h *History) { h.Segments[0].Frames[3].Item.Revision = 15 }, "hides MODIFIED"},
-		"a bookmark goes back":                {func(h *History) { h.Segments[0].Frames[3].Item.Revision = 11 }, "a bookmark of 11 after 12"},
-		"an event has another's content":      {func(h *History) { h.Segments[0].Frames[4].Item.Value = "v3" }, "came MODIFIED"},
-		"a leaving object shows its new self": {func(h *History) { h.Segments[1].Frames[2].Item = Item{"a", 14, "v4", "y"} }, "expected DELETED"},
-		"initial events lack one":             {func(h *History) { s := h.Segments[1]; s.Frames = s.Frames[1:] }, "a is missing"},
-		"initial events are old":              {func(h *History) { h.Segments[1].Begin = 11 * time.Millisecond }, "stale watch"},
-		"a resumed watch skips":               {func(h *History) { s := h.Segments[0]; s.Start, s.Frames = 11, s.Frames[4:] }, "expected MODIFIED of {Key:a Revision:12"},
-		"a list is stale":                     {func(h *History) { r := &h.Reads[2]; r.Revision, r.Items = 15, r.Items[:1] }, "stale list"},
-		"a list lacks an object":              {func(h *History) { r := &h.Reads[2]; r.Items = r.Items[:1] }, "b is missing"},
-		"a list shows an old object":          {func(h *History) { h.Reads[2].Items[0] = Item{"a", 12, "v3", "x"} }, "a is of 12, not of 14"},
-		"a list of any age is of two ages":    {func(h *History) { h.Reads[3].Revision = 14 }, "should not be there"},
-		"a get is stale":                      {func(h *History) { h.Reads[0].Items[0] = Item{"a", 12, "v3", "x"} }, "stale get"},
-		"a get finds nothing":                 {func(h *History) { h.Reads[0].Items = nil }, "it was there all the time"},
-		"an acknowledged write is lost":       {func(h *History) { h.Changes = h.Changes[:5] }, "lost: create of b"},
-		"an acknowledged deletion is lost":    {func(h *History) { h.Changes = h.Changes[:4] }, "lost: delete of b"},
-		"a write is done twice":               {func(h *History) { h.Changes = append(h.Changes, Change{17, "MODIFIED", "a", "v4", "y"}) }, "written 2 times"},
-		"a refused write is done":             {func(h *History) { h.Writes[4].Outcome, h.Writes[4].Code = Refused, 409 }, "done all the same"},
-		"a conflict is not noticed":           {func(h *History) { h.Writes[4].Expect = 10 }, "over 12"},
-		"a conflict is made up":               {func(h *History) { h.Writes[3].Expect = 12 }, "all the time"},
-		"an answer has the wrong revision":    {func(h *History) { h.Writes[0].Revision = 11 }, "answered with revision 11"},
+		"an event is dropped": {func(h *History) {
+			f := h.Segments[0]
+			f.Frames = append(f.Frames[:1:1], f.Frames[2:]...)
+		}, "expected ADDED of {Key:b"},
+		"an event is repeated": {func(h *History) {
+			f := h.Segments[0]
+			f.Frames = append(f.Frames[:1:1], f.Frames...)
+		}, "after 10 came ADDED"},
+		"two events are swapped": {func(h *History) {
+			f := h.Segments[0].Frames
+			f[0], f[1] = f[1], f[0]
+		}, "expected ADDED of {Key:a"},
+		"a bookmark lies": {func(h *History) {
+			h.Segments[0].Frames[3].Item.Revision = 15
+		}, "hides MODIFIED"},
+		"a bookmark goes back": {func(h *History) {
+			h.Segments[0].Frames[3].Item.Revision = 11
+		}, "a bookmark of 11 after 12"},
+		"an event has another's content": {func(h *History) {
+			h.Segments[0].Frames[4].Item.Value = "v3"
+		}, "came MODIFIED"},
+		"a leaving object shows its new self": {func(h *History) {
+			h.Segments[1].Frames[2].Item = Item{"a", 14, "v4", "y"}
+		}, "expected DELETED"},
+		"initial events lack one": {func(h *History) {
+			s := h.Segments[1]
+			s.Frames = s.Frames[1:]
+		}, "a is missing"},
+		"initial events are old": {func(h *History) {
+			h.Segments[1].Begin = 11 * time.Millisecond
+		}, "stale watch"},
+		"a resumed watch skips": {func(h *History) {
+			s := h.Segments[0]
+			s.Start, s.Frames = 11, s.Frames[4:]
+		}, "expected MODIFIED of {Key:a Revision:12"},
+		"a list is stale": {func(h *History) {
+			r := &h.Reads[2]
+			r.Revision, r.Items = 15, r.Items[:1]
+		}, "stale list"},
+		"a list lacks an object": {func(h *History) {
+			r := &h.Reads[2]
+			r.Items = r.Items[:1]
+		}, "b is missing"},
+		"a list shows an old object": {func(h *History) {
+			h.Reads[2].Items[0] = Item{"a", 12, "v3", "x"}
+		}, "a is of 12, not of 14"},
+		"a list of any age is of two ages": {func(h *History) { h.Reads[3].Revision = 14 }, "should not be there"},
+		"a get is stale": {func(h *History) {
+			h.Reads[0].Items[0] = Item{"a", 12, "v3", "x"}
+		}, "stale get"},
+		"a get finds nothing": {func(h *History) {
+			h.Reads[0].Items = nil
+		}, "it was there all the time"},
+		"an acknowledged write is lost":    {func(h *History) { h.Changes = h.Changes[:5] }, "lost: create of b"},
+		"an acknowledged deletion is lost": {func(h *History) { h.Changes = h.Changes[:4] }, "lost: delete of b"},
+		"a write is done twice": {func(h *History) {
+			h.Changes = append(h.Changes, Change{17, "MODIFIED", "a", "v4", "y"})
+		}, "written 2 times"},
+		"a refused write is done": {func(h *History) {
+			h.Writes[4].Outcome, h.Writes[4].Code = Refused, 409
+		}, "done all the same"},
+		"a conflict is not noticed": {func(h *History) { h.Writes[4].Expect = 10 }, "over 12"},
+		"a conflict is made up":     {func(h *History) { h.Writes[3].Expect = 12 }, "all the time"},
+		"an answer has the wrong revision": {func(h *History) {
+			h.Writes[0].Revision = 11
+		}, "answered with revision 11"},
 		"writes are out of order": {func(h *History) {
 			h.Writes[6].Begin, h.Writes[0].Begin, h.Writes[0].End = 0, 20*time.Millisecond, 21*time.Millisecond
 		}, "was known, and was done at 10"},
@@ -107,5 +150,6 @@ func ExampleHistory_Check() {
 	h := honest()
 	h.Segments[0].Frames = h.Segments[0].Frames[1:]
 	fmt.Println(h.Check()[0])
-	// Output: watch of "" from 9 at 1ms: after 9 came ADDED of {Key:b Revision:11 Value:v2 Shard:y}; expected ADDED of {Key:a Revision:10 Value:v1 Shard:x}
+	// Output: watch of "" from 9 at 1ms: after 9 came ADDED of {Key:b Revision:11 Value:v2 Shard:y}; expected ADDED of
+	// {Key:a Revision:10 Value:v1 Shard:x}
 }
