@@ -120,7 +120,12 @@ func (l *layout) leaves() error {
 		ca *pki.CA
 		pki.Leaf
 	}{
-		{l.ca, pki.Leaf{Name: "apiserver", CommonName: "kube-apiserver", SANs: names, Usage: pki.Server}},
+		{l.ca, pki.Leaf{
+			Name:       "apiserver",
+			CommonName: "kube-apiserver",
+			SANs:       names,
+			Usage:      pki.Server,
+		}},
 		{l.ca, pki.Leaf{
 			Name:          "apiserver-kubelet-client",
 			CommonName:    "kube-apiserver-kubelet-client",

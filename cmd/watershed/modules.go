@@ -159,8 +159,8 @@ func newGateway(ctx context.Context, c *gateway.Config, d *deps) (service, error
 		errs = append(errs, err)
 		return conn
 	}
-	authn, authz, admission := dial("authn", rpc.TakeTurns), dial("authz", rpc.TakeTurns), dial("admission",
-		rpc.TakeTurns)
+	authn, authz, admission := dial("authn", rpc.TakeTurns), dial("authz",
+		rpc.TakeTurns), dial("admission", rpc.TakeTurns)
 	registry, watchfanout := dial("registry", rpc.TakeTurns), dial("watchfanout", rpc.ByKey)
 	if err := errors.Join(errs...); err != nil {
 		return nil, err

@@ -149,7 +149,12 @@ func (s *splitRun) plan() ([]*child, error) {
 	}
 	var all []*child
 	add := func(command string, n int, debug string, settings map[string]any) error {
-		p := &child{name: fmt.Sprintf("%s-%d", command, n), command: command, dir: s.dir, debug: debug}
+		p := &child{
+			name:    fmt.Sprintf("%s-%d", command, n),
+			command: command,
+			dir:     s.dir,
+			debug:   debug,
+		}
 		p.config = filepath.Join(s.dir, "config", p.name+".yaml")
 		all = append(all, p)
 		if err := os.MkdirAll(filepath.Dir(p.config), 0o700); err != nil {
@@ -177,8 +182,8 @@ func (s *splitRun) plan() ([]*child, error) {
 				settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
 			case "registry":
 				id := s.identity("registry")
-				settings["etcd-servers"], settings["nats-url"] = urls("https", addresses["etcd"]), urls("tls",
-					addresses["nats"])
+				settings["etcd-servers"], settings["nats-url"] = urls("https",
+					addresses["etcd"]), urls("tls", addresses["nats"])
 				settings["log-replicas"] = s.counts["nats"]
 				settings["etcd-certfile"], settings["etcd-keyfile"] = id.CertFile, id.KeyFile
 				settings["etcd-cafile"] = id.CAFile
@@ -366,8 +371,8 @@ func (p *child) once(s *splitRun) error {
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n", cmd.Process.Pid),
-		0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n",
+		cmd.Process.Pid), 0o600); err != nil {
 		return err
 	}
 	return cmd.Wait()

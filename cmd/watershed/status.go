@@ -158,8 +158,8 @@ func showTier(w io.Writer, targets []string) bool {
 			}
 		}
 		for _, s := range st.Slowest {
-			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s", s.Resource, replicaName(target), s.Waiting,
-				s.Revision, s.Query))
+			slow = append(slow, fmt.Sprintf("%s\t%s\t%d\t%d\t%s",
+				s.Resource, replicaName(target), s.Waiting, s.Revision, s.Query))
 		}
 	}
 	var names []string

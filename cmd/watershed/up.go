@@ -59,7 +59,12 @@ func up(args []string) error {
 	if t.DebugAddress == "" {
 		t.DebugAddress = filepath.Join(socketDir(l.dir), debugSocket)
 	}
-	u := &upRun{layout: l, flags: fs, all: all, transport: rpc.NewInProcess(t.TracingEndpoint != "")}
+	u := &upRun{
+		layout:    l,
+		flags:     fs,
+		all:       all,
+		transport: rpc.NewInProcess(t.TracingEndpoint != ""),
+	}
 	parts, err := u.parts(&t)
 	if err != nil {
 		return err

@@ -91,7 +91,12 @@ func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, 
 		return nil, err
 	}
 	l := listing{client}
-	return &Cluster{Client: l, Informers: Informers(l, strip...), bound: f.Bound, streams: s}, nil
+	return &Cluster{
+		Client:    l,
+		Informers: Informers(l, strip...),
+		bound:     f.Bound,
+		streams:   s,
+	}, nil
 }
 
 // Follow makes an informer's age count. path is where its objects are listed
@@ -163,8 +168,8 @@ func (c *Cluster) probe(ctx context.Context) error {
 	behind := c.await(one, revision, patience)
 	if age, _ := c.Age(); len(behind) > 0 && (!known || age > stalledAfter) {
 		if known {
-			slog.Warn("The event log does not bring what etcd has; the policy is read with lists", "revision", revision,
-				"behind", describe(behind))
+			slog.Warn("The event log does not bring what etcd has; the policy is read with lists",
+				"revision", revision, "behind", describe(behind))
 		}
 		var errs []error
 		for _, f := range behind {

@@ -56,7 +56,12 @@ func (s *streams) wrap(next http.RoundTripper) http.RoundTripper {
 		if err != nil || !watches || resp.StatusCode != http.StatusOK {
 			return resp, err
 		}
-		st := &stream{owner: s, path: req.URL.Path, query: q, body: resp.Body}
+		st := &stream{
+			owner: s,
+			path:  req.URL.Path,
+			query: q,
+			body:  resp.Body,
+		}
 		s.mu.Lock()
 		s.open[st] = struct{}{}
 		s.mu.Unlock()

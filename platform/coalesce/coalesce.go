@@ -103,7 +103,12 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 		all = &readings[T]{}
 		g.names[name] = all
 	}
-	r := &reading[T]{name: name, read: read, done: make(chan struct{}), callers: 1}
+	r := &reading[T]{
+		name:    name,
+		read:    read,
+		done:    make(chan struct{}),
+		callers: 1,
+	}
 	all.next = r
 	if all.underWay == nil {
 		g.enqueue(r, owner)

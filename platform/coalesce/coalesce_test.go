@@ -121,8 +121,8 @@ func TestReadingsThatNobodyWaitsForEnd(t *testing.T) {
 		synctest.Wait()
 		if begun.Load() != cancelled.Load() || time.Since(began) > 0 ||
 			len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
-			t.Errorf("%d begun, %d cancelled, %d names are left, %d under way", begun.Load(), cancelled.Load(),
-				len(g.names), g.running)
+			t.Errorf("%d begun, %d cancelled, %d names are left, %d under way",
+				begun.Load(), cancelled.Load(), len(g.names), g.running)
 		}
 		if v, err := g.Get(t.Context(), "x", func(context.Context) (int, error) {
 			return 7, nil

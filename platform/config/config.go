@@ -51,8 +51,8 @@ func Load(fs *pflag.FlagSet, args []string) error {
 		for _, key := range v.AllKeys() {
 			if name, _, nested := strings.Cut(key, delimiter); nested &&
 				fs.Lookup(name) != nil { // viper has no respect for the case of its keys
-				return fmt.Errorf(`--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`, path,
-					name)
+				return fmt.Errorf(`--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`,
+					path, name)
 			}
 			if fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))

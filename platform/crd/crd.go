@@ -74,8 +74,8 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*Definition, error) {
 }
 
 // Validation is a version's schema in the hub version, or nil.
-func Validation(d *apiextensionsv1.CustomResourceDefinition, version string) (*apiextensions.CustomResourceValidation,
-	error) {
+func Validation(d *apiextensionsv1.CustomResourceDefinition,
+	version string) (*apiextensions.CustomResourceValidation, error) {
 	v, err := apihelpers.GetSchemaForVersion(d, version)
 	if err != nil || v == nil {
 		return nil, err

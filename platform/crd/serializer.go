@@ -73,8 +73,8 @@ func (s serializer) EncoderForVersion(e runtime.Encoder, gv runtime.GroupVersion
 func (s serializer) DecoderToVersion(d runtime.Decoder, gv runtime.GroupVersioner) runtime.Decoder {
 	strict, ok := d.(*json.Serializer)
 	shaped := shapingDecoder{d, shape{Definition: s.Definition, tell: ok && strict.IsStrict()}}
-	return versioning.NewCodec(nil, shaped, runtime.UnsafeObjectConvertor(scheme), scheme, scheme, s.Defaulter(scheme),
-		nil, gv, "custom resource")
+	return versioning.NewCodec(nil, shaped, runtime.UnsafeObjectConvertor(scheme), scheme, scheme,
+		s.Defaulter(scheme), nil, gv, "custom resource")
 }
 
 // StorageCodec reads what etcd has, in whichever version, into version, and writes the storage version.

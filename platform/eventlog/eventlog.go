@@ -133,9 +133,13 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 		return nil, err
 	}
 	return js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
-		Name: StreamName, Subjects: []string{events + ">", ProgressSubject}, Storage: storage,
-		Replicas: max(o.Replicas, 1),
-		MaxAge:   o.Retention, MaxBytes: o.MaxBytes, Discard: jetstream.DiscardOld,
+		Name:       StreamName,
+		Subjects:   []string{events + ">", ProgressSubject},
+		Storage:    storage,
+		Replicas:   max(o.Replicas, 1),
+		MaxAge:     o.Retention,
+		MaxBytes:   o.MaxBytes,
+		Discard:    jetstream.DiscardOld,
 		Duplicates: min(o.Retention, time.Second), // and no direct gets: a follower may be behind
 	})
 }
@@ -177,7 +181,12 @@ func ParseID(s string) (ID, error) {
 	if err != nil || ierr != nil {
 		return ID{}, fmt.Errorf("not an event id: %q", s)
 	}
-	return ID{Revision: r, Index: int32(i), Mark: mark, nonce: parts[2]}, nil
+	return ID{
+		Revision: r,
+		Index:    int32(i),
+		Mark:     mark,
+		nonce:    parts[2],
+	}, nil
 }
 
 // Last is the id of the log's last message. ok is false where the log holds none; sequence is the stream's last one.
@@ -396,8 +405,8 @@ func (r *reader) take(m jetstream.Msg) error {
 	}
 	e, err := Event(m.Headers(), m.Data())
 	if err != nil {
-		slog.Error("A message of the event log is corrupt", "subject", m.Subject(), "sequence", meta.Sequence.Stream,
-			"error", err)
+		slog.Error("A message of the event log is corrupt",
+			"subject", m.Subject(), "sequence", meta.Sequence.Stream, "error", err)
 		id, _ := ParseID(m.Headers().Get(jetstream.MsgIDHeader))
 		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
 	}

@@ -60,7 +60,13 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 	defer context.AfterFunc(ctx, messages.Stop)()
 	defer messages.Stop()
 	defer deleteConsumer(js, consumer)
-	r := &replay{stream: stream, created: info.Created, whole: start - 1, after: after, each: each}
+	r := &replay{
+		stream:  stream,
+		created: info.Created,
+		whole:   start - 1,
+		after:   after,
+		each:    each,
+	}
 	for {
 		m, err := messages.Next()
 		if ctx.Err() != nil {

@@ -23,7 +23,12 @@ type Form struct {
 
 // FormOf is the form of objects of a kind, or of their metadata where as is PartialObjectMetadata.
 func FormOf(kind, as *commonv1.Kind, mediaType string, untyped bool) Form {
-	f := Form{Kind: kind.GetKind(), APIVersion: APIVersion(kind), Protobuf: mediaType == Protobuf, Untyped: untyped}
+	f := Form{
+		Kind:       kind.GetKind(),
+		APIVersion: APIVersion(kind),
+		Protobuf:   mediaType == Protobuf,
+		Untyped:    untyped,
+	}
 	if k := as.GetKind(); k == "PartialObjectMetadata" || k == "PartialObjectMetadataList" {
 		f.Kind, f.APIVersion, f.Partial = "PartialObjectMetadata", APIVersion(as), true
 	}

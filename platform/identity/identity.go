@@ -81,8 +81,12 @@ func AttributesProto(a authorizer.Attributes) *commonv1.Attributes {
 		Path:            a.GetPath(),
 		Namespace:       a.GetNamespace(),
 		Name:            a.GetName(),
-		Resource: &commonv1.Resource{Group: a.GetAPIGroup(), Version: a.GetAPIVersion(), Resource: a.GetResource(),
-			Subresource: a.GetSubresource()},
+		Resource: &commonv1.Resource{
+			Group:       a.GetAPIGroup(),
+			Version:     a.GetAPIVersion(),
+			Resource:    a.GetResource(),
+			Subresource: a.GetSubresource(),
+		},
 	}
 	if reqs, err := a.GetFieldSelector(); err == nil && len(reqs) > 0 {
 		var parts []string

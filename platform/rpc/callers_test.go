@@ -60,8 +60,8 @@ func TestAServiceCallsOnlyWhatIsItsOwn(t *testing.T) {
 		state := tls.ConnectionState{PeerCertificates: []*x509.Certificate{cert}}
 		return peer.NewContext(t.Context(), &peer.Peer{AuthInfo: credentials.TLSInfo{State: state}})
 	}
-	for _, name := range []string{"gateway", "watchfanout", "authn", "authz", "admission", "registry", "etcd", "nats",
-		"", "kubernetes-admin"} {
+	for _, name := range []string{"gateway", "watchfanout", "authn", "authz", "admission", "registry", "etcd",
+		"nats", "", "kubernetes-admin"} {
 		for method, callers := range Callers {
 			want := codes.PermissionDenied
 			for _, c := range callers {

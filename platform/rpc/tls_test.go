@@ -84,8 +84,8 @@ func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
 		"a client passes for a server":            try(gateway, gateway, "gateway"),
 		"a server passes for a client":            try(registry, authz, "registry"),
 		"somebody of another authority is let in": try(registry, stranger, "registry"),
-		"a server of another authority is believed": try(identityOf(t, other, "registry", pki.Server), gateway,
-			"registry"),
+		"a server of another authority is believed": try(identityOf(t, other, "registry", pki.Server),
+			gateway, "registry"),
 	} {
 		if err == nil {
 			t.Error(what)

@@ -28,7 +28,12 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 		connect = admissionv1.Operation_OPERATION_CONNECT
 	)
 	in := func(group, resource, subresource string, ops ...admissionv1.Operation) *admissionv1.Interest {
-		return &admissionv1.Interest{Group: group, Resource: resource, Subresource: subresource, Operations: ops}
+		return &admissionv1.Interest{
+			Group:       group,
+			Resource:    resource,
+			Subresource: subresource,
+			Operations:  ops,
+		}
 	}
 	admit = []*admissionv1.Interest{
 		in("*", "*", "*", create, connect),
@@ -76,9 +81,14 @@ type interests struct {
 
 // everything is asked until the webhooks and policies are known.
 func everything() *admissionv1.InterestSet {
-	all := []*admissionv1.Interest{{Group: "*", Resource: "*", Subresource: "*", Operations: []admissionv1.Operation{
-		admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE,
-		admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}}}
+	all := []*admissionv1.Interest{{
+		Group:       "*",
+		Resource:    "*",
+		Subresource: "*",
+		Operations: []admissionv1.Operation{
+			admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE,
+			admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT},
+	}}
 	return &admissionv1.InterestSet{Admit: all, Validate: all}
 }
 

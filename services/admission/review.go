@@ -51,8 +51,8 @@ func (s *Service) Validate(ctx context.Context, r *admissionv1.Review) (*admissi
 
 type phase func(context.Context, admission.Attributes, admission.ObjectInterfaces) error
 
-func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase, mayChange bool) (*admissionv1.Verdict,
-	error) {
+func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
+	mayChange bool) (*admissionv1.Verdict, error) {
 	if err := s.cluster.Err(); err != nil && !own(r) { // policy that is too old decides nothing
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}

@@ -150,8 +150,8 @@ func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
 	s.cluster.Follow("/api/v1/serviceaccounts", "", accounts.Informer())
 	// Pods and nodes are asked for when a token is bound to one: an informer would hold every pod of the cluster.
 	none := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
-	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client, s.secrets("", tokenSecrets),
-		accounts.Lister(),
+	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client,
+		s.secrets("", tokenSecrets), accounts.Lister(),
 		corelisters.NewPodLister(none()), corelisters.NewNodeLister(none()))
 	ac.SecretsWriter = client.CoreV1()
 	if ac.BootstrapToken {
@@ -241,8 +241,8 @@ func (s *Service) Run(ctx context.Context) error {
 }
 
 // Authenticate implements authnv1.AuthnServer.
-func (s *Service) Authenticate(ctx context.Context, r *authnv1.AuthenticateRequest) (*authnv1.AuthenticateResponse,
-	error) {
+func (s *Service) Authenticate(ctx context.Context,
+	r *authnv1.AuthenticateRequest) (*authnv1.AuthenticateResponse, error) {
 	req := (&http.Request{Method: http.MethodGet, URL: &url.URL{Path: r.Path}, Header: http.Header{}}).WithContext(ctx)
 	for name, v := range r.Headers {
 		req.Header[textproto.CanonicalMIMEHeaderKey(name)] = append([]string{}, v.Values...)
@@ -293,8 +293,8 @@ func (s *Service) trusted(u user.Info) error {
 
 // ReviewToken implements authnv1.AuthnServer. An empty token is nobody's; the answer says whether others could be
 // looked up.
-func (s *Service) ReviewToken(ctx context.Context, r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse,
-	error) {
+func (s *Service) ReviewToken(ctx context.Context,
+	r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
 	if err := s.cluster.Err(); r.Token == "" && err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
@@ -331,8 +331,8 @@ func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.Authentic
 }
 
 // IssuerDocument implements authnv1.AuthnServer.
-func (s *Service) IssuerDocument(_ context.Context, r *authnv1.IssuerDocumentRequest) (*authnv1.IssuerDocumentResponse,
-	error) {
+func (s *Service) IssuerDocument(_ context.Context,
+	r *authnv1.IssuerDocumentRequest) (*authnv1.IssuerDocumentResponse, error) {
 	if s.metadata == nil {
 		return nil, status.Error(codes.NotFound, "no service account issuer")
 	}

@@ -34,7 +34,12 @@ type reloader struct {
 
 func newReloader(file string, c *kubeauthenticator.Config,
 	update func(context.Context, *apiserverconfig.AuthenticationConfiguration) error) *reloader {
-	r := &reloader{file: file, issuers: c.ServiceAccountIssuers, update: update, seen: c.AuthenticationConfigData}
+	r := &reloader{
+		file:    file,
+		issuers: c.ServiceAccountIssuers,
+		update:  update,
+		seen:    c.AuthenticationConfigData,
+	}
 	if c.AuthenticationConfig != nil {
 		r.anonymous = c.AuthenticationConfig.DeepCopy().Anonymous
 	}
@@ -50,8 +55,8 @@ func (r *reloader) run(ctx context.Context) {
 	filesystem.WatchUntil(ctx, time.Minute, r.file, func() {
 		if err := r.reload(ctx); err != nil {
 			authenticationconfigmetrics.RecordAuthenticationConfigAutomaticReloadFailure(serverID)
-			slog.Error("--authentication-config was not read anew; what was read before stays in force", "file", r.file,
-				"error", err)
+			slog.Error("--authentication-config was not read anew; what was read before stays in force",
+				"file", r.file, "error", err)
 		}
 	}, func(err error) {
 		slog.Error("--authentication-config cannot be watched", "file", r.file, "error", err)

@@ -39,8 +39,8 @@ func service() *Service {
 	o.RequestHeader.UsernameHeaders = []string{"X-Remote-User"}
 	o.RequestHeader.GroupHeaders = []string{"X-Remote-Group"}
 	o.RequestHeader.ExtraHeaderPrefixes = []string{"X-Remote-Extra-"}
-	proxy, err := headerrequest.New([]string{"X-Remote-User"}, nil, []string{"X-Remote-Group"},
-		[]string{"X-Remote-Extra-"})
+	proxy, err := headerrequest.New([]string{"X-Remote-User"}, nil,
+		[]string{"X-Remote-Group"}, []string{"X-Remote-Extra-"})
 	if err != nil {
 		panic(err)
 	}
@@ -142,8 +142,8 @@ func TestAnAnswerEndsWithItsCredential(t *testing.T) {
 		"an opaque token":   {with("Authorization", "Bearer abc"), nil, 10 * time.Second, 10 * time.Second},
 		"a JWT":             {with("Authorization", "Bearer "+jwt(hour)), nil, time.Second, time.Second},
 		"a JWT, lower case": {with("Authorization", "bearer "+jwt(hour)), nil, time.Second, time.Second},
-		"a JWT over a socket": {with("Sec-Websocket-Protocol", bearerProtocol+encoded(jwt(hour))), nil,
-			time.Second, time.Second},
+		"a JWT over a socket": {with("Sec-Websocket-Protocol", bearerProtocol+encoded(jwt(hour))),
+			nil, time.Second, time.Second},
 		"a JWT that has ended": {with("Authorization", "Bearer "+jwt(time.Now().Add(-time.Second))), nil, 0, 0},
 		"a certificate": {&authnv1.AuthenticateRequest{}, []*x509.Certificate{{NotAfter: hour}},
 			10 * time.Second, 10 * time.Second},

@@ -126,8 +126,8 @@ func (h *chain) link(ctx context.Context, a authzconfig.AuthorizerConfiguration,
 // decide asks one authorizer after the other, as k8s.io/apiserver/pkg/authorization/union does. keep says whether the
 // decision stands until the policy that this service follows moves: not where a webhook was asked, whose own cache has
 // its own lifetime, and not where any authorizer erred.
-func (h *chain) decide(ctx context.Context, a authorizer.Attributes) (d authorizer.Decision, reason string, keep bool,
-	err error) {
+func (h *chain) decide(ctx context.Context,
+	a authorizer.Attributes) (d authorizer.Decision, reason string, keep bool, err error) {
 	keep = true
 	var reasons []string
 	var errs []error

@@ -64,8 +64,8 @@ func (g *generations) current() uint64 {
 }
 
 // after are the changes after a count; whole is set instead where they are not all known any more.
-func (g *generations) after(count uint64) (changes []*authzv1.Generation, whole *authzv1.Generation,
-	moved <-chan struct{}) {
+func (g *generations) after(
+	count uint64) (changes []*authzv1.Generation, whole *authzv1.Generation, moved <-chan struct{}) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	n := int(g.count - count)

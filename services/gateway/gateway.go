@@ -136,7 +136,12 @@ func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
 	c, d := g.config, &g.deps
 	feeds := new(watch.Room)
 	hub := func(from watch.Streams) *watch.Hub {
-		return &watch.Hub{Client: from, Config: &c.Watch, Revision: g.revision, Room: feeds}
+		return &watch.Hub{
+			Client:   from,
+			Config:   &c.Watch,
+			Revision: g.revision,
+			Room:     feeds,
+		}
 	}
 	lists := func() *coalesce.Group[[]byte] {
 		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Queue: maxFallbackQueue, Timeout: c.Edge.RequestTimeout}

@@ -117,8 +117,8 @@ func (s *Service) Collectors() []prometheus.Collector {
 type perResource struct{ cache *cache.Cache }
 
 var (
-	objectsDesc = prometheus.NewDesc("watershed_watchfanout_objects", "Objects held, by stored resource.",
-		[]string{"resource"}, nil)
+	objectsDesc = prometheus.NewDesc("watershed_watchfanout_objects",
+		"Objects held, by stored resource.", []string{"resource"}, nil)
 	bytesDesc = prometheus.NewDesc("watershed_watchfanout_bytes",
 		"Bytes of objects and of recent events held, by stored resource.", []string{"resource", "of"}, nil)
 )

@@ -111,8 +111,8 @@ func startReference(dir string) *server {
 }
 
 func makePKI(dir string) {
-	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port", fmt.Sprint(freePort()),
-		"--bind-address", "127.0.0.1")
+	cmd, out := run(dir, "pki", absolute(*watershed), "up", "--data-dir", dir, "--secure-port",
+		fmt.Sprint(freePort()), "--bind-address", "127.0.0.1")
 	waitFor(out, "Ready after")
 	_ = cmd.Process.Signal(syscall.SIGTERM)
 	_ = cmd.Wait()
@@ -137,8 +137,8 @@ func startUp(dir string) *server {
 func startSplit(dir string) *server {
 	port := freePort()
 	data := filepath.Join(dir, "w")
-	cmd, out := run(dir, "split", absolute(*watershed), "split", "--data-dir", data, "--secure-port", fmt.Sprint(port),
-		"--bind-address", "127.0.0.1")
+	cmd, out := run(dir, "split", absolute(*watershed), "split", "--data-dir", data, "--secure-port",
+		fmt.Sprint(port), "--bind-address", "127.0.0.1")
 	waitFor(out, "Ready after")
 	return &server{
 		name:   "split",

@@ -292,8 +292,8 @@ func (p *pair) update(o *object) {
 	for _, v := range []string{"Strict", "Warn", "Ignore"} {
 		put(o.path()+"?dryRun=All&fieldValidation="+v, string(must(json.Marshal(unknown))), "unknown field "+v)
 	}
-	put(o.path()+"?dryRun=All&fieldValidation=Strict", strings.Replace(plain, `"kind":`, `"kind":"Twice","kind":`, 1),
-		"duplicate field")
+	put(o.path()+"?dryRun=All&fieldValidation=Strict",
+		strings.Replace(plain, `"kind":`, `"kind":"Twice","kind":`, 1), "duplicate field")
 	put(o.path(), `{"kind":"Nothing","apiVersion":"v1","metadata":{"name":"x"}}`, "another kind")
 	put(o.path(), `[]`, "an array")
 	put(o.path(), `{`, "half an object")
@@ -601,8 +601,8 @@ func (p *pair) remove(all []*object) {
 		case 3:
 			del(o.collection+"?labelSelector=nothing%3Dhere", "", "delete a collection of nothing")
 			if o.resource.Namespaced {
-				del(o.collection+"?fieldSelector=metadata.name%3D"+o.name, `{"propagationPolicy":"Orphan"}`,
-					"delete a collection")
+				del(o.collection+"?fieldSelector=metadata.name%3D"+o.name,
+					`{"propagationPolicy":"Orphan"}`, "delete a collection")
 			}
 		}
 		del(o.path(), "", "delete again")

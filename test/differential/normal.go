@@ -199,8 +199,8 @@ func differences(at string, a, b any) []string {
 			break
 		}
 		if len(x) != len(y) {
-			return []string{fmt.Sprintf("%s: %d of %s | %d of %s", at, len(x), short(names(x)), len(y),
-				short(names(y)))}
+			return []string{fmt.Sprintf("%s: %d of %s | %d of %s",
+				at, len(x), short(names(x)), len(y), short(names(y)))}
 		}
 		var out []string
 		for i := range x {

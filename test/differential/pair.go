@@ -148,8 +148,8 @@ type pair struct {
 
 // compared headers; of those in presence only whether they are there.
 var (
-	compared = []string{"Content-Type", "Warning", "Retry-After", "Cache-Control", "Location", "Allow",
-		"X-Content-Type-Options"}
+	compared = []string{"Content-Type", "Warning", "Retry-After", "Cache-Control", "Location",
+		"Allow", "X-Content-Type-Options"}
 	presence = []string{"Audit-Id"}
 )
 

@@ -151,8 +151,8 @@ func TestCustomResources(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			for _, bad := range []string{`{"spec":{"replicas":6}}`, `{"spec":{"replicas":4}}`,
-				`{"spec":{"replicas":"x"}}`} {
+			for _, bad := range []string{`{"spec":{"replicas":6}}`,
+				`{"spec":{"replicas":4}}`, `{"spec":{"replicas":"x"}}`} {
 				if _, err := c.Patch(ctx, "a", types.MergePatchType, []byte(bad),
 					metav1.PatchOptions{}); !apierrors.IsInvalid(err) {
 					t.Errorf("%s: %v", bad, err)

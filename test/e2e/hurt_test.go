@@ -207,8 +207,8 @@ func TestStrangersCostNothingLasting(t *testing.T) {
 func TestWhatComesLaterIsKnown(t *testing.T) {
 	s := harness.Up(t, "", "--service-account-issuer=https://issuer.example.com")
 	token := tenant(t, s, "t")
-	if code, body := send(t, s, token, http.MethodGet, "/api/v1/namespaces/t/configmaps", "",
-		nil); code != http.StatusOK {
+	if code, body := send(t, s, token, http.MethodGet, "/api/v1/namespaces/t/configmaps",
+		"", nil); code != http.StatusOK {
 		t.Errorf("a token of the issuer: %d %s", code, body)
 	}
 	s.Apply(`

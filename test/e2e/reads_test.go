@@ -40,8 +40,8 @@ func ask(t *testing.T, s *harness.Server, method, path, accept string) answer {
 		return answer{}
 	}
 	client.Timeout = 15 * time.Second
-	req, err := http.NewRequestWithContext(t.Context(), method, fmt.Sprintf("https://127.0.0.1:%d%s", s.Port, path),
-		nil)
+	req, err := http.NewRequestWithContext(t.Context(), method, fmt.Sprintf("https://127.0.0.1:%d%s",
+		s.Port, path), nil)
 	if err != nil {
 		t.Error(err)
 		return answer{}
@@ -152,8 +152,8 @@ func TestListsAndWatchesAreAnsweredAsByKubeAPIServer(t *testing.T) {
 				got[i] = ask(t, s, c.method, strings.ReplaceAll(path, "CURRENT", current[i]), c.accept)
 			}
 			if got[0] != got[1] {
-				t.Errorf("%s %s (%s)\nkube-apiserver: %+v\nwatershed:      %+v", c.method, c.path, c.accept, got[1],
-					got[0])
+				t.Errorf("%s %s (%s)\nkube-apiserver: %+v\nwatershed:      %+v",
+					c.method, c.path, c.accept, got[1], got[0])
 			}
 		})
 	}

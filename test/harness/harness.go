@@ -161,8 +161,8 @@ func start(t testing.TB, form, dir string, flags []string) *Server {
 		s.Port = FreePort(t)
 	}
 	_ = os.Remove(filepath.Join(dir, form+".log")) // an earlier run's says that it was ready
-	args := append([]string{form, "--data-dir", dir, "--bind-address", "127.0.0.1", "--secure-port",
-		fmt.Sprint(s.Port)}, flags...)
+	args := append([]string{form, "--data-dir", dir, "--bind-address", "127.0.0.1",
+		"--secure-port", fmt.Sprint(s.Port)}, flags...)
 	s.process = Start(t, dir, form, Watershed(), args...)
 	s.waitFor("Ready after")
 	return s
@@ -256,8 +256,8 @@ func (s *Server) Managers() string {
 		"--use-service-account-credentials", "--root-ca-file", s.CA+".crt", "--cluster-signing-cert-file", s.CA+".crt",
 		"--cluster-signing-key-file", s.CA+".key",
 		"--leader-elect=false", "--secure-port", "0", "--controllers", "*")
-	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"), "--kubeconfig", s.Kubeconfig, "--leader-elect=false",
-		"--secure-port", "0")
+	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"), "--kubeconfig", s.Kubeconfig,
+		"--leader-elect=false", "--secure-port", "0")
 	return dir
 }
 
@@ -283,8 +283,8 @@ status: {allocatable: {cpu: 32, memory: 256Gi, pods: 110}, capacity: {cpu: 32, m
 
 // stages gathers kwok's own stages: nodes become Ready and pods Running or complete.
 func stages(t testing.TB, dir string) string {
-	out, err := exec.Command("go", "list", "-C", filepath.Join(Root(), "test"), "-m", "-f", "{{.Dir}}",
-		"sigs.k8s.io/kwok").Output()
+	out, err := exec.Command("go", "list", "-C", filepath.Join(Root(), "test"), "-m", "-f",
+		"{{.Dir}}", "sigs.k8s.io/kwok").Output()
 	if err != nil {
 		t.Fatalf("where is kwok's module: %v", err)
 	}

@@ -167,8 +167,8 @@ func schemeOf(gvk schema.GroupVersionKind) *runtime.Scheme {
 }
 
 // stored is a sound object as etcd holds it; a nil object where no Go type is known.
-func stored(gvr schema.GroupVersionResource, stub string, stored *schema.GroupVersionKind) ([]byte, runtime.Object,
-	error) {
+func stored(gvr schema.GroupVersionResource, stub string,
+	stored *schema.GroupVersionKind) ([]byte, runtime.Object, error) {
 	var gvk schema.GroupVersionKind
 	if stored != nil {
 		gvk = *stored

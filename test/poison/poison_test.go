@@ -150,8 +150,8 @@ func compare(t *testing.T, s, reference *harness.Server, kind string, v Value, o
 				continue // 500 here; there 429, since its cache never comes to be
 			}
 			if got != want {
-				t.Errorf("%s, sound objects %v, %s as %s: %d, kube-apiserver %d: %.300s", kind, objects, p, m, got,
-					want, body)
+				t.Errorf("%s, sound objects %v, %s as %s: %d, kube-apiserver %d: %.300s",
+					kind, objects, p, m, got, want, body)
 			}
 		}
 	}
@@ -160,8 +160,8 @@ func compare(t *testing.T, s, reference *harness.Server, kind string, v Value, o
 		for _, m := range mediaTypes {
 			if code, body := get(s, p, m); code != http.StatusOK &&
 				code != http.StatusNotAcceptable { // no protobuf of what has no Go type
-				t.Errorf("%s, sound objects %v: the list of another namespace as %s: %d %.300s", kind, objects, m, code,
-					body)
+				t.Errorf("%s, sound objects %v: the list of another namespace as %s: %d %.300s",
+					kind, objects, m, code, body)
 			}
 		}
 	}

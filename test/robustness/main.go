@@ -116,8 +116,8 @@ func run(ctx context.Context, o options) (*result, error) {
 		return nil, err
 	}
 	defer c.stop()
-	log.Printf("%d processes are up after %s; seed %d", len(c.processes), time.Since(began).Round(100*time.Millisecond),
-		o.seed)
+	log.Printf("%d processes are up after %s; seed %d",
+		len(c.processes), time.Since(began).Round(100*time.Millisecond), o.seed)
 	w, err := newWorkload(ctx, c, o)
 	if err != nil {
 		return nil, err

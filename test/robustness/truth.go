@@ -61,8 +61,8 @@ func follow(ctx context.Context, c *cluster, h *history.History) (*truth, error)
 
 func (t *truth) read(ctx context.Context) {
 	for from := int64(1); ctx.Err() == nil; time.Sleep(100 * time.Millisecond) {
-		for resp := range t.client.Watch(ctx, etcdPrefix, clientv3.WithPrefix(), clientv3.WithPrevKV(),
-			clientv3.WithRev(from)) {
+		for resp := range t.client.Watch(ctx, etcdPrefix, clientv3.WithPrefix(),
+			clientv3.WithPrevKV(), clientv3.WithRev(from)) {
 			for _, e := range resp.Events {
 				t.take(e)
 				from = e.Kv.ModRevision + 1

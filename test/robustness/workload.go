@@ -182,8 +182,8 @@ func (o *object) item() history.Item {
 // callTimeout is when a client gives up on an answer.
 const callTimeout = 15 * time.Second
 
-func (w *workload) do(ctx context.Context, c *http.Client, method, path, contentType, body string) (int, []byte,
-	error) {
+func (w *workload) do(ctx context.Context, c *http.Client, method, path, contentType,
+	body string) (int, []byte, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, method, w.url+path, strings.NewReader(body))

@@ -278,8 +278,8 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
 		until := time.Now().Add(ttl)
-		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d, len(d.reason)+len(d.namespace)+len(d.replica),
-			until)
+		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d,
+			len(d.reason)+len(d.namespace)+len(d.replica), until)
 	}
 	return d.decision, d.reason, nil
 }

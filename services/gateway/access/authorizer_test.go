@@ -19,8 +19,8 @@ type policy struct {
 	asked  int
 }
 
-func (p *policy) Authorize(context.Context, *authzv1.AuthorizeRequest, ...grpc.CallOption) (*authzv1.AuthorizeResponse,
-	error) {
+func (p *policy) Authorize(context.Context, *authzv1.AuthorizeRequest,
+	...grpc.CallOption) (*authzv1.AuthorizeResponse, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.asked++
@@ -77,8 +77,8 @@ func TestDecisionsAreKeptUntilThePolicyMoves(t *testing.T) {
 
 func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
 	seen := map[digest]authorizer.Attributes{}
-	for _, r := range []authorizer.Attributes{asking("bob", "get"), asking("bob", "list"), asking("bo", "bget"),
-		asking("", "bobget"),
+	for _, r := range []authorizer.Attributes{asking("bob", "get"), asking("bob", "list"),
+		asking("bo", "bget"), asking("", "bobget"),
 		authorizer.AttributesRecord{
 			User:            &user.DefaultInfo{Name: "bob", Groups: []string{"get"}},
 			ResourceRequest: true,

@@ -92,7 +92,13 @@ func (k *kept[V]) put(key digest, owner string, value V, bytes int, until time.T
 		o = &keptOwner{}
 		k.owners[owner] = o
 	}
-	e := &keptEntry[V]{key: key, owner: owner, value: value, until: until, bytes: bytes}
+	e := &keptEntry[V]{
+		key:   key,
+		owner: owner,
+		value: value,
+		until: until,
+		bytes: bytes,
+	}
 	e.inAll, e.inOwner = k.used.PushFront(e), o.used.PushFront(e)
 	k.entries[key] = e
 	o.bytes += bytes

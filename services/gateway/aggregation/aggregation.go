@@ -62,8 +62,8 @@ type remote struct {
 func New(c *Config) (*Proxy, error) {
 	if c.CertFile != "" {
 		if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
-			return nil, fmt.Errorf("--proxy-client-cert-file %q with --proxy-client-key-file %q: %w", c.CertFile,
-				c.KeyFile, err)
+			return nil, fmt.Errorf("--proxy-client-cert-file %q with --proxy-client-key-file %q: %w",
+				c.CertFile, c.KeyFile, err)
 		}
 	}
 	p := &Proxy{config: c}

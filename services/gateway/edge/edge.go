@@ -151,9 +151,12 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 		IdleTimeout:       90 * time.Second,
 		ReadHeaderTimeout: 32 * time.Second,
 		ErrorLog:          quiet(),
-		HTTP2: &http.HTTP2Config{MaxConcurrentStreams: int(c.HTTP2MaxStreams), MaxReadFrameSize: resourceBody,
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams:          int(c.HTTP2MaxStreams),
+			MaxReadFrameSize:              resourceBody,
 			MaxReceiveBufferPerStream:     resourceBody,
-			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*resourceBody, 1<<30))},
+			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*resourceBody, 1<<30)),
+		},
 	}
 	if err := shareConnections(srv); err != nil {
 		return err

@@ -71,8 +71,8 @@ func (c *call) plan() (*plan, error) {
 func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
 	opts := &internalversion.ListOptions{}
 	if u.RawQuery != "" {
-		if err := metainternalversionscheme.ParameterCodec.DecodeParameters(u.Query(), metav1.SchemeGroupVersion,
-			opts); err != nil {
+		if err := metainternalversionscheme.ParameterCodec.DecodeParameters(u.Query(),
+			metav1.SchemeGroupVersion, opts); err != nil {
 			return nil, apierrors.NewBadRequest(err.Error())
 		}
 	}

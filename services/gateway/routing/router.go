@@ -109,7 +109,15 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		info.Subresource, scope,
 		metrics.APIServerComponent, d.deprecated(entry), entry.RemovedRelease,
 		func(w http.ResponseWriter, req *http.Request) {
-			c := &call{router: r, w: w, req: req, info: info, entry: entry, dialect: d, user: identity.UserProto(u)}
+			c := &call{
+				router:  r,
+				w:       w,
+				req:     req,
+				info:    info,
+				entry:   entry,
+				dialect: d,
+				user:    identity.UserProto(u),
+			}
 			c.serve()
 		})(w, req)
 }

@@ -134,9 +134,14 @@ func (r responder) Error(_ http.ResponseWriter, _ *http.Request, err error) { r(
 // log answers a container's log, or what the kubelet says is wrong, in the API's own words.
 func (k *Carrier) log(w http.ResponseWriter, req *http.Request, name string, c *registryv1.Connection, at *url.URL,
 	via http.RoundTripper, fail func(error)) {
-	s := &genericrest.LocationStreamer{Location: at, Transport: via, ContentType: c.ContentType, Flush: c.Flush,
+	s := &genericrest.LocationStreamer{
+		Location:        at,
+		Transport:       via,
+		ContentType:     c.ContentType,
+		Flush:           c.Flush,
 		ResponseChecker: genericrest.NewGenericHttpResponseChecker(schema.GroupResource{Resource: "pods/log"}, name),
-		RedirectChecker: genericrest.PreventRedirects}
+		RedirectChecker: genericrest.PreventRedirects,
+	}
 	out, flush, contentType, err := s.InputStream(req.Context(), "v1", req.Header.Get("Accept"))
 	if err != nil {
 		fail(err)

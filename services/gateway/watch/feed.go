@@ -77,7 +77,12 @@ func (f *feed) join(at events.Position) *subscriber {
 		return nil
 	}
 	next := f.entries.Search(func(e entry) bool { return at.Before(e.at) })
-	s := &subscriber{cursor: next, at: at, skip: at, wake: make(chan struct{}, 1)}
+	s := &subscriber{
+		cursor: next,
+		at:     at,
+		skip:   at,
+		wake:   make(chan struct{}, 1),
+	}
 	f.subs = append(f.subs, s)
 	if f.idle != nil {
 		f.idle.Stop()

@@ -198,7 +198,14 @@ func (h *Hub) join(k key, q *watchfanoutv1.Query, at events.Position, reached bo
 	}
 	if f == nil {
 		ctx, cancel := context.WithCancel(context.Background())
-		f = &feed{hub: h, key: k, query: q, low: at, high: at, cancel: cancel}
+		f = &feed{
+			hub:    h,
+			key:    k,
+			query:  q,
+			low:    at,
+			high:   at,
+			cancel: cancel,
+		}
 		if h.feeds == nil {
 			h.feeds = map[key]*feed{}
 		}

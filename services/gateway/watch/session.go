@@ -39,7 +39,12 @@ type Request struct {
 func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	clients.Inc()
 	defer clients.Dec()
-	s := &session{hub: h, Request: r, out: out, due: time.Now().Add(min(r.BookmarkPeriod, firstBookmark))}
+	s := &session{
+		hub:     h,
+		Request: r,
+		out:     out,
+		due:     time.Now().Add(min(r.BookmarkPeriod, firstBookmark)),
+	}
 	s.table = r.Query.GetOutput().GetAs().GetKind() == "Table"
 	var err error
 	if s.key, err = keyOf(r.Query); err != nil {

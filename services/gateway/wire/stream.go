@@ -161,8 +161,8 @@ func (s *Stream) queue(p *parcel, n int) {
 	c.grow(n + (n/c.maxFrame+1)*headBytes)
 	for n > 0 {
 		k := min(n, c.maxFrame)
-		c.queue = append(c.queue, byte(k>>16), byte(k>>8), byte(k), frameData, 0, byte(s.id>>24), byte(s.id>>16),
-			byte(s.id>>8), byte(s.id))
+		c.queue = append(c.queue, byte(k>>16), byte(k>>8), byte(k), frameData, 0, byte(s.id>>24),
+			byte(s.id>>16), byte(s.id>>8), byte(s.id))
 		c.queue = p.take(c.queue, k)
 		n -= k
 	}

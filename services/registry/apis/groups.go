@@ -187,15 +187,23 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 		0) // the pods' validation asks; what a connection may carry is the gateway's to bound
 	core, err := corerest.New(corerest.Config{
 		GenericConfig: corerest.GenericConfig{
-			StorageFactory: s.Factory, EventTTL: o.EventTTL, LoopbackClientConfig: d.Loopback, Informers: d.Informers,
-			ServiceAccountIssuer: d.TokenIssuer, ServiceAccountMaxExpiration: d.MaxTokenExpiry,
-			ExtendExpiration: d.ExtendExpiry, MaxExtendedExpiration: d.MaxExtendedTime, APIAudiences: d.TokenAudiences,
+			StorageFactory:              s.Factory,
+			EventTTL:                    o.EventTTL,
+			LoopbackClientConfig:        d.Loopback,
+			Informers:                   d.Informers,
+			ServiceAccountIssuer:        d.TokenIssuer,
+			ServiceAccountMaxExpiration: d.MaxTokenExpiry,
+			ExtendExpiration:            d.ExtendExpiry,
+			MaxExtendedExpiration:       d.MaxExtendedTime,
+			APIAudiences:                d.TokenAudiences,
 		},
 		Proxy: corerest.ProxyConfig{
 			Transport: &http.Transport{},
 			KubeletClientConfig: kubeletclient.KubeletClientConfig{
-				Port: 10250, ReadOnlyPort: 10255, PreferredAddressTypes: o.KubeletPreferredAddressTypes,
-				HTTPTimeout: o.KubeletTimeout,
+				Port:                  10250,
+				ReadOnlyPort:          10255,
+				PreferredAddressTypes: o.KubeletPreferredAddressTypes,
+				HTTPTimeout:           o.KubeletTimeout,
 				TLSClientConfig: kubeletclient.KubeletTLSConfig{CertFile: o.KubeletCertFile, KeyFile: o.KubeletKeyFile,
 					CAFile: o.KubeletCAFile},
 			},

@@ -88,8 +88,8 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 }
 
 // idVerbs begin an operation's name.
-var idVerbs = []string{"get", "log", "read", "replace", "patch", "delete", "watch", "connect", "proxy", "list",
-	"create"}
+var idVerbs = []string{"get", "log", "read", "replace", "patch", "delete", "watch", "connect", "proxy",
+	"list", "create"}
 
 // operationID puts the group and version behind the verb, as k8s.io/apiserver/pkg/endpoints/openapi does, so that
 // generated clients name their methods alike.
@@ -288,9 +288,13 @@ type routeWriter struct {
 	parent string
 }
 
-var pretty = parameter{name: "pretty", dataType: "string", kind: common.QueryParameterKind,
+var pretty = parameter{
+	name:     "pretty",
+	dataType: "string",
+	kind:     common.QueryParameterKind,
 	description: "If 'true', then the output is pretty printed. Defaults to 'false' unless the user-agent indicates " +
-		"a browser or command-line HTTP tool (curl and wget)."}
+		"a browser or command-line HTTP tool (curl and wget).",
+}
 
 func (w *routeWriter) write() {
 	e := w.e
@@ -459,7 +463,12 @@ func responses(model any, codes ...int) []common.StatusCodeResponse {
 
 // body is the parameter of a request's payload.
 func body(required bool) parameter {
-	return parameter{name: "body", dataType: "string", kind: common.BodyParameterKind, required: required}
+	return parameter{
+		name:     "body",
+		dataType: "string",
+		kind:     common.BodyParameterKind,
+		required: required,
+	}
 }
 
 func (w *routeWriter) get(path string, params []common.Parameter) {
@@ -507,9 +516,16 @@ func (w *routeWriter) list(path string, params []common.Parameter, all bool) {
 	if w.e.Offers("watch") {
 		doc = "list or watch objects of kind "
 	}
-	w.add("list", &route{method: "GET", path: path, operation: w.operation("list", all, ""), doc: doc + w.e.Kind.Kind,
-		params:   concat([]common.Parameter{pretty}, parameters(&metav1.ListOptions{}), params),
-		produces: w.produces("LIST", true), writes: list, responses: responses(list, 200)})
+	w.add("list", &route{
+		method:    "GET",
+		path:      path,
+		operation: w.operation("list", all, ""),
+		doc:       doc + w.e.Kind.Kind,
+		params:    concat([]common.Parameter{pretty}, parameters(&metav1.ListOptions{}), params),
+		produces:  w.produces("LIST", true),
+		writes:    list,
+		responses: responses(list, 200),
+	})
 }
 
 func (w *routeWriter) watch(path string, params []common.Parameter, all, list bool) {
@@ -522,9 +538,16 @@ func (w *routeWriter) watch(path string, params []common.Parameter, all, list bo
 		doc = w.doc("watch individual changes to a list of ", "watch individual changes to a list of % of ") +
 			". deprecated: use the 'watch' parameter with a list operation instead."
 	}
-	w.add(action, &route{method: "GET", path: path, operation: w.operation("watch", all, suffix), doc: doc,
-		params:   concat([]common.Parameter{pretty}, parameters(&metav1.ListOptions{}), params),
-		produces: w.mediaTypes(true), writes: event, responses: responses(event, 200)})
+	w.add(action, &route{
+		method:    "GET",
+		path:      path,
+		operation: w.operation("watch", all, suffix),
+		doc:       doc,
+		params:    concat([]common.Parameter{pretty}, parameters(&metav1.ListOptions{}), params),
+		produces:  w.mediaTypes(true),
+		writes:    event,
+		responses: responses(event, 200),
+	})
 }
 
 func (w *routeWriter) post(path string, params []common.Parameter) {
@@ -537,11 +560,18 @@ func (w *routeWriter) post(path string, params []common.Parameter) {
 	if w.e.Subresource != "" {
 		doc = "create " + w.e.Subresource + " of" + genericapi.GetArticleForNoun(kind, " ") + kind
 	}
-	w.add("post", &route{method: "POST", path: path, operation: w.operation("create", false, ""), doc: doc,
+	w.add("post", &route{
+		method:    "POST",
+		path:      path,
+		operation: w.operation("create", false, ""),
+		doc:       doc,
 		params: concat([]common.Parameter{pretty}, parameters(&metav1.CreateOptions{}), params,
 			[]common.Parameter{body(true)}),
-		produces: w.produces("POST", false), reads: w.sample(w.e.Kind), writes: o,
-		responses: responses(o, 200, 201, 202)})
+		produces:  w.produces("POST", false),
+		reads:     w.sample(w.e.Kind),
+		writes:    o,
+		responses: responses(o, 200, 201, 202),
+	})
 }
 
 func (w *routeWriter) replace(path string, params []common.Parameter) {
@@ -591,10 +621,17 @@ func (w *routeWriter) remove(method, path string, params []common.Parameter, col
 	} else if m, ok := w.e.Storage.(rest.MayReturnFullObjectDeleter); ok && m.DeleteReturnsDeletedObject() {
 		answer = w.object("DELETE")
 	}
-	w.add(action, &route{method: method, path: path, operation: operation, doc: doc,
-		params:   concat([]common.Parameter{pretty}, extra, params, []common.Parameter{body(false)}),
-		produces: w.produces("DELETE", false), reads: metav1.DeleteOptions{}, writes: answer,
-		responses: responses(answer, codes...)})
+	w.add(action, &route{
+		method:    method,
+		path:      path,
+		operation: operation,
+		doc:       doc,
+		params:    concat([]common.Parameter{pretty}, extra, params, []common.Parameter{body(false)}),
+		produces:  w.produces("DELETE", false),
+		reads:     metav1.DeleteOptions{},
+		writes:    answer,
+		responses: responses(answer, codes...),
+	})
 }
 
 func (w *routeWriter) connect(path string, params []common.Parameter, suffix string) {
@@ -605,12 +642,17 @@ func (w *routeWriter) connect(path string, params []common.Parameter, suffix str
 		if m, ok := w.e.Storage.(rest.StorageMetadata); ok && m.ProducesObject(method) != nil {
 			o = m.ProducesObject(method)
 		}
-		w.add("connect", &route{method: method, path: path,
-			operation: w.operation("connect"+cases.Title(language.English).String(strings.ToLower(method)), false,
-				suffix),
-			doc:    w.doc("connect "+method+" requests to ", "connect "+method+" requests to % of "),
-			params: concat(w.versionedOptions(opts), params), produces: []string{"*/*"}, writes: o,
-			responses: responses(o, 200)})
+		w.add("connect", &route{
+			method: method,
+			path:   path,
+			operation: w.operation("connect"+cases.Title(language.English).String(strings.ToLower(method)),
+				false, suffix),
+			doc:       w.doc("connect "+method+" requests to ", "connect "+method+" requests to % of "),
+			params:    concat(w.versionedOptions(opts), params),
+			produces:  []string{"*/*"},
+			writes:    o,
+			responses: responses(o, 200),
+		})
 	}
 }
 

@@ -39,8 +39,8 @@ type APIServices struct {
 
 // FollowAPIServices has the catalogue tell of the APIServices that a client of the cluster's own finds, and where the
 // services are that they name. Run the informers of both.
-func (c *Catalogue) FollowAPIServices(config *restclient.Config, core informers.SharedInformerFactory,
-	endpoints bool) error {
+func (c *Catalogue) FollowAPIServices(config *restclient.Config,
+	core informers.SharedInformerFactory, endpoints bool) error {
 	client, err := registrationsclient.NewForConfig(config)
 	if err != nil {
 		return err

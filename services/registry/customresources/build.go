@@ -138,8 +138,8 @@ func (b *builder) typeConverter() (managedfields.TypeConverter, error) {
 }
 
 // storage makes the storages of one version.
-func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (customresource.CustomResourceStorage,
-	error) {
+func (b *builder) storage(
+	v *apiextensionsv1.CustomResourceDefinitionVersion) (customresource.CustomResourceStorage, error) {
 	none := customresource.CustomResourceStorage{}
 	internal, err := crd.Validation(b.CustomResourceDefinition, v.Name)
 	if err != nil {

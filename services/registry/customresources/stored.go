@@ -38,8 +38,8 @@ func StoredOf(s *storage.Storage, d *crd.Definition) *storage.Stored {
 		}
 	}
 	kind := d.Kind(d.StorageVersion)
-	strategy := customresource.NewStrategy(crdserverscheme.NewUnstructuredObjectTyper(), d.Namespaced(), kind, nil, nil,
-		nil, nil, nil, selectable)
+	strategy := customresource.NewStrategy(crdserverscheme.NewUnstructuredObjectTyper(), d.Namespaced(), kind, nil,
+		nil, nil, nil, nil, selectable)
 	return s.Custom(d.Resource("").GroupResource(), kind, d.Decode, strategy.GetAttrs,
 		d.Webhook() && len(selectable) > 0)
 }

@@ -16,8 +16,8 @@ import (
 
 // EncodeUntyped is Encode for custom resources. Objects that are stored in another version are converted together: a
 // webhook is asked once.
-func EncodeUntyped(ctx context.Context, e *verbs.Endpoint, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse,
-	error) {
+func EncodeUntyped(ctx context.Context, e *verbs.Endpoint,
+	r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	list := &unstructured.UnstructuredList{Items: make([]unstructured.Unstructured, len(r.Json))}
 	list.SetGroupVersionKind(schema.GroupVersionKind{
 		Group:   e.Kind.Group,

@@ -57,8 +57,16 @@ func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, en
 		}
 		w.CloseWithError(err)
 	}()
-	return &http.Response{StatusCode: http.StatusOK, Status: "200 OK", Proto: "HTTP/2.0", ProtoMajor: 2, Request: req,
-		Header: http.Header{"Content-Type": {runtime.ContentTypeJSON}}, Body: &pipeBody{r, done}, ContentLength: -1}
+	return &http.Response{
+		StatusCode:    http.StatusOK,
+		Status:        "200 OK",
+		Proto:         "HTTP/2.0",
+		ProtoMajor:    2,
+		Request:       req,
+		Header:        http.Header{"Content-Type": {runtime.ContentTypeJSON}},
+		Body:          &pipeBody{r, done},
+		ContentLength: -1,
+	}
 }
 
 type pipeBody struct {

@@ -53,8 +53,12 @@ func (l *Loops) registerLocal(ctx context.Context) error {
 			}
 			registration.AddAPIServiceToSyncOnStart(&apiregistrationv1.APIService{
 				ObjectMeta: metav1.ObjectMeta{Name: v + "." + g.Name},
-				Spec: apiregistrationv1.APIServiceSpec{Group: g.Name, Version: v, GroupPriorityMinimum: p.Group,
-					VersionPriority: p.Version},
+				Spec: apiregistrationv1.APIServiceSpec{
+					Group:                g.Name,
+					Version:              v,
+					GroupPriorityMinimum: p.Group,
+					VersionPriority:      p.Version,
+				},
 			})
 		}
 	}

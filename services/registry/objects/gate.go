@@ -38,8 +38,8 @@ func (g *streamGate) ask(q *registryv1.WriteReply) (*registryv1.WriteCall, error
 	return a, err
 }
 
-func (g *streamGate) Review(_ context.Context, phase registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict,
-	error) {
+func (g *streamGate) Review(_ context.Context, phase registryv1.Phase,
+	r *admissionv1.Review) (*admissionv1.Verdict, error) {
 	needed := &registryv1.AdmissionNeeded{Phase: phase, Review: r}
 	a, err := g.ask(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Admission{Admission: needed}})
 	if err != nil {
@@ -69,8 +69,8 @@ func (g *streamGate) Authorize(_ context.Context, attrs *commonv1.Attributes) (*
 	return a.GetAuthorization().Decision, nil
 }
 
-func (g *streamGate) ReviewToken(_ context.Context, r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse,
-	error) {
+func (g *streamGate) ReviewToken(_ context.Context,
+	r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
 	a, err := g.ask(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Token{Token: r}})
 	if err != nil {
 		return nil, err

@@ -62,8 +62,8 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	resp, err := e.Write(resources.Within(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name), r,
-		&streamGate{stream: stream})
+	resp, err := e.Write(resources.Within(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name),
+		r, &streamGate{stream: stream})
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -84,8 +84,8 @@ func (o *Objects) Connect(stream grpc.BidiStreamingServer[registryv1.WriteCall, 
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	c, err := e.Connect(resources.Within(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name), r,
-		&streamGate{stream: stream})
+	c, err := e.Connect(resources.Within(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name),
+		r, &streamGate{stream: stream})
 	if err != nil {
 		return rpc.ToStatus(err)
 	}

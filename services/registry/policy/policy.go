@@ -99,8 +99,12 @@ func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 			return rpc.ToStatus(err)
 		}
 	}
-	list := &frame.List{Kind: v.entry.ListKind, Revision: v.revision, Untyped: v.form.Untyped && !v.form.Partial,
-		APIVersion: frame.APIVersion(&commonv1.Kind{Group: v.entry.Resource.Group, Version: v.entry.Resource.Version})}
+	list := &frame.List{
+		Kind:       v.entry.ListKind,
+		Revision:   v.revision,
+		Untyped:    v.form.Untyped && !v.form.Partial,
+		APIVersion: frame.APIVersion(&commonv1.Kind{Group: v.entry.Resource.Group, Version: v.entry.Resource.Version}),
+	}
 	if v.form.Partial {
 		list.Kind, list.APIVersion = v.form.Kind+"List", v.form.APIVersion
 	}
@@ -141,7 +145,13 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 	if entry.GetStoredAs() == "" || !offered(q.GetOutput()) {
 		return nil, errAskObjects
 	}
-	v := &view{policy: p, revision: revision, entry: entry, output: q.GetOutput(), skips: q.GetSkipUnreadable()}
+	v := &view{
+		policy:   p,
+		revision: revision,
+		entry:    entry,
+		output:   q.GetOutput(),
+		skips:    q.GetSkipUnreadable(),
+	}
 	v.form = frame.FormOf(entry.Kind, as, q.GetOutput().GetMediaType(), entry.Untyped)
 	k, stored := entry.Kind, entry.StoredKind
 	v.native = k.Group == stored.Group && k.Version == stored.Version && k.Kind == stored.Kind

@@ -43,7 +43,13 @@ func (p *Policy) Watch(r *watchfanoutv1.WatchRequest,
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	w := &watch{view: v, tail: p.tail, draining: p.draining, request: r, stream: stream}
+	w := &watch{
+		view:     v,
+		tail:     p.tail,
+		draining: p.draining,
+		request:  r,
+		stream:   stream,
+	}
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 

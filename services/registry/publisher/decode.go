@@ -44,8 +44,8 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Ev
 	return out, redefined, err
 }
 
-func (p *Publisher) read(ctx context.Context, e *clientv3.Event, st *storage.Stored) (*logv1.Event, runtime.Object,
-	error) {
+func (p *Publisher) read(ctx context.Context, e *clientv3.Event,
+	st *storage.Stored) (*logv1.Event, runtime.Object, error) {
 	key := string(e.Kv.Key)
 	out := &logv1.Event{Revision: e.Kv.ModRevision, StoredAs: st.Name(), ObservedUnixNano: time.Now().UnixNano()}
 	value := e.Kv.Value

@@ -60,8 +60,8 @@ func (t *transaction) reset(i int, storedAs string, redefined bool) {
 // refuse resets a resource for event i, which cannot be published.
 func (t *transaction) refuse(i int, storedAs, key string, err error) {
 	refused.Inc()
-	slog.Error("An event cannot be published; its resource is to be read anew", "key", key, "revision", t.revision,
-		"error", err)
+	slog.Error("An event cannot be published; its resource is to be read anew",
+		"key", key, "revision", t.revision, "error", err)
 	t.reset(i, storedAs, false)
 }
 

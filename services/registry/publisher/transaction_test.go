@@ -81,8 +81,8 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 		tx.reset(1, "widgets", true)
 		return tx
 	}
-	whole := []string{"pods 0 more", "definitions 1 more", "reset widgets 7 more", "reset secrets 8 more",
-		"reset configmaps 10"}
+	whole := []string{"pods 0 more", "definitions 1 more", "reset widgets 7 more",
+		"reset secrets 8 more", "reset configmaps 10"}
 	begins := map[string]eventlog.ID{
 		"between two":      {Revision: 19, Mark: true},
 		"after its first":  {Revision: 20, Index: 0},

@@ -70,8 +70,8 @@ func (r *Resources) Stored(ctx context.Context, name string) (*storage.Stored, e
 }
 
 // Within is ctx with what upstream's storages and strategies look for in it.
-func Within(ctx context.Context, verb string, r *commonv1.Resource, u *commonv1.User, namespace,
-	name string) context.Context {
+func Within(ctx context.Context, verb string, r *commonv1.Resource, u *commonv1.User,
+	namespace, name string) context.Context {
 	prefix := "apis"
 	if r.GetGroup() == "" {
 		prefix = "api"

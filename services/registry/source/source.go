@@ -109,8 +109,8 @@ func (s *Source) Pages(ctx context.Context, prefix string, revision int64, each 
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {
-		resp, err := s.resources.Storage.Client.Client.Get(ctx, key, clientv3.WithRange(end), clientv3.WithLimit(limit),
-			clientv3.WithRev(revision))
+		resp, err := s.resources.Storage.Client.Client.Get(ctx, key, clientv3.WithRange(end),
+			clientv3.WithLimit(limit), clientv3.WithRev(revision))
 		if status.Code(err) == codes.ResourceExhausted && limit > 1 { // these are larger than those before
 			limit = max(1, limit/4)
 			continue

@@ -91,14 +91,18 @@ func Open(o Options, resources *serverstorage.ResourceConfig) (*Storage, error) 
 		var err error
 		info := transport.TLSInfo{CertFile: o.CertFile, KeyFile: o.KeyFile, TrustedCAFile: o.CAFile}
 		if tlsConfig, err = info.ClientConfig(); err != nil {
-			return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q, --etcd-cafile %q: %w", o.CertFile, o.KeyFile,
-				o.CAFile, err)
+			return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q, --etcd-cafile %q: %w",
+				o.CertFile, o.KeyFile, o.CAFile, err)
 		}
 	}
 	client, err := etcdkubernetes.New(clientv3.Config{
-		Endpoints: o.Servers, TLS: tlsConfig, Logger: zap.NewNop(), DialTimeout: 20 * time.Second,
-		DialKeepAliveTime: 10 * time.Second, DialKeepAliveTimeout: 5 * time.Second,
-		MaxCallRecvMsgSize: 256 << 20,
+		Endpoints:            o.Servers,
+		TLS:                  tlsConfig,
+		Logger:               zap.NewNop(),
+		DialTimeout:          20 * time.Second,
+		DialKeepAliveTime:    10 * time.Second,
+		DialKeepAliveTimeout: 5 * time.Second,
+		MaxCallRecvMsgSize:   256 << 20,
 		DialOptions: []grpc.DialOption{grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: 3 * time.Second,
 			Backoff: backoff.Config{
 				BaseDelay:  50 * time.Millisecond,
@@ -124,8 +128,14 @@ func Open(o Options, resources *serverstorage.ResourceConfig) (*Storage, error) 
 		client.Close()
 		return nil, err
 	}
-	return &Storage{Client: client, Factory: f, Options: eo, prefix: path.Join("/", o.Prefix) + "/",
-		byPrefix: map[string]*Stored{}, byName: map[string]*Stored{}}, nil
+	return &Storage{
+		Client:   client,
+		Factory:  f,
+		Options:  eo,
+		prefix:   path.Join("/", o.Prefix) + "/",
+		byPrefix: map[string]*Stored{},
+		byName:   map[string]*Stored{},
+	}, nil
 }
 
 // Close ends the connection.
@@ -177,12 +187,12 @@ func (s *Storage) CustomRESTOptions(codec runtime.Codec) genericregistry.RESTOpt
 }
 
 // GetRESTOptions implements generic.RESTOptionsGetter.
-func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource, example runtime.Object) (genericregistry.RESTOptions,
-	error) {
+func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource,
+	example runtime.Object) (genericregistry.RESTOptions, error) {
 	config, err := g.config(gr, example)
 	if err != nil {
-		return genericregistry.RESTOptions{}, fmt.Errorf("unable to find storage destination for %v, due to %v", gr,
-			err)
+		return genericregistry.RESTOptions{}, fmt.Errorf("unable to find storage destination for %v, due to %v",
+			gr, err)
 	}
 	prefix := g.s.Factory.ResourcePrefix(gr)
 	if g.groupPrefix {
@@ -192,8 +202,13 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource, example runtime.
 	if g.unlisted {
 		decorate = g.s.open
 	}
-	return genericregistry.RESTOptions{StorageConfig: config, Decorator: decorate, EnableGarbageCollection: true,
-		DeleteCollectionWorkers: 1, ResourcePrefix: prefix}, nil
+	return genericregistry.RESTOptions{
+		StorageConfig:           config,
+		Decorator:               decorate,
+		EnableGarbageCollection: true,
+		DeleteCollectionWorkers: 1,
+		ResourcePrefix:          prefix,
+	}, nil
 }
 
 // open opens the storage of one resource over the shared client.
@@ -227,9 +242,15 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 	if err != nil {
 		return nil, nil, err
 	}
-	st := &Stored{GroupResource: config.GroupResource, Prefix: s.prefix + strings.Trim(resourcePrefix, "/") + "/",
-		codec: config.Codec, newFunc: newFunc, attrs: attrs, transformer: transformerOf(config),
-		versioner: apistorage.APIObjectVersioner{}}
+	st := &Stored{
+		GroupResource: config.GroupResource,
+		Prefix:        s.prefix + strings.Trim(resourcePrefix, "/") + "/",
+		codec:         config.Codec,
+		newFunc:       newFunc,
+		attrs:         attrs,
+		transformer:   transformerOf(config),
+		versioner:     apistorage.APIObjectVersioner{},
+	}
 	if err := st.complete(config, newFunc()); err != nil {
 		return nil, nil, err
 	}
@@ -465,8 +486,8 @@ func (s *Stored) Row(ctx context.Context, key string, data []byte, revision int6
 
 // Read decodes an etcd value and encodes it. A panic of a type's own code, which a value of an unknown making may
 // reach, is an error like any other.
-func (s *Stored) Read(ctx context.Context, key string, data []byte, revision int64) (m metav1.Object, o *logv1.Object,
-	err error) {
+func (s *Stored) Read(ctx context.Context, key string, data []byte,
+	revision int64) (m metav1.Object, o *logv1.Object, err error) {
 	defer guard.Error("reading an object", &err)
 	obj, err := s.Decode(ctx, key, data, revision)
 	if err != nil {

@@ -226,7 +226,12 @@ type Reading struct {
 func (t *Tail) Read(storedAs string, after events.Position) *Reading {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return &Reading{tail: t, ring: t.ring(storedAs), at: after, next: -1}
+	return &Reading{
+		tail: t,
+		ring: t.ring(storedAs),
+		at:   after,
+		next: -1,
+	}
 }
 
 // Next answers what has come since it was called last, and up to which revision that is everything: 0 before the log

@@ -32,8 +32,8 @@ import (
 )
 
 // Connect decides where a request that carries bytes goes: to a kubelet, a pod, a service or a node.
-func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (c *registryv1.Connection,
-	err error) {
+func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest,
+	gate Gate) (c *registryv1.Connection, err error) {
 	if r.Name == "" {
 		return nil, errEmptyName
 	}
@@ -64,7 +64,12 @@ func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest, gate
 			return nil, apierrors.NewBadRequest(err.Error())
 		}
 	}
-	admit := &gateAdmission{gate: gate, endpoint: e, admit: sets.New(r.Admit...), validate: sets.New(r.Validate...)}
+	admit := &gateAdmission{
+		gate:     gate,
+		endpoint: e,
+		admit:    sets.New(r.Admit...),
+		validate: sets.New(r.Validate...),
+	}
 	if admit.Handles(admission.Connect) {
 		attrs := admission.NewAttributesRecord(opts, nil, e.Kind, r.Namespace, r.Name, e.Resource, e.Subresource,
 			admission.Connect, nil, false, identity.User(r.User))
@@ -185,8 +190,8 @@ func (e *Endpoint) mayCreate(ctx context.Context, r *registryv1.WriteRequest) er
 }
 
 // log is a connection to a kubelet that answers a container's log.
-func (e *Endpoint) log(ctx context.Context, s *podrest.LogREST, name string, values url.Values) (*registryv1.Connection,
-	error) {
+func (e *Endpoint) log(ctx context.Context, s *podrest.LogREST, name string,
+	values url.Values) (*registryv1.Connection, error) {
 	opts, _, _ := s.NewGetOptions()
 	if err := e.ParameterCodec.DecodeParameters(values, e.Kind.GroupVersion(), opts); err != nil {
 		return nil, apierrors.NewBadRequest(err.Error())

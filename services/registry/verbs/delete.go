@@ -34,8 +34,8 @@ func (c *call) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	attrs := c.attributes(nil, nil, c.req.Name, admission.Delete, opts, opts.DryRun)
 	deleted := true
 	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
-		obj, gone, err := deleter.Delete(ctx, c.req.Name, rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c),
-			opts)
+		obj, gone, err := deleter.Delete(ctx, c.req.Name,
+			rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c), opts)
 		deleted = gone
 		return obj, err
 	})
@@ -73,8 +73,8 @@ func (c *call) deleteCollection(ctx context.Context) (*registryv1.ObjectResponse
 	}
 	attrs := c.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
 	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
-		return deleter.DeleteCollection(ctx, rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c), opts,
-			listOpts)
+		return deleter.DeleteCollection(ctx, rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c),
+			opts, listOpts)
 	})
 	if err != nil {
 		return nil, err

@@ -129,8 +129,8 @@ func decodeOptions(query string, options runtime.Object) error {
 		return nil
 	}
 	values, _ := url.ParseQuery(query)
-	if err := metainternalversionscheme.ParameterCodec.DecodeParameters(values, metav1.SchemeGroupVersion,
-		options); err != nil {
+	if err := metainternalversionscheme.ParameterCodec.DecodeParameters(values,
+		metav1.SchemeGroupVersion, options); err != nil {
 		return apierrors.NewBadRequest(err.Error())
 	}
 	return nil

@@ -241,8 +241,8 @@ func (n noCreates) Validate(ctx context.Context, a admission.Attributes, o admis
 	return nil
 }
 
-func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase, a admission.Attributes) (*admissionv1.Verdict,
-	error) {
+func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase,
+	a admission.Attributes) (*admissionv1.Verdict, error) {
 	r := &admissionv1.Review{
 		Operation: operations[a.GetOperation()],
 		Kind:      &commonv1.Kind{Group: a.GetKind().Group, Version: a.GetKind().Version, Kind: a.GetKind().Kind},
@@ -252,7 +252,10 @@ func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase, a admis
 			Resource:    a.GetResource().Resource,
 			Subresource: a.GetSubresource(),
 		},
-		Namespace: a.GetNamespace(), Name: a.GetName(), User: identity.UserProto(a.GetUserInfo()), DryRun: a.IsDryRun(),
+		Namespace: a.GetNamespace(),
+		Name:      a.GetName(),
+		User:      identity.UserProto(a.GetUserInfo()),
+		DryRun:    a.IsDryRun(),
 		MediaType: g.mediaType(a),
 	}
 	for _, other := range g.endpoint.Equivalents.EquivalentResourcesFor(a.GetResource(), a.GetSubresource()) {
@@ -321,8 +324,8 @@ func (g *gateAdmission) decodeInto(data []byte, obj runtime.Object) error {
 	}
 	info, _ := runtime.SerializerInfoForMediaType(g.endpoint.Serializer.SupportedMediaTypes(),
 		runtime.ContentTypeProtobuf)
-	decoded, _, err := g.endpoint.Serializer.DecoderToVersion(info.Serializer, g.endpoint.Hub()).Decode(data,
-		&g.endpoint.Kind, nil)
+	decoded, _, err := g.endpoint.Serializer.DecoderToVersion(info.Serializer,
+		g.endpoint.Hub()).Decode(data, &g.endpoint.Kind, nil)
 	if err != nil {
 		return apierrors.NewInternalError(fmt.Errorf("decode the admitted object: %w", err))
 	}

@@ -20,8 +20,8 @@ type reviewer struct {
 	asked  []string
 }
 
-func (r *reviewer) ReviewToken(_ context.Context, q *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse,
-	error) {
+func (r *reviewer) ReviewToken(_ context.Context,
+	q *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
 	r.asked = q.Audiences
 	return r.answer, nil
 }

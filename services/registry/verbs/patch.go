@@ -66,7 +66,12 @@ func (c *call) patch(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, errEmptyName
 	}
 	ctx = request.WithNamespace(ctx, c.req.Namespace)
-	p := &patcher{call: c, opts: &metav1.PatchOptions{}, kind: types.PatchType(contentType), updater: updater}
+	p := &patcher{
+		call:    c,
+		opts:    &metav1.PatchOptions{},
+		kind:    types.PatchType(contentType),
+		updater: updater,
+	}
 	if err := decodeOptions(c.req.Query, p.opts); err != nil {
 		return nil, err
 	}
@@ -268,8 +273,8 @@ func (p *patcher) patchJSON(current []byte) (patched []byte, strictErrs []error,
 			"JSON patch is %d, got %d", maxJSONPatchOperations, len(ops)))
 	}
 	if patched, err = ops.Apply(current); err != nil {
-		return nil, nil, apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{},
-			"", err.Error(), 0, false)
+		return nil, nil, apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "",
+			schema.GroupResource{}, "", err.Error(), 0, false)
 	}
 	return patched, strictErrs, nil
 }
@@ -307,8 +312,8 @@ func (p *patcher) strategic(ctx context.Context, current runtime.Object) (runtim
 	if err != nil {
 		return nil, strategicError(err)
 	}
-	if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(patched, result,
-		checkStrict); err != nil {
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructuredWithValidation(patched,
+		result, checkStrict); err != nil {
 		strict, ok := runtime.AsStrictDecodingError(err)
 		if !ok {
 			return nil, invalidPatch(shown, err)
@@ -338,8 +343,8 @@ func strategicError(err error) error {
 		mergepatch.ErrUnsupportedStrategicMergePatchFormat):
 		return apierrors.NewBadRequest(err.Error())
 	case is(mergepatch.ErrNoListOfLists, mergepatch.ErrPatchContentNotMatchRetainKeys):
-		return apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{}, "",
-			err.Error(), 0, false)
+		return apierrors.NewGenericServerResponse(http.StatusUnprocessableEntity, "", schema.GroupResource{},
+			"", err.Error(), 0, false)
 	}
 	return err
 }

@@ -40,8 +40,8 @@ func (e *Endpoint) respond(ctx context.Context, out *registryv1.Output, query st
 }
 
 // Encode converts obj (a Table, partial metadata, or the served version) and encodes it in out's media type.
-func (e *Endpoint) Encode(ctx context.Context, out *registryv1.Output, query string, obj runtime.Object) ([]byte,
-	error) {
+func (e *Endpoint) Encode(ctx context.Context, out *registryv1.Output, query string,
+	obj runtime.Object) ([]byte, error) {
 	as := As(out)
 	tableOptions, err := tableOptions(as, query)
 	if err != nil {
@@ -82,8 +82,8 @@ func tableOptions(as *schema.GroupVersionKind, query string) (*metav1.TableOptio
 	}
 	opts := &metav1.TableOptions{}
 	values, _ := url.ParseQuery(query)
-	if err := metainternalversionscheme.ParameterCodec.DecodeParameters(values, metav1.SchemeGroupVersion,
-		opts); err != nil {
+	if err := metainternalversionscheme.ParameterCodec.DecodeParameters(values,
+		metav1.SchemeGroupVersion, opts); err != nil {
 		return nil, err
 	}
 	switch errs := validation.ValidateTableOptions(opts); len(errs) {

@@ -46,8 +46,8 @@ type call struct {
 }
 
 // Write runs one write. ctx carries the user, the RequestInfo and the Gate.
-func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest, gate Gate) (resp *registryv1.ObjectResponse,
-	err error) {
+func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
+	gate Gate) (resp *registryv1.ObjectResponse, err error) {
 	warnings := &recorder{}
 	ctx = warning.WithWarningRecorder(WithGate(ctx, gate), warnings)
 	gated := &gateAdmission{
@@ -113,8 +113,8 @@ func (w *recorder) all() []string {
 }
 
 // decodeBody reads the request's object into the hub version and applies fieldValidation.
-func (c *call) decodeBody(ctx context.Context, fieldValidation string, original runtime.Object) (runtime.Object,
-	error) {
+func (c *call) decodeBody(ctx context.Context, fieldValidation string,
+	original runtime.Object) (runtime.Object, error) {
 	info, err := negotiation.NegotiateInputSerializerForMediaType(c.req.ContentType, false, c.Serializer)
 	if err != nil {
 		return nil, err
@@ -341,8 +341,8 @@ func createdOrOK(created bool) int {
 }
 
 // mutate runs the mutating phase of an update, which is a create where nothing is there yet.
-func (c *call) mutate(ctx context.Context, obj, old runtime.Object, create, update runtime.Object,
-	dryRun []string) error {
+func (c *call) mutate(ctx context.Context, obj, old runtime.Object, create,
+	update runtime.Object, dryRun []string) error {
 	m, ok := c.admit.(admission.MutationInterface)
 	if !ok {
 		return nil
@@ -365,10 +365,18 @@ func (c *call) mutate(ctx context.Context, obj, old runtime.Object, create, upda
 
 // mayCreate lets an update or apply create the object only where the user may create it.
 func (c *call) mayCreate(validate rest.ValidateObjectFunc) rest.ValidateObjectFunc {
-	attrs := authorizer.AttributesRecord{User: c.user, ResourceRequest: true, Path: c.req.Path, Verb: "create",
-		APIGroup: c.Resource.Group, APIVersion: c.Resource.Version, Resource: c.Resource.Resource,
-		Subresource: c.Subresource,
-		Namespace:   c.req.Namespace, Name: c.req.Name}
+	attrs := authorizer.AttributesRecord{
+		User:            c.user,
+		ResourceRequest: true,
+		Path:            c.req.Path,
+		Verb:            "create",
+		APIGroup:        c.Resource.Group,
+		APIVersion:      c.Resource.Version,
+		Resource:        c.Resource.Resource,
+		Subresource:     c.Subresource,
+		Namespace:       c.req.Namespace,
+		Name:            c.req.Name,
+	}
 	var decision authorizer.Decision
 	var reason string
 	var err error

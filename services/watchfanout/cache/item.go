@@ -135,7 +135,12 @@ func (e *Event) Frame(key any, build func() ([]byte, error)) ([]byte, error) {
 
 // EventOf is the log's event as the cache has it.
 func EventOf(p *logv1.Event) *Event {
-	e := &Event{Type: p.Type, Revision: p.Revision, Index: p.Index, Trace: p.Trace}
+	e := &Event{
+		Type:     p.Type,
+		Revision: p.Revision,
+		Index:    p.Index,
+		Trace:    p.Trace,
+	}
 	e.Item = itemOf(p.Namespace, p.Name, p.Revision, p.Object)
 	if p.Previous != nil {
 		e.Previous = itemOf(p.Namespace, p.Name, p.Revision, p.Previous)

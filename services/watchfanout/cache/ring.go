@@ -181,8 +181,8 @@ func (f *Follower) After(revision int64, index int32) (cur Cursor, low int64, ok
 // Next is what came after the cursor, at most n events, and where to go on. Where nothing came, changed is closed when
 // something does. progress is the revision that has been reached once the events are seen, 0 where more is to come at
 // once. ok is false where the cursor was overrun.
-func (f *Follower) Next(cur Cursor, n int) (came []*Event, next Cursor, progress int64, changed <-chan struct{},
-	ok bool) {
+func (f *Follower) Next(cur Cursor,
+	n int) (came []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
 	r := f.resource
 	r.cache.whole.RLock()
 	defer r.cache.whole.RUnlock()

@@ -39,8 +39,8 @@ func New(source registryv1.SourceClient, c *cache.Cache) *Converter {
 }
 
 // Parts are the encoded items of a list in the form that q wants.
-func (c *Converter) Parts(ctx context.Context, q *form.Query, items []*cache.Item) (parts [][]byte, columns []byte,
-	err error) {
+func (c *Converter) Parts(ctx context.Context, q *form.Query,
+	items []*cache.Item) (parts [][]byte, columns []byte, err error) {
 	if q.Table || slices.ContainsFunc(items, func(i *cache.Item) bool { return !q.Own(i) }) {
 		return c.Encoded(ctx, q, items)
 	}
@@ -73,8 +73,8 @@ func Batch(items []*cache.Item) int {
 
 // Encoded is what registry makes of items: other versions, and Table rows. What it has made lately is not asked for
 // again.
-func (c *Converter) Encoded(ctx context.Context, q *form.Query, items []*cache.Item) (parts [][]byte, columns []byte,
-	err error) {
+func (c *Converter) Encoded(ctx context.Context, q *form.Query,
+	items []*cache.Item) (parts [][]byte, columns []byte, err error) {
 	kept := &c.versions
 	if q.Table {
 		kept = &c.rows
@@ -105,8 +105,8 @@ func (c *Converter) Encoded(ctx context.Context, q *form.Query, items []*cache.I
 	return parts, columns, nil
 }
 
-func (c *Converter) encode(ctx context.Context, q *form.Query, items []*cache.Item) (parts [][]byte, columns []byte,
-	err error) {
+func (c *Converter) encode(ctx context.Context, q *form.Query,
+	items []*cache.Item) (parts [][]byte, columns []byte, err error) {
 	r := &registryv1.EncodeRequest{
 		StoredAs:      q.Entry.StoredAs,
 		Resource:      q.Entry.Resource,
@@ -128,8 +128,8 @@ func (c *Converter) encode(ctx context.Context, q *form.Query, items []*cache.It
 		return nil, nil, rpc.FromStatus(err)
 	}
 	if len(resp.Objects) != len(items) {
-		return nil, nil, status.Errorf(codes.Internal, "encode: asked for %d objects, got %d", len(items),
-			len(resp.Objects))
+		return nil, nil, status.Errorf(codes.Internal, "encode: asked for %d objects, got %d",
+			len(items), len(resp.Objects))
 	}
 	if q.Table && q.IncludeObject != string(metav1.IncludeObject) && q.IncludeObject != string(metav1.IncludeNone) {
 		for i := range resp.Objects {
@@ -160,8 +160,8 @@ func (c *Converter) Fields(ctx context.Context, q *form.Query, items []*cache.It
 		return nil, rpc.FromStatus(err)
 	}
 	if len(resp.Fields) != len(items) {
-		return nil, status.Errorf(codes.Internal, "asked for the fields of %d objects, got %d", len(items),
-			len(resp.Fields))
+		return nil, status.Errorf(codes.Internal, "asked for the fields of %d objects, got %d",
+			len(items), len(resp.Fields))
 	}
 	out := make([]map[string]string, len(items))
 	for i, f := range resp.Fields {

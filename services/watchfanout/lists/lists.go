@@ -240,8 +240,8 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 }
 
 // send sends a list's body.
-func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query, head *frame.List,
-	parts [][]byte) error {
+func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query,
+	head *frame.List, parts [][]byte) error {
 	out := &frame.Chunks{Bytes: chunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
 	}}

@@ -68,8 +68,8 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	}
 	began := time.Now()
 	b, leave, err := w.log.Backfill(ctx, w.query.Entry.StoredAs, after, low)
-	slog.Debug("Replayed from the log", "resource", w.query.Entry.StoredAs, "after", after, "took", time.Since(began),
-		"error", err)
+	slog.Debug("Replayed from the log",
+		"resource", w.query.Entry.StoredAs, "after", after, "took", time.Since(began), "error", err)
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return status.FromContextError(ctx.Err()).Err()
