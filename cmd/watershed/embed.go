@@ -219,8 +219,7 @@ func startNATS(s natsSettings) (*natsserver.Server, error) {
 		JetStreamMaxMemory: 1 << 30,
 		JetStreamMaxStore:  16 << 30,
 		DontListen:         s.address == "",
-
-		WriteDeadline: 10 * time.Second,
+		WriteDeadline:      10 * time.Second,
 	}
 	if s.keyFile != "" {
 		key, err := os.ReadFile(s.keyFile)

@@ -159,21 +159,23 @@ func newGateway(ctx context.Context, c *gateway.Config, d *deps) (service, error
 		errs = append(errs, err)
 		return conn
 	}
-	authn, authz, admission := dial("authn", rpc.TakeTurns), dial("authz",
-		rpc.TakeTurns), dial("admission", rpc.TakeTurns)
-	registry, watchfanout := dial("registry", rpc.TakeTurns), dial("watchfanout", rpc.ByKey)
+	authnConn := dial("authn", rpc.TakeTurns)
+	authzConn := dial("authz", rpc.TakeTurns)
+	admissionConn := dial("admission", rpc.TakeTurns)
+	registryConn := dial("registry", rpc.TakeTurns)
+	watchfanoutConn := dial("watchfanout", rpc.ByKey)
 	if err := errors.Join(errs...); err != nil {
 		return nil, err
 	}
 	g, err := gateway.New(ctx, c, gateway.Deps{
-		Authn:     authnv1.NewAuthnClient(authn),
-		Authz:     authzv1.NewAuthzClient(authz),
-		Admission: admissionv1.NewAdmissionClient(admission),
-		Objects:   registryv1.NewObjectsClient(registry),
-		Catalog:   registryv1.NewCatalogClient(registry),
-		Source:    registryv1.NewSourceClient(registry),
-		Policy:    watchfanoutv1.NewPolicyClient(registry),
-		Watch:     watchfanoutv1.NewWatchClient(watchfanout),
+		Authn:     authnv1.NewAuthnClient(authnConn),
+		Authz:     authzv1.NewAuthzClient(authzConn),
+		Admission: admissionv1.NewAdmissionClient(admissionConn),
+		Objects:   registryv1.NewObjectsClient(registryConn),
+		Catalog:   registryv1.NewCatalogClient(registryConn),
+		Source:    registryv1.NewSourceClient(registryConn),
+		Policy:    watchfanoutv1.NewPolicyClient(registryConn),
+		Watch:     watchfanoutv1.NewWatchClient(watchfanoutConn),
 	})
 	if err != nil {
 		return nil, err

@@ -15,6 +15,7 @@ import (
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/guard"
 	"watershed.dev/platform/kubeversion"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
@@ -137,6 +138,7 @@ func announce(ctx context.Context, s service, server *rpc.Server) {
 func registerMetrics(all ...service) prometheus.Gatherer {
 	r := prometheus.NewRegistry()
 	r.MustRegister(rpc.Metrics()...)
+	r.MustRegister(guard.Metrics()...)
 	for _, s := range all {
 		r.MustRegister(s.Collectors()...)
 	}

@@ -28,7 +28,6 @@ func (d *Definition) Serializer(typer runtime.ObjectTyper,
 			MediaTypeSubType: "json",
 			EncodesAsText:    true,
 			Serializer:       text(json.SerializerOptions{StreamingCollectionsEncoding: true}),
-
 			PrettySerializer: text(json.SerializerOptions{Pretty: true}),
 			StrictSerializer: text(json.SerializerOptions{Strict: true, StreamingCollectionsEncoding: true}),
 			StreamSerializer: &runtime.StreamSerializerInfo{EncodesAsText: true,
@@ -40,7 +39,6 @@ func (d *Definition) Serializer(typer runtime.ObjectTyper,
 			MediaTypeSubType: "yaml",
 			EncodesAsText:    true,
 			Serializer:       text(json.SerializerOptions{Yaml: true}),
-
 			StrictSerializer: text(json.SerializerOptions{Yaml: true, Strict: true}),
 		},
 		{

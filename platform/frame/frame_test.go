@@ -26,8 +26,7 @@ func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 	want := &metav1.PartialObjectMetadataList{
 		TypeMeta: metav1.TypeMeta{Kind: "PartialObjectMetadataList", APIVersion: "meta.k8s.io/v1"},
 		ListMeta: metav1.ListMeta{ResourceVersion: "12", Continue: "abc", RemainingItemCount: &remaining},
-
-		Items: []metav1.PartialObjectMetadata{item("a"), item("b")},
+		Items:    []metav1.PartialObjectMetadata{item("a"), item("b")},
 	}
 	scheme := runtime.NewScheme()
 	if err := metav1.AddMetaToScheme(scheme); err != nil {

@@ -111,10 +111,9 @@ func Attributes(p *commonv1.Attributes) authorizer.AttributesRecord {
 		Namespace:       p.GetNamespace(),
 		Name:            p.GetName(),
 		APIGroup:        p.GetResource().GetGroup(),
-
-		APIVersion:  p.GetResource().GetVersion(),
-		Resource:    p.GetResource().GetResource(),
-		Subresource: p.GetResource().GetSubresource(),
+		APIVersion:      p.GetResource().GetVersion(),
+		Resource:        p.GetResource().GetResource(),
+		Subresource:     p.GetResource().GetSubresource(),
 	}
 	if p.GetFieldSelector() != "" {
 		s, err := fields.ParseSelector(p.FieldSelector)

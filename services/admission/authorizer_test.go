@@ -46,7 +46,6 @@ func TestAnAuthorizationIsAskedWithItsSelectors(t *testing.T) {
 		Resource:                  "pods",
 		ResourceRequest:           true,
 		FieldSelectorRequirements: fs.Requirements(),
-
 		LabelSelectorRequirements: reqs,
 	}
 	r := remoteAuthorizer{client}

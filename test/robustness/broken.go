@@ -19,17 +19,30 @@ type breakage struct {
 
 // mistakes are replaced while building; the source is left alone (go build -overlay).
 var mistakes = []breakage{
-	{"drop", "services/watchfanout/cache/cache.go", "	c.pending = append(c.pending, e)\n",
-		"	if e.StoredAs == \"configmaps\" && e.Revision%97 == 0 " +
-			"{\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n"},
-	{"repeat", "services/watchfanout/watch.go", "		if err := out.event(data, false, e.Trace); err != nil {\n",
-		"		if e.Revision%97 == 0 {\n			_ = out.event(data, false, \"\")\n		}\n		if err := out.event(data, false, " +
-			"e.Trace); err != nil {\n"},
-	{"reorder", "services/watchfanout/cache/ring.go", "		own.add(e)\n		own.notify()\n",
-		"		own.add(e)\n		if n := len(own.events); r.Name == \"configmaps\" && n > 1 && e.Revision%97 == 0 " +
-			"{\n			own.events[n-1], own.events[n-2] = own.events[n-2], own.events[n-1]\n		}\n		own.notify()\n"},
-	{"stale", "services/watchfanout/watchfanout.go", "	return s.wait(ctx, r.Revision)\n}\n\n// source",
-		"	return s.wait(ctx, r.Revision-20)\n}\n\n// source"},
+	{
+		name:    "drop",
+		file:    "services/watchfanout/cache/cache.go",
+		code:    "	c.pending = append(c.pending, e)\n",
+		instead: "	if e.StoredAs == \"configmaps\" && e.Revision%97 == 0 {\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n",
+	},
+	{
+		name:    "repeat",
+		file:    "services/watchfanout/streams/watch.go",
+		code:    "		if err := out.event(data, false, e.Trace); err != nil {\n",
+		instead: "		if e.Revision%97 == 0 {\n			_ = out.event(data, false, \"\")\n		}\n		if err := out.event(data, false, e.Trace); err != nil {\n",
+	},
+	{
+		name:    "reorder",
+		file:    "services/watchfanout/cache/ring.go",
+		code:    "		own.Add(e)\n		own.changed.Notify()\n",
+		instead: "		own.Add(e)\n		if all := own.From(own.Base()); r.Name == \"configmaps\" && len(all) > 1 && e.Revision%97 == 0 {\n			all[len(all)-1], all[len(all)-2] = all[len(all)-2], all[len(all)-1]\n		}\n		own.changed.Notify()\n",
+	},
+	{
+		name:    "stale",
+		file:    "services/watchfanout/log/log.go",
+		code:    "	return l.Wait(ctx, r.Revision)\n",
+		instead: "	return l.Wait(ctx, r.Revision-20)\n",
+	},
 }
 
 func breakages() (names []string) {
@@ -87,15 +100,15 @@ func (b breakage) build(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if strings.Count(string(text), b.code) != 1 {
-		return "", fmt.Errorf("-break %s: %s does not have this once any more: %q", b.name, b.file, b.code)
+	if err := b.applies(string(text)); err != nil {
+		return "", err
 	}
 	tmp, err := os.MkdirTemp("", "wsb")
 	if err != nil {
 		return "", err
 	}
-	replaced, overlay, binary := filepath.Join(tmp, "replaced.go"), filepath.Join(tmp,
-		"overlay.json"), filepath.Join(tmp, "watershed")
+	replaced, overlay := filepath.Join(tmp, "replaced.go"), filepath.Join(tmp, "overlay.json")
+	binary := filepath.Join(tmp, "watershed")
 	if err := os.WriteFile(replaced, []byte(strings.Replace(string(text), b.code, b.instead, 1)), 0o600); err != nil {
 		return "", err
 	}
@@ -112,4 +125,12 @@ func (b breakage) build(ctx context.Context) (string, error) {
 		return "", fmt.Errorf("-break %s: %w\n%s", b.name, err, out)
 	}
 	return binary, nil
+}
+
+// applies is an error where the code that is to be replaced is not in the text once.
+func (b breakage) applies(text string) error {
+	if strings.Count(text, b.code) != 1 {
+		return fmt.Errorf("-break %s: %s does not have this once any more: %q", b.name, b.file, b.code)
+	}
+	return nil
 }

@@ -238,24 +238,22 @@ func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.Cu
 	typer := crd.Typer(parameters)
 	kind := b.Kind(v)
 	e := &verbs.Endpoint{
-		Resource:       b.Resource(v),
-		Subresource:    entry.Resource.Subresource,
-		Kind:           kind,
-		Namespaced:     b.Namespaced(),
-		InMemory:       kind.GroupVersion(),
-		Serializer:     b.Serializer(typer, b.safe),
-		ParameterCodec: runtime.NewParameterCodec(parameters),
-
+		Resource:        b.Resource(v),
+		Subresource:     entry.Resource.Subresource,
+		Kind:            kind,
+		Namespaced:      b.Namespaced(),
+		InMemory:        kind.GroupVersion(),
+		Serializer:      b.Serializer(typer, b.safe),
+		ParameterCodec:  runtime.NewParameterCodec(parameters),
 		Creater:         crd.Creater{},
 		Convertor:       b.safe,
 		UnsafeConvertor: b.unsafe,
 		Defaulter:       b.Defaulter(parameters),
 		Typer:           typer,
 		Equivalents:     b.equivalents,
-
-		Tables:      st.CustomResource,
-		Entry:       entry,
-		Terminating: b.terminating,
+		Tables:          st.CustomResource,
+		Entry:           entry,
+		Terminating:     b.terminating,
 	}
 	e.FromStorage = func(list *unstructured.UnstructuredList) (*unstructured.UnstructuredList, error) {
 		return b.FromStorage(b.safe, list, kind.GroupVersion())

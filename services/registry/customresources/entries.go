@@ -93,10 +93,9 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 				Verbs:      subresourceVerbs,
 				Table:      true,
 				MediaTypes: mediaTypes,
-
-				Untyped:  true,
-				Hidden:   hidden,
-				Warnings: main.Warnings,
+				Untyped:    true,
+				Hidden:     hidden,
+				Warnings:   main.Warnings,
 			})
 		}
 		if sub.Status != nil {

@@ -173,14 +173,13 @@ func failure(req *http.Request, err error) *http.Response {
 
 func respond(req *http.Request, code int, body []byte) *http.Response {
 	return &http.Response{
-		StatusCode: code,
-		Status:     http.StatusText(code),
-		Proto:      "HTTP/2.0",
-		ProtoMajor: 2,
-		Request:    req,
-		Header:     http.Header{"Content-Type": {runtime.ContentTypeJSON}},
-		Body:       io.NopCloser(bytes.NewReader(body)),
-
+		StatusCode:    code,
+		Status:        http.StatusText(code),
+		Proto:         "HTTP/2.0",
+		ProtoMajor:    2,
+		Request:       req,
+		Header:        http.Header{"Content-Type": {runtime.ContentTypeJSON}},
+		Body:          io.NopCloser(bytes.NewReader(body)),
 		ContentLength: int64(len(body)),
 	}
 }

@@ -13,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/events"
@@ -79,9 +80,10 @@ func (p *pipeBody) Close() error {
 	return p.PipeReader.Close()
 }
 
+// expired ends a watch with the API's error: the client lists and watches anew.
 func expired(w io.Writer, after int64) error {
-	st := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", after)).Status()
-	data, _ := json.Marshal(st)
+	err := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", after))
+	data, _ := json.Marshal(responsewriters.ErrorToAPIStatus(err)) // with its kind, without which no client reads it
 	_, _ = fmt.Fprintf(w, `{"type":"ERROR","object":%s}`+"\n", data)
 	return io.EOF
 }

@@ -175,10 +175,9 @@ func (e *Endpoint) mayCreate(ctx context.Context, r *registryv1.WriteRequest) er
 		APIGroup:        e.Resource.Group,
 		APIVersion:      e.Resource.Version,
 		Resource:        e.Resource.Resource,
-
-		Subresource: e.Subresource,
-		Namespace:   r.Namespace,
-		Name:        r.Name,
+		Subresource:     e.Subresource,
+		Namespace:       r.Namespace,
+		Name:            r.Name,
 	})
 	if err != nil {
 		return err

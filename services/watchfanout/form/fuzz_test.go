@@ -22,7 +22,6 @@ func FuzzQuery(f *testing.F) {
 				Namespaced: true,
 				Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
 				Kind:       &commonv1.Kind{Version: "v1", Kind: "Pod"},
-
 				StoredKind: &commonv1.Kind{Version: "v1", Kind: "Pod"},
 			},
 			Namespace: namespace, LabelSelector: labels, FieldSelector: fields,

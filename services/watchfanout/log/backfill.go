@@ -94,14 +94,15 @@ func (l *Log) Backfill(ctx context.Context, storedAs string, after, low int64) (
 			leave()
 			return nil, nil, errBackfillTimeout
 		}
+		short := b.err != nil || b.UpTo <= after
 		switch {
-		case b.after < after && (b.err != nil ||
-			b.UpTo <= after): // begun from further back, and it has not come as far: one of its own
+		case b.after < after && short:
+			// It began further back and has not come as far: this watch takes one of its own.
 			leave()
 			missed = true
 			continue
-		// it was given up, or its time was up, and this watch's is not
 		case b.cut && b.err != nil && time.Now().Before(until):
+			// It was given up, or its time was up, and this watch's is not.
 			leave()
 			continue
 		case b.err != nil:

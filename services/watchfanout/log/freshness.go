@@ -57,8 +57,8 @@ func (l *Log) verify(ctx context.Context) error {
 		cancel()
 		switch {
 		case ctx.Err() != nil:
-		// it is late, and comes: everybody is, and another replica is not ahead
 		case err != nil && l.cache.Progress() > before:
+			// It is late, and comes: everybody is, and another replica is not ahead.
 		case err != nil && l.freshness.since.CompareAndSwap(nil, &asked):
 			slog.Warn("The event log does not bring what etcd has", "revision", l.cache.Progress(), "etcd", r.Revision)
 		case err == nil && l.freshness.since.Swap(nil) != nil:

@@ -1,0 +1,130 @@
+package source_test
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/internal/world"
+)
+
+// chunks is a snapshot's stream.
+type chunks struct {
+	grpc.ServerStreamingServer[registryv1.SnapshotChunk]
+	ctx context.Context
+	all []*registryv1.SnapshotChunk
+}
+
+func (c *chunks) Context() context.Context { return c.ctx }
+
+func (c *chunks) Send(m *registryv1.SnapshotChunk) error {
+	c.all = append(c.all, m)
+	return nil
+}
+
+func create(t *testing.T, w *world.World, of *commonv1.Resource, body string) {
+	t.Helper()
+	if _, err := w.Write(t.Context(), of, &registryv1.WriteRequest{Verb: "create", Body: []byte(body)}, &world.Gate{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A snapshot has every object of one revision, in messages of a bounded size, and says of what cannot be read that it is
+// there.
+func TestASnapshotIsWhole(t *testing.T) {
+	w := world.New(t)
+	snapshot := func() (rows []*registryv1.Row, messages int) {
+		t.Helper()
+		c := &chunks{ctx: t.Context()}
+		if err := w.Source.Snapshot(&registryv1.SnapshotRequest{StoredAs: "configmaps"}, c); err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range c.all {
+			if m.Revision != c.all[0].Revision || m.Revision == 0 {
+				t.Errorf("revisions %d and %d", m.Revision, c.all[0].Revision)
+			}
+			rows = append(rows, m.Rows...)
+		}
+		return rows, len(c.all)
+	}
+	if rows, messages := snapshot(); len(rows) != 0 || messages != 1 {
+		t.Errorf("of nothing there are %d rows in %d messages", len(rows), messages)
+	}
+	large := strings.Repeat("x", 900<<10)
+	for i := range 25 { // more than one page, and more than one message
+		create(t, w, world.ConfigMaps, fmt.Sprintf(
+			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%02d","labels":{"n":"%d"}},"data":{"k":%q}}`, i, i, large))
+	}
+	if _, err := w.Resources.Storage.Client.Client.Put(t.Context(), "/registry/configmaps/x/odd", "rubbish"); err != nil {
+		t.Fatal(err)
+	}
+	rows, messages := snapshot()
+	if len(rows) != 26 || messages < 5 {
+		t.Errorf("%d rows in %d messages", len(rows), messages)
+	}
+	for _, r := range rows {
+		switch {
+		case r.Name == "odd":
+			if r.Unreadable == "" {
+				t.Error("what cannot be read is not said to be")
+			}
+		case r.Namespace != "x" || r.Labels["n"] == "" || r.Revision == 0 || !bytes.Contains(r.Json, []byte(`"data":{"k":"xxx`)) || len(r.Protobuf) == 0:
+			t.Errorf("row %s/%s: %v, %d, %.80s", r.Namespace, r.Name, r.Labels, r.Revision, r.Json)
+		}
+	}
+}
+
+// What is stored is told in another version, and as rows of a Table.
+func TestEncode(t *testing.T) {
+	w := world.New(t)
+	hpas := &commonv1.Resource{Group: "autoscaling", Version: "v2", Resource: "horizontalpodautoscalers"}
+	create(t, w, hpas, `{"apiVersion":"autoscaling/v2","kind":"HorizontalPodAutoscaler","metadata":{"name":"h"},
+		"spec":{"maxReplicas":3,"scaleTargetRef":{"kind":"Deployment","name":"d","apiVersion":"apps/v1"}}}`)
+	c := &chunks{ctx: t.Context()}
+	name := "horizontalpodautoscalers.autoscaling"
+	if err := w.Source.Snapshot(&registryv1.SnapshotRequest{StoredAs: name}, c); err != nil {
+		t.Fatal(err)
+	}
+	row := c.all[0].Rows[0]
+	encode := func(version string, as *commonv1.Kind) (*registryv1.EncodeResponse, error) {
+		return w.Source.Encode(t.Context(), &registryv1.EncodeRequest{
+			StoredAs: name,
+			Resource: &commonv1.Resource{Group: "autoscaling", Version: version, Resource: "horizontalpodautoscalers"},
+			Output:   &registryv1.Output{MediaType: "application/json", As: as},
+			Json:     [][]byte{nil},
+			Protobuf: [][]byte{row.Protobuf},
+		})
+	}
+	old, err := encode("v1", nil)
+	if err != nil || len(old.Objects) != 1 || !bytes.Contains(old.Objects[0], []byte("autoscaling.alpha.kubernetes.io/")) &&
+		!bytes.Contains(old.Objects[0], []byte(`"maxReplicas":3`)) {
+		t.Errorf("%v, %s", err, old.GetObjects())
+	}
+	table, err := encode("v2", &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"})
+	if err != nil || !bytes.Contains(table.Columns, []byte(`"name":"MinPods"`)) || !bytes.Contains(table.Objects[0], []byte(`"cells":["h","Deployment/d"`)) {
+		t.Errorf("%v, %s, %.300s", err, table.GetColumns(), table.GetObjects())
+	}
+	if _, err := encode("v3", nil); err == nil {
+		t.Error("it is told in a version that there is not")
+	}
+}
+
+// The revision is that of a read which begins after it is asked for.
+func TestRevision(t *testing.T) {
+	w := world.New(t)
+	before, err := w.Source.Revision(t.Context(), &registryv1.RevisionRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	create(t, w, world.ConfigMaps, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a"}}`)
+	after, err := w.Source.Revision(t.Context(), &registryv1.RevisionRequest{})
+	if err != nil || after.Revision != before.Revision+1 {
+		t.Errorf("%d, then %d (%v)", before.Revision, after.GetRevision(), err)
+	}
+}

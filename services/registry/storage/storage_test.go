@@ -1,0 +1,86 @@
+package storage_test
+
+import (
+	"strings"
+	"testing"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/storage"
+)
+
+// A key tells whose it is, whatever lies below it.
+func TestKeysTellTheirResource(t *testing.T) {
+	s := world.New(t).Resources.Storage
+	for key, want := range map[string]string{
+		"/registry/pods/default/a":                         "pods",
+		"/registry/services/specs/default/kubernetes":      "services",
+		"/registry/services/endpoints/default/kubernetes":  "endpoints",
+		"/registry/minions/node-1":                         "nodes",
+		"/registry/deployments/x/web":                      "deployments.apps",
+		"/registry/events/x/e":                             "events",
+		"/registry/apiregistration.k8s.io/apiservices/v1.": "apiservices.apiregistration.k8s.io",
+		"/registry/ranges/serviceips":                      "",
+		"/registry/example.com/things/x/a":                 "",
+		"/elsewhere/pods/default/a":                        "",
+	} {
+		got := ""
+		if st, ok := s.ByKey(key); ok {
+			got = st.Name()
+		}
+		if got != want {
+			t.Errorf("%s is of %q, not %q", key, got, want)
+		}
+	}
+	for _, name := range []string{"pods", "deployments.apps", "events", "leases.coordination.k8s.io"} {
+		if st, ok := s.ByName(name); !ok || st.Name() != name || !strings.HasPrefix(st.Prefix, s.Prefix()) {
+			t.Errorf("%s: %v", name, ok)
+		}
+	}
+}
+
+// A row holds an object in both encodings, or says why it cannot be read.
+func TestARowIsAnObjectOrSaysWhyNot(t *testing.T) {
+	w := world.New(t)
+	if _, err := w.Write(t.Context(), world.ConfigMaps, &registryv1.WriteRequest{
+		Verb: "create",
+		Body: []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a","labels":{"l":"1"}}}`),
+	}, &world.Gate{}); err != nil {
+		t.Fatal(err)
+	}
+	st, _ := w.Resources.Storage.ByName("configmaps")
+	const key = "/registry/configmaps/x/a"
+	resp, err := w.Resources.Storage.Client.Client.Get(t.Context(), key)
+	if err != nil || len(resp.Kvs) != 1 {
+		t.Fatal(err, resp.Count)
+	}
+	value := resp.Kvs[0].Value
+	row := st.Row(t.Context(), key, value, 7)
+	if row.Unreadable != "" || row.Name != "a" || row.Namespace != "x" || row.Revision != 7 || row.Labels["l"] != "1" || row.Fields["metadata.name"] != "a" {
+		t.Errorf("%v", row)
+	}
+	if !strings.Contains(string(row.Json), `"resourceVersion":"7"`) || strings.Contains(string(row.Json), `"kind"`) {
+		t.Errorf("%s", row.Json)
+	}
+	for what, value := range map[string]string{
+		"rubbish":          "rubbish",
+		"half":             string(value[:len(value)/2]),
+		"another kind":     `{"apiVersion":"v1","kind":"Secret","metadata":{"name":"a"}}`,
+		"no known version": `{"apiVersion":"v9","kind":"ConfigMap","metadata":{"name":"a"}}`,
+	} {
+		if row := st.Row(t.Context(), key, []byte(value), 7); row.Unreadable == "" {
+			t.Errorf("%s is read as %.100s", what, row.Json)
+		}
+	}
+}
+
+func TestBadSettingsNameTheirFlag(t *testing.T) {
+	for flag, o := range map[string]storage.Options{
+		"--etcd-servers":  {},
+		"--etcd-certfile": {Servers: []string{"https://localhost:1"}, CertFile: "/none", KeyFile: "/none"},
+	} {
+		if _, err := storage.Open(o, nil); err == nil || !strings.Contains(err.Error(), flag) {
+			t.Errorf("%s: %v", flag, err)
+		}
+	}
+}

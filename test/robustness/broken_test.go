@@ -1,0 +1,22 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"watershed.dev/test/harness"
+)
+
+// The mistakes that are made on purpose can still be made.
+func TestEveryMistakeApplies(t *testing.T) {
+	for _, b := range mistakes {
+		text, err := os.ReadFile(filepath.Join(harness.Root(), b.file))
+		if err == nil {
+			err = b.applies(string(text))
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}
+}
