@@ -130,10 +130,8 @@ func keyOf(r *commonv1.Resource) entryKey {
 	return entryKey{r.Group, r.Version, r.Resource, r.Subresource}
 }
 
-func (c *Catalog) set(m *registryv1.CatalogResponse) {
-	if old := c.View(); old != nil && proto.Equal(old.CatalogResponse, m) {
-		return // the same, from another replica
-	}
+// NewView is the view that a whole catalogue gives.
+func NewView(m *registryv1.CatalogResponse) *View {
 	v := &View{m, map[entryKey]*registryv1.ResourceEntry{}, map[string]bool{}}
 	for _, e := range m.Resources {
 		if !e.Untyped {
@@ -141,6 +139,14 @@ func (c *Catalog) set(m *registryv1.CatalogResponse) {
 		}
 		v.entries[keyOf(e.Resource)] = e
 	}
+	return v
+}
+
+func (c *Catalog) set(m *registryv1.CatalogResponse) {
+	if old := c.View(); old != nil && proto.Equal(old.CatalogResponse, m) {
+		return // the same, from another replica
+	}
+	v := NewView(m)
 	if c.Changed != nil {
 		c.Changed(v)
 	}

@@ -5,19 +5,24 @@ import (
 	"fmt"
 	"log/slog"
 	"runtime/debug"
-	"sync/atomic"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// logEvery is how often a panic is logged at most: whoever can cause one can cause many.
-const logEvery = time.Second
+// logEvery is how often a panic in one thing is logged at most: whoever can cause one can cause many. maxThings bounds
+// the things that are told apart.
+const (
+	logEvery  = time.Second
+	maxThings = 1000
+)
 
 var (
-	logged   atomic.Int64
-	unlogged atomic.Int64
-	panics   = prometheus.NewCounter(prometheus.CounterOpts{
+	mu     sync.Mutex
+	logged = map[string]time.Time{}
+
+	panics = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_panics_total",
 		Help: "Panics that ended what they were in and nothing else.",
 	})
@@ -26,17 +31,28 @@ var (
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{panics} }
 
-// Error makes the panic of the function that defers it the function's error, and logs it with its stack, if none was
-// lately. what says in what: "reading pods/x".
+// Error makes the panic of the function that defers it the function's error, and logs it with its stack, if none in the
+// same was lately. what says in what: "loading pods".
 func Error(what string, err *error) {
 	if r := recover(); r != nil {
 		panics.Inc()
-		now := time.Now().UnixNano()
-		if last := logged.Load(); now-last > int64(logEvery) && logged.CompareAndSwap(last, now) {
-			slog.Error("A panic is contained", "in", what, "panic", r, "unlogged", unlogged.Swap(0), "stack", string(debug.Stack()))
-		} else {
-			unlogged.Add(1)
+		if due(what) {
+			slog.Error("A panic is contained", "in", what, "panic", r, "stack", string(debug.Stack()))
 		}
 		*err = fmt.Errorf("%s panicked: %v", what, r)
 	}
+}
+
+// due says whether a panic in what is to be logged.
+func due(what string) bool {
+	mu.Lock()
+	defer mu.Unlock()
+	if len(logged) >= maxThings {
+		clear(logged)
+	}
+	if time.Since(logged[what]) < logEvery {
+		return false
+	}
+	logged[what] = time.Now()
+	return true
 }

@@ -62,7 +62,7 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 	h = genericapifilters.WithLatencyTrackers(h)
 	h = genericapifilters.WithRequestInfo(h, RequestInfo)
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
-	h = genericfilters.WithPanicRecovery(h, RequestInfo)
+	h = recovered(h)
 	return genericapifilters.WithAuditInit(h)
 }
 
@@ -70,6 +70,31 @@ type waitGroup interface {
 	Add(delta int) error
 	Done()
 }
+
+// recovered answers a panic with a 500, where nothing has been answered yet, and always ends the request as aborted: a
+// client must not take what it has of the answer for the whole. Upstream's filter panics again only while
+// runtime.ReallyCrash is set, which it is not here (cmd/watershed).
+func recovered(h http.Handler) http.Handler {
+	filtered := genericfilters.WithPanicRecovery(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		whole := false
+		defer func() {
+			if !whole {
+				*req.Context().Value(abortedKey{}).(*bool) = true
+			}
+		}()
+		h.ServeHTTP(w, req)
+		whole = true
+	}), RequestInfo)
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		var aborted bool
+		filtered.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), abortedKey{}, &aborted)))
+		if aborted {
+			panic(http.ErrAbortHandler)
+		}
+	})
+}
+
+type abortedKey struct{}
 
 // failClosed turns an authn that cannot be asked into an answer that a client retries, rather than a 401.
 type failClosed struct{ *access.Authenticator }

@@ -185,7 +185,12 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	if err := srv.Shutdown(drain); err != nil {
 		return srv.Close()
 	}
-	s.InFlight.Wait() // nothing is, once the connections have ended
+	ended = make(chan error, 1)
+	go func() { s.InFlight.Wait(); ended <- nil }() // what has taken its connection over
+	select {
+	case <-ended:
+	case <-drain.Done():
+	}
 	return nil
 }
 

@@ -106,6 +106,9 @@ func (c *call) refusal() error {
 	q := c.req.URL.Query()
 	q.Set("limit", "1")
 	q.Del("resourceVersion") // with a limit it is an exact one
+	if !q.Has("sendInitialEvents") {
+		q.Del("resourceVersionMatch") // which needs one
+	}
 	r.Query = q.Encode()
 	stream, err := c.router.Objects.List(c.req.Context(), r)
 	if err == nil {

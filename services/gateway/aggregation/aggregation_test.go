@@ -1,0 +1,155 @@
+package aggregation
+
+import (
+	"context"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/endpoints/request"
+
+	"watershed.dev/platform/catalog"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// other is an aggregated API server, at whatever name it is called by.
+func other(t *testing.T, h http.HandlerFunc) *registryv1.Remote {
+	t.Helper()
+	s := httptest.NewTLSServer(h)
+	t.Cleanup(s.Close)
+	return &registryv1.Remote{
+		Group:                 "metrics.k8s.io",
+		Version:               "v1",
+		ServiceName:           "metrics",
+		ServiceNamespace:      "kube-system",
+		Addresses:             []string{strings.TrimPrefix(s.URL, "https://")},
+		Available:             true,
+		InsecureSkipTlsVerify: true,
+	}
+}
+
+func proxyTo(t *testing.T, all ...*registryv1.Remote) *Proxy {
+	t.Helper()
+	p, err := New(&Config{RejectRedirects: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Set(catalog.NewView(&registryv1.CatalogResponse{Remotes: all}))
+	return p
+}
+
+func serve(p *Proxy, u user.Info, header http.Header) *httptest.ResponseRecorder {
+	req := httptest.NewRequest("GET", "/apis/metrics.k8s.io/v1/nodes?limit=5", nil)
+	for k, v := range header {
+		req.Header[k] = v
+	}
+	ctx := req.Context()
+	if u != nil {
+		ctx = request.WithUser(ctx, u)
+	}
+	ctx = request.WithRequestInfo(ctx, &request.RequestInfo{})
+	w := httptest.NewRecorder()
+	p.Serve(w, req.WithContext(ctx), "metrics.k8s.io", "v1")
+	return w
+}
+
+// A request reaches the other server as its user's, whatever it says itself of who it is.
+func TestARequestIsHandedOnAsItsUsers(t *testing.T) {
+	p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprintf(w, "%s %s as %s of %s, %s", r.Method, r.URL, r.Header.Get("X-Remote-User"), r.Header.Values("X-Remote-Group"), r.Header.Get("X-Remote-Extra-Scopes"))
+	}))
+	u := &user.DefaultInfo{Name: "bob", Groups: []string{"a", "b"}, Extra: map[string][]string{"scopes": {"s"}}}
+	w := serve(p, u, http.Header{"X-Remote-User": {"admin"}, "X-Remote-Group": {"system:masters"}})
+	if got, want := w.Body.String(), "GET /apis/metrics.k8s.io/v1/nodes?limit=5 as bob of [a b], s"; w.Code != 200 || got != want {
+		t.Errorf("%d %q", w.Code, got)
+	}
+	if w := serve(p, nil, nil); w.Code != http.StatusInternalServerError {
+		t.Errorf("of nobody: %d", w.Code)
+	}
+	if !p.Handles("metrics.k8s.io", "v1") || p.Handles("metrics.k8s.io", "v2") {
+		t.Error("it hands on the wrong ones")
+	}
+}
+
+// A server that is not available, cannot be reached or shows a certificate of nobody's is 503; a redirect is refused.
+func TestAServerThatCannotBeAskedIsUnavailable(t *testing.T) {
+	bob := &user.DefaultInfo{Name: "bob"}
+	away, unchecked, unheard := other(t, nil), other(t, func(http.ResponseWriter, *http.Request) {}), other(t, nil)
+	away.Available = false
+	unchecked.InsecureSkipTlsVerify = false
+	unheard.Addresses = []string{"127.0.0.1:1"}
+	for what, r := range map[string]*registryv1.Remote{"not available": away, "another's certificate": unchecked, "nobody there": unheard} {
+		if w := serve(proxyTo(t, r), bob, nil); w.Code != http.StatusServiceUnavailable {
+			t.Errorf("%s: %d %s", what, w.Code, w.Body)
+		}
+	}
+	moved := other(t, func(w http.ResponseWriter, r *http.Request) {
+		http.Redirect(w, r, "https://127.0.0.1/secrets", http.StatusFound)
+	})
+	if w := serve(proxyTo(t, moved), bob, nil); w.Code == http.StatusFound {
+		t.Errorf("a redirect is passed on: %v", w.Header())
+	}
+	broken := other(t, nil)
+	broken.InsecureSkipTlsVerify, broken.CaBundle = false, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte("x")})
+	if w := serve(proxyTo(t, broken), bob, nil); w.Code != http.StatusInternalServerError {
+		t.Errorf("a broken authority: %d", w.Code)
+	}
+}
+
+// What a server serves is learned in either form of discovery, is kept while it does not answer, and goes with it.
+func TestWhatAServerServesIsLearned(t *testing.T) {
+	var down atomic.Bool
+	p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
+		switch {
+		case down.Load():
+			http.Error(w, "down", http.StatusServiceUnavailable)
+		case r.URL.Path == "/apis/metrics.k8s.io/v1":
+			_ = json.NewEncoder(w).Encode(metav1.APIResourceList{GroupVersion: "metrics.k8s.io/v1",
+				APIResources: []metav1.APIResource{{Name: "nodes", SingularName: "node", Kind: "NodeMetrics", Verbs: []string{"get"}}}})
+		case r.URL.Path == "/openapi/v2":
+			fmt.Fprint(w, `{"swagger":"2.0"}`)
+		default:
+			http.NotFound(w, r)
+		}
+	}))
+	gv := schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"}
+	changed := make(chan struct{}, 10)
+	l := NewLearner(p, func() { changed <- struct{}{} })
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() { defer close(ended); l.Run(ctx) }()
+	defer func() { cancel(); <-ended }()
+	wait := func() {
+		t.Helper()
+		select {
+		case <-changed:
+		case <-time.After(10 * time.Second):
+			t.Fatal("nothing is learned")
+		}
+	}
+	wait()
+	if got := l.Of(gv); got == nil || got.Stale || len(got.Resources) != 1 || got.Resources[0].Resource != "nodes" || got.OpenAPIV2 == nil {
+		t.Errorf("%+v", got)
+	}
+	down.Store(true)
+	l.Wake()
+	wait()
+	if got := l.Of(gv); got == nil || !got.Stale || len(got.Resources) != 1 {
+		t.Errorf("while it is down: %+v", got)
+	}
+	p.Set(catalog.NewView(&registryv1.CatalogResponse{}))
+	l.Wake()
+	wait()
+	if got := l.Of(gv); got != nil || len(l.Groups()) != 0 {
+		t.Errorf("once it is gone: %+v", got)
+	}
+}

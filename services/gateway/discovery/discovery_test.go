@@ -1,0 +1,125 @@
+package discovery
+
+import (
+	"encoding/json"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"watershed.dev/platform/catalog"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/aggregation"
+)
+
+func entry(group, version, resource, kind string, custom bool) *registryv1.ResourceEntry {
+	return &registryv1.ResourceEntry{
+		Resource:   &commonv1.Resource{Group: group, Version: version, Resource: resource},
+		Kind:       &commonv1.Kind{Group: group, Version: version, Kind: kind},
+		Namespaced: true,
+		Untyped:    custom,
+		Verbs:      []string{"get", "list"},
+	}
+}
+
+func handler(t *testing.T) *Handler {
+	t.Helper()
+	proxy, err := aggregation.New(&aggregation.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	hidden := entry("example.com", "v1", "secrets", "Hidden", true)
+	hidden.Hidden = true
+	view := catalog.NewView(&registryv1.CatalogResponse{
+		Resources: []*registryv1.ResourceEntry{
+			entry("", "v1", "pods", "Pod", false),
+			entry("apps", "v1", "deployments", "Deployment", false),
+			entry("example.com", "v1", "widgets", "Widget", true),
+			hidden,
+		},
+		Groups: []*registryv1.Group{
+			{Name: "", Versions: []string{"v1"}},
+			{Name: "apps", Versions: []string{"v1"}},
+			{Name: "metrics.k8s.io", Versions: []string{"v1"}},
+			{Name: "example.com", Versions: []string{"v1"}},
+		},
+		Remotes: []*registryv1.Remote{{Group: "metrics.k8s.io", Version: "v1"}},
+	})
+	h := &Handler{Address: "10.0.0.1:6443", Remotes: aggregation.NewLearner(proxy, func() {})}
+	h.Set(view)
+	return h
+}
+
+func get(h http.Handler, method, path, accept string) (int, string) {
+	req := httptest.NewRequest(method, path, nil)
+	if accept != "" {
+		req.Header.Set("Accept", accept)
+	}
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, req)
+	return w.Code, w.Body.String()
+}
+
+// Every group and version is told of in the catalogue's order, and what is not established is not.
+func TestDiscoveryTellsWhatIsServed(t *testing.T) {
+	h := handler(t)
+	for _, x := range []struct {
+		method, path string
+		code         int
+		has          string
+	}{
+		{"GET", "/api", 200, `"serverAddress":"10.0.0.1:6443"`},
+		{"GET", "/api/v1", 200, `"name":"pods"`},
+		{"GET", "/apis", 200, `"name":"apps"`},
+		{"GET", "/apis/apps", 200, `"kind":"APIGroup"`},
+		{"GET", "/apis/apps/v1", 200, `"name":"deployments"`},
+		{"GET", "/apis/example.com/v1", 200, `"name":"widgets"`},
+		{"POST", "/api/v1", 405, ""},
+		{"POST", "/apis/apps/v1", 405, ""},
+		{"GET", "/apis/none", 404, "404 page not found"},
+		{"GET", "/apis/apps/v9", 404, "could not find"},
+		{"GET", "/apis/example.com/v9", 404, "404 page not found"},
+		{"GET", "/apis/apps/v1/x/y", 404, ""},
+	} {
+		code, body := get(h, x.method, x.path, "")
+		if code != x.code || !strings.Contains(body, x.has) || strings.Contains(body, "Hidden") {
+			t.Errorf("%s %s: %d %.300s", x.method, x.path, code, body)
+		}
+	}
+	var groups metav1.APIGroupList
+	_, body := get(h, "GET", "/apis", "")
+	if err := json.Unmarshal([]byte(body), &groups); err != nil || len(groups.Groups) != 3 || groups.Groups[0].Name != "apps" || groups.Groups[2].Name != "example.com" {
+		t.Errorf("%v: %s", err, body)
+	}
+}
+
+// The aggregated document says the same in one, with a group version of another server's as stale until it has said
+// what it serves.
+func TestAggregatedDiscovery(t *testing.T) {
+	code, body := get(handler(t), "GET", "/apis", "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")
+	var list apidiscoveryv2.APIGroupDiscoveryList
+	if err := json.Unmarshal([]byte(body), &list); err != nil || code != 200 {
+		t.Fatalf("%d, %v: %.300s", code, err, body)
+	}
+	var names []string
+	for _, g := range list.Items {
+		v := g.Versions[0]
+		names = append(names, g.Name+" "+string(v.Freshness))
+		if g.Name == "example.com" && (len(v.Resources) != 1 || v.Resources[0].ResponseKind.Group != "example.com") {
+			t.Errorf("%v", v.Resources)
+		}
+	}
+	if got := strings.Join(names, ", "); got != "apps Current, metrics.k8s.io Stale, example.com Current" {
+		t.Error(got)
+	}
+}
+
+func TestBeforeTheFirstViewDiscoveryIsUnavailable(t *testing.T) {
+	if code, _ := get(&Handler{}, "GET", "/apis", ""); code != 503 {
+		t.Errorf("%d", code)
+	}
+}

@@ -1,0 +1,104 @@
+package openapi
+
+import (
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"google.golang.org/grpc"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/rpc"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/aggregation"
+)
+
+// documents is registry's part.
+type documents struct {
+	registryv1.UnimplementedCatalogServer
+	asked atomic.Int32
+}
+
+func (d *documents) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
+	d.asked.Add(1)
+	switch r.Path {
+	case "v2":
+		return s.Send(&registryv1.OpenAPIChunk{Data: []byte(`{"swagger":"2.0","info":{"title":"Kubernetes"},"paths":{}}`)})
+	case "v3/apis/apps/v1":
+		for _, part := range []string{`{"openapi":"3.0.0",`, `"info":{"title":"Kubernetes"},"paths":{}}`} {
+			if err := s.Send(&registryv1.OpenAPIChunk{Data: []byte(part)}); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	return rpc.ToStatus(apierrors.NewNotFound(schema.GroupResource{}, r.Path))
+}
+
+func handler(t *testing.T) (*Handler, *documents) {
+	t.Helper()
+	d, p := &documents{}, rpc.NewInProcess(false)
+	registryv1.RegisterCatalogServer(p, d)
+	proxy, err := aggregation.New(&aggregation.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := &Handler{Registry: registryv1.NewCatalogClient(p.Client("gateway")), Remotes: aggregation.NewLearner(proxy, func() {})}
+	h.Set(catalog.NewView(&registryv1.CatalogResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
+	return h, d
+}
+
+func get(h http.Handler, path string, headers ...string) *httptest.ResponseRecorder {
+	req := httptest.NewRequest("GET", path, nil)
+	for i := 0; i < len(headers); i += 2 {
+		req.Header.Set(headers[i], headers[i+1])
+	}
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, req)
+	return w
+}
+
+// Documents are made by registry once, named by their hash, and kept until what they are made of changes.
+func TestDocumentsAreMadeOnceAndNamedByTheirHash(t *testing.T) {
+	h, d := handler(t)
+	index := get(h, "/openapi/v3")
+	_, hash, _ := strings.Cut(index.Body.String(), "apis/apps/v1?hash=")
+	hash, _, _ = strings.Cut(hash, `"`)
+	if index.Code != 200 || hash == "" {
+		t.Fatalf("%d %s", index.Code, index.Body)
+	}
+	for range 3 {
+		w := get(h, "/openapi/v3/apis/apps/v1?hash="+hash)
+		if w.Code != 200 || !strings.Contains(w.Body.String(), `"openapi":"3.0.0","info"`) || w.Header().Get("Etag") == "" {
+			t.Errorf("%d %v %s", w.Code, w.Header(), w.Body)
+		}
+	}
+	if n := d.asked.Load(); n != 1 {
+		t.Errorf("registry is asked %d times", n)
+	}
+	if w := get(h, "/openapi/v3/apis/apps/v1?hash=OLD"); w.Code != http.StatusMovedPermanently || !strings.Contains(w.Header().Get("Location"), hash) {
+		t.Errorf("an old hash: %d %v", w.Code, w.Header())
+	}
+	w := get(h, "/openapi/v3/apis/apps/v1")
+	if again := get(h, "/openapi/v3/apis/apps/v1", "If-None-Match", w.Header().Get("Etag")); again.Code != http.StatusNotModified {
+		t.Errorf("what the client has: %d", again.Code)
+	}
+	h.Set(catalog.NewView(&registryv1.CatalogResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}))
+	get(h, "/openapi/v3/apis/apps/v1")
+	if n := d.asked.Load(); n != 2 {
+		t.Errorf("registry is asked %d times for two documents", n)
+	}
+}
+
+func TestWhatThereIsNoDocumentOf(t *testing.T) {
+	h, _ := handler(t)
+	for path, code := range map[string]int{"/openapi/v3/apis/none/v1": 404, "/openapi/v9": 404, "/openapi/v2": 200} {
+		if w := get(h, path); w.Code != code {
+			t.Errorf("%s: %d %s", path, w.Code, w.Body)
+		}
+	}
+}

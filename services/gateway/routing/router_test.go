@@ -1,0 +1,217 @@
+package routing
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/endpoints/request"
+
+	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/rpc"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/watch"
+)
+
+// behind is registry and the watch tier, which say who was asked.
+type behind struct {
+	registryv1.UnimplementedObjectsServer
+	registryv1.UnimplementedCatalogServer
+	watchfanoutv1.UnimplementedWatchServer
+	tier error // what the tier answers lists with
+}
+
+func (b *behind) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+	pods := entryOf()
+	pods.Verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
+	exec := &registryv1.ResourceEntry{Namespaced: true, Resource: &commonv1.Resource{Version: "v1", Resource: "pods", Subresource: "exec"},
+		Kind: &commonv1.Kind{Version: "v1", Kind: "PodExecOptions"}, ConnectMethods: []string{"GET", "POST"}}
+	widgets := &registryv1.ResourceEntry{
+		StoredAs:   "widgets.example.com",
+		Namespaced: true,
+		Untyped:    true,
+		Verbs:      []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"},
+		Resource:   &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"},
+		Kind:       &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
+		MediaTypes: []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"},
+	}
+	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{pods, exec, widgets}}); err != nil {
+		return err
+	}
+	<-s.Context().Done()
+	return s.Context().Err()
+}
+
+func (b *behind) Get(_ context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+	return &registryv1.ObjectResponse{Code: 200, Body: []byte("registry get " + r.Name)}, nil
+}
+
+func (b *behind) List(r *registryv1.GetRequest, s grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+	return s.Send(&registryv1.ListChunk{Data: []byte("registry list " + r.Query)})
+}
+
+func (b *behind) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+	m, err := s.Recv()
+	if err != nil {
+		return err
+	}
+	r := m.GetRequest()
+	body := "registry " + r.Verb + " " + r.Name + " " + string(r.Body)
+	return s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: &registryv1.ObjectResponse{Code: 201, Body: []byte(body)}}})
+}
+
+// tier is the watch tier's part, whose List is another.
+type tier struct {
+	watchfanoutv1.UnimplementedWatchServer
+	*behind
+}
+
+func (t tier) Get(context.Context, *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
+	return nil, status.Error(codes.FailedPrecondition, "not here")
+}
+
+func (t tier) List(r *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+	if t.tier != nil {
+		return t.tier
+	}
+	return s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{[]byte("tier list "), []byte(r.Query.LabelSelector)}})
+}
+
+// routerOver is a router whose services are b's.
+func routerOver(t *testing.T, b *behind) *Router {
+	t.Helper()
+	p := rpc.NewInProcess(false)
+	registryv1.RegisterObjectsServer(p, b)
+	registryv1.RegisterCatalogServer(p, b)
+	watchfanoutv1.RegisterWatchServer(p, tier{behind: b})
+	conn := p.Client("gateway")
+	watches := &watch.Hub{Config: &watch.Config{}}
+	lists := func() *coalesce.Group[[]byte] { return &coalesce.Group[[]byte]{Limit: 1, Timeout: time.Minute} }
+	r := &Router{
+		Catalog:    &catalog.Catalog{Registry: registryv1.NewCatalogClient(conn)},
+		Interests:  &Interests{Client: admissionv1.NewAdmissionClient(conn)},
+		Objects:    registryv1.NewObjectsClient(conn),
+		Tier:       Source{watchfanoutv1.NewWatchClient(conn), watches},
+		Lists:      lists(),
+		FirstLists: lists(),
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() { defer close(ended); r.Catalog.Run(ctx) }()
+	t.Cleanup(func() { cancel(); <-ended })
+	for until := time.Now().Add(10 * time.Second); r.Catalog.View() == nil; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatal("no catalogue comes")
+		}
+	}
+	return r
+}
+
+var infos = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
+
+func ask(t *testing.T, r *Router, method, path, body string, headers ...string) (int, string) {
+	t.Helper()
+	req := httptest.NewRequest(method, path, strings.NewReader(body))
+	for i := 0; i < len(headers); i += 2 {
+		req.Header.Set(headers[i], headers[i+1])
+	}
+	info, err := infos.NewRequestInfo(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := request.WithRequestInfo(request.WithUser(req.Context(), &user.DefaultInfo{Name: "bob"}), info)
+	w := httptest.NewRecorder()
+	r.ServeHTTP(w, req.WithContext(ctx))
+	data, _ := io.ReadAll(w.Result().Body)
+	var s metav1.Status
+	if json.Unmarshal(data, &s) == nil && s.Status == metav1.StatusFailure {
+		return w.Code, string(s.Reason) + ": " + s.Message
+	}
+	return w.Code, string(data)
+}
+
+// A request goes where it is answered, and what nobody takes is refused in the words of kube-apiserver's web framework
+// or of its CRD handler.
+func TestRequestsGoWhereTheyAreAnswered(t *testing.T) {
+	r := routerOver(t, &behind{})
+	const pods, widgets = "/api/v1/namespaces/x/pods", "/apis/example.com/v1/namespaces/x/widgets"
+	for _, x := range []struct {
+		method, path string
+		headers      []string
+		code         int
+		has          string
+	}{
+		{"GET", pods + "/a", nil, 200, "registry get a"},
+		{"GET", pods + "?labelSelector=a%3Db", nil, 200, "tier list a=b"},
+		{"GET", pods + "?pretty=true", nil, 200, "registry list pretty=true"},
+		{"GET", pods + "?fieldSelector=none%3Dx", nil, 200, "registry list fieldSelector"}, // which knows the words
+		{"GET", pods, []string{"Accept", "application/yaml"}, 200, "registry list"},
+		{"GET", pods + "?limit=x", nil, 400, "BadRequest: "},
+		{"GET", pods + "?resourceVersionMatch=Exact", nil, 422, "Invalid: ListOptions"},
+		{"GET", pods, []string{"Accept", "text/html"}, 406, "406: Not Acceptable"},
+		{"HEAD", pods + "/a", nil, 405, ""},
+		{"POST", pods, nil, 201, "registry create  body"},
+		{"PUT", pods + "/a", nil, 201, "registry update a body"},
+		{"PUT", pods, nil, 405, "MethodNotAllowed: the server does not allow this method"},
+		{"POST", pods + "/a", nil, 405, "MethodNotAllowed: the server does not allow this method"},
+		{"PATCH", pods + "/a", []string{"Content-Type", "text/plain"}, 415, "415: Unsupported Media Type"},
+		{"PATCH", pods + "/a", []string{"Content-Type", "application/strategic-merge-patch+json"}, 201, "registry patch a"},
+		{"DELETE", pods, nil, 201, "registry deletecollection"},
+		{"DELETE", "/api/v1/pods", nil, 405, "MethodNotAllowed: the server does not allow this method"},
+		{"PUT", pods + "/a/exec", nil, 405, "MethodNotAllowed: the server does not allow this method"},
+		{"GET", pods + "/a/none", nil, 404, "NotFound: the server could not find the requested resource"},
+		{"GET", "/api/v1/nones", nil, 404, "NotFound: the server could not find the requested resource"},
+		{"GET", "/apis/none/v1/nones", nil, 404, "404 page not found\n"},
+		{"GET", widgets + "/a", nil, 200, "registry get a"},
+		{"HEAD", widgets + "/a", nil, 200, ""},
+		{"GET", widgets + "/a/none", nil, 404, `NotFound: widgets.example.com "a" not found`},
+		{"PATCH", widgets + "/a", []string{"Content-Type", "application/strategic-merge-patch+json"}, 415, "UnsupportedMediaType: the body of the request was in an unknown format"},
+		{"GET", widgets, []string{"Accept", "application/vnd.kubernetes.protobuf"}, 406, "NotAcceptable"},
+		{"GET", "/apis/example.com/v1/widgets/a", nil, 404, "404 page not found\n"},
+	} {
+		code, body := ask(t, r, x.method, x.path, "body", x.headers...)
+		if code != x.code || !strings.Contains(body, x.has) {
+			t.Errorf("%s %s %q: %d %.200s", x.method, x.path, x.headers, code, body)
+		}
+	}
+}
+
+// What the watch tier does not hold or cannot answer is asked of registry; an error of the API's own is the client's.
+func TestRegistryAnswersForTheTier(t *testing.T) {
+	for name, x := range map[string]struct {
+		err  error
+		code int
+		has  string
+	}{
+		"not held":      {status.Error(codes.FailedPrecondition, "not held here"), 200, "registry list"},
+		"nobody there":  {status.Error(codes.Unavailable, "away"), 200, "registry list"},
+		"too large":     {status.Error(codes.ResourceExhausted, "a message of 70 MB"), 200, "registry list"},
+		"an API error":  {rpc.ToStatus(starting()), 503, "ServiceUnavailable"},
+		"not permitted": {status.Error(codes.PermissionDenied, "no"), 500, ""},
+	} {
+		if code, body := ask(t, routerOver(t, &behind{tier: x.err}), "GET", "/api/v1/pods", ""); code != x.code || !strings.Contains(body, x.has) {
+			t.Errorf("%s: %d %.200s", name, code, body)
+		}
+	}
+}
+
+// Before registry has said what is served, clients are told to come back.
+func TestWithoutACatalogueClientsComeBack(t *testing.T) {
+	if code, body := ask(t, &Router{Catalog: &catalog.Catalog{}}, "GET", "/api/v1/pods", ""); code != 503 || !strings.Contains(body, "starting") {
+		t.Errorf("%d %s", code, body)
+	}
+}
