@@ -23,8 +23,8 @@ const usage = `watershed is the Kubernetes API server as services that scale apa
 Every command says what it can be told with --help.
 `
 
-// Upstream's controllers end the process when they panic, and what is in etcd can make them: a CRD whose name has no dot
-// does. Their workers run under wait.Until, which starts a worker again that has panicked.
+// Upstream's controllers end the process when they panic, and what is in etcd can make them: a CRD whose name has no
+// dot does. Their workers run under wait.Until, which starts a worker again that has panicked.
 func init() { utilruntime.ReallyCrash = false }
 
 func main() {

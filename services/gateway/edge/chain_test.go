@@ -12,8 +12,8 @@ import (
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 )
 
-// A client sees that an answer was cut short, whatever upstream's loops may do in this process: half a list is not to be
-// taken for a whole one.
+// A client sees that an answer was cut short, whatever upstream's loops may do in this process: half a list is not to
+// be taken for a whole one.
 func TestAnAbortedAnswerIsSeen(t *testing.T) {
 	before := runtime.ReallyCrash
 	defer func() { runtime.ReallyCrash = before }()

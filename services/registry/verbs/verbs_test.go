@@ -302,7 +302,7 @@ func TestWrites(t *testing.T) {
 
 func managers(o object) (all []string) {
 	for _, m := range o.Metadata.ManagedFields {
-		all = append(all, fmt.Sprintf("%s %s %s", m.Manager, m.Operation, m.FieldsV1.Raw))
+		all = append(all, fmt.Sprintf("%s %s %s", m.Manager, m.Operation, m.FieldsV1.GetRawString()))
 	}
 	slices.Sort(all)
 	return all

@@ -1,0 +1,103 @@
+package lifecycle
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// said is what parts do, in order.
+type said struct {
+	mu  sync.Mutex
+	all []string
+}
+
+func (s *said) say(format string, args ...any) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.all = append(s.all, fmt.Sprintf(format, args...))
+}
+
+func (s *said) part(name string, readyAfter time.Duration) Part {
+	var at time.Time
+	return Part{
+		Name: name,
+		Run: func(ctx context.Context) error {
+			s.mu.Lock()
+			at = time.Now().Add(readyAfter)
+			s.mu.Unlock()
+			s.say("%s runs", name)
+			<-ctx.Done()
+			s.say("%s ends", name)
+			return ctx.Err()
+		},
+		Ready: func(context.Context) error {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if at.IsZero() || time.Now().Before(at) {
+				return errors.New("not yet")
+			}
+			return nil
+		},
+	}
+}
+
+// Parts start one after the other, each once the one before is ready, and stop in the opposite order.
+func TestPartsStartInOrderAndStopInTheOpposite(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &said{}
+		ctx, cancel := context.WithCancel(t.Context())
+		err := Run(ctx, []Part{s.part("etcd", 3*time.Second), s.part("nats", 0), s.part("registry", time.Second)},
+			func(name string) { s.say("%s starts", name) },
+			func() { s.say("started"); cancel() })
+		want := "etcd starts, etcd runs, nats starts, nats runs, registry starts, registry runs, started, " +
+			"registry ends, nats ends, etcd ends"
+		if got := strings.Join(s.all, ", "); got != want || err != nil {
+			t.Errorf("%s (%v)", got, err)
+		}
+	})
+}
+
+// A part that ends on its own ends the process, with its error; one that never becomes ready does not keep it.
+func TestAPartThatEndsEndsTheProcess(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &said{}
+		fails := Part{
+			Name:  "nats",
+			Run:   func(context.Context) error { return errors.New("no disk") },
+			Ready: func(context.Context) error { return errors.New("not yet") },
+		}
+		err := Run(t.Context(), []Part{s.part("etcd", 0), fails, s.part("registry", 0)}, nil, nil)
+		if err == nil || err.Error() != "nats: no disk" || strings.Join(s.all, ", ") != "etcd runs, etcd ends" {
+			t.Errorf("%v after %q", err, s.all)
+		}
+		quits := Part{Name: "debug", Run: func(context.Context) error { return nil }}
+		if err := Run(t.Context(), []Part{quits}, nil, nil); err == nil || err.Error() != "debug: ended by itself" {
+			t.Errorf("%v", err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		if err := Run(ctx, []Part{s.part("registry", time.Hour)}, nil, nil); err != nil {
+			t.Errorf("told to stop while it starts: %v", err)
+		}
+	})
+}
+
+// A part that does not stop is left behind.
+func TestAPartThatDoesNotStopIsLeftBehind(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		hangs := make(chan struct{})
+		stuck := Part{Name: "stuck", StopTimeout: time.Minute, Run: func(context.Context) error { <-hangs; return nil }}
+		ctx, cancel := context.WithCancel(t.Context())
+		began := time.Now()
+		if err := Run(ctx, []Part{stuck}, nil, cancel); err != nil || time.Since(began) != time.Minute {
+			t.Errorf("%v after %v", err, time.Since(began))
+		}
+		close(hangs)
+	})
+}

@@ -1,0 +1,93 @@
+package catalogue
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Groups stand by priority, then by name; versions by priority, then as Kubernetes counts.
+func TestGroupsAreInKubeAggregatorsOrder(t *testing.T) {
+	var all groups
+	for _, x := range []struct {
+		gv             string
+		group, version int32
+	}{
+		{"zebra.example.com/v1", 1000, 100}, {"apps/v1", 17800, 15}, {"ant.example.com/v1beta1", 1000, 100},
+		{"ant.example.com/v2", 1000, 100}, {"ant.example.com/v10", 1000, 100}, {"ant.example.com/v1", 1000, 200},
+	} {
+		gv, err := schema.ParseGroupVersion(x.gv)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all.add(gv, x.group, x.version)
+	}
+	var got []string
+	for _, g := range all.sorted() {
+		got = append(got, g.Name+": "+strings.Join(g.Versions, " "))
+	}
+	want := "apps: v1, ant.example.com: v1 v10 v2 v1beta1, zebra.example.com: v1"
+	if s := strings.Join(got, ", "); s != want {
+		t.Error(s)
+	}
+}
+
+func entry(name string) *registryv1.ResourceEntry {
+	return &registryv1.ResourceEntry{Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: name}}
+}
+
+// told is a follower of the catalogue.
+type told struct {
+	grpc.ServerStreamingServer[registryv1.CatalogResponse]
+	ctx context.Context
+	c   chan *registryv1.CatalogResponse
+}
+
+func (s *told) Context() context.Context { return s.ctx }
+
+func (s *told) Send(m *registryv1.CatalogResponse) error {
+	s.c <- m
+	return nil
+}
+
+// Who follows is told the whole, and then what changes.
+func TestFollowersAreToldWhatChanges(t *testing.T) {
+	a, b, b2, c := entry("a"), entry("b"), entry("b"), entry("c")
+	b2.Singular = "changed"
+	cat := New(nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	s := &told{ctx: ctx, c: make(chan *registryv1.CatalogResponse)}
+	ended := make(chan error, 1)
+	go func() { ended <- cat.Follow(nil, s) }()
+	whole := &registryv1.CatalogResponse{
+		Resources: []*registryv1.ResourceEntry{a, b},
+		Openapi:   map[string]string{"v2": "1", "v3/apis/g/v1": "1"},
+	}
+	cat.current.Set(whole)
+	if m := <-s.c; m != whole {
+		t.Errorf("first %v", m)
+	}
+	cat.current.Set(&registryv1.CatalogResponse{
+		Resources: []*registryv1.ResourceEntry{b2, c},
+		Openapi:   map[string]string{"v2": "2"},
+	})
+	want := &registryv1.CatalogResponse{
+		Delta:          true,
+		Resources:      []*registryv1.ResourceEntry{b2, c},
+		Removed:        []*commonv1.Resource{a.Resource},
+		Openapi:        map[string]string{"v2": "2"},
+		OpenapiRemoved: []string{"v3/apis/g/v1"},
+	}
+	if m := <-s.c; !proto.Equal(m, want) {
+		t.Errorf("then %v", m)
+	}
+	cancel()
+	<-ended
+}

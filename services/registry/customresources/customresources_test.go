@@ -1,0 +1,141 @@
+package customresources_test
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/internal/world"
+)
+
+const definition = `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":"widgets.example.com"},
+"spec":{"group":"example.com","scope":"Namespaced","names":{"plural":"widgets","singular":"widget","kind":"Widget","listKind":"WidgetList"},
+"versions":[{"name":"v1","served":true,"storage":true,"subresources":{"status":{}},"schema":{"openAPIV3Schema":{"type":"object","properties":{
+"spec":{"type":"object","properties":{"size":{"type":"integer","default":1,"maximum":5},"odd":{"type":"boolean"}},
+"x-kubernetes-validations":[{"rule":"self.size != 4","message":"not four"}]},"status":{"type":"object","properties":{"seen":{"type":"boolean"}}}}}}}]}}`
+
+var (
+	definitions = &commonv1.Resource{
+		Group:    "apiextensions.k8s.io",
+		Version:  "v1",
+		Resource: "customresourcedefinitions",
+	}
+	widgets = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
+)
+
+// defined is a world with a CRD whose names are accepted, as the controllers of a running registry do it.
+func defined(t *testing.T) *world.World {
+	t.Helper()
+	w := world.New(t)
+	resp, err := w.Write(t.Context(), definitions, &registryv1.WriteRequest{
+		Verb: "create",
+		Body: []byte(definition),
+	}, &world.Gate{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	crd := &apiextensionsv1.CustomResourceDefinition{}
+	if err := json.Unmarshal(resp.Body, crd); err != nil {
+		t.Fatal(err)
+	}
+	crd.Status.AcceptedNames = crd.Spec.Names
+	for _, c := range []apiextensionsv1.CustomResourceDefinitionConditionType{apiextensionsv1.NamesAccepted,
+		apiextensionsv1.Established} {
+		crd.Status.Conditions = append(crd.Status.Conditions, apiextensionsv1.CustomResourceDefinitionCondition{
+			Type:   c,
+			Status: apiextensionsv1.ConditionTrue,
+		})
+	}
+	body, err := json.Marshal(crd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	status := &commonv1.Resource{
+		Group:       definitions.Group,
+		Version:     definitions.Version,
+		Resource:    definitions.Resource,
+		Subresource: "status",
+	}
+	if resp, err = w.Write(t.Context(), status, &registryv1.WriteRequest{
+		Verb: "update",
+		Name: crd.Name,
+		Body: body,
+	}, &world.Gate{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := json.Unmarshal(resp.Body, crd); err != nil {
+		t.Fatal(err)
+	}
+	w.Resources.Customs.Handler().OnAdd(crd, true)
+	return w
+}
+
+// A custom resource is served with the verbs that serve everything else: defaulted, pruned, checked by its schema and
+// by CEL, with a status of its own.
+func TestACustomResourceIsServed(t *testing.T) {
+	w := defined(t)
+	types := map[string]string{"patch": "application/merge-patch+json"}
+	write := func(verb, name, sub, body string) (string, error) {
+		of := &commonv1.Resource{
+			Group:       widgets.Group,
+			Version:     widgets.Version,
+			Resource:    widgets.Resource,
+			Subresource: sub,
+		}
+		resp, err := w.Write(t.Context(), of, &registryv1.WriteRequest{
+			Verb:        verb,
+			Name:        name,
+			ContentType: types[verb],
+			Body:        []byte(body),
+		}, &world.Gate{})
+		return string(resp.GetBody()), err
+	}
+	widget := func(rest string) string {
+		return `{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":"a"},` + rest + `}`
+	}
+	body, err := write("create", "", "", widget(`"spec":{"odd":true,"unknown":1},"status":{"seen":true}`))
+	if err != nil || !strings.Contains(body, `"size":1`) || strings.Contains(body, "unknown") ||
+		strings.Contains(body, "seen") {
+		t.Errorf("%v: %s", err, body)
+	}
+	for rest, want := range map[string]string{
+		`"spec":{"size":9}`:   "should be less than or equal to 5",
+		`"spec":{"size":4}`:   "not four",
+		`"spec":{"size":"x"}`: `must be of type integer: "string"`,
+	} {
+		if _, err := write("patch", "a", "", "{"+rest+"}"); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", rest, err)
+		}
+	}
+	if body, err = write("patch", "a", "status", `{"spec":{"size":3},"status":{"seen":true}}`); err != nil ||
+		!strings.Contains(body, `"seen":true`) ||
+		strings.Contains(body, `"size":3`) {
+		t.Errorf("status: %v: %s", err, body)
+	}
+	list, err := w.List(t.Context(), widgets, &registryv1.GetRequest{})
+	if err != nil || !strings.Contains(string(list), `"kind":"WidgetList"`) ||
+		!strings.Contains(string(list), `"name":"a"`) {
+		t.Errorf("%v: %s", err, list)
+	}
+}
+
+// It is told of: an entry for the gateway and the watch tier, and how it is stored.
+func TestACustomResourceIsToldOf(t *testing.T) {
+	w := defined(t)
+	entries := w.Resources.Customs.Entries()
+	if len(entries) != 2 || entries[0].StoredAs != "widgets.example.com" || !entries[0].Untyped || entries[0].Hidden ||
+		entries[1].Resource.Subresource != "status" {
+		t.Fatalf("%v", entries)
+	}
+	st, err := w.Resources.Stored(t.Context(), "widgets.example.com")
+	if err != nil || st.Prefix != "/registry/example.com/widgets/" {
+		t.Errorf("%v, %v", st, err)
+	}
+	if _, err := w.Resources.Stored(t.Context(), "nones.example.com"); err == nil {
+		t.Error("what nobody defines is stored")
+	}
+}
