@@ -78,7 +78,7 @@ $(PEERS)/e2e.test: test/go.mod
 	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
 
 conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
-	cd test && go run ./conformance -bin ../$(PEERS) -watershed ../$(BIN)/watershed -out ../.build/conformance -node real $(ARGS)
+	cd test && go run ./conformance -out ../.build/conformance -node real $(ARGS)
 
 differential: build peers ## the same 30,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
 	cd test && go run ./differential $(ARGS)

@@ -106,8 +106,8 @@ func (p *report) write(dir string) {
 				fmt.Fprintf(&b, "    %s\n", w)
 			}
 			if i == 0 {
-				fmt.Fprintf(&b, "    theirs: %d %.900s\n    ours:   %d %.900s\n", f.a.code, f.a.body,
-					f.b.code, f.b.body)
+				fmt.Fprintf(&b, "    theirs: %d %.900s\n    ours:   %d %.900s\n", f.a.code,
+					f.a.body, f.b.code, f.b.body)
 			}
 		}
 	}

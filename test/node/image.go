@@ -87,8 +87,8 @@ func (i *image) layer() ([]byte, error) {
 		}
 		return w.WriteHeader(&tar.Header{Name: name, Typeflag: tar.TypeDir, Mode: mode})
 	}
-	for _, d := range []string{"bin", "sbin", "usr/bin", "usr/sbin", "etc", "tmp", "var/run", "var/log",
-		"home", "root"} {
+	for _, d := range []string{"bin", "sbin", "usr/bin", "usr/sbin", "etc", "tmp", "var/run",
+		"var/log", "home", "root"} {
 		if err := dir(d); err != nil {
 			return nil, err
 		}

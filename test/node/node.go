@@ -212,8 +212,8 @@ func images(t testing.TB) []*image {
 
 func module(t testing.TB, name string) string {
 	t.Helper()
-	out, err := exec.Command("go", "list", "-C", filepath.Join(harness.Root(), "test"), "-m", "-f",
-		"{{.Dir}}", name).Output()
+	out, err := exec.Command("go", "list", "-C", filepath.Join(harness.Root(), "test"), "-m",
+		"-f", "{{.Dir}}", name).Output()
 	if err != nil {
 		t.Fatalf("where is %s: %v", name, err)
 	}

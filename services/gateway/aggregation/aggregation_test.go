@@ -65,11 +65,13 @@ func serve(p *Proxy, u user.Info, header http.Header) *httptest.ResponseRecorder
 // A request reaches the other server as its user's, whatever it says itself of who it is.
 func TestARequestIsHandedOnAsItsUsers(t *testing.T) {
 	p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
-		fmt.Fprintf(w, "%s %s as %s of %s, %s", r.Method, r.URL, r.Header.Get("X-Remote-User"), r.Header.Values("X-Remote-Group"), r.Header.Get("X-Remote-Extra-Scopes"))
+		fmt.Fprintf(w, "%s %s as %s of %s, %s", r.Method, r.URL, r.Header.Get("X-Remote-User"),
+			r.Header.Values("X-Remote-Group"), r.Header.Get("X-Remote-Extra-Scopes"))
 	}))
 	u := &user.DefaultInfo{Name: "bob", Groups: []string{"a", "b"}, Extra: map[string][]string{"scopes": {"s"}}}
 	w := serve(p, u, http.Header{"X-Remote-User": {"admin"}, "X-Remote-Group": {"system:masters"}})
-	if got, want := w.Body.String(), "GET /apis/metrics.k8s.io/v1/nodes?limit=5 as bob of [a b], s"; w.Code != 200 || got != want {
+	if got, want := w.Body.String(), "GET /apis/metrics.k8s.io/v1/nodes?limit=5 as bob of [a b], s"; w.Code != 200 ||
+		got != want {
 		t.Errorf("%d %q", w.Code, got)
 	}
 	if w := serve(p, nil, nil); w.Code != http.StatusInternalServerError {
@@ -87,7 +89,11 @@ func TestAServerThatCannotBeAskedIsUnavailable(t *testing.T) {
 	away.Available = false
 	unchecked.InsecureSkipTlsVerify = false
 	unheard.Addresses = []string{"127.0.0.1:1"}
-	for what, r := range map[string]*registryv1.Remote{"not available": away, "another's certificate": unchecked, "nobody there": unheard} {
+	for what, r := range map[string]*registryv1.Remote{
+		"not available":         away,
+		"another's certificate": unchecked,
+		"nobody there":          unheard,
+	} {
 		if w := serve(proxyTo(t, r), bob, nil); w.Code != http.StatusServiceUnavailable {
 			t.Errorf("%s: %d %s", what, w.Code, w.Body)
 		}
@@ -99,7 +105,10 @@ func TestAServerThatCannotBeAskedIsUnavailable(t *testing.T) {
 		t.Errorf("a redirect is passed on: %v", w.Header())
 	}
 	broken := other(t, nil)
-	broken.InsecureSkipTlsVerify, broken.CaBundle = false, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte("x")})
+	broken.InsecureSkipTlsVerify, broken.CaBundle = false, pem.EncodeToMemory(&pem.Block{
+		Type:  "CERTIFICATE",
+		Bytes: []byte("x"),
+	})
 	if w := serve(proxyTo(t, broken), bob, nil); w.Code != http.StatusInternalServerError {
 		t.Errorf("a broken authority: %d", w.Code)
 	}
@@ -114,7 +123,12 @@ func TestWhatAServerServesIsLearned(t *testing.T) {
 			http.Error(w, "down", http.StatusServiceUnavailable)
 		case r.URL.Path == "/apis/metrics.k8s.io/v1":
 			_ = json.NewEncoder(w).Encode(metav1.APIResourceList{GroupVersion: "metrics.k8s.io/v1",
-				APIResources: []metav1.APIResource{{Name: "nodes", SingularName: "node", Kind: "NodeMetrics", Verbs: []string{"get"}}}})
+				APIResources: []metav1.APIResource{{
+					Name:         "nodes",
+					SingularName: "node",
+					Kind:         "NodeMetrics",
+					Verbs:        []string{"get"},
+				}}})
 		case r.URL.Path == "/openapi/v2":
 			fmt.Fprint(w, `{"swagger":"2.0"}`)
 		default:
@@ -137,7 +151,8 @@ func TestWhatAServerServesIsLearned(t *testing.T) {
 		}
 	}
 	wait()
-	if got := l.Of(gv); got == nil || got.Stale || len(got.Resources) != 1 || got.Resources[0].Resource != "nodes" || got.OpenAPIV2 == nil {
+	if got := l.Of(gv); got == nil || got.Stale || len(got.Resources) != 1 || got.Resources[0].Resource != "nodes" ||
+		got.OpenAPIV2 == nil {
 		t.Errorf("%+v", got)
 	}
 	down.Store(true)

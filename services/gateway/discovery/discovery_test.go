@@ -92,7 +92,8 @@ func TestDiscoveryTellsWhatIsServed(t *testing.T) {
 	}
 	var groups metav1.APIGroupList
 	_, body := get(h, "GET", "/apis", "")
-	if err := json.Unmarshal([]byte(body), &groups); err != nil || len(groups.Groups) != 3 || groups.Groups[0].Name != "apps" || groups.Groups[2].Name != "example.com" {
+	if err := json.Unmarshal([]byte(body), &groups); err != nil || len(groups.Groups) != 3 ||
+		groups.Groups[0].Name != "apps" || groups.Groups[2].Name != "example.com" {
 		t.Errorf("%v: %s", err, body)
 	}
 }
@@ -100,7 +101,8 @@ func TestDiscoveryTellsWhatIsServed(t *testing.T) {
 // The aggregated document says the same in one, with a group version of another server's as stale until it has said
 // what it serves.
 func TestAggregatedDiscovery(t *testing.T) {
-	code, body := get(handler(t), "GET", "/apis", "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")
+	code, body := get(handler(t), "GET", "/apis",
+		"application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")
 	var list apidiscoveryv2.APIGroupDiscoveryList
 	if err := json.Unmarshal([]byte(body), &list); err != nil || code != 200 {
 		t.Fatalf("%d, %v: %.300s", code, err, body)

@@ -62,8 +62,8 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 	providers := []reloader{serving}
 	var sni []dynamiccertificates.SNICertKeyContentProvider
 	for _, n := range c.SNI {
-		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("sni-serving-cert", n.CertFile,
-			n.KeyFile, n.Names...)
+		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("sni-serving-cert",
+			n.CertFile, n.KeyFile, n.Names...)
 		if err != nil {
 			return nil, fmt.Errorf("--tls-sni-cert-key %q: %w", n.String(), err)
 		}

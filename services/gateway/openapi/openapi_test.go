@@ -47,7 +47,10 @@ func handler(t *testing.T) (*Handler, *documents) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := &Handler{Registry: registryv1.NewCatalogClient(p.Client("gateway")), Remotes: aggregation.NewLearner(proxy, func() {})}
+	h := &Handler{
+		Registry: registryv1.NewCatalogClient(p.Client("gateway")),
+		Remotes:  aggregation.NewLearner(proxy, func() {}),
+	}
 	h.Set(catalog.NewView(&registryv1.CatalogResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
 	return h, d
 }
@@ -73,18 +76,21 @@ func TestDocumentsAreMadeOnceAndNamedByTheirHash(t *testing.T) {
 	}
 	for range 3 {
 		w := get(h, "/openapi/v3/apis/apps/v1?hash="+hash)
-		if w.Code != 200 || !strings.Contains(w.Body.String(), `"openapi":"3.0.0","info"`) || w.Header().Get("Etag") == "" {
+		if w.Code != 200 || !strings.Contains(w.Body.String(), `"openapi":"3.0.0","info"`) ||
+			w.Header().Get("Etag") == "" {
 			t.Errorf("%d %v %s", w.Code, w.Header(), w.Body)
 		}
 	}
 	if n := d.asked.Load(); n != 1 {
 		t.Errorf("registry is asked %d times", n)
 	}
-	if w := get(h, "/openapi/v3/apis/apps/v1?hash=OLD"); w.Code != http.StatusMovedPermanently || !strings.Contains(w.Header().Get("Location"), hash) {
+	if w := get(h, "/openapi/v3/apis/apps/v1?hash=OLD"); w.Code != http.StatusMovedPermanently ||
+		!strings.Contains(w.Header().Get("Location"), hash) {
 		t.Errorf("an old hash: %d %v", w.Code, w.Header())
 	}
 	w := get(h, "/openapi/v3/apis/apps/v1")
-	if again := get(h, "/openapi/v3/apis/apps/v1", "If-None-Match", w.Header().Get("Etag")); again.Code != http.StatusNotModified {
+	if again := get(h, "/openapi/v3/apis/apps/v1", "If-None-Match",
+		w.Header().Get("Etag")); again.Code != http.StatusNotModified {
 		t.Errorf("what the client has: %d", again.Code)
 	}
 	h.Set(catalog.NewView(&registryv1.CatalogResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}))

@@ -38,8 +38,12 @@ type behind struct {
 func (b *behind) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
 	pods := entryOf()
 	pods.Verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
-	exec := &registryv1.ResourceEntry{Namespaced: true, Resource: &commonv1.Resource{Version: "v1", Resource: "pods", Subresource: "exec"},
-		Kind: &commonv1.Kind{Version: "v1", Kind: "PodExecOptions"}, ConnectMethods: []string{"GET", "POST"}}
+	exec := &registryv1.ResourceEntry{
+		Namespaced:     true,
+		Resource:       &commonv1.Resource{Version: "v1", Resource: "pods", Subresource: "exec"},
+		Kind:           &commonv1.Kind{Version: "v1", Kind: "PodExecOptions"},
+		ConnectMethods: []string{"GET", "POST"},
+	}
 	widgets := &registryv1.ResourceEntry{
 		StoredAs:   "widgets.example.com",
 		Namespaced: true,
@@ -49,7 +53,8 @@ func (b *behind) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServ
 		Kind:       &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
 		MediaTypes: []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"},
 	}
-	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{pods, exec, widgets}}); err != nil {
+	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{pods,
+		exec, widgets}}); err != nil {
 		return err
 	}
 	<-s.Context().Done()
@@ -71,7 +76,8 @@ func (b *behind) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registry
 	}
 	r := m.GetRequest()
 	body := "registry " + r.Verb + " " + r.Name + " " + string(r.Body)
-	return s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: &registryv1.ObjectResponse{Code: 201, Body: []byte(body)}}})
+	result := &registryv1.ObjectResponse{Code: 201, Body: []byte(body)}
+	return s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: result}})
 }
 
 // tier is the watch tier's part, whose List is another.
@@ -121,7 +127,10 @@ func routerOver(t *testing.T, b *behind) *Router {
 	return r
 }
 
-var infos = &request.RequestInfoFactory{APIPrefixes: sets.NewString("api", "apis"), GrouplessAPIPrefixes: sets.NewString("api")}
+var infos = &request.RequestInfoFactory{
+	APIPrefixes:          sets.NewString("api", "apis"),
+	GrouplessAPIPrefixes: sets.NewString("api"),
+}
 
 func ask(t *testing.T, r *Router, method, path, body string, headers ...string) (int, string) {
 	t.Helper()
@@ -169,7 +178,8 @@ func TestRequestsGoWhereTheyAreAnswered(t *testing.T) {
 		{"PUT", pods, nil, 405, "MethodNotAllowed: the server does not allow this method"},
 		{"POST", pods + "/a", nil, 405, "MethodNotAllowed: the server does not allow this method"},
 		{"PATCH", pods + "/a", []string{"Content-Type", "text/plain"}, 415, "415: Unsupported Media Type"},
-		{"PATCH", pods + "/a", []string{"Content-Type", "application/strategic-merge-patch+json"}, 201, "registry patch a"},
+		{"PATCH", pods + "/a", []string{"Content-Type", "application/strategic-merge-patch+json"},
+			201, "registry patch a"},
 		{"DELETE", pods, nil, 201, "registry deletecollection"},
 		{"DELETE", "/api/v1/pods", nil, 405, "MethodNotAllowed: the server does not allow this method"},
 		{"PUT", pods + "/a/exec", nil, 405, "MethodNotAllowed: the server does not allow this method"},
@@ -179,7 +189,8 @@ func TestRequestsGoWhereTheyAreAnswered(t *testing.T) {
 		{"GET", widgets + "/a", nil, 200, "registry get a"},
 		{"HEAD", widgets + "/a", nil, 200, ""},
 		{"GET", widgets + "/a/none", nil, 404, `NotFound: widgets.example.com "a" not found`},
-		{"PATCH", widgets + "/a", []string{"Content-Type", "application/strategic-merge-patch+json"}, 415, "UnsupportedMediaType: the body of the request was in an unknown format"},
+		{"PATCH", widgets + "/a", []string{"Content-Type", "application/strategic-merge-patch+json"}, 415,
+			"UnsupportedMediaType: the body of the request was in an unknown format"},
 		{"GET", widgets, []string{"Accept", "application/vnd.kubernetes.protobuf"}, 406, "NotAcceptable"},
 		{"GET", "/apis/example.com/v1/widgets/a", nil, 404, "404 page not found\n"},
 	} {
@@ -203,7 +214,8 @@ func TestRegistryAnswersForTheTier(t *testing.T) {
 		"an API error":  {rpc.ToStatus(starting()), 503, "ServiceUnavailable"},
 		"not permitted": {status.Error(codes.PermissionDenied, "no"), 500, ""},
 	} {
-		if code, body := ask(t, routerOver(t, &behind{tier: x.err}), "GET", "/api/v1/pods", ""); code != x.code || !strings.Contains(body, x.has) {
+		if code, body := ask(t, routerOver(t, &behind{tier: x.err}), "GET", "/api/v1/pods", ""); code != x.code ||
+			!strings.Contains(body, x.has) {
 			t.Errorf("%s: %d %.200s", name, code, body)
 		}
 	}
@@ -211,7 +223,8 @@ func TestRegistryAnswersForTheTier(t *testing.T) {
 
 // Before registry has said what is served, clients are told to come back.
 func TestWithoutACatalogueClientsComeBack(t *testing.T) {
-	if code, body := ask(t, &Router{Catalog: &catalog.Catalog{}}, "GET", "/api/v1/pods", ""); code != 503 || !strings.Contains(body, "starting") {
+	if code, body := ask(t, &Router{Catalog: &catalog.Catalog{}}, "GET", "/api/v1/pods", ""); code != 503 ||
+		!strings.Contains(body, "starting") {
 		t.Errorf("%d %s", code, body)
 	}
 }

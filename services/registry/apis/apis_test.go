@@ -14,7 +14,8 @@ func TestEveryResourceIsDescribed(t *testing.T) {
 	stored, subresources := 0, 0
 	for _, e := range w.Resources.BuiltIn.Entries() {
 		name := e.Resource.Group + "/" + e.Resource.Version + " " + e.Resource.Resource + "/" + e.Resource.Subresource
-		if e.Kind.GetKind() == "" || len(e.Verbs)+len(e.ConnectMethods) == 0 || len(e.MediaTypes) == 0 && len(e.ConnectMethods) == 0 {
+		if e.Kind.GetKind() == "" || len(e.Verbs)+len(e.ConnectMethods) == 0 || len(e.MediaTypes) == 0 &&
+			len(e.ConnectMethods) == 0 {
 			t.Errorf("%s: kind %v, verbs %v, media types %v", name, e.Kind, e.Verbs, e.MediaTypes)
 		}
 		if e.Untyped {
@@ -26,7 +27,8 @@ func TestEveryResourceIsDescribed(t *testing.T) {
 		}
 		if slices.Contains(e.Verbs, "watch") {
 			stored++
-			if e.StoredAs == "" || e.StoredKind.GetKind() == "" || e.ListKind == "" || e.SelectableFields["metadata.name"] == "" || !e.Table {
+			if e.StoredAs == "" || e.StoredKind.GetKind() == "" || e.ListKind == "" ||
+				e.SelectableFields["metadata.name"] == "" || !e.Table {
 				t.Errorf("%s is watched: %v", name, e)
 			}
 		}

@@ -88,8 +88,8 @@ func newDocuments(groups []genericapiserver.APIGroupInfo) (*documents, error) {
 }
 
 // idVerbs begin an operation's name.
-var idVerbs = []string{"get", "log", "read", "replace", "patch", "delete", "watch", "connect", "proxy",
-	"list", "create"}
+var idVerbs = []string{"get", "log", "read", "replace", "patch", "delete", "watch", "connect",
+	"proxy", "list", "create"}
 
 // operationID puts the group and version behind the verb, as k8s.io/apiserver/pkg/endpoints/openapi does, so that
 // generated clients name their methods alike.

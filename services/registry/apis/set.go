@@ -109,8 +109,8 @@ func (s *Set) version(store *storage.Storage, info *genericapiserver.APIGroupInf
 	sort.Strings(paths)
 	for _, path := range paths {
 		resource, subresource, _ := strings.Cut(path, "/")
-		e, err := newEndpoint(info, gv, resource, subresource, storages[path], storages[resource],
-			converter, s.equivalents)
+		e, err := newEndpoint(info, gv, resource, subresource, storages[path],
+			storages[resource], converter, s.equivalents)
 		if err != nil {
 			return fmt.Errorf("%s: %w", path, err)
 		}

@@ -19,11 +19,15 @@ import (
 func TestClientGoCallsTheVerbs(t *testing.T) {
 	c, ctx := world.New(t).Client, t.Context()
 	maps := c.CoreV1().ConfigMaps("x")
-	made, err := maps.Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "a"}, Data: map[string]string{"k": "v"}}, metav1.CreateOptions{})
+	made, err := maps.Create(ctx, &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Name: "a"},
+		Data:       map[string]string{"k": "v"},
+	}, metav1.CreateOptions{})
 	if err != nil || made.UID == "" {
 		t.Fatal(err)
 	}
-	if _, err := maps.Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "a"}}, metav1.CreateOptions{}); !apierrors.IsAlreadyExists(err) {
+	if _, err := maps.Create(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "a"}},
+		metav1.CreateOptions{}); !apierrors.IsAlreadyExists(err) {
 		t.Errorf("made twice: %v", err)
 	}
 	made.Data["k"] = "w"
@@ -33,7 +37,8 @@ func TestClientGoCallsTheVerbs(t *testing.T) {
 	if _, err := maps.Update(ctx, made, metav1.UpdateOptions{}); !apierrors.IsConflict(err) {
 		t.Errorf("an update of what has changed: %v", err)
 	}
-	if o, err := maps.Patch(ctx, "a", types.MergePatchType, []byte(`{"data":{"l":"x"}}`), metav1.PatchOptions{}); err != nil || len(o.Data) != 2 {
+	if o, err := maps.Patch(ctx, "a", types.MergePatchType, []byte(`{"data":{"l":"x"}}`),
+		metav1.PatchOptions{}); err != nil || len(o.Data) != 2 {
 		t.Errorf("%v, %v", o, err)
 	}
 	if l, err := maps.List(ctx, metav1.ListOptions{}); err != nil || len(l.Items) != 1 || l.ResourceVersion == "" {
@@ -76,7 +81,10 @@ func TestAWatchReadsTheTail(t *testing.T) {
 	take(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 100})
 	take(event(101, "a", "one"))
 	watchFrom := func(rv string) watch.Interface {
-		i, err := w.Client.CoreV1().ConfigMaps("x").Watch(t.Context(), metav1.ListOptions{ResourceVersion: rv, LabelSelector: "team=one"})
+		i, err := w.Client.CoreV1().ConfigMaps("x").Watch(t.Context(), metav1.ListOptions{
+			ResourceVersion: rv,
+			LabelSelector:   "team=one",
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -106,7 +114,11 @@ func TestAWatchReadsTheTail(t *testing.T) {
 	if kind, reason := next(watchFrom("50")); kind != "ERROR" || reason != string(metav1.StatusReasonExpired) {
 		t.Errorf("%s %s", kind, reason)
 	}
-	if _, err := w.Resources.Endpoint(t.Context(), &commonv1.Resource{Group: "none", Version: "v1", Resource: "nones"}); !apierrors.IsNotFound(err) {
+	if _, err := w.Resources.Endpoint(t.Context(), &commonv1.Resource{
+		Group:    "none",
+		Version:  "v1",
+		Resource: "nones",
+	}); !apierrors.IsNotFound(err) {
 		t.Errorf("%v", err)
 	}
 }

@@ -30,7 +30,8 @@ func (c *chunks) Send(m *registryv1.SnapshotChunk) error {
 
 func create(t *testing.T, w *world.World, of *commonv1.Resource, body string) {
 	t.Helper()
-	if _, err := w.Write(t.Context(), of, &registryv1.WriteRequest{Verb: "create", Body: []byte(body)}, &world.Gate{}); err != nil {
+	if _, err := w.Write(t.Context(), of, &registryv1.WriteRequest{Verb: "create", Body: []byte(body)},
+		&world.Gate{}); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -59,9 +60,11 @@ func TestASnapshotIsWhole(t *testing.T) {
 	large := strings.Repeat("x", 900<<10)
 	for i := range 25 { // more than one page, and more than one message
 		create(t, w, world.ConfigMaps, fmt.Sprintf(
-			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%02d","labels":{"n":"%d"}},"data":{"k":%q}}`, i, i, large))
+			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%02d","labels":{"n":"%d"}},"data":{"k":%q}}`, i,
+			i, large))
 	}
-	if _, err := w.Resources.Storage.Client.Client.Put(t.Context(), "/registry/configmaps/x/odd", "rubbish"); err != nil {
+	if _, err := w.Resources.Storage.Client.Client.Put(t.Context(),
+		"/registry/configmaps/x/odd", "rubbish"); err != nil {
 		t.Fatal(err)
 	}
 	rows, messages := snapshot()
@@ -74,7 +77,8 @@ func TestASnapshotIsWhole(t *testing.T) {
 			if r.Unreadable == "" {
 				t.Error("what cannot be read is not said to be")
 			}
-		case r.Namespace != "x" || r.Labels["n"] == "" || r.Revision == 0 || !bytes.Contains(r.Json, []byte(`"data":{"k":"xxx`)) || len(r.Protobuf) == 0:
+		case r.Namespace != "x" || r.Labels["n"] == "" || r.Revision == 0 ||
+			!bytes.Contains(r.Json, []byte(`"data":{"k":"xxx`)) || len(r.Protobuf) == 0:
 			t.Errorf("row %s/%s: %v, %d, %.80s", r.Namespace, r.Name, r.Labels, r.Revision, r.Json)
 		}
 	}
@@ -106,7 +110,8 @@ func TestEncode(t *testing.T) {
 		t.Errorf("%v, %s", err, old.GetObjects())
 	}
 	table, err := encode("v2", &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"})
-	if err != nil || !bytes.Contains(table.Columns, []byte(`"name":"MinPods"`)) || !bytes.Contains(table.Objects[0], []byte(`"cells":["h","Deployment/d"`)) {
+	if err != nil || !bytes.Contains(table.Columns, []byte(`"name":"MinPods"`)) ||
+		!bytes.Contains(table.Objects[0], []byte(`"cells":["h","Deployment/d"`)) {
 		t.Errorf("%v, %s, %.300s", err, table.GetColumns(), table.GetObjects())
 	}
 	if _, err := encode("v3", nil); err == nil {

@@ -56,7 +56,8 @@ func TestARowIsAnObjectOrSaysWhyNot(t *testing.T) {
 	}
 	value := resp.Kvs[0].Value
 	row := st.Row(t.Context(), key, value, 7)
-	if row.Unreadable != "" || row.Name != "a" || row.Namespace != "x" || row.Revision != 7 || row.Labels["l"] != "1" || row.Fields["metadata.name"] != "a" {
+	if row.Unreadable != "" || row.Name != "a" || row.Namespace != "x" || row.Revision != 7 || row.Labels["l"] != "1" ||
+		row.Fields["metadata.name"] != "a" {
 		t.Errorf("%v", row)
 	}
 	if !strings.Contains(string(row.Json), `"resourceVersion":"7"`) || strings.Contains(string(row.Json), `"kind"`) {

@@ -379,8 +379,8 @@ func TestAdmissionIsAsked(t *testing.T) {
 	refuse := func(phase registryv1.Phase) func(registryv1.Phase, *admissionv1.Review) (*admissionv1.Verdict, error) {
 		return func(p registryv1.Phase, _ *admissionv1.Review) (*admissionv1.Verdict, error) {
 			if p == phase {
-				return nil, apierrors.NewForbidden(schema.GroupResource{Resource: "configmaps"}, "a",
-					errors.New("not today"))
+				return nil, apierrors.NewForbidden(schema.GroupResource{Resource: "configmaps"},
+					"a", errors.New("not today"))
 			}
 			return &admissionv1.Verdict{Warnings: []string{"think twice"}}, nil
 		}

@@ -128,8 +128,8 @@ func (c *Converter) encode(ctx context.Context, q *form.Query,
 		return nil, nil, rpc.FromStatus(err)
 	}
 	if len(resp.Objects) != len(items) {
-		return nil, nil, status.Errorf(codes.Internal, "encode: asked for %d objects, got %d",
-			len(items), len(resp.Objects))
+		return nil, nil, status.Errorf(codes.Internal,
+			"encode: asked for %d objects, got %d", len(items), len(resp.Objects))
 	}
 	if q.Table && q.IncludeObject != string(metav1.IncludeObject) && q.IncludeObject != string(metav1.IncludeNone) {
 		for i := range resp.Objects {

@@ -164,22 +164,22 @@ func (c *checker) write(w Write) {
 	}
 	switch {
 	case w.Outcome == Acknowledged && !done:
-		c.wrong("lost: %s of %s (%q, expecting %d) was acknowledged at %v and is not in etcd", w.Verb, w.Key,
-			w.Value, w.Expect, w.End)
+		c.wrong("lost: %s of %s (%q, expecting %d) was acknowledged at %v and is not in etcd", w.Verb,
+			w.Key, w.Value, w.Expect, w.End)
 	case w.Outcome == Acknowledged && w.Revision != 0 && w.Revision != revision:
-		c.wrong("%s of %s (%q) was answered with revision %d and done at %d", w.Verb, w.Key, w.Value,
-			w.Revision, revision)
+		c.wrong("%s of %s (%q) was answered with revision %d and done at %d", w.Verb, w.Key,
+			w.Value, w.Revision, revision)
 	case w.Outcome == Acknowledged && revision <= c.atLeast(w.Begin):
 		c.wrong("%s of %s began at %v, when %d was known, and was done at %d", w.Verb, w.Key,
 			w.Begin, c.atLeast(w.Begin), revision)
 	case w.Outcome == Refused && done && w.Verb != "delete": // another deletion may have done what this one could not
-		c.wrong("%s of %s (%q) was refused with %d and done all the same at %d", w.Verb, w.Key, w.Value,
-			w.Code, revision)
+		c.wrong("%s of %s (%q) was refused with %d and done all the same at %d", w.Verb, w.Key,
+			w.Value, w.Code, revision)
 	case w.Outcome == Refused && w.Expect > 0 && w.Code == 409:
 		if e, exists, next := c.current(w.Key, c.atLeast(w.Begin)); exists && e.Revision == w.Expect &&
 			next >= c.before(w.End) {
-			c.wrong("%s of %s expecting %d was refused at %v though that was its revision all the time", w.Verb,
-				w.Key, w.Expect, w.End)
+			c.wrong("%s of %s expecting %d was refused at %v though that was its revision all the time",
+				w.Verb, w.Key, w.Expect, w.End)
 		}
 	}
 }

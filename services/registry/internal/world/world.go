@@ -184,8 +184,8 @@ func (w *World) Write(ctx context.Context, of *commonv1.Resource, r *registryv1.
 }
 
 // Get reads one object of a resource in namespace x.
-func (w *World) Get(ctx context.Context, of *commonv1.Resource, r *registryv1.GetRequest) (*registryv1.ObjectResponse,
-	error) {
+func (w *World) Get(ctx context.Context, of *commonv1.Resource,
+	r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
 	e, err := w.Resources.Endpoint(ctx, of)
 	if err != nil {
 		return nil, err
