@@ -123,7 +123,7 @@ func (p *Publisher) lead(ctx context.Context) error {
 	}
 }
 
-// publish resumes from the log's last message and follows etcd until something breaks.
+// publish goes on from the log's last message, until something breaks.
 func (p *Publisher) publish(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -142,64 +142,52 @@ func (p *Publisher) publish(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = sub.Unsubscribe() }()
-
 	last := w.log.Last()
 	from := last.Revision + 1
 	if !last.Mark {
 		from = last.Revision // its transaction may hold more
 	}
-	if p.customs, err = customresources.Follow(ctx, p.Storage, from-1); errors.Is(err, rpctypes.ErrCompacted) {
-		return p.reset(ctx, w)
-	} else if err != nil {
-		return err
+	if p.customs, err = customresources.Follow(ctx, p.Storage, from-1); err == nil {
+		ctx := clientv3.WithRequireLeader(ctx)
+		watch := p.Storage.Client.Watch(ctx, p.Storage.Prefix(), clientv3.WithPrefix(), clientv3.WithPrevKV(),
+			clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
+		err = p.follow(ctx, w, watch, asked)
 	}
-	watchCtx := clientv3.WithRequireLeader(ctx)
-	watch := p.Storage.Client.Watch(watchCtx, p.Storage.Prefix(), clientv3.WithPrefix(), clientv3.WithPrevKV(),
-		clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
+	if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, errUnknownPast) {
+		return p.reset(ctx, w)
+	}
+	return err
+}
+
+// follow publishes what etcd's one watch says, how far that is, and the marks of etcd's history. asked tells that a
+// reader wants to know how far it is.
+func (p *Publisher) follow(ctx context.Context, w *term, watch clientv3.WatchChan, asked <-chan struct{}) (err error) {
 	idle, marks, checks := time.NewTicker(idleProgress), time.NewTicker(markPeriod), time.NewTicker(markCheck)
 	defer idle.Stop()
 	defer marks.Stop()
 	defer checks.Stop()
-	for {
+	for err == nil {
 		select {
 		case <-ctx.Done():
-			return ctx.Err()
-		case err := <-w.log.Failed():
-			return err
+			err = ctx.Err()
+		case err = <-w.log.Failed():
 		case <-asked:
-			if err := p.Storage.Client.RequestProgress(watchCtx); err != nil {
-				return err
-			}
+			err = p.Storage.Client.RequestProgress(ctx)
 		case <-checks.C:
-			if err := p.timed(ctx, w, p.unmarked); err != nil {
-				return err
-			}
+			err = p.timed(ctx, w, p.unmarked)
 		case <-marks.C:
-			if err := p.timed(ctx, w, p.mark); err != nil {
-				return err
-			}
+			err = p.timed(ctx, w, p.mark)
 		case <-idle.C:
-			if err := p.Storage.Client.RequestProgress(watchCtx); err != nil {
-				return err
-			}
 			w.forced = true
+			err = p.Storage.Client.RequestProgress(ctx)
 		case resp, ok := <-watch:
 			if !ok {
 				return errors.New("etcd ended the watch")
 			}
-			if resp.CompactRevision != 0 {
-				return p.reset(ctx, w)
-			}
-			if err := resp.Err(); err != nil {
-				return err
-			}
-			if err := p.answer(ctx, w, resp); errors.Is(err, errUnknownPast) {
-				return p.reset(ctx, w)
-			} else if err != nil {
-				return err
-			}
+			err = p.answer(ctx, w, resp)
 		}
 	}
+	return err
 }
 
 // timed bounds what is asked of etcd and NATS between two events.

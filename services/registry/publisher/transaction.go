@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
 	"watershed.dev/platform/eventlog"
@@ -16,6 +17,12 @@ import (
 
 // answer publishes one answer of the watch.
 func (p *Publisher) answer(ctx context.Context, w *term, resp clientv3.WatchResponse) error {
+	if resp.CompactRevision != 0 {
+		return rpctypes.ErrCompacted
+	}
+	if err := resp.Err(); err != nil {
+		return err
+	}
 	if resp.IsProgressNotify() {
 		return w.progress(resp.Header.Revision)
 	}

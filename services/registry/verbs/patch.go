@@ -182,8 +182,7 @@ func (p *patcher) apply(ctx context.Context, _, current runtime.Object) (runtime
 				m.GetUID()))
 	}
 	if m, err := meta.Accessor(obj); err == nil {
-		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(p.req.Namespace,
-			p.Resource), m); err != nil {
+		if err := p.matchNamespace(m); err != nil {
 			return nil, err
 		}
 	}

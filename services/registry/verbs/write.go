@@ -157,17 +157,14 @@ func invalidOptions(kind string, errs fieldErrors) error {
 	return apierrors.NewInvalid(schema.GroupKind{Group: metav1.GroupName, Kind: kind}, "", errs)
 }
 
+// create follows k8s.io/apiserver/pkg/endpoints/handlers/create.go.
 func (c *call) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	creater, named := c.creater()
-	if creater == nil {
+	switch {
+	case creater == nil:
 		return nil, c.MethodNotSupported("create")
-	}
-	name, namespace := c.req.Name, c.req.Namespace
-	if named && name == "" {
+	case named && c.req.Name == "":
 		return nil, errEmptyName
-	}
-	if !named {
-		name = ""
 	}
 	opts := &metav1.CreateOptions{}
 	if err := decodeOptions(c.req.Query, opts); err != nil {
@@ -181,52 +178,22 @@ func (c *call) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	if err != nil {
 		return nil, err
 	}
-	if name == "" {
+	name := ""
+	if named {
+		name = c.req.Name
+	} else {
 		_, name, _ = objectName(obj)
 	}
-	if namespace == "" && c.Resource == namespaces {
-		namespace = name
+	if c.req.Namespace == "" && c.Resource == namespaces {
+		c.req.Namespace = name
 	}
-	c.req.Namespace = namespace
-	ctx = request.WithNamespace(ctx, namespace)
-	if m, err := meta.Accessor(obj); err == nil {
-		keep := false
-		if p, ok := c.Storage.(rest.SubresourceObjectMetaPreserver); ok && c.Subresource != "" {
-			keep = p.PreserveRequestObjectMetaSystemFieldsOnSubresourceCreate()
-		}
-		if !keep {
-			rest.WipeObjectMetaSystemFields(m)
-		}
-		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(namespace,
-			c.Resource), m); err != nil {
-			return nil, err
-		}
+	ctx = request.WithNamespace(ctx, c.req.Namespace)
+	if err := c.prepareNew(obj); err != nil {
+		return nil, err
 	}
 	dedupOwnerReferences(ctx, obj, false)
 	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
-		live, err := c.Creater.New(c.Kind)
-		if err != nil {
-			return nil, fmt.Errorf("failed to create new object (Create for %v): %v", c.Kind, err)
-		}
-		obj = c.FieldManager.UpdateNoErrors(live, obj, manager(opts.FieldManager, c.req.UserAgent))
-		attrs := c.attributes(obj, nil, name, admission.Create, opts, opts.DryRun)
-		if m, ok := c.admit.(admission.MutationInterface); ok && m.Handles(admission.Create) {
-			if err := m.Admit(ctx, attrs, c); err != nil {
-				return nil, err
-			}
-		}
-		dedupOwnerReferences(ctx, obj, true)
-		store := func() (runtime.Object, error) {
-			return creater.Create(ctx, name, obj, rest.AdmissionToValidateObjectFunc(c.admit, attrs, c), opts)
-		}
-		result, err := store()
-		if isTooLarge(err) { // managedFields may be what makes it too large, and can be done without
-			if m, merr := meta.Accessor(obj); merr == nil {
-				m.SetManagedFields(nil)
-				result, err = store()
-			}
-		}
-		return result, err
+		return c.storeNew(ctx, creater, name, obj, opts)
 	})
 	if err != nil {
 		return nil, err
@@ -235,6 +202,64 @@ func (c *call) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		s.Code = http.StatusCreated
 	}
 	return c.respond(ctx, c.req.Output, c.req.Query, http.StatusCreated, result)
+}
+
+// prepareNew takes from a new object's metadata what is the server's to say.
+func (c *call) prepareNew(obj runtime.Object) error {
+	m, err := meta.Accessor(obj)
+	if err != nil {
+		return nil // it has none
+	}
+	keep := false
+	if p, ok := c.Storage.(rest.SubresourceObjectMetaPreserver); ok && c.Subresource != "" {
+		keep = p.PreserveRequestObjectMetaSystemFieldsOnSubresourceCreate()
+	}
+	if !keep {
+		rest.WipeObjectMetaSystemFields(m)
+	}
+	return c.matchNamespace(m)
+}
+
+// matchNamespace gives an object its request's namespace, and refuses one that has another.
+func (c *call) matchNamespace(m metav1.Object) error {
+	expected := rest.ExpectedNamespaceForResource(c.req.Namespace, c.Resource)
+	return rest.EnsureObjectNamespaceMatchesRequestNamespace(expected, m)
+}
+
+// storeNew admits a new object and stores it.
+func (c *call) storeNew(ctx context.Context, creater rest.NamedCreater, name string, obj runtime.Object,
+	opts *metav1.CreateOptions) (runtime.Object, error) {
+	live, err := c.Creater.New(c.Kind)
+	if err != nil {
+		return nil, fmt.Errorf("failed to create new object (Create for %v): %v", c.Kind, err)
+	}
+	obj = c.FieldManager.UpdateNoErrors(live, obj, manager(opts.FieldManager, c.req.UserAgent))
+	attrs := c.attributes(obj, nil, name, admission.Create, opts, opts.DryRun)
+	if m, ok := c.admit.(admission.MutationInterface); ok && m.Handles(admission.Create) {
+		if err := m.Admit(ctx, attrs, c); err != nil {
+			return nil, err
+		}
+	}
+	dedupOwnerReferences(ctx, obj, true)
+	return orSmaller(func() (runtime.Object, error) {
+		return creater.Create(ctx, name, obj, rest.AdmissionToValidateObjectFunc(c.admit, attrs, c), opts)
+	}, obj, func() {})
+}
+
+// orSmaller stores an object and, where it is too large, once more without its managedFields, which can be done without.
+// smaller is called between the two.
+func orSmaller(store func() (runtime.Object, error), obj runtime.Object, smaller func()) (runtime.Object, error) {
+	result, err := store()
+	if !isTooLarge(err) {
+		return result, err
+	}
+	m, merr := meta.Accessor(obj)
+	if merr != nil {
+		return result, err
+	}
+	m.SetManagedFields(nil)
+	smaller()
+	return store()
 }
 
 var namespaces = schema.GroupVersionResource{Version: "v1", Resource: "namespaces"}
@@ -280,8 +305,7 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, err
 	}
 	if m, err := meta.Accessor(obj); err == nil {
-		if err := rest.EnsureObjectNamespaceMatchesRequestNamespace(rest.ExpectedNamespaceForResource(namespace,
-			c.Resource), m); err != nil {
+		if err := c.matchNamespace(m); err != nil {
 			return nil, err
 		}
 	}
@@ -317,15 +341,7 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	}
 	dedupOwnerReferences(ctx, obj, false)
 	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
-		result, err := store()
-		if isTooLarge(err) {
-			if m, merr := meta.Accessor(obj); merr == nil {
-				m.SetManagedFields(nil)
-				trackManagers = false
-				result, err = store()
-			}
-		}
-		return result, err
+		return orSmaller(store, obj, func() { trackManagers = false })
 	})
 	if err != nil {
 		return nil, err
