@@ -47,8 +47,8 @@ func startEtcd(s etcdSettings) (*embed.Etcd, error) {
 	}
 	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{*listen}, []url.URL{*listen}
 	if listen.Scheme == "unix" {
-		c.AdvertiseClientUrls = []url.URL{{Scheme: "http",
-			Host: "localhost:1"}} // no socket may be advertised, and nobody asks
+		// No socket may be advertised, and nobody asks.
+		c.AdvertiseClientUrls = []url.URL{{Scheme: "http", Host: "localhost:1"}}
 	}
 	if err := s.peers(c); err != nil {
 		return nil, err
@@ -69,7 +69,7 @@ func startEtcd(s etcdSettings) (*embed.Etcd, error) {
 			TrustedCAFile:  s.id.CAFile,
 			ClientCertAuth: true,
 			AllowedCNs:     []string{"registry"},
-		} // registry alone
+		}
 	}
 	c.EnableGRPCGateway = false
 	c.LogLevel = "warn"

@@ -182,8 +182,8 @@ func (s *splitRun) plan() ([]*child, error) {
 				settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
 			case "registry":
 				id := s.identity("registry")
-				settings["etcd-servers"], settings["nats-url"] = urls("https",
-					addresses["etcd"]), urls("tls", addresses["nats"])
+				settings["etcd-servers"] = urls("https", addresses["etcd"])
+				settings["nats-url"] = urls("tls", addresses["nats"])
 				settings["log-replicas"] = s.counts["nats"]
 				settings["etcd-certfile"], settings["etcd-keyfile"] = id.CertFile, id.KeyFile
 				settings["etcd-cafile"] = id.CAFile

@@ -34,7 +34,7 @@ func (v *View) Entry(group, version, resource, subresource string) (*registryv1.
 	return e, ok
 }
 
-// BuiltIn says whether a group is served in any version by Go's own types.
+// BuiltIn says whether a group has a resource that is not a custom resource.
 func (v *View) BuiltIn(group string) bool { return v.builtIn[group] }
 
 // Catalog follows registry's catalogue.

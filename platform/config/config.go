@@ -49,10 +49,10 @@ func Load(fs *pflag.FlagSet, args []string) error {
 			return fmt.Errorf("--config %q: %w", path, err)
 		}
 		for _, key := range v.AllKeys() {
-			if name, _, nested := strings.Cut(key, delimiter); nested &&
-				fs.Lookup(name) != nil { // viper has no respect for the case of its keys
-				return fmt.Errorf(`--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`,
-					path, name)
+			name, _, nested := strings.Cut(key, delimiter)
+			if nested && fs.Lookup(name) != nil { // viper has no respect for the case of its keys
+				const text = `--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`
+				return fmt.Errorf(text, path, name)
 			}
 			if fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
@@ -74,7 +74,7 @@ var leftOut = map[string]string{
 	"watch-cache":                                 "the watch tier is always there; leave the flag out",
 	"watch-cache-sizes":                           "the watch tier keeps events by size: --watch-ring-bytes",
 	"default-watch-cache-size":                    "the watch tier keeps events by size: --watch-ring-bytes",
-	"apiserver-count":                             "gateways are counted by their leases; leave the flag out",
+	"apiserver-count":                             "the elected registry alone keeps the endpoints of the kubernetes Service; leave the flag out",
 	"egress-selector-config-file": "there is no egress selector; nodes, pods and webhooks are " +
 		"dialled from where the gateway, registry and admission run",
 }

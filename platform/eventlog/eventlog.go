@@ -72,7 +72,7 @@ type Options struct {
 	Conn nats.InProcessConnProvider
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags --nats-url and --log-*, with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.URL, "nats-url", o.URL,
 		"NATS servers, comma separated (tls://host:4222). Mutual TLS with the --rpc-* identity.")

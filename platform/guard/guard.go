@@ -31,8 +31,8 @@ var (
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector { return []prometheus.Collector{panics} }
 
-// Error makes the panic of the function that defers it the function's error, and logs it with its stack, if none in the
-// same was lately. what says in what: "loading pods".
+// Error makes the panic of the function that defers it the function's error. It logs it with its stack, once in
+// logEvery for each what, which says in what: "loading pods".
 func Error(what string, err *error) {
 	if r := recover(); r != nil {
 		panics.Inc()

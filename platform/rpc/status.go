@@ -39,8 +39,8 @@ func ToStatus(err error) error {
 		api = Plain(err)
 	}
 	s := api.Status()
-	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message,
-		"\ufffd")) // the detail has it in JSON; gRPC's own field is checked
+	// gRPC's own field is checked for UTF-8; the detail has the message as it is.
+	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message, "\ufffd"))
 	detail := StatusProto(&s)
 	var warned *WarnedError
 	if errors.As(err, &warned) {

@@ -37,7 +37,7 @@ type Options struct {
 	DebugAddress    string
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags of logs, traces and the debug pages, with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.IntVarP(&o.Verbosity, "v", "v", o.Verbosity,
 		"Log verbosity: 0 says what an operator must know, 4 is for debugging.")
@@ -46,7 +46,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.TracingEndpoint, "tracing-endpoint", o.TracingEndpoint,
 		"host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
 	fs.Float64Var(&o.SamplingRatio, "tracing-sampling-ratio", 1,
-		"The share of requests to trace, 0 to 1, where the client did not decide.")
+		"The share of events, and of calls between services, to trace: 0 to 1.")
 	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress,
 		"host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or "+
 			"an inner network only; or the path of a socket. Empty: none.")

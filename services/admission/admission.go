@@ -1,5 +1,3 @@
-// Package admission answers whether an object may be so, and changes it on the way. The plugins are kube-apiserver's
-// own, with its defaults and in its order; they read the cluster as clients of the gateway.
 package admission
 
 import (

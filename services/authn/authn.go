@@ -1,5 +1,3 @@
-// Package authn answers who a request comes from. The authenticators are kube-apiserver's own, built from its own
-// options; what they need to know of the cluster (service accounts, pods, nodes) they read as a client of the gateway.
 package authn
 
 import (

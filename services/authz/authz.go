@@ -1,5 +1,3 @@
-// Package authz answers whether a user may do a thing. The authorizers are kube-apiserver's own, built from its own
-// options; the policies they read come through ordinary informers from the gateway.
 package authz
 
 import (

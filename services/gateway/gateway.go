@@ -1,5 +1,3 @@
-// Package gateway is the way in: TLS, the filters, discovery, and the routing of every request to the service that
-// answers it. It keeps no state that another gateway would miss.
 package gateway
 
 import (

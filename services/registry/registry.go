@@ -1,6 +1,3 @@
-// Package registry owns the objects of a cluster: the verbs over storage, the catalogue of what is served, the event
-// log's publisher and the loops that keep a fresh cluster as kube-apiserver would. It alone speaks to etcd, and it
-// calls no other service: what a write needs to know of admission and authorization it asks back in the write's stream.
 package registry
 
 import (

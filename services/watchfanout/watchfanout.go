@@ -1,6 +1,3 @@
-// Package watchfanout serves LIST and WATCH from encoded bytes. A replica reads the event log, keeps the objects of the
-// resources that are asked for, and writes answers without ever decoding an object. It calls registry alone: for a
-// first snapshot, for the current revision, and for what its bytes are not (another version, Table rows).
 package watchfanout
 
 import (

@@ -187,7 +187,7 @@ func userBytes(u user.Info) int {
 	return n
 }
 
-// finish takes the credentials out of the request, lest they travel on.
+// finish removes the credentials' headers from the request, so that they are not forwarded.
 func (a *Authenticator) finish(req *http.Request, k *knownUser) (*authenticator.Response, bool, error) {
 	for _, h := range k.consulted {
 		for name := range req.Header {

@@ -114,7 +114,7 @@ func (a *Authorizer) checkHeard(ctx context.Context) {
 	}
 }
 
-// unheardBound is after what time without a word of the policy open watches are asked about.
+// unheardBound is how long Generations may be silent before open watches are authorized again.
 const unheardBound = 20 * time.Second
 
 // unheard has open watches asked about where nobody has told of the policy for long: a permission may have been taken
@@ -187,7 +187,7 @@ func (a *Authorizer) Moved(namespace string) <-chan struct{} {
 	return c
 }
 
-// stands says whether a decision is as good as if it were made now.
+// stands says whether no change of the policy since a decision was made can alter it.
 func (a *Authorizer) stands(d decision) bool {
 	if d.generation == 0 { // no policy has a part in it
 		return true
@@ -215,8 +215,8 @@ const (
 	stillMost  = 500 * time.Millisecond
 )
 
-// Still says whether what was once allowed still is. Where nobody can say it is asked again, and after a bound it is
-// not. Many who ask the same at once, as watches do when the generation has moved, cost authz one question.
+// Still authorizes an open watch again. It retries while authz cannot be asked, and answers false after stillBound.
+// Many watches that ask the same at once, as they do when the generation has moved, cost authz one question.
 func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) bool {
 	key, keepable := keyOf(attrs)
 	until := time.Now().Add(stillBound)

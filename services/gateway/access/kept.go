@@ -118,8 +118,8 @@ func (k *kept[V]) remove(e *keptEntry[V]) {
 	k.size.Set(float64(k.bytes))
 }
 
-// digest is a key of what is kept: of a length that strangers do not choose, and such that neither credentials can be
-// read from memory nor two of one digest be found.
+// digest is a cache key: a SHA-256 over a secret of this process and the inputs. Its length is not the client's to
+// choose, and credentials cannot be recovered from it.
 type digest [sha256.Size]byte
 
 // digestKey is this process's own.
@@ -128,7 +128,7 @@ var digestKey = func() (key [32]byte) {
 	return key
 }()
 
-// maxDigested is from how many bytes on nothing is kept under a key: nobody who means well asks so.
+// maxDigested is the length of a key's inputs, in bytes, above which nothing is kept.
 const maxDigested = 16 << 10
 
 // digester makes a digest of parts. Each is preceded by its length: no two sequences of parts are the same.

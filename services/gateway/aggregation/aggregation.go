@@ -33,7 +33,7 @@ type Config struct {
 	RejectRedirects   bool
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags --proxy-client-* and --aggregator-reject-forwarding-redirect, with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.CertFile, "proxy-client-cert-file", "",
 		"Client certificate used to prove the identity of the gateway when it must call out during a request: to an "+

@@ -84,7 +84,7 @@ func (l *Learner) Run(ctx context.Context) {
 	}
 }
 
-// learn asks every server at once. What one says is told of when it has said it: a slow one keeps nobody waiting.
+// learn asks every server in parallel, and publishes each answer as it arrives.
 func (l *Learner) learn(ctx context.Context) {
 	servers := *l.proxy.current.Load()
 	l.mu.Lock()

@@ -73,10 +73,8 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		}
 		held := &heldBody{all: b}
 		if ok {
-			held.owner, held.free = identity.Owner(u.GetName()), slices.ContainsFunc(u.GetGroups(),
-				func(g string) bool {
-					return slices.Contains(unbounded, g)
-				})
+			held.owner = identity.Owner(u.GetName())
+			held.free = slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(unbounded, g) })
 		}
 		defer held.release()
 		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own

@@ -130,8 +130,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	d := current.make()
 	parts := strings.Split(strings.Trim(req.URL.Path, "/"), "/")
 	// Only the pages that kube-apiserver's web framework serves know methods.
-	if framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1]); framework &&
-		req.Method != http.MethodGet {
+	framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1])
+	if framework && req.Method != http.MethodGet {
 		answer.Error(w, req, answer.V1, answer.MethodNotAllowed)
 		return
 	}

@@ -48,7 +48,7 @@ type Config struct {
 	RequestHeaderExtraPrefixes []string
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags of the HTTPS server and its filters, with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.BindAddress, "bind-address", "0.0.0.0",
 		"The IP address on which to listen for the --secure-port port.")
@@ -98,8 +98,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 // out of every request, also where no front proxy is configured, since whoever a request is passed on to may believe
 // them.
 func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
-	return slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders,
-		c.RequestHeaderGroupHeaders), c.RequestHeaderExtraPrefixes
+	names = slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders)
+	return names, c.RequestHeaderExtraPrefixes
 }
 
 // Server serves HTTPS.
@@ -116,7 +116,7 @@ type Server struct {
 // Wave is what a watch ends by when the server stops: one of many, so that clients do not all come back at once.
 func (s *Server) Wave() <-chan struct{} { return s.waves[rand.IntN(len(s.waves))] }
 
-// NewServer returns a server of h.
+// NewServer returns a server that is not listening yet.
 func NewServer(c *Config) *Server {
 	s := &Server{config: c, ShuttingDown: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup)}
 	for i := range s.waves {

@@ -156,8 +156,7 @@ func (d *document) accepted(accept, path, version string) ([]byte, string, bool)
 		switch c.SubType {
 		case "json", "*":
 			return d.json, "application/json", true
-		case "com.github.proto-openapi.spec." + version + ".v1.0+protobuf", "com.github.proto-openapi.spec." + version +
-			"@v1.0+protobuf":
+		case strings.TrimPrefix(protobuf, "application/"), "com.github.proto-openapi.spec." + version + "@v1.0+protobuf":
 			d.encode.Do(func() { d.protobuf = toProtobuf(path, d.json) })
 			return d.protobuf, protobuf, len(d.protobuf) > 0
 		}

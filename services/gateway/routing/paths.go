@@ -8,8 +8,13 @@ import (
 // watchPath recognizes the old form of a watch, /api/v1/watch/….
 func watchPath(req *http.Request) bool {
 	parts := strings.SplitN(strings.TrimPrefix(req.URL.Path, "/"), "/", 5)
-	return len(parts) > 3 && (parts[0] == "api" && parts[2] == "watch" || len(parts) > 4 && parts[0] == "apis" &&
-		parts[3] == "watch")
+	switch {
+	case len(parts) > 3 && parts[0] == "api":
+		return parts[2] == "watch"
+	case len(parts) > 4 && parts[0] == "apis":
+		return parts[3] == "watch"
+	}
+	return false
 }
 
 // methodVerbs are what RequestInfo makes of methods for a path that names an object.

@@ -139,13 +139,13 @@ func (c *call) source() *Source {
 	return &c.router.Tier
 }
 
-// decides says whether who asks decides by the answer: authn, authz and admission. They are answered by registry, so
-// that a replica of the watch tier can neither make a permission up nor keep one that was taken away.
+// decides says whether the caller is authn, authz or admission, who decide by what they read. Registry answers them, so
+// that a replica of the watch tier can neither forge a permission nor keep one that was taken away.
 func (c *call) decides() bool { return slices.Contains(c.user.GetGroups(), identity.ServicesGroup) }
 
-// skips says whether what cannot be read is left out of a list. It is for the services that decide by it: an unreadable
-// role grants nothing, and is no reason not to hear of the others. An unreadable webhook or policy might refuse, so of
-// those they are refused the list, and in time decide nothing.
+// skips says whether unreadable objects are left out of a list: for authn, authz and admission, to whom an unreadable
+// role grants nothing. Not for admissionregistration.k8s.io: a policy that is missing would let through what it
+// refuses, so that list is refused.
 func (c *call) skips() bool {
 	return c.entry.Resource.GetGroup() != "admissionregistration.k8s.io" && c.decides()
 }

@@ -51,8 +51,9 @@ func (c *call) writeRequest() *registryv1.WriteRequest {
 	return r
 }
 
-// asksItself says whether the request is a question that admission has while it reviews something else: it is not to be
-// reviewed, which might ask again without end. kube-apiserver's plugins ask its authorizer without a request.
+// asksItself says whether the request is a SubjectAccessReview that admission posts while it reviews another request.
+// Admission is not asked about it, which might recurse without end; kube-apiserver's plugins ask its authorizer without
+// a request.
 func (c *call) asksItself() bool {
 	return c.user.GetName() == identity.Admission && slices.Contains(c.user.GetGroups(), identity.ServicesGroup) &&
 		c.entry.Resource.GetGroup() == "authorization.k8s.io" &&

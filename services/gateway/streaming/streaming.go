@@ -32,7 +32,7 @@ type Config struct {
 	Rate int64
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags --kubelet-* and --max-connection-bytes-per-sec, with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.KubeletCertFile, "kubelet-client-certificate", "",
 		"Path to a client cert file for TLS to kubelets.")
@@ -45,7 +45,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 			"port-forward and proxy.")
 }
 
-// Carrier carries.
+// Carrier proxies exec, attach, port-forward, logs and proxy requests to where registry says. It may be used by any
+// number of goroutines.
 type Carrier struct {
 	config     *Config
 	transports map[registryv1.Transport]http.RoundTripper
@@ -81,11 +82,12 @@ func New(c *Config) (*Carrier, error) {
 	dialer := &net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}
 	proxied := utilnet.SetTransportDefaults(&http.Transport{
 		DialContext:     dialer.DialContext,
-		TLSClientConfig: &tls.Config{InsecureSkipVerify: true},
-	}) // pods have certificates of their own making
+		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, // pods have certificates of their own making
+	})
 	return &Carrier{c, map[registryv1.Transport]http.RoundTripper{
-		registryv1.Transport_TRANSPORT_KUBELET: checked, registryv1.Transport_TRANSPORT_KUBELET_INSECURE: unchecked,
-		registryv1.Transport_TRANSPORT_PROXY: proxied,
+		registryv1.Transport_TRANSPORT_KUBELET:          checked,
+		registryv1.Transport_TRANSPORT_KUBELET_INSECURE: unchecked,
+		registryv1.Transport_TRANSPORT_PROXY:            proxied,
 	}}, nil
 }
 

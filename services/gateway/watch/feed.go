@@ -297,9 +297,8 @@ func (f *feed) hold(n int) {
 	feedBytes.Set(float64(f.hub.room().held.Add(int64(n))))
 }
 
-// trim forgets what is beyond the bounds: events that everyone has seen but for a few, what is too much for one feed,
-// and where all feeds together keep too much, what only those need who are behind. They go on with streams of their
-// own.
+// trim drops the oldest entries: those that every client has seen, beyond keptRecent bytes, and any beyond FeedBytes
+// or, of all feeds together, FeedsBytes. A client that still needs one goes on with a stream of its own.
 func (f *feed) trim() {
 	over := func() bool {
 		return f.bytes > f.hub.Config.FeedBytes || f.hub.room().held.Load() > f.hub.Config.FeedsBytes &&

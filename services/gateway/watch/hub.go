@@ -38,7 +38,7 @@ type Config struct {
 	FeedsBytes int64
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags --watch-*, with their defaults.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.BookmarkPeriod, "watch-bookmark-period", time.Minute,
 		"How often a watch that allows bookmarks gets one.")
@@ -216,8 +216,8 @@ func (h *Hub) join(k key, q *watchfanoutv1.Query, at events.Position, reached bo
 	return f, f.join(at)
 }
 
-// exists says whether etcd has come to a revision that a client has from somewhere. One that it has not come to is of
-// another history, from before a backup was restored: a feed would leave out in silence what comes before it.
+// exists says whether etcd has come to the client's resourceVersion. A larger one is of another history, from before a
+// backup was restored: a feed would leave out in silence what comes before it.
 func (h *Hub) exists(ctx context.Context, k key, at events.Position) bool {
 	h.mu.Lock()
 	f := h.feeds[k]

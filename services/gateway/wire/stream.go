@@ -185,8 +185,9 @@ func (s *Stream) Write(ctx context.Context, patience time.Duration, parts ...[]b
 			return err
 		}
 		n := int(min(int64(left), s.window, c.budget, int64(maxQueue-len(c.queue))))
-		if n <= 0 || s.window < min(int64(left), leastWrite,
-			c.window/2) { // a reader that opens its window by crumbs is not fed by crumbs
+		// A larger window is waited for rather than many small frames sent (the silly window syndrome).
+		least := min(int64(left), leastWrite, c.window/2)
+		if n <= 0 || s.window < least {
 			if last.IsZero() {
 				last = time.Now()
 			}

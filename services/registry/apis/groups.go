@@ -87,7 +87,7 @@ func NewOptions() Options {
 	}
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags of what is served, with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.Var(&o.RuntimeConfig, "runtime-config",
 		"A set of key=value pairs that enable or disable built-in APIs, as kube-apiserver's: api/all, api/ga, "+
@@ -183,8 +183,8 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 	if err != nil {
 		return nil, err
 	}
-	capabilities.Setup(o.AllowPrivileged,
-		0) // the pods' validation asks; what a connection may carry is the gateway's to bound
+	// The validation of pods asks; what a connection may carry is the gateway's to bound.
+	capabilities.Setup(o.AllowPrivileged, 0)
 	core, err := corerest.New(corerest.Config{
 		GenericConfig: corerest.GenericConfig{
 			StorageFactory:              s.Factory,

@@ -66,7 +66,7 @@ type Options struct {
 	ProxyClientKeyFile       string
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags of the control plane's loops, with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "",
 		"The IP address of the gateway (or its load balancer) that the kubernetes Service points to. Empty: the "+
@@ -95,7 +95,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		"Request header prefixes to inspect.")
 }
 
-// Loops runs them.
+// Loops runs upstream's controllers on the elected registry.
 type Loops struct {
 	Options
 	Client    *kubernetes.Clientset

@@ -66,15 +66,21 @@ func (p *Policy) Drain() { p.drainOnce.Do(func() { close(p.draining) }) }
 // these services asks for.
 var errAskObjects = status.Error(codes.FailedPrecondition, "not offered here; ask for objects")
 
+// ofOne says whether a query is of one object.
+func ofOne(q *watchfanoutv1.Query) bool {
+	_, named := exactName(q.GetFieldSelector())
+	return named && (!q.GetEntry().GetNamespaced() || q.GetNamespace() != "")
+}
+
 // List answers a whole list as it is in etcd.
 func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
-	if r.Limit != 0 && r.ResourceVersion != "0" || r.Continue != "" ||
-		r.ResourceVersionMatch == "Exact" { // with "0" a limit does not count
+	limited := r.Limit != 0 && r.ResourceVersion != "0" // with "0" a limit does not count
+	if limited || r.Continue != "" || r.ResourceVersionMatch == "Exact" {
 		return errAskObjects
 	}
 	ctx := stream.Context()
-	if _, one := exactName(r.Query.GetFieldSelector()); !one || r.Query.GetEntry().GetNamespaced() &&
-		r.Query.GetNamespace() == "" { // how fresh policy is is asked by a list of one object, which waits for no other
+	// A list of one object waits for no other: how fresh policy is is asked by one.
+	if !ofOne(r.Query) {
 		select {
 		case p.lists <- struct{}{}:
 			defer func() { <-p.lists }()

@@ -50,8 +50,11 @@ func (w *term) progress(revision int64) error {
 // acknowledge notes that the log has a message.
 func (p *Publisher) acknowledge(id eventlog.ID) {
 	p.acknowledged.Add(1)
-	for was := p.published.Load(); was < id.Revision &&
-		!p.published.CompareAndSwap(was, id.Revision); was = p.published.Load() {
+	for { // acknowledgements come in any order
+		was := p.published.Load()
+		if was >= id.Revision || p.published.CompareAndSwap(was, id.Revision) {
+			break
+		}
 	}
 	reached.Set(float64(p.published.Load()))
 }

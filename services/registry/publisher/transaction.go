@@ -98,8 +98,8 @@ func (p *Publisher) transaction(ctx context.Context, w *term, events []*clientv3
 // publish sends what the log does not have yet: it may end amid the transaction.
 func (t *transaction) publish(ctx context.Context, w *term) error {
 	for n, event := range t.out {
-		event.More = n < len(t.out)-1 ||
-			len(t.resets) > 0 // what is to be forgotten is forgotten with the rest's appearing
+		// The resets belong to the same transaction, so that readers apply both at once.
+		event.More = n < len(t.out)-1 || len(t.resets) > 0
 		var bad *eventlog.UnsendableError
 		if err := one(ctx, w, event); errors.As(err, &bad) {
 			t.refuse(int(event.Index), event.StoredAs, event.Namespace+"/"+event.Name, bad)

@@ -53,7 +53,7 @@ type Options struct {
 	DefaultStorageMediaType   string
 }
 
-// AddFlags adds them to fs.
+// AddFlags registers the flags --etcd-* and --storage-media-type, with their defaults.
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&o.Servers, "etcd-servers", o.Servers,
 		"etcd's client URLs (scheme://ip:port, or unix://path), comma separated.")

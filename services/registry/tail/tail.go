@@ -175,12 +175,12 @@ func (t *Tail) DefinedAt(storedAs string) int64 {
 func (t *Tail) Stalled() bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return !t.behind.IsZero() && t.high == t.was &&
-		time.Since(t.behind) > stalledAfter // one that is late, and comes, is not stalled
+	moves := t.high != t.was // one that is late, and comes, is not stalled
+	return !t.behind.IsZero() && !moves && time.Since(t.behind) > stalledAfter
 }
 
-// Compare compares the tail with etcd until ctx is done, and has the publisher asked how far it is where etcd has gone
-// on by what is in no log: readers tell by it how fresh they are.
+// Compare compares the tail with etcd's revision every ComparePeriod until ctx is done. Where the log lags it calls
+// ask, which has the publisher say how far it is: readers tell by it how fresh they are.
 func (t *Tail) Compare(ctx context.Context, etcd func(context.Context) (int64, error), ask func() error) error {
 	tick := time.NewTicker(ComparePeriod)
 	defer tick.Stop()

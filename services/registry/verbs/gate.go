@@ -92,8 +92,7 @@ var errAudiences = apierrors.NewInternalError(errors.New("error validating audie
 // Create implements rest.Creater.
 func (t *TokenReviews) Create(ctx context.Context, obj runtime.Object, validate rest.ValidateObjectFunc,
 	opts *metav1.CreateOptions) (runtime.Object, error) {
-	out, err := t.REST.Create(ctx, obj, validate,
-		opts) // checks; without an authenticator it answers the review as it is
+	out, err := t.REST.Create(ctx, obj, validate, opts) // without an authenticator it checks the review, and no more
 	if err != nil {
 		return nil, err
 	}

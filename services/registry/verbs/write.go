@@ -246,8 +246,8 @@ func (c *call) storeNew(ctx context.Context, creater rest.NamedCreater, name str
 	}, obj, func() {})
 }
 
-// orSmaller stores an object and, where it is too large, once more without its managedFields, which can be done without.
-// smaller is called between the two.
+// orSmaller stores an object and, where it is too large, once more without its managedFields, which can be done
+// without. smaller is called between the two.
 func orSmaller(store func() (runtime.Object, error), obj runtime.Object, smaller func()) (runtime.Object, error) {
 	result, err := store()
 	if !isTooLarge(err) {

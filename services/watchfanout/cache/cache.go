@@ -83,9 +83,8 @@ func (c *Cache) each(f func(*Resource)) {
 // Apply takes the log's next message. The events of one transaction are applied together, at its last one.
 func (c *Cache) Apply(e *logv1.Event) {
 	switch {
-	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" &&
-		c.begun(): // of one resource, in its place among the events
-		c.applyPending()
+	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" && c.begun():
+		c.applyPending() // it is of one resource, in its place among the events
 		// Published again, it must not say that what was not applied again is there.
 		c.Resource(e.StoredAs).forget(max(e.Revision, c.progress.Load()), e.Redefined, e.Revision)
 		if !e.Redefined {

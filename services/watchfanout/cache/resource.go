@@ -374,7 +374,8 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 	r.trim(r.bound())
 }
 
-// read reads a whole resource, and waits until the log has passed it, lest the cache be newer than it says.
+// read reads a whole resource and waits until the log has come to its revision, so that no object is newer than
+// Progress.
 func read(ctx context.Context, name string, source Source,
 	wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], bad map[string]string, bytes int,
 	revision int64, err error) {

@@ -154,8 +154,8 @@ func (b *backfills) leave(f *Backfill) {
 	}
 }
 
-// prune drops what is kept for nobody for long, and of the rest, oldest first, as many as others wait for; the lock is
-// held.
+// prune drops unused backfills older than backfillKept, and then the oldest unused ones, one for each watch that waits
+// for room. The lock is held.
 func (b *backfills) prune() {
 	wanted := b.wanted
 	for _, f := range slices.Clone(b.all) {

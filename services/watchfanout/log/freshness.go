@@ -15,8 +15,8 @@ import (
 const (
 	// verifyPeriod is how often a replica compares itself with etcd.
 	verifyPeriod = time.Second
-	// staleAfter is for how long the log may not bring what etcd is known to have, until the replica says that it is
-	// stale: its streams go to another one, and its health turns.
+	// staleAfter is how long the log may lack what etcd has until the replica reports itself unhealthy and ends its
+	// streams, which go on at another.
 	staleAfter = 4 * time.Second
 )
 

@@ -157,7 +157,7 @@ func (l *Log) Wait(ctx context.Context, revision int64) error {
 	})
 }
 
-// Current is etcd's revision now, reached by the replica: what a consistent read needs.
+// Current waits until the replica has applied etcd's current revision.
 func (l *Log) Current(ctx context.Context) error {
 	r, err := l.source.Revision(ctx, &registryv1.RevisionRequest{})
 	if err != nil {

@@ -122,8 +122,7 @@ func (w *watcher) past(e *cache.Event) {
 // piece is the next of a backfill's events that a watch sends at a time: one at least, and bound bytes at most beyond
 // it. whole says that they are all.
 func (w *watcher) piece(all []*cache.Event, bound int) (piece []*cache.Event, size int, whole bool) {
-	for len(all) > 0 && (all[0].Revision < w.position.Revision || all[0].Revision == w.position.Revision &&
-		all[0].Index <= w.position.Index) {
+	for len(all) > 0 && w.beyond(all[0]) {
 		all = all[1:]
 	}
 	n := 0

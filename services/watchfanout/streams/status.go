@@ -52,7 +52,7 @@ func (s *Streams) Metrics() []prometheus.Collector {
 	}, func() float64 { return float64(s.Len()) })}
 }
 
-// open adds a watch to those that are told of, until the answered function is called.
+// open registers a watch for the status page and metrics; the answered function removes it.
 func (s *Streams) open(w *watcher) func() {
 	s.mu.Lock()
 	s.watchers[w] = struct{}{}

@@ -176,12 +176,16 @@ func (w *watcher) place(revision int64, index int32) {
 	w.position.Revision, w.position.Index = revision, index
 }
 
+// beyond says whether the watch's position is at an event or past it.
+func (w *watcher) beyond(e *cache.Event) bool {
+	return e.Revision < w.position.Revision || e.Revision == w.position.Revision && e.Index <= w.position.Index
+}
+
 // deliver sends the frames of those events that the query selects.
 func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 	out := &frames{watcher: w}
 	for _, e := range all {
-		if !w.query.InScope(e.Item) || e.Revision < w.position.Revision || e.Revision == w.position.Revision &&
-			e.Index <= w.position.Index {
+		if !w.query.InScope(e.Item) || w.beyond(e) {
 			continue // of another namespace, or seen by the client before this replica had it
 		}
 		kind, item, err := w.seen(ctx, e)
