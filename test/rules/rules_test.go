@@ -98,6 +98,14 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 // floors are the packages of each service from the bottom up: a package imports only those of floors below its own. The
 // root, named ".", only puts the others together.
 var floors = map[string][][]string{
+	"platform": {
+		{"config", "events", "features", "frame", "guard", "identity", "kubeversion", "pki", "rpc", "telemetry", "watchable"},
+		{"apiclient", "catalog", "coalesce", "crd", "eventlog", "lifecycle"},
+	},
+	"services/authn":     {{"."}},
+	"services/authz":     {{"."}},
+	"services/admission": {{"."}},
+	"cmd/watershed":      {{"."}},
 	"services/gateway": {
 		{"answer", "wire"},
 		{"body", "access", "watch", "streaming", "aggregation"},
