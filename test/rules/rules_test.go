@@ -112,7 +112,7 @@ var floors = map[string][][]string{
 		{"discovery", "openapi", "routing", "edge"},
 		{"."},
 	},
-	"services/watchfanout": {{"cache"}, {"form"}, {"convert", "log"}, {"lists", "streams"}, {"."}},
+	"services/watchfanout": {{"cache"}, {"form"}, {"convert", "log"}, {"lists", "streams", "internal/world"}, {"."}},
 	"services/registry": {
 		{"storage"},
 		{"verbs"},

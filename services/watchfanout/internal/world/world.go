@@ -1,0 +1,128 @@
+// Package world is what the watch tier's packages are tested in: a cache that events are applied to by hand, and a
+// registry that is a fake at the contract (Source).
+package world
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"watershed.dev/platform/rpc"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
+	"watershed.dev/services/watchfanout/convert"
+	"watershed.dev/services/watchfanout/log"
+)
+
+// World is a replica without its log's transport.
+type World struct {
+	Cache     *cache.Cache
+	Log       *log.Log
+	Converter *convert.Converter
+	Source    registryv1.SourceClient
+}
+
+// registry has three pods at revision 10.
+type registry struct {
+	registryv1.UnimplementedSourceServer
+}
+
+// First is the revision at which the log begins.
+const First = 10
+
+func (registry) Snapshot(_ *registryv1.SnapshotRequest, s grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
+	var rows []*registryv1.Row
+	for i, name := range []string{"a", "b", "c"} {
+		o := Object(name, int64(First-2+i), fmt.Sprint("node-", i%2))
+		rows = append(rows, &registryv1.Row{
+			Namespace: "x",
+			Name:      name,
+			Revision:  int64(First - 2 + i),
+			Labels:    o.Labels,
+			Fields:    o.Fields,
+			Json:      o.Json,
+		})
+	}
+	return s.Send(&registryv1.SnapshotChunk{Revision: First, Rows: rows})
+}
+
+func (registry) Revision(context.Context, *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
+	return &registryv1.RevisionResponse{Revision: First}, nil
+}
+
+// Encode answers rows of one cell.
+func (registry) Encode(_ context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+	out := &registryv1.EncodeResponse{Columns: []byte(`[{"name":"Name"}]`)}
+	for range r.Json {
+		out.Objects = append(out.Objects, []byte(`{"cells":["x"],"object":null}`))
+	}
+	return out, nil
+}
+
+// New builds a replica that has read the log up to First.
+func New(t testing.TB) *World {
+	t.Helper()
+	p := rpc.NewInProcess(false)
+	registryv1.RegisterSourceServer(p, registry{})
+	w := &World{Cache: cache.New(1<<20, time.Hour), Source: registryv1.NewSourceClient(p.Client("watchfanout"))}
+	w.Log = log.New(w.Cache, nil, nil, w.Source)
+	w.Converter = convert.New(w.Source, w.Cache)
+	w.Cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: First, History: "h"})
+	return w
+}
+
+// Object is a pod on a node, labelled with it.
+func Object(name string, revision int64, node string) *logv1.Object {
+	return &logv1.Object{
+		Json:   fmt.Appendf(nil, `{"metadata":{"name":%q,"namespace":"x","resourceVersion":"%d"}}`, name, revision),
+		Labels: map[string]string{"node": node},
+		Fields: map[string]string{"metadata.name": name, "metadata.namespace": "x", "spec.nodeName": node},
+	}
+}
+
+// Apply applies an event of a pod, whose node was before what before says; "" for no other state.
+func (w *World) Apply(kind logv1.Type, revision int64, name, node, before string) {
+	e := &logv1.Event{
+		Type:      kind,
+		Revision:  revision,
+		StoredAs:  "pods",
+		Namespace: "x",
+		Name:      name,
+		History:   "h",
+		Object:    Object(name, revision, node),
+	}
+	if before != "" {
+		e.Previous = Object(name, revision, before)
+	}
+	w.Cache.Apply(e)
+}
+
+// Query asks for pods of namespace x in JSON.
+func Query() *watchfanoutv1.Query {
+	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
+	return &watchfanoutv1.Query{
+		Entry: &registryv1.ResourceEntry{
+			StoredAs:   "pods",
+			Namespaced: true,
+			Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
+			Kind:       pod,
+			StoredKind: pod,
+			ListKind:   "PodList",
+		},
+		Namespace: "x",
+		Output:    &registryv1.Output{MediaType: "application/json"},
+	}
+}
+
+// Table asks for rows of a Table.
+func Table(q *watchfanoutv1.Query) *watchfanoutv1.Query {
+	q.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"}
+	q.IncludeObject = "None"
+	return q
+}

@@ -1,0 +1,163 @@
+package lists_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/internal/world"
+	"watershed.dev/services/watchfanout/lists"
+)
+
+type body struct {
+	grpc.ServerStreamingServer[watchfanoutv1.ListChunk]
+	ctx  context.Context
+	data bytes.Buffer
+	size int64
+}
+
+func (b *body) Context() context.Context { return b.ctx }
+
+func (b *body) Send(c *watchfanoutv1.ListChunk) error {
+	b.size = max(b.size, c.Size)
+	for _, p := range c.Data {
+		b.data.Write(p)
+	}
+	return nil
+}
+
+// list is a list's names and metadata.
+type list struct {
+	Kind     string
+	Metadata struct{ ResourceVersion, Continue string }
+	Items    []struct{ Metadata struct{ Name string } }
+	Rows     []struct{ Cells []string }
+}
+
+func (l list) names() string {
+	var all []string
+	for _, i := range l.Items {
+		all = append(all, i.Metadata.Name)
+	}
+	return strings.Join(all, " ")
+}
+
+func ask(t *testing.T, l *lists.Lists, r *watchfanoutv1.ListRequest) (out list, err error) {
+	t.Helper()
+	b := &body{ctx: t.Context()}
+	if err := l.List(r, b); err != nil {
+		return out, err
+	}
+	if int64(b.data.Len()) != b.size {
+		t.Errorf("%d bytes are said to be %d", b.data.Len(), b.size)
+	}
+	if err := json.Unmarshal(b.data.Bytes(), &out); err != nil {
+		t.Fatalf("%v: %s", err, b.data.Bytes())
+	}
+	return out, nil
+}
+
+// A list is what etcd has, selected, at a revision that it says.
+func TestLists(t *testing.T) {
+	w := world.New(t)
+	l := lists.New(w.Cache, w.Log, w.Converter)
+	w.Apply(logv1.Type_TYPE_MODIFIED, 11, "b", "node-0", "node-1")
+	for name, c := range map[string]struct {
+		change func(*watchfanoutv1.ListRequest)
+		names  string
+		code   codes.Code
+	}{
+		"consistent":     {func(*watchfanoutv1.ListRequest) {}, "a b c", codes.OK},
+		"as it is here":  {func(r *watchfanoutv1.ListRequest) { r.ResourceVersion = "0" }, "a b c", codes.OK},
+		"not older than": {func(r *watchfanoutv1.ListRequest) { r.ResourceVersion = "11" }, "a b c", codes.OK},
+		"of a label": {func(r *watchfanoutv1.ListRequest) {
+			r.Query.LabelSelector = "node=node-0"
+		}, "a b c", codes.OK},
+		"of another label": {func(r *watchfanoutv1.ListRequest) {
+			r.Query.LabelSelector = "node=node-1"
+		}, "", codes.OK},
+		"of a field": {func(r *watchfanoutv1.ListRequest) {
+			r.Query.FieldSelector = "spec.nodeName!=node-0"
+		}, "", codes.OK},
+		"of one name": {func(r *watchfanoutv1.ListRequest) {
+			r.Query.FieldSelector = "metadata.name=c"
+		}, "c", codes.OK},
+		"of another namespace": {func(r *watchfanoutv1.ListRequest) { r.Query.Namespace = "y" }, "", codes.OK},
+		"at an exact revision": {func(r *watchfanoutv1.ListRequest) {
+			r.ResourceVersion, r.ResourceVersionMatch = "11", "Exact"
+		}, "", codes.FailedPrecondition},
+		"with an odd token": {func(r *watchfanoutv1.ListRequest) {
+			r.Continue = "rubbish"
+		}, "", codes.FailedPrecondition},
+		"of an odd selector": {func(r *watchfanoutv1.ListRequest) {
+			r.Query.LabelSelector = "==="
+		}, "", codes.InvalidArgument},
+		"in no form of a tier's": {func(r *watchfanoutv1.ListRequest) {
+			r.Query.Output.MediaType = "application/yaml"
+		}, "", codes.InvalidArgument},
+	} {
+		r := &watchfanoutv1.ListRequest{Query: world.Query()}
+		c.change(r)
+		got, err := ask(t, l, r)
+		if status.Code(err) != c.code || got.names() != c.names {
+			t.Errorf("%s: %q, %v", name, got.names(), err)
+		}
+		if err == nil && (got.Kind != "PodList" || got.Metadata.ResourceVersion != "11") {
+			t.Errorf("%s: %s at %s", name, got.Kind, got.Metadata.ResourceVersion)
+		}
+	}
+	table, err := ask(t, l, &watchfanoutv1.ListRequest{Query: world.Table(world.Query())})
+	if err != nil || table.Kind != "Table" || len(table.Rows) != 3 {
+		t.Errorf("%+v, %v", table, err)
+	}
+}
+
+// The pages of a list are of one revision, whatever is written meanwhile.
+func TestPagesAreOfOneRevision(t *testing.T) {
+	w := world.New(t)
+	l := lists.New(w.Cache, w.Log, w.Converter)
+	first, err := ask(t, l, &watchfanoutv1.ListRequest{Query: world.Query(), Limit: 2})
+	if err != nil || first.names() != "a b" || first.Metadata.Continue == "" {
+		t.Fatalf("%+v, %v", first, err)
+	}
+	w.Apply(logv1.Type_TYPE_DELETED, 11, "c", "node-0", "")
+	w.Apply(logv1.Type_TYPE_ADDED, 12, "d", "node-0", "")
+	second, err := ask(t, l, &watchfanoutv1.ListRequest{
+		Query:    world.Query(),
+		Limit:    2,
+		Continue: first.Metadata.Continue,
+	})
+	if err != nil || second.names() != "c" || second.Metadata.ResourceVersion != first.Metadata.ResourceVersion ||
+		second.Metadata.Continue != "" {
+		t.Errorf("%+v, %v", second, err)
+	}
+	if now, err := ask(t, l, &watchfanoutv1.ListRequest{
+		Query:           world.Query(),
+		ResourceVersion: "0",
+		Limit:           1,
+	}); err != nil || now.names() != "a b d" {
+		t.Errorf("%+v, %v", now, err) // with "0" a limit does not count
+	}
+}
+
+// One object is answered as it is stored; what is not there is registry's to say.
+func TestGet(t *testing.T) {
+	w := world.New(t)
+	l := lists.New(w.Cache, w.Log, w.Converter)
+	got, err := l.Get(t.Context(), &watchfanoutv1.GetRequest{Query: world.Query(), Name: "a"})
+	if err != nil || !strings.HasPrefix(string(got.Body), `{"kind":"Pod","apiVersion":"v1","metadata":{"name":"a"`) {
+		t.Errorf("%s, %v", got.GetBody(), err)
+	}
+	if _, err := l.Get(t.Context(), &watchfanoutv1.GetRequest{Query: world.Query(),
+		Name: "none"}); status.Code(err) != codes.FailedPrecondition {
+		t.Errorf("%v", err)
+	}
+}

@@ -1,0 +1,195 @@
+package streams_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/events"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/internal/world"
+	"watershed.dev/services/watchfanout/streams"
+)
+
+// frames is a watch's stream.
+type frames struct {
+	grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
+	ctx context.Context
+	c   chan *watchfanoutv1.WatchFrame
+}
+
+func (f *frames) Context() context.Context { return f.ctx }
+
+func (f *frames) Send(m *watchfanoutv1.WatchFrame) error {
+	select {
+	case f.c <- m:
+		return nil
+	case <-f.ctx.Done():
+		return f.ctx.Err()
+	}
+}
+
+// open is one watch: what it is told, and how it ended.
+type open struct {
+	t     *testing.T
+	c     chan *watchfanoutv1.WatchFrame
+	ended chan error
+}
+
+func start(t *testing.T, s *streams.Streams, r *watchfanoutv1.WatchRequest) *open {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	o := &open{t: t, c: make(chan *watchfanoutv1.WatchFrame, 100), ended: make(chan error, 1)}
+	go func() { o.ended <- s.Watch(r, &frames{ctx: ctx, c: o.c}) }()
+	t.Cleanup(cancel)
+	return o
+}
+
+// hears waits for n events, and says what they are.
+func (o *open) hears(n int) string {
+	o.t.Helper()
+	var out []string
+	deadline := time.After(10 * time.Second)
+	for len(out) < n {
+		select {
+		case f := <-o.c:
+			data := append(bytes.Join(f.Initial, nil), f.Data...)
+			for line := range bytes.Lines(data) {
+				var e struct {
+					Type   string
+					Object struct {
+						Kind              string
+						Code              int
+						ColumnDefinitions []any
+						Metadata          struct{ Name, ResourceVersion string }
+					}
+				}
+				if err := json.Unmarshal(line, &e); err != nil {
+					o.t.Fatalf("%v: %s", err, line)
+				}
+				what := e.Object.Metadata.Name
+				switch {
+				case e.Type == "ERROR":
+					what = fmt.Sprint(e.Object.Code)
+				case e.Type == "BOOKMARK":
+					what = e.Object.Metadata.ResourceVersion
+				case e.Object.Kind == "Table":
+					what = fmt.Sprintf("row, %d columns", len(e.Object.ColumnDefinitions))
+				}
+				out = append(out, e.Type+" "+what)
+			}
+		case <-deadline:
+			o.t.Fatalf("after %q nothing comes", out)
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+func tier(t *testing.T) (*world.World, *streams.Streams) {
+	w := world.New(t)
+	return w, streams.New(time.Hour, w.Cache, w.Log, w.Source, w.Converter)
+}
+
+// A watch is told of every change after its revision once, as its selection sees it.
+func TestAWatchIsToldWhatItsSelectionSees(t *testing.T) {
+	w, s := tier(t)
+	q := world.Query()
+	q.FieldSelector = "spec.nodeName=node-1"
+	o := start(t, s, &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: "10"})
+	all := start(t, s, &watchfanoutv1.WatchRequest{Query: world.Query(), ResourceVersion: "10"})
+	w.Apply(logv1.Type_TYPE_ADDED, 11, "d", "node-0", "")
+	w.Apply(logv1.Type_TYPE_MODIFIED, 12, "d", "node-1", "node-0")
+	w.Apply(logv1.Type_TYPE_MODIFIED, 13, "d", "node-1", "")
+	w.Apply(logv1.Type_TYPE_MODIFIED, 14, "d", "node-2", "node-1")
+	w.Apply(logv1.Type_TYPE_DELETED, 15, "d", "node-2", "")
+	if got, want := o.hears(3), "ADDED d, MODIFIED d, DELETED d"; got != want {
+		t.Errorf("%s", got)
+	}
+	if got, want := all.hears(5), "ADDED d, MODIFIED d, MODIFIED d, MODIFIED d, DELETED d"; got != want {
+		t.Errorf("%s", got)
+	}
+}
+
+// Initial events are every object, then a bookmark where they were asked for by name, then what comes.
+func TestInitialEvents(t *testing.T) {
+	w, s := tier(t)
+	yes := true
+	named := start(t, s, &watchfanoutv1.WatchRequest{
+		Query:             world.Query(),
+		SendInitialEvents: &yes,
+		AllowBookmarks:    true,
+	})
+	if got := named.hears(4); got != "ADDED a, ADDED b, ADDED c, BOOKMARK 10" {
+		t.Error(got)
+	}
+	plain := start(t, s, &watchfanoutv1.WatchRequest{Query: world.Query(), ResourceVersion: "0"})
+	if got := plain.hears(3); got != "ADDED a, ADDED b, ADDED c" {
+		t.Error(got)
+	}
+	w.Apply(logv1.Type_TYPE_ADDED, 11, "d", "node-0", "")
+	for _, o := range []*open{named, plain} {
+		if got := o.hears(1); got != "ADDED d" {
+			t.Error(got)
+		}
+	}
+	table := start(t, s, &watchfanoutv1.WatchRequest{Query: world.Table(world.Query()), ResourceVersion: "0"})
+	if got := table.hears(4); got != "ADDED row, 1 columns, ADDED row, 0 columns, ADDED row, 0 columns, ADDED row, "+
+		"0 columns" {
+		t.Error(got)
+	}
+}
+
+// A watch goes on after the position that it names, and not from before the log or another history.
+func TestResume(t *testing.T) {
+	w, s := tier(t)
+	w.Apply(logv1.Type_TYPE_ADDED, 11, "d", "node-0", "")
+	w.Apply(logv1.Type_TYPE_ADDED, 12, "e", "node-0", "")
+	at := func(revision int64, index int32, history string) *open {
+		return start(t, s, &watchfanoutv1.WatchRequest{
+			Query:             world.Query(),
+			ResourceVersion:   "10",
+			InitialEventsDone: true,
+			ResumeAfter:       events.Position{Revision: revision, Index: index, History: history}.Proto(),
+		})
+	}
+	if got := at(11, 0, "h").hears(1); got != "ADDED e" {
+		t.Error(got)
+	}
+	if got := at(11, 0, "another").hears(1); got != "ERROR 410" {
+		t.Error(got)
+	}
+	if got := start(t, s, &watchfanoutv1.WatchRequest{
+		Query:           world.Query(),
+		ResourceVersion: "x",
+	}).hears(1); got != "ERROR 400" {
+		t.Error(got)
+	}
+}
+
+// A replica that drains ends its watches as unavailable: another goes on.
+func TestADrainingReplicaEndsItsWatches(t *testing.T) {
+	w, s := tier(t)
+	o := start(t, s, &watchfanoutv1.WatchRequest{Query: world.Query(), ResourceVersion: "10"})
+	<-o.c // it is open
+	if s.Len() != 1 {
+		t.Errorf("%d are open", s.Len())
+	}
+	w.Log.Drain()
+	select {
+	case err := <-o.ended:
+		if status.Code(err) != codes.Unavailable {
+			t.Error(err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("it goes on")
+	}
+}
