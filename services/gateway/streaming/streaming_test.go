@@ -1,0 +1,104 @@
+package streaming
+
+import (
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+func carrier(t *testing.T) *Carrier {
+	t.Helper()
+	k, err := New(&Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return k
+}
+
+// serve carries one GET, and answers what the client sees and what failed.
+func serve(k *Carrier, c *registryv1.Connection) (w *httptest.ResponseRecorder, failed error) {
+	w = httptest.NewRecorder()
+	k.Serve(w, httptest.NewRequest("GET", "/api/v1/namespaces/x/pods/a/proxy/page", nil), "a", c, func(err error) {
+		failed = err
+	})
+	return w, failed
+}
+
+// A proxied request reaches the pod, and its answer the client; a pod that cannot be reached is an error.
+func TestARequestIsProxied(t *testing.T) {
+	pod := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("X-From", "pod")
+		w.WriteHeader(http.StatusTeapot)
+		fmt.Fprintf(w, "%s %s", r.Method, r.URL.Path)
+	}))
+	defer pod.Close()
+	w, err := serve(carrier(t), &registryv1.Connection{
+		Url:       pod.URL + "/page",
+		Transport: registryv1.Transport_TRANSPORT_PROXY,
+	})
+	if err != nil || w.Code != http.StatusTeapot || w.Body.String() != "GET /page" ||
+		w.Header().Get("X-From") != "pod" {
+		t.Errorf("%d %q %v, %v", w.Code, w.Body, w.Header(), err)
+	}
+	if _, err := serve(carrier(t), &registryv1.Connection{
+		Url:       "http://127.0.0.1:1/",
+		Transport: registryv1.Transport_TRANSPORT_PROXY,
+	}); err == nil {
+		t.Error("nobody is there, and nothing is said of it")
+	}
+	if _, err := serve(carrier(t), &registryv1.Connection{Url: pod.URL}); err == nil {
+		t.Error("it is carried by no way that there is")
+	}
+}
+
+// A log is the kubelet's answer as it is; what the kubelet refuses is the API's error, and its redirects are not followed.
+func TestLogs(t *testing.T) {
+	kubelet := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/log":
+			fmt.Fprint(w, "line 1\nline 2\n")
+		case "/missing":
+			http.Error(w, `container "c" not found`, http.StatusBadRequest)
+		default:
+			http.Redirect(w, r, "/log", http.StatusFound)
+		}
+	}))
+	defer kubelet.Close()
+	log := func(path string) (*httptest.ResponseRecorder, error) {
+		return serve(carrier(t), &registryv1.Connection{
+			Url:         kubelet.URL + path,
+			Transport:   registryv1.Transport_TRANSPORT_KUBELET_INSECURE,
+			ContentType: "text/plain",
+			Flush:       true,
+		})
+	}
+	if w, err := log("/log"); err != nil || w.Body.String() != "line 1\nline 2\n" ||
+		w.Header().Get("Content-Type") != "text/plain" || !w.Flushed {
+		t.Errorf("%q %v, %v", w.Body, w.Header(), err)
+	}
+	if _, err := log("/missing"); !apierrors.IsBadRequest(err) ||
+		!strings.Contains(err.Error(), `container "c" not found`) {
+		t.Errorf("%v", err)
+	}
+	if w, err := log("/elsewhere"); err == nil {
+		t.Errorf("a redirect is followed: %d %q", w.Code, w.Body)
+	}
+	if w, err := serve(carrier(t), &registryv1.Connection{}); err != nil || w.Code != http.StatusNoContent {
+		t.Errorf("of a pod that is nowhere yet: %d, %v", w.Code, err)
+	}
+}
+
+func TestBadFilesNameTheirFlags(t *testing.T) {
+	if _, err := New(&Config{
+		KubeletCertFile: "/none",
+		KubeletKeyFile:  "/none",
+	}); err == nil || !strings.Contains(err.Error(), "--kubelet-client-certificate") {
+		t.Errorf("%v", err)
+	}
+}
