@@ -18,7 +18,8 @@ import (
 
 // InProcess connects clients to services in the same process: no sockets and no encoding. Messages are shared, not
 // copied, so a message must not be changed once it has been sent; that holds for gRPC's own transport as well. Its
-// calls pass the interceptors and bounds that those between processes pass: callers, metrics, panics, MaxMessageBytes.
+// calls pass the interceptors that those between processes pass: callers, metrics, panics. Requests are bounded by
+// MaxMessageBytes; answers are not, as they are between processes.
 //
 // It is a grpc.ServiceRegistrar. Register everything before the first call.
 type InProcess struct {

@@ -71,9 +71,9 @@ type waitGroup interface {
 	Done()
 }
 
-// recovered answers a panic with a 500, where nothing has been answered yet, and always ends the request as aborted: a
-// client must not take what it has of the answer for the whole. Upstream's filter panics again only while
-// runtime.ReallyCrash is set, which it is not here (cmd/watershed).
+// recovered logs a panic and ends its request as aborted, as kube-apiserver does: a client must not take what it has of
+// the answer for the whole. Upstream's filter panics again only while runtime.ReallyCrash is set, which it is not here
+// (cmd/watershed).
 func recovered(h http.Handler) http.Handler {
 	filtered := genericfilters.WithPanicRecovery(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		whole := false

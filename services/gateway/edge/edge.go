@@ -185,10 +185,10 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	if err := srv.Shutdown(drain); err != nil {
 		return srv.Close()
 	}
-	ended = make(chan error, 1)
-	go func() { s.InFlight.Wait(); ended <- nil }() // what has taken its connection over
+	idle := make(chan struct{}) // of requests that have taken their connection over
+	go func() { s.InFlight.Wait(); close(idle) }()
 	select {
-	case <-ended:
+	case <-idle:
 	case <-drain.Done():
 	}
 	return nil

@@ -148,9 +148,8 @@ func (p *Publisher) publish(ctx context.Context) error {
 		from = last.Revision // its transaction may hold more
 	}
 	if p.customs, err = customresources.Follow(ctx, p.Storage, from-1); err == nil {
-		ctx := clientv3.WithRequireLeader(ctx)
-		watch := p.Storage.Client.Watch(ctx, p.Storage.Prefix(), clientv3.WithPrefix(), clientv3.WithPrevKV(),
-			clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
+		watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
+			clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
 		err = p.follow(ctx, w, watch, asked)
 	}
 	if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, errUnknownPast) {
@@ -172,14 +171,14 @@ func (p *Publisher) follow(ctx context.Context, w *term, watch clientv3.WatchCha
 			err = ctx.Err()
 		case err = <-w.log.Failed():
 		case <-asked:
-			err = p.Storage.Client.RequestProgress(ctx)
+			err = p.requestProgress(ctx)
 		case <-checks.C:
 			err = p.timed(ctx, w, p.unmarked)
 		case <-marks.C:
 			err = p.timed(ctx, w, p.mark)
 		case <-idle.C:
 			w.forced = true
-			err = p.Storage.Client.RequestProgress(ctx)
+			err = p.requestProgress(ctx)
 		case resp, ok := <-watch:
 			if !ok {
 				return errors.New("etcd ended the watch")
@@ -188,6 +187,11 @@ func (p *Publisher) follow(ctx context.Context, w *term, watch clientv3.WatchCha
 		}
 	}
 	return err
+}
+
+// requestProgress has etcd say on the watch how far it is: the stream is the one of the same metadata.
+func (p *Publisher) requestProgress(ctx context.Context) error {
+	return p.Storage.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
 }
 
 // timed bounds what is asked of etcd and NATS between two events.
