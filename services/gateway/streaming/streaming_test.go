@@ -57,7 +57,8 @@ func TestARequestIsProxied(t *testing.T) {
 	}
 }
 
-// A log is the kubelet's answer as it is; what the kubelet refuses is the API's error, and its redirects are not followed.
+// A log is the kubelet's answer as it is; what the kubelet refuses is the API's error, and its redirects are not
+// followed.
 func TestLogs(t *testing.T) {
 	kubelet := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
