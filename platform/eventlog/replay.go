@@ -8,6 +8,7 @@ import (
 	"sort"
 	"time"
 
+	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -23,6 +24,8 @@ const (
 	replayBytes = 4 << 20
 	// replayIdle is how long NATS keeps a replay's consumer once nobody reads: the replay has ended.
 	replayIdle = 5 * time.Second
+	// replayQuiet is how long nothing may come until the log is asked whether what was to come is gone.
+	replayQuiet = time.Second
 )
 
 // Replay calls each with the events of a stored resource after a revision, and with progress, in order, until each
@@ -68,14 +71,17 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 		each:    each,
 	}
 	for {
-		m, err := messages.Next()
+		m, err := messages.Next(jetstream.NextMaxWait(replayQuiet))
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		if err != nil {
-			return err
+		more := true
+		switch {
+		case errors.Is(err, nats.ErrTimeout): // what is held may have no successor: retention took it away
+			more, err = r.settle(ctx)
+		case err == nil:
+			more, err = r.take(ctx, m)
 		}
-		more, err := r.take(ctx, m)
 		if err != nil || !more {
 			return err
 		}
@@ -110,6 +116,11 @@ func (r *replay) take(ctx context.Context, m jetstream.Msg) (more bool, err erro
 	if len(r.held) < replayBatch && r.bytes < replayBytes && meta.NumPending > 0 {
 		return true, nil
 	}
+	return r.settle(ctx)
+}
+
+// settle gives what is held, where nothing of what it follows is gone.
+func (r *replay) settle(ctx context.Context) (more bool, err error) {
 	info, err := r.stream.Info(ctx)
 	if err != nil {
 		return false, err
@@ -117,7 +128,7 @@ func (r *replay) take(ctx context.Context, m jetstream.Msg) (more bool, err erro
 	if !info.Created.Equal(r.created) || info.State.FirstSeq > r.whole+1 {
 		return false, ErrForgotten
 	}
-	r.whole = r.last
+	r.whole = max(r.whole, r.last)
 	held := r.held
 	r.held, r.bytes = nil, 0
 	for _, m := range held {

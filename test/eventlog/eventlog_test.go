@@ -416,6 +416,27 @@ func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 	}
 }
 
+// A replay whose rest is gone does not wait for it.
+func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
+	c := start(t)
+	c.write(reset(10))
+	for r := int64(11); r <= 600; r++ {
+		c.write(added(r, "pods"))
+	}
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	err = eventlog.Replay(ctx, c.js, "pods", 10, func(e *logv1.Event) (bool, error) {
+		return true, stream.Purge(ctx)
+	})
+	if !errors.Is(err, eventlog.ErrForgotten) {
+		t.Error(err)
+	}
+}
+
 // A message of any size that an object may have comes back as it was, and one that claims to be larger is corrupt.
 func TestLargeEventsComeBack(t *testing.T) {
 	c := start(t)

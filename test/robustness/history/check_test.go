@@ -149,7 +149,8 @@ func TestEveryKindOfFaultIsFound(t *testing.T) {
 func ExampleHistory_Check() {
 	h := honest()
 	h.Segments[0].Frames = h.Segments[0].Frames[1:]
-	fmt.Println(h.Check()[0])
-	// Output: watch of "" from 9 at 1ms: after 9 came ADDED of {Key:b Revision:11 Value:v2 Shard:y}; expected ADDED of
-	// {Key:a Revision:10 Value:v1 Shard:x}
+	fmt.Println(strings.ReplaceAll(h.Check()[0], "; ", ";\n"))
+	// Output:
+	// watch of "" from 9 at 1ms: after 9 came ADDED of {Key:b Revision:11 Value:v2 Shard:y};
+	// expected ADDED of {Key:a Revision:10 Value:v1 Shard:x}
 }
