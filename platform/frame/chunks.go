@@ -1,5 +1,8 @@
 package frame
 
+// ChunkBytes is how many bytes of a body one message of a stream carries: Chunks.Bytes and the size of Split.
+const ChunkBytes = 256 << 10
+
 // Chunks sends a body in pieces, many at a time. Pieces are not copied and must not be changed. It is for one
 // goroutine.
 type Chunks struct {

@@ -16,9 +16,6 @@ import (
 	"watershed.dev/services/registry/resources"
 )
 
-// chunkBytes is how much of a document one message carries.
-const chunkBytes = 256 << 10
-
 // OpenAPI sends one document in JSON.
 func (c *Catalogue) OpenAPI(r *registryv1.OpenAPIRequest,
 	stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
@@ -33,7 +30,9 @@ func (c *Catalogue) OpenAPI(r *registryv1.OpenAPIRequest,
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	return frame.Split(data, chunkBytes, func(b []byte) error { return stream.Send(&registryv1.OpenAPIChunk{Data: b}) })
+	return frame.Split(data, frame.ChunkBytes, func(b []byte) error {
+		return stream.Send(&registryv1.OpenAPIChunk{Data: b})
+	})
 }
 
 func (c *Catalogue) document(path string) (any, error) {

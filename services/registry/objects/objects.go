@@ -13,9 +13,6 @@ import (
 	"watershed.dev/services/registry/resources"
 )
 
-// chunkBytes is how much of a body one message of a stream carries.
-const chunkBytes = 256 << 10
-
 // Objects answers the gateway.
 type Objects struct {
 	registryv1.UnimplementedObjectsServer
@@ -45,7 +42,9 @@ func (o *Objects) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServ
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	return frame.Split(body, chunkBytes, func(b []byte) error { return stream.Send(&registryv1.ListChunk{Data: b}) })
+	return frame.Split(body, frame.ChunkBytes, func(b []byte) error {
+		return stream.Send(&registryv1.ListChunk{Data: b})
+	})
 }
 
 // Write runs one write, asking back in its own stream.

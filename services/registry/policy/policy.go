@@ -42,9 +42,6 @@ type Policy struct {
 	lists chan struct{}
 }
 
-// chunkBytes is how much of a list one message carries.
-const chunkBytes = 256 << 10
-
 // policyLists is how many lists are read at a time.
 const policyLists = 4
 
@@ -114,7 +111,7 @@ func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	if v.form.Partial {
 		list.Kind, list.APIVersion = v.form.Kind+"List", v.form.APIVersion
 	}
-	out := &frame.Chunks{Bytes: chunkBytes, Send: func(pieces [][]byte, size int64) error {
+	out := &frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
 	}}
 	return list.Send(out, v.form.Protobuf, items, v.form.ItemHead())

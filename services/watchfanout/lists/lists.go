@@ -27,11 +27,8 @@ import (
 // errElsewhere is the answer to what only registry can say: an exact revision that the replica does not hold.
 var errElsewhere = status.Error(codes.FailedPrecondition, "not held here; ask registry")
 
-const (
-	// coldTimeout is how long a list waits for a resource that has to be loaded first.
-	coldTimeout = 5 * time.Second
-	chunkBytes  = 256 << 10
-)
+// coldTimeout is how long a list waits for a resource that has to be loaded first.
+const coldTimeout = 5 * time.Second
 
 // Lists answers them, and keeps snapshots for those that are read in pages.
 type Lists struct {
@@ -242,7 +239,7 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 // send sends a list's body.
 func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query,
 	head *frame.List, parts [][]byte) error {
-	out := &frame.Chunks{Bytes: chunkBytes, Send: func(pieces [][]byte, size int64) error {
+	out := &frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
 	}}
 	return head.Send(out, q.Form.Protobuf, parts, q.ItemHead())
