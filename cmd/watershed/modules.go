@@ -137,7 +137,11 @@ func newWatchfanout(ctx context.Context, c *watchfanout.Config, d *deps) (servic
 	if err != nil {
 		return nil, err
 	}
-	return watchfanout.New(ctx, c, watchfanout.Deps{ID: d.id, Source: registryv1.NewSourceClient(conn)})
+	return watchfanout.New(ctx, c, watchfanout.Deps{
+		ID:      d.id,
+		Source:  registryv1.NewSourceClient(conn),
+		Catalog: registryv1.NewCatalogClient(conn),
+	})
 }
 
 func newAuthn(ctx context.Context, c *authn.Config, _ *deps) (service, error) {

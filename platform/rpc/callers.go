@@ -21,7 +21,7 @@ var Callers = map[string][]string{
 	"/watershed.registry.v1.Objects/Write":   {"gateway"},
 	"/watershed.registry.v1.Objects/Connect": {"gateway"},
 
-	"/watershed.registry.v1.Catalog/Follow":  {"gateway"},
+	"/watershed.registry.v1.Catalog/Follow":  {"gateway", "watchfanout"},
 	"/watershed.registry.v1.Catalog/OpenAPI": {"gateway"},
 
 	"/watershed.registry.v1.Source/Snapshot": {"watchfanout"},

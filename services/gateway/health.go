@@ -171,7 +171,12 @@ func (g *Service) tier(ctx context.Context) error {
 		return errors.New("namespaces are not served")
 	}
 	stream, err := g.deps.Watch.List(tierRoute(ctx), &watchfanoutv1.ListRequest{
-		Query: &watchfanoutv1.Query{Entry: entry, Output: &registryv1.Output{MediaType: "application/json"}}, Limit: 1})
+		Query: &watchfanoutv1.Query{
+			Resource: entry.Resource,
+			Output:   &registryv1.Output{MediaType: "application/json"},
+		},
+		Limit: 1,
+	})
 	if err == nil {
 		_, err = stream.Recv()
 	}

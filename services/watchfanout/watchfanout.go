@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 
+	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
@@ -49,6 +50,7 @@ type Service struct {
 	watchfanoutv1.UnimplementedWatchServer
 	config  *Config
 	source  registryv1.SourceClient
+	catalog *catalog.Catalog
 	nats    *nats.Conn
 	cache   *cache.Cache
 	log     *log.Log
@@ -63,13 +65,19 @@ func NewConfig() *Config { return &Config{} }
 // Deps is what a replica is built with.
 type Deps struct {
 	// ID is its identity on the inner network.
-	ID     rpc.TLS
-	Source registryv1.SourceClient
+	ID      rpc.TLS
+	Source  registryv1.SourceClient
+	Catalog registryv1.CatalogClient
 }
 
-// New builds a replica. It begins to serve when it has read the log to its end.
+// New builds a replica. It begins to serve when it has read the log to its end and knows what is served.
 func New(_ context.Context, c *Config, d Deps) (*Service, error) {
-	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleAfter)}
+	s := &Service{
+		config:  c,
+		source:  d.Source,
+		catalog: &catalog.Catalog{Registry: d.Catalog},
+		cache:   cache.New(c.RingBytes, c.IdleAfter),
+	}
 	var js jetstream.JetStream
 	var err error
 	if s.nats, js, err = c.Log.Connect("watchfanout", d.ID); err != nil {
@@ -77,8 +85,8 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	converter := convert.New(d.Source, s.cache)
 	s.log = log.New(s.cache, s.nats, js, d.Source)
-	s.lists = lists.New(s.cache, s.log, converter)
-	s.streams = streams.New(c.ProgressPeriod, s.cache, s.log, d.Source, converter)
+	s.lists = lists.New(s.catalog, s.cache, s.log, converter)
+	s.streams = streams.New(c.ProgressPeriod, s.catalog, s.cache, s.log, d.Source, converter)
 	return s, nil
 }
 
@@ -90,6 +98,9 @@ func (s *Service) Ready(context.Context) error {
 	if !s.log.CaughtUp() {
 		return errors.New("still reading the event log")
 	}
+	if s.catalog.View() == nil {
+		return errors.New("registry has not said what is served")
+	}
 	if err := s.tasks.Down(); err != nil {
 		return err
 	}
@@ -100,6 +111,10 @@ func (s *Service) Ready(context.Context) error {
 func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
 	s.log.Run(ctx, &s.tasks)
+	s.tasks.Go(ctx, "catalogue", func(ctx context.Context) error {
+		s.catalog.Run(ctx)
+		return ctx.Err()
+	})
 	s.tasks.Go(ctx, "sweep", func(ctx context.Context) error {
 		s.sweep(ctx)
 		return ctx.Err()

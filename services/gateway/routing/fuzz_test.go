@@ -71,7 +71,7 @@ func FuzzListOptions(f *testing.F) {
 		c := callOf(query, "")
 		c.out = &registryv1.Output{MediaType: "application/json"}
 		p, err := c.plan()
-		if err == nil && p.query != nil && (p.query.Entry == nil || p.query.Namespace != "" || p.from == nil) {
+		if err == nil && p.query != nil && (p.query.Resource == nil || p.query.Namespace != "" || p.from == nil) {
 			t.Errorf("%q is %v", query, p)
 		}
 		values := c.req.URL.Query()

@@ -54,7 +54,7 @@ func (c *call) listFrom(p *plan) {
 	defer cancel()
 	silent := time.AfterFunc(answersWithin, cancel)
 	// nobody else is to be asked; of one object another registry may be, where this one hangs
-	if c.decides() && !ofOne(p.query) {
+	if c.decides() && !c.ofOne(p.query) {
 		silent.Stop()
 	}
 	stream, err := p.from.Lists.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{
@@ -105,8 +105,8 @@ func elsewhere(ctx context.Context, err error) bool {
 }
 
 // ofOne says whether a query is of one object.
-func ofOne(q *watchfanoutv1.Query) bool {
-	if q.Entry.Namespaced && q.Namespace == "" {
+func (c *call) ofOne(q *watchfanoutv1.Query) bool {
+	if c.entry.Namespaced && q.Namespace == "" {
 		return false
 	}
 	selector, err := fields.ParseSelector(q.FieldSelector)

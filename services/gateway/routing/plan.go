@@ -19,7 +19,8 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// plan says who answers a list or a watch. It is made once, before anybody is asked.
+// plan says who answers a list or a watch. It is made once, before anybody is asked. Who answers a GET planGet says; all
+// that writes or is connected to is registry's.
 type plan struct {
 	// from answers query; where query is nil, registry answers the request itself, from etcd.
 	from  *Source
@@ -46,7 +47,8 @@ func (c *call) plan() (*plan, error) {
 		return p, nil
 	}
 	q := &watchfanoutv1.Query{
-		Entry:          c.entry,
+		Resource:       c.entry.Resource,
+		DefinedAt:      c.entry.DefinedAt,
 		Namespace:      c.namespace(),
 		FieldSelector:  selector.String(),
 		Output:         c.out,
@@ -65,6 +67,34 @@ func (c *call) plan() (*plan, error) {
 	}
 	p.query, p.from = q, c.source()
 	return p, nil
+}
+
+// planGet is what the watch tier is asked for one object; nil where registry answers.
+func (c *call) planGet() *watchfanoutv1.GetRequest {
+	if c.router.TierGets == nil || c.decides() || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" ||
+		!c.offers("watch") {
+		return nil
+	}
+	if c.out.As != nil || c.out.Pretty || !streamed(c.out.MediaType) {
+		return nil
+	}
+	r := &watchfanoutv1.GetRequest{
+		Query: &watchfanoutv1.Query{
+			Resource:  c.entry.Resource,
+			DefinedAt: c.entry.DefinedAt,
+			Namespace: c.namespace(),
+			Output:    c.out,
+		},
+		Name: c.info.Name,
+	}
+	switch c.req.URL.RawQuery {
+	case "":
+	case "resourceVersion=0":
+		r.ResourceVersion = "0"
+	default:
+		return nil
+	}
+	return r
 }
 
 // listOptions reads a list's or watch's options.

@@ -75,6 +75,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 			AllowBookmarks:    p.opts.AllowWatchBookmarks,
 			SendInitialEvents: p.opts.SendInitialEvents,
 		},
+		StoredAs:       c.entry.StoredAs,
 		Deadline:       time.Now().Add(timeout),
 		BookmarkPeriod: bookmarks,
 		Stopping:       c.router.Stopping(),

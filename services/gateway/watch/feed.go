@@ -23,10 +23,12 @@ import (
 
 // feed is one stream from the watch tier and the clients that share it.
 type feed struct {
-	hub    *Hub
-	key    key
-	query  *watchfanoutv1.Query
-	cancel context.CancelFunc
+	hub   *Hub
+	key   key
+	query *watchfanoutv1.Query
+	// storedAs is the query's stored resource.
+	storedAs string
+	cancel   context.CancelFunc
 
 	mu sync.Mutex
 	// entries are the recent events.
@@ -370,7 +372,7 @@ func (f *feed) run(ctx context.Context) {
 func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	stream, err := f.hub.Client.Watch(rpc.Routed(ctx, f.query.GetEntry().GetStoredAs()),
+	stream, err := f.hub.Client.Watch(rpc.Routed(ctx, f.storedAs),
 		proto.Clone(r).(*watchfanoutv1.WatchRequest), grpc.WaitForReady(false))
 	for err == nil {
 		var m *watchfanoutv1.WatchFrame

@@ -165,10 +165,11 @@ func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{clients, shared, feeds, feedBytes, delivered, resumed, cutOff}
 }
 
-// keyOf is everything that makes two watches' events the same.
+// keyOf is everything that makes two watches' events the same. Since when the resource is defined as it is does not: its
+// source ends the watches of a resource that is redefined.
 func keyOf(q *watchfanoutv1.Query) (key, error) {
-	e := q.GetEntry()
 	short := &watchfanoutv1.Query{
+		Resource:      q.Resource,
 		Namespace:     q.Namespace,
 		LabelSelector: q.LabelSelector,
 		FieldSelector: q.FieldSelector,
@@ -179,17 +180,13 @@ func keyOf(q *watchfanoutv1.Query) (key, error) {
 	if err != nil {
 		return key{}, err
 	}
-	for _, s := range []string{e.GetStoredAs(), e.GetResource().GetGroup(), e.GetResource().GetVersion(),
-		e.GetResource().GetResource(), e.GetKind().GetGroup(), e.GetKind().GetVersion(), e.GetKind().GetKind()} {
-		data = append(append(data, 0), s...)
-	}
 	return sha256.Sum256(data), nil
 }
 
 // join adds a client at a position to the feed of its query, which is begun there if there is none and the tier has
 // reached the position: a client may name any revision, and the others are not to wait for it. It answers nil where
 // there is no feed that holds what comes after the position.
-func (h *Hub) join(k key, q *watchfanoutv1.Query, at events.Position, reached bool) (*feed, *subscriber) {
+func (h *Hub) join(k key, r *Request, at events.Position, reached bool) (*feed, *subscriber) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	f := h.feeds[k]
@@ -199,12 +196,13 @@ func (h *Hub) join(k key, q *watchfanoutv1.Query, at events.Position, reached bo
 	if f == nil {
 		ctx, cancel := context.WithCancel(context.Background())
 		f = &feed{
-			hub:    h,
-			key:    k,
-			query:  q,
-			low:    at,
-			high:   at,
-			cancel: cancel,
+			hub:      h,
+			key:      k,
+			query:    r.Query,
+			storedAs: r.StoredAs,
+			low:      at,
+			high:     at,
+			cancel:   cancel,
 		}
 		if h.feeds == nil {
 			h.feeds = map[key]*feed{}

@@ -22,6 +22,8 @@ import (
 // Request is a client's watch.
 type Request struct {
 	*watchfanoutv1.WatchRequest
+	// StoredAs is the stored resource whose events it asks for: by it a replica is chosen.
+	StoredAs string
 	// Deadline is when its time is up.
 	Deadline time.Time
 	// BookmarkPeriod is how often it gets a bookmark, if it allows them; 0: as often as there is one.
@@ -184,7 +186,7 @@ func (s *session) share(ctx context.Context) error {
 	if !s.reached && !s.hub.exists(ctx, s.key, s.at()) {
 		return errBehind // the tier says what is wrong with it
 	}
-	f, sub := s.hub.join(s.key, s.Query, s.at(), s.reached)
+	f, sub := s.hub.join(s.key, s.Request, s.at(), s.reached)
 	if sub == nil {
 		return errBehind
 	}
@@ -301,7 +303,7 @@ func (s *session) alone(ctx context.Context) error {
 	})
 	r := proto.Clone(s.WatchRequest).(*watchfanoutv1.WatchRequest)
 	r.ColumnsSent = s.columns
-	stream, err := s.hub.Client.Watch(rpc.Routed(ctx, s.Query.GetEntry().GetStoredAs()), r, grpc.WaitForReady(false))
+	stream, err := s.hub.Client.Watch(rpc.Routed(ctx, s.StoredAs), r, grpc.WaitForReady(false))
 	if err != nil {
 		return err
 	}

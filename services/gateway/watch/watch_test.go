@@ -205,8 +205,9 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 	r := &Request{
 		WatchRequest: &watchfanoutv1.WatchRequest{
 			ResourceVersion: "5",
-			Query:           &watchfanoutv1.Query{Entry: &registryv1.ResourceEntry{StoredAs: "pods"}},
+			Query:           &watchfanoutv1.Query{Resource: &commonv1.Resource{Version: "v1", Resource: "pods"}},
 		},
+		StoredAs:       "pods",
 		Deadline:       time.Now().Add(time.Minute),
 		BookmarkPeriod: h.Config.BookmarkPeriod,
 		Moved: func() <-chan struct{} {

@@ -28,6 +28,7 @@ var mediaTypes = []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runt
 
 // entriesOf writes a definition's catalogue entries, one for each served version and subresource.
 func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntry {
+	definedAt, _ := storage.Revision(d) // it has one, or it would not be served
 	var all []*registryv1.ResourceEntry
 	names := d.Status.AcceptedNames
 	hidden := !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established)
@@ -67,6 +68,7 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 			StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
 			Warnings:           warningsOf(d, v),
 			ConvertedFields:    d.Webhook() && len(v.SelectableFields) > 0,
+			DefinedAt:          int64(definedAt),
 		}
 		if main.Namespaced {
 			main.SelectableFields["metadata.namespace"] = "metadata.namespace"
@@ -96,6 +98,7 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 				Untyped:    true,
 				Hidden:     hidden,
 				Warnings:   main.Warnings,
+				DefinedAt:  main.DefinedAt,
 			})
 		}
 		if sub.Status != nil {

@@ -64,9 +64,15 @@ func (p *Policy) Drain() { p.drainOnce.Do(func() { close(p.draining) }) }
 var errAskObjects = status.Error(codes.FailedPrecondition, "not offered here; ask for objects")
 
 // ofOne says whether a query is of one object.
-func ofOne(q *watchfanoutv1.Query) bool {
-	_, named := exactName(q.GetFieldSelector())
-	return named && (!q.GetEntry().GetNamespaced() || q.GetNamespace() != "")
+func (p *Policy) ofOne(ctx context.Context, q *watchfanoutv1.Query) (bool, error) {
+	if _, named := exactName(q.GetFieldSelector()); !named {
+		return false, nil
+	}
+	e, err := p.resources.Endpoint(ctx, q.GetResource())
+	if err != nil {
+		return false, err
+	}
+	return !e.Entry.GetNamespaced() || q.GetNamespace() != "", nil
 }
 
 // List answers a whole list as it is in etcd.
@@ -77,7 +83,11 @@ func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	}
 	ctx := stream.Context()
 	// A list of one object waits for no other: how fresh policy is is asked by one.
-	if !ofOne(r.Query) {
+	one, err := p.ofOne(ctx, r.Query)
+	if err != nil {
+		return rpc.ToStatus(err)
+	}
+	if !one {
 		select {
 		case p.lists <- struct{}{}:
 			defer func() { <-p.lists }()
@@ -140,7 +150,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 	if err != nil {
 		return nil, err
 	}
-	e, err := p.resources.Endpoint(ctx, q.GetEntry().GetResource())
+	e, err := p.resources.Endpoint(ctx, q.GetResource())
 	if err != nil {
 		return nil, err
 	}

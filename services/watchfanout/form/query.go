@@ -4,6 +4,7 @@ package form
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -14,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/selection"
 
+	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/frame"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -53,11 +55,28 @@ func (k Key) ForFields(event string) Key {
 	return Key{resource: k.resource, version: k.version, Event: event}
 }
 
-// NewQuery reads what a caller asks for; an error is the API's own.
-func NewQuery(p *watchfanoutv1.Query) (*Query, error) {
+// ErrUnheard is what asks for a resource that the catalogue has not come to, as the caller knows it.
+var ErrUnheard = errors.New("the catalogue has not come to what is asked for")
+
+// Read reads what a caller asks for, by a view of the catalogue that is nil before the first; an error is ErrUnheard or
+// the API's own.
+func Read(v *catalog.View, p *watchfanoutv1.Query) (*Query, error) {
+	if v == nil {
+		return nil, ErrUnheard
+	}
+	r := p.GetResource()
+	e, ok := v.Entry(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
+	if !ok || e.DefinedAt < p.GetDefinedAt() {
+		return nil, ErrUnheard
+	}
+	return NewQuery(e, p)
+}
+
+// NewQuery reads what a caller asks for of a resource; an error is the API's own.
+func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, error) {
 	q := &Query{
 		SkipUnreadable: p.GetSkipUnreadable(),
-		Entry:          p.GetEntry(),
+		Entry:          e,
 		Output:         p.GetOutput(),
 		IncludeObject:  p.GetIncludeObject(),
 		As:             p.GetOutput().GetAs(),

@@ -3,6 +3,7 @@ package lists
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"strconv"
 	"strings"
@@ -15,6 +16,7 @@ import (
 	"google.golang.org/grpc/status"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -32,6 +34,7 @@ const coldTimeout = 5 * time.Second
 
 // Lists answers them, and keeps snapshots for those that are read in pages.
 type Lists struct {
+	catalog   *catalog.Catalog
 	cache     *cache.Cache
 	log       *log.Log
 	converter *convert.Converter
@@ -41,9 +44,10 @@ type Lists struct {
 	snapshots []keptSnapshot
 }
 
-// New returns lists of a cache's objects, as fresh as a log is.
-func New(c *cache.Cache, l *log.Log, converter *convert.Converter) *Lists {
+// New returns lists of a cache's objects, as fresh as a log is and served as a catalogue says.
+func New(served *catalog.Catalog, c *cache.Cache, l *log.Log, converter *convert.Converter) *Lists {
 	return &Lists{
+		catalog:   served,
 		cache:     c,
 		log:       l,
 		converter: converter,
@@ -57,13 +61,22 @@ func New(c *cache.Cache, l *log.Log, converter *convert.Converter) *Lists {
 // Metrics are this package's collectors.
 func (l *Lists) Metrics() []prometheus.Collector { return []prometheus.Collector{l.served} }
 
+// read reads what is asked for, and sees to it that the replica may answer.
+func (l *Lists) read(p *watchfanoutv1.Query) (*form.Query, error) {
+	q, err := form.Read(l.catalog.View(), p)
+	if errors.Is(err, form.ErrUnheard) {
+		return nil, errElsewhere
+	}
+	if err != nil {
+		return nil, err
+	}
+	return q, l.log.Fresh()
+}
+
 // List answers a list's body.
 func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	ctx := stream.Context()
-	q, err := form.NewQuery(r.Query)
-	if err == nil {
-		err = l.log.Fresh()
-	}
+	q, err := l.read(r.Query)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -97,10 +110,7 @@ const sortedTable = "flowschemas.flowcontrol.apiserver.k8s.io"
 
 // Get answers one object's body.
 func (l *Lists) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
-	q, err := form.NewQuery(r.Query)
-	if err == nil {
-		err = l.log.Fresh()
-	}
+	q, err := l.read(r.Query)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}

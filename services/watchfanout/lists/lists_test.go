@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/internal/world"
@@ -68,7 +69,7 @@ func ask(t *testing.T, l *lists.Lists, r *watchfanoutv1.ListRequest) (out list, 
 // A list is what etcd has, selected, at a revision that it says.
 func TestLists(t *testing.T) {
 	w := world.New(t)
-	l := lists.New(w.Cache, w.Log, w.Converter)
+	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter)
 	w.Apply(logv1.Type_TYPE_MODIFIED, 11, "b", "node-0", "node-1")
 	for name, c := range map[string]struct {
 		change func(*watchfanoutv1.ListRequest)
@@ -100,6 +101,12 @@ func TestLists(t *testing.T) {
 		"of an odd selector": {func(r *watchfanoutv1.ListRequest) {
 			r.Query.LabelSelector = "==="
 		}, "", codes.InvalidArgument},
+		"of a resource that is defined later than this replica knows": {func(r *watchfanoutv1.ListRequest) {
+			r.Query.DefinedAt = 1
+		}, "", codes.FailedPrecondition},
+		"of a resource that this replica does not know": {func(r *watchfanoutv1.ListRequest) {
+			r.Query.Resource = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
+		}, "", codes.FailedPrecondition},
 		"in no form of a tier's": {func(r *watchfanoutv1.ListRequest) {
 			r.Query.Output.MediaType = "application/yaml"
 		}, "", codes.InvalidArgument},
@@ -123,7 +130,7 @@ func TestLists(t *testing.T) {
 // The pages of a list are of one revision, whatever is written meanwhile.
 func TestPagesAreOfOneRevision(t *testing.T) {
 	w := world.New(t)
-	l := lists.New(w.Cache, w.Log, w.Converter)
+	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter)
 	first, err := ask(t, l, &watchfanoutv1.ListRequest{Query: world.Query(), Limit: 2})
 	if err != nil || first.names() != "a b" || first.Metadata.Continue == "" {
 		t.Fatalf("%+v, %v", first, err)
@@ -151,7 +158,7 @@ func TestPagesAreOfOneRevision(t *testing.T) {
 // One object is answered as it is stored; what is not there is registry's to say.
 func TestGet(t *testing.T) {
 	w := world.New(t)
-	l := lists.New(w.Cache, w.Log, w.Converter)
+	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter)
 	got, err := l.Get(t.Context(), &watchfanoutv1.GetRequest{Query: world.Query(), Name: "a"})
 	if err != nil || !strings.HasPrefix(string(got.Body), `{"kind":"Pod","apiVersion":"v1","metadata":{"name":"a"`) {
 		t.Errorf("%s, %v", got.GetBody(), err)

@@ -96,7 +96,7 @@ func (o *open) hears(n int) string {
 
 func tier(t *testing.T) (*world.World, *streams.Streams) {
 	w := world.New(t)
-	return w, streams.New(time.Hour, w.Cache, w.Log, w.Source, w.Converter)
+	return w, streams.New(time.Hour, w.Catalog, w.Cache, w.Log, w.Source, w.Converter)
 }
 
 // A watch is told of every change after its revision once, as its selection sees it.
@@ -191,5 +191,24 @@ func TestADrainingReplicaEndsItsWatches(t *testing.T) {
 		}
 	case <-time.After(10 * time.Second):
 		t.Error("it goes on")
+	}
+}
+
+// A watch of a resource that the replica has not heard of, as its caller knows it, is for another to try.
+func TestAWatchOfWhatIsUnheardIsForAnother(t *testing.T) {
+	_, s := tier(t)
+	for history, want := range map[string]codes.Code{"h": codes.Unavailable, "another": codes.OutOfRange} {
+		q := world.Query()
+		q.DefinedAt = 1
+		at := events.Position{Revision: 10, Index: events.LastIndex, History: history}
+		r := &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: "10", ResumeAfter: at.Proto()}
+		select {
+		case err := <-start(t, s, r).ended:
+			if status.Code(err) != want {
+				t.Errorf("%s: %v", history, err)
+			}
+		case <-time.After(10 * time.Second):
+			t.Errorf("%s: it is open", history)
+		}
 	}
 }

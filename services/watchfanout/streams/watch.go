@@ -10,9 +10,11 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
+	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -40,6 +42,7 @@ type Streams struct {
 	// ProgressPeriod is how often a stream is told how far it has come.
 	ProgressPeriod time.Duration
 
+	catalog   *catalog.Catalog
 	cache     *cache.Cache
 	log       *log.Log
 	source    registryv1.SourceClient
@@ -53,11 +56,12 @@ type Streams struct {
 	watchers map[*watcher]struct{}
 }
 
-// New returns the watches of what a log brings into a cache.
-func New(progress time.Duration, c *cache.Cache, l *log.Log, source registryv1.SourceClient,
+// New returns the watches of what a log brings into a cache, served as a catalogue says.
+func New(progress time.Duration, served *catalog.Catalog, c *cache.Cache, l *log.Log, source registryv1.SourceClient,
 	converter *convert.Converter) *Streams {
 	return &Streams{
 		ProgressPeriod: progress,
+		catalog:        served,
 		cache:          c,
 		log:            l,
 		source:         source,
@@ -73,7 +77,10 @@ func New(progress time.Duration, c *cache.Cache, l *log.Log, source registryv1.S
 // Watch streams frames until the caller goes away.
 func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
-	q, err := form.NewQuery(r.Query)
+	q, err := form.Read(s.catalog.View(), r.Query)
+	if errors.Is(err, form.ErrUnheard) {
+		err = s.unheard(r, err)
+	}
 	if err == nil {
 		err = s.log.Fresh()
 	}
@@ -95,6 +102,16 @@ func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
 	defer w.events.Close()
 	defer s.open(w)()
 	return rpc.ToStatus(w.run(stream.Context()))
+}
+
+// unheard is what a watch is told of a resource that the replica does not know as the caller does: another replica may,
+// and this one soon. One of another history of etcd goes on nowhere.
+func (s *Streams) unheard(r *watchfanoutv1.WatchRequest, err error) error {
+	at, here := events.FromProto(r.ResumeAfter), events.Position{History: s.cache.History()}
+	if at.Foreign(here) {
+		return expired(at.Revision, s.cache.Progress())
+	}
+	return status.Error(codes.Unavailable, err.Error())
 }
 
 // watcher is one stream: a cursor into the resource's events.

@@ -1317,8 +1317,11 @@ type ResourceEntry struct {
 	ConvertedFields bool `protobuf:"varint,24,opt,name=converted_fields,json=convertedFields" json:"converted_fields,omitempty"`
 	// The release that no longer serves a deprecated version, such as "1.40"; empty where that is not known.
 	RemovedRelease string `protobuf:"bytes,25,opt,name=removed_release,json=removedRelease" json:"removed_release,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The resourceVersion of the CRD that the entry is made of, 0 where it is built in. Of two entries of one resource the one with the
+	// larger is the newer, whichever registry told of it.
+	DefinedAt     int64 `protobuf:"varint,26,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ResourceEntry) Reset() {
@@ -1517,6 +1520,13 @@ func (x *ResourceEntry) GetRemovedRelease() string {
 		return x.RemovedRelease
 	}
 	return ""
+}
+
+func (x *ResourceEntry) GetDefinedAt() int64 {
+	if x != nil {
+		return x.DefinedAt
+	}
+	return 0
 }
 
 type SnapshotRequest struct {
@@ -2387,7 +2397,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\x86\b\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xa5\b\n" +
 	"\rResourceEntry\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
@@ -2420,7 +2430,9 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x06hidden\x18\x16 \x01(\bR\x06hidden\x12\x1a\n" +
 	"\bwarnings\x18\x17 \x03(\tR\bwarnings\x12)\n" +
 	"\x10converted_fields\x18\x18 \x01(\bR\x0fconvertedFields\x12'\n" +
-	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x1aC\n" +
+	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x12\x1d\n" +
+	"\n" +
+	"defined_at\x18\x1a \x01(\x03R\tdefinedAt\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\".\n" +

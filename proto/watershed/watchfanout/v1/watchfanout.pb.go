@@ -14,7 +14,8 @@ import (
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
-	v1 "watershed.dev/proto/watershed/registry/v1"
+	v1 "watershed.dev/proto/watershed/common/v1"
+	v11 "watershed.dev/proto/watershed/registry/v1"
 )
 
 const (
@@ -27,14 +28,17 @@ const (
 // Query says which objects, and in which form.
 type Query struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The catalogue's entry: which resource, in which version, stored where.
-	Entry         *v1.ResourceEntry `protobuf:"bytes,1,opt,name=entry" json:"entry,omitempty"`
-	Namespace     string            `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
-	LabelSelector string            `protobuf:"bytes,3,opt,name=label_selector,json=labelSelector" json:"label_selector,omitempty"`
+	// Which resource, in which version; how it is served is what the answering service's own catalogue says.
+	Resource *v1.Resource `protobuf:"bytes,8,opt,name=resource" json:"resource,omitempty"`
+	// The defined_at of the catalogue's entry that the caller goes by. Whoever has only heard of an older one does not answer: a
+	// watch then gets UNAVAILABLE, and anything else FAILED_PRECONDITION.
+	DefinedAt     int64  `protobuf:"varint,9,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
+	Namespace     string `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
+	LabelSelector string `protobuf:"bytes,3,opt,name=label_selector,json=labelSelector" json:"label_selector,omitempty"`
 	// In stored fields: the caller has translated field labels.
-	FieldSelector string     `protobuf:"bytes,4,opt,name=field_selector,json=fieldSelector" json:"field_selector,omitempty"`
-	Output        *v1.Output `protobuf:"bytes,5,opt,name=output" json:"output,omitempty"`
-	IncludeObject string     `protobuf:"bytes,6,opt,name=include_object,json=includeObject" json:"include_object,omitempty"`
+	FieldSelector string      `protobuf:"bytes,4,opt,name=field_selector,json=fieldSelector" json:"field_selector,omitempty"`
+	Output        *v11.Output `protobuf:"bytes,5,opt,name=output" json:"output,omitempty"`
+	IncludeObject string      `protobuf:"bytes,6,opt,name=include_object,json=includeObject" json:"include_object,omitempty"`
 	// A list leaves out what cannot be read, in place of being refused.
 	SkipUnreadable bool `protobuf:"varint,7,opt,name=skip_unreadable,json=skipUnreadable" json:"skip_unreadable,omitempty"`
 	unknownFields  protoimpl.UnknownFields
@@ -71,11 +75,18 @@ func (*Query) Descriptor() ([]byte, []int) {
 	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{0}
 }
 
-func (x *Query) GetEntry() *v1.ResourceEntry {
+func (x *Query) GetResource() *v1.Resource {
 	if x != nil {
-		return x.Entry
+		return x.Resource
 	}
 	return nil
+}
+
+func (x *Query) GetDefinedAt() int64 {
+	if x != nil {
+		return x.DefinedAt
+	}
+	return 0
 }
 
 func (x *Query) GetNamespace() string {
@@ -99,7 +110,7 @@ func (x *Query) GetFieldSelector() string {
 	return ""
 }
 
-func (x *Query) GetOutput() *v1.Output {
+func (x *Query) GetOutput() *v11.Output {
 	if x != nil {
 		return x.Output
 	}
@@ -687,15 +698,17 @@ var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\n" +
-	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a$watershed/registry/v1/registry.proto\"\xb6\x02\n" +
-	"\x05Query\x12:\n" +
-	"\x05entry\x18\x01 \x01(\v2$.watershed.registry.v1.ResourceEntryR\x05entry\x12\x1c\n" +
+	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xda\x02\n" +
+	"\x05Query\x129\n" +
+	"\bresource\x18\b \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1d\n" +
+	"\n" +
+	"defined_at\x18\t \x01(\x03R\tdefinedAt\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12%\n" +
 	"\x0elabel_selector\x18\x03 \x01(\tR\rlabelSelector\x12%\n" +
 	"\x0efield_selector\x18\x04 \x01(\tR\rfieldSelector\x125\n" +
 	"\x06output\x18\x05 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12%\n" +
 	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12'\n" +
-	"\x0fskip_unreadable\x18\a \x01(\bR\x0eskipUnreadable\"\x82\x01\n" +
+	"\x0fskip_unreadable\x18\a \x01(\bR\x0eskipUnreadableJ\x04\b\x01\x10\x02\"\x82\x01\n" +
 	"\n" +
 	"GetRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12\x12\n" +
@@ -760,20 +773,20 @@ func file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP() []byte {
 
 var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_watershed_watchfanout_v1_watchfanout_proto_goTypes = []any{
-	(*Query)(nil),            // 0: watershed.watchfanout.v1.Query
-	(*GetRequest)(nil),       // 1: watershed.watchfanout.v1.GetRequest
-	(*GetResponse)(nil),      // 2: watershed.watchfanout.v1.GetResponse
-	(*ListRequest)(nil),      // 3: watershed.watchfanout.v1.ListRequest
-	(*ListChunk)(nil),        // 4: watershed.watchfanout.v1.ListChunk
-	(*WatchRequest)(nil),     // 5: watershed.watchfanout.v1.WatchRequest
-	(*Position)(nil),         // 6: watershed.watchfanout.v1.Position
-	(*WatchFrame)(nil),       // 7: watershed.watchfanout.v1.WatchFrame
-	(*Mark)(nil),             // 8: watershed.watchfanout.v1.Mark
-	(*v1.ResourceEntry)(nil), // 9: watershed.registry.v1.ResourceEntry
-	(*v1.Output)(nil),        // 10: watershed.registry.v1.Output
+	(*Query)(nil),        // 0: watershed.watchfanout.v1.Query
+	(*GetRequest)(nil),   // 1: watershed.watchfanout.v1.GetRequest
+	(*GetResponse)(nil),  // 2: watershed.watchfanout.v1.GetResponse
+	(*ListRequest)(nil),  // 3: watershed.watchfanout.v1.ListRequest
+	(*ListChunk)(nil),    // 4: watershed.watchfanout.v1.ListChunk
+	(*WatchRequest)(nil), // 5: watershed.watchfanout.v1.WatchRequest
+	(*Position)(nil),     // 6: watershed.watchfanout.v1.Position
+	(*WatchFrame)(nil),   // 7: watershed.watchfanout.v1.WatchFrame
+	(*Mark)(nil),         // 8: watershed.watchfanout.v1.Mark
+	(*v1.Resource)(nil),  // 9: watershed.common.v1.Resource
+	(*v11.Output)(nil),   // 10: watershed.registry.v1.Output
 }
 var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
-	9,  // 0: watershed.watchfanout.v1.Query.entry:type_name -> watershed.registry.v1.ResourceEntry
+	9,  // 0: watershed.watchfanout.v1.Query.resource:type_name -> watershed.common.v1.Resource
 	10, // 1: watershed.watchfanout.v1.Query.output:type_name -> watershed.registry.v1.Output
 	0,  // 2: watershed.watchfanout.v1.GetRequest.query:type_name -> watershed.watchfanout.v1.Query
 	0,  // 3: watershed.watchfanout.v1.ListRequest.query:type_name -> watershed.watchfanout.v1.Query

@@ -5,11 +5,14 @@ package world
 import (
 	"context"
 	"fmt"
+	"runtime"
+	"sync"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc"
 
+	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -22,15 +25,38 @@ import (
 
 // World is a replica without its log's transport.
 type World struct {
+	Catalog   *catalog.Catalog
 	Cache     *cache.Cache
 	Log       *log.Log
 	Converter *convert.Converter
 	Source    registryv1.SourceClient
 }
 
-// registry has three pods at revision 10.
+// registry serves pods, of which there are three at revision 10.
 type registry struct {
 	registryv1.UnimplementedSourceServer
+	registryv1.UnimplementedCatalogServer
+}
+
+// Pods is what the catalogue says of pods.
+func Pods() *registryv1.ResourceEntry {
+	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
+	return &registryv1.ResourceEntry{
+		StoredAs:   "pods",
+		Namespaced: true,
+		Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
+		Kind:       pod,
+		StoredKind: pod,
+		ListKind:   "PodList",
+	}
+}
+
+func (registry) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{Pods()}}); err != nil {
+		return err
+	}
+	<-s.Context().Done()
+	return s.Context().Err()
 }
 
 // First is the revision at which the log begins.
@@ -70,7 +96,24 @@ func New(t testing.TB) *World {
 	t.Helper()
 	p := rpc.NewInProcess(false)
 	registryv1.RegisterSourceServer(p, registry{})
-	w := &World{Cache: cache.New(1<<20, time.Hour), Source: registryv1.NewSourceClient(p.Client("watchfanout"))}
+	registryv1.RegisterCatalogServer(p, registry{})
+	told := make(chan struct{})
+	w := &World{
+		Cache:  cache.New(1<<20, time.Hour),
+		Source: registryv1.NewSourceClient(p.Client("watchfanout")),
+		Catalog: &catalog.Catalog{
+			Registry: registryv1.NewCatalogClient(p.Client("watchfanout")),
+			Changed:  func(*catalog.View) { close(told) },
+		},
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { w.Catalog.Run(ctx) })
+	t.Cleanup(func() { cancel(); running.Wait() })
+	<-told
+	for w.Catalog.View() == nil { // it is told of just before it is used
+		runtime.Gosched()
+	}
 	w.Log = log.New(w.Cache, nil, nil, w.Source)
 	w.Converter = convert.New(w.Source, w.Cache)
 	w.Cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: First, History: "h"})
@@ -105,16 +148,8 @@ func (w *World) Apply(kind logv1.Type, revision int64, name, node, before string
 
 // Query asks for pods of namespace x in JSON.
 func Query() *watchfanoutv1.Query {
-	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
 	return &watchfanoutv1.Query{
-		Entry: &registryv1.ResourceEntry{
-			StoredAs:   "pods",
-			Namespaced: true,
-			Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
-			Kind:       pod,
-			StoredKind: pod,
-			ListKind:   "PodList",
-		},
+		Resource:  Pods().Resource,
 		Namespace: "x",
 		Output:    &registryv1.Output{MediaType: "application/json"},
 	}
