@@ -165,7 +165,7 @@ func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{clients, shared, feeds, feedBytes, delivered, resumed, cutOff}
 }
 
-// keyOf is everything that makes two watches' events the same. Since when the resource is defined as it is does not: its
+// keyOf is everything that makes two watches' events the same. Since when the resource is defined is no part of it: its
 // source ends the watches of a resource that is redefined.
 func keyOf(q *watchfanoutv1.Query) (key, error) {
 	short := &watchfanoutv1.Query{
