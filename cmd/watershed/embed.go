@@ -149,22 +149,14 @@ func etcdCommand(args []string) error {
 	if err := config.Load(fs, args); err != nil {
 		return help(err)
 	}
+	return runAlone(etcdPart(s))
+}
+
+// runAlone runs a part as a process of its own.
+func runAlone(p lifecycle.Part) error {
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
-	if err := os.MkdirAll(s.dir, 0o700); err != nil {
-		return err
-	}
-	e, err := startEtcd(s)
-	if err != nil {
-		return err
-	}
-	defer e.Close()
-	select {
-	case err := <-e.Err():
-		return err
-	case <-ctx.Done():
-		return nil
-	}
+	return lifecycle.Run(ctx, []lifecycle.Part{p}, nil, nil)
 }
 
 // natsSettings say where the embedded NATS keeps the log and, unless it serves this process alone, listens.
@@ -321,22 +313,33 @@ func natsCommand(args []string) error {
 	if err := config.Load(fs, args); err != nil {
 		return help(err)
 	}
-	ctx, cancel := lifecycle.Signalled()
-	defer cancel()
-	srv, err := startNATS(s)
-	if err != nil {
-		return err
-	}
-	<-ctx.Done()
-	srv.Shutdown()
-	srv.WaitForShutdown()
-	return nil
+	return runAlone(natsPart(s, func(*natsserver.Server) {}))
 }
 
-// etcdPart and natsPart run the embedded servers as parts of a process.
+// natsPart runs the embedded NATS as a part of a process; started is told of the server before the part is ready.
+func natsPart(s natsSettings, started func(*natsserver.Server)) lifecycle.Part {
+	ready := starting("nats")
+	return lifecycle.Part{Name: "nats", Ready: ready, Run: func(ctx context.Context) error {
+		srv, err := startNATS(s)
+		if err != nil {
+			return err
+		}
+		started(srv)
+		ready.Set("nats", nil)
+		<-ctx.Done()
+		srv.Shutdown()
+		srv.WaitForShutdown()
+		return nil
+	}}
+}
+
+// etcdPart runs the embedded etcd as a part of a process.
 func etcdPart(s etcdSettings) lifecycle.Part {
-	started := make(chan struct{})
-	return lifecycle.Part{Name: "etcd", Run: func(ctx context.Context) error {
+	ready := starting("etcd")
+	return lifecycle.Part{Name: "etcd", Ready: ready, Run: func(ctx context.Context) error {
+		if err := os.MkdirAll(s.dir, 0o700); err != nil {
+			return err
+		}
 		e, err := startEtcd(s)
 		if err != nil {
 			return err
@@ -344,7 +347,7 @@ func etcdPart(s etcdSettings) lifecycle.Part {
 		defer e.Close()
 		select {
 		case <-e.Server.ReadyNotify():
-			close(started)
+			ready.Set("etcd", nil)
 		case <-ctx.Done():
 			return nil
 		}
@@ -354,16 +357,12 @@ func etcdPart(s etcdSettings) lifecycle.Part {
 		case <-ctx.Done():
 			return nil
 		}
-	}, Ready: closed(started, "etcd is starting")}
+	}}
 }
 
-func closed(c <-chan struct{}, otherwise string) func(context.Context) error {
-	return func(context.Context) error {
-		select {
-		case <-c:
-			return nil
-		default:
-			return errors.New(otherwise)
-		}
-	}
+// starting is a readiness that waits for one thing.
+func starting(what string) *lifecycle.Readiness {
+	r := &lifecycle.Readiness{}
+	r.Set(what, errors.New("it is starting"))
+	return r
 }

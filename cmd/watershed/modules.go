@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
@@ -47,8 +48,8 @@ type settings interface {
 type service interface {
 	Register(grpc.ServiceRegistrar)
 	Collectors() []prometheus.Collector
-	// Ready says why the service cannot serve yet, or nil.
-	Ready(context.Context) error
+	// Ready is why the service cannot serve yet.
+	Ready() *lifecycle.Readiness
 	// Run serves until ctx is done.
 	Run(context.Context) error
 }

@@ -108,7 +108,7 @@ func (p *process) close() {
 
 // serve offers a service's RPCs until ctx is done.
 func (p *process) serve(ctx context.Context, s service, server *rpc.Server) error {
-	go announce(ctx, s, server)
+	go s.Ready().Follow(ctx, func(why error) { server.SetReady(why == nil) })
 	if d, ok := s.(interface{ Drain() }); ok {
 		defer context.AfterFunc(ctx, d.Drain)()
 	}
@@ -121,17 +121,6 @@ func stopTimeout(s service) time.Duration {
 		return t.StopTimeout()
 	}
 	return 0
-}
-
-// announce turns the health of the RPC server with the service's readiness.
-func announce(ctx context.Context, s service, server *rpc.Server) {
-	for ctx.Err() == nil {
-		server.SetReady(s.Ready(ctx) == nil)
-		select {
-		case <-ctx.Done():
-		case <-time.After(250 * time.Millisecond):
-		}
-	}
 }
 
 // registerMetrics adds the service's metrics to those of the libraries it is made of.
@@ -148,7 +137,7 @@ func registerMetrics(all ...service) prometheus.Gatherer {
 // pages are a service's own pages.
 func pages(s service) map[string]http.Handler {
 	out := map[string]http.Handler{"/healthz": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if err := s.Ready(r.Context()); err != nil {
+		if err := s.Ready().Err(); err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
 			return
 		}

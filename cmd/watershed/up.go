@@ -147,15 +147,12 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	external, _ := u.flags.GetStringSlice("etcd-servers")
 	socket := "unix://" + filepath.Join(socketDir(u.dir), "etcd.sock")
 	if len(external) == 0 {
-		dir := filepath.Join(u.dir, "etcd")
-		if err := os.MkdirAll(dir, 0o700); err != nil {
-			return nil, err
-		}
-		parts = append(parts, etcdPart(etcdSettings{dir: dir, listen: socket}))
+		parts = append(parts, etcdPart(etcdSettings{dir: filepath.Join(u.dir, "etcd"), listen: socket}))
 	}
 	natsURL, _ := u.flags.GetString("nats-url")
 	if natsURL == "" {
-		parts = append(parts, u.natsPart())
+		parts = append(parts, natsPart(natsSettings{dir: filepath.Join(u.dir, "nats"), keyFile: u.jetStreamKey()},
+			func(s *server.Server) { u.nats = s }))
 	}
 	for _, m := range modules {
 		if err := u.all[m.name].take(u.flags); err != nil {
@@ -183,7 +180,7 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 		}
 		parts = append(parts, u.servicePart(name))
 	}
-	parts = append(parts, lifecycle.Part{Name: "policies", Run: wait, Ready: u.synced})
+	parts = append(parts, u.policiesPart())
 	return append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
 		var running []service
 		for _, m := range modules {
@@ -193,44 +190,32 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	}}), nil
 }
 
-func wait(ctx context.Context) error {
-	<-ctx.Done()
-	return nil
-}
-
-// synced waits until authz and admission have read what they need: from then on nobody is refused for that.
-func (u *upRun) synced(ctx context.Context) error {
-	for _, name := range []string{"authz", "admission"} {
-		if s, ok := u.all[name].run.(interface{ Synced(context.Context) error }); ok {
-			if err := s.Synced(ctx); err != nil {
-				return err
+// policiesPart runs nothing: it is ready once authz and admission have read what they decide by, from when on nobody is
+// refused for that.
+func (u *upRun) policiesPart() lifecycle.Part {
+	ready := &lifecycle.Readiness{}
+	who := []string{"authz", "admission"}
+	for _, name := range who {
+		ready.Set(name, errors.New("it is starting"))
+	}
+	return lifecycle.Part{Name: "policies", Ready: ready, Run: func(ctx context.Context) error {
+		for _, name := range who {
+			if s, ok := u.all[name].run.(interface{ Policies() *lifecycle.Readiness }); ok {
+				go s.Policies().Follow(ctx, func(why error) { ready.Set(name, why) })
+			} else {
+				ready.Set(name, nil)
 			}
 		}
-	}
-	return nil
-}
-
-func (u *upRun) natsPart() lifecycle.Part {
-	started := make(chan struct{})
-	return lifecycle.Part{Name: "nats", Run: func(ctx context.Context) error {
-		srv, err := startNATS(natsSettings{dir: filepath.Join(u.dir, "nats"), keyFile: u.jetStreamKey()})
-		if err != nil {
-			return err
-		}
-		u.nats = srv
-		close(started)
 		<-ctx.Done()
-		srv.Shutdown()
-		srv.WaitForShutdown()
 		return nil
-	}, Ready: closed(started, "NATS is starting")}
+	}}
 }
 
 // servicePart builds a service when its turn has come, since it may need those before it to be built.
 func (u *upRun) servicePart(name string) lifecycle.Part {
 	b := u.all[name]
-	ready := make(chan struct{})
-	return lifecycle.Part{Name: name, Run: func(ctx context.Context) error {
+	ready := starting(name)
+	return lifecycle.Part{Name: name, Ready: ready, Run: func(ctx context.Context) error {
 		s, err := b.settings.build(ctx, &deps{
 			dial: func(string, rpc.Balancer) (grpc.ClientConnInterface, error) { return u.transport.Client(name), nil },
 			log: func(o *eventlog.Options) {
@@ -245,15 +230,8 @@ func (u *upRun) servicePart(name string) lifecycle.Part {
 		}
 		s.Register(u.transport)
 		b.run = s
-		close(ready)
+		go s.Ready().Follow(ctx, func(why error) { ready.Set(name, why) })
 		return s.Run(ctx)
-	}, Ready: func(ctx context.Context) error {
-		select {
-		case <-ready:
-			return b.run.Ready(ctx)
-		default:
-			return errors.New(name + " is being built")
-		}
 	}}
 }
 

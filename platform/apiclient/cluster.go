@@ -64,6 +64,7 @@ type Cluster struct {
 	followed []followed
 	// fresh is when what is known was the truth, in nanoseconds since 1970; 0: never yet.
 	fresh atomic.Int64
+	known chan struct{}
 }
 
 // followed is an informer that has to be fresh.
@@ -96,6 +97,7 @@ func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, 
 		Informers: Informers(l, strip...),
 		bound:     f.Bound,
 		streams:   s,
+		known:     make(chan struct{}),
 	}, nil
 }
 
@@ -112,6 +114,9 @@ func (c *Cluster) Age() (age time.Duration, ok bool) {
 	at := c.fresh.Load()
 	return time.Since(time.Unix(0, at)), at != 0
 }
+
+// Known is closed once what is followed has been known to be fresh for the first time.
+func (c *Cluster) Known() <-chan struct{} { return c.known }
 
 // Err says that what is known is older than the bound, or is nil.
 func (c *Cluster) Err() error {
@@ -183,7 +188,9 @@ func (c *Cluster) probe(ctx context.Context) error {
 		behind = c.await(one, revision, firstPatience)
 	}
 	if len(behind) == 0 {
-		c.fresh.Store(asked.UnixNano())
+		if c.fresh.Swap(asked.UnixNano()) == 0 {
+			close(c.known)
+		}
 	}
 	return nil
 }

@@ -19,8 +19,8 @@ type Part struct {
 	Name string
 	// Run serves until ctx is done and leaves no goroutine behind.
 	Run func(ctx context.Context) error
-	// Ready is polled before the next part starts; nil means ready at once.
-	Ready func(ctx context.Context) error
+	// Ready is waited for before the next part starts; nil means ready at once.
+	Ready *Readiness
 	// StopTimeout bounds how long it may take to stop; 0: StopTimeout of the package.
 	StopTimeout time.Duration
 }
@@ -82,26 +82,28 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 	}
 }
 
+// slowStart is how long a part may take to be ready before that is told, and how often then.
+const slowStart = 10 * time.Second
+
 func waitReady(ctx context.Context, p Part, failed chan error) error {
 	if p.Ready == nil {
 		return nil
 	}
-	var last error
-	slow := time.Now().Add(10 * time.Second)
+	slow := time.NewTicker(slowStart)
+	defer slow.Stop()
 	for {
-		if last = p.Ready(ctx); last == nil {
+		changed, reason := p.Ready.get()
+		if reason == nil {
 			return nil
-		}
-		if time.Now().After(slow) {
-			slog.Warn("Still waiting", "part", p.Name, "reason", last)
-			slow = time.Now().Add(10 * time.Second)
 		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case err := <-failed:
 			return err
-		case <-time.After(20 * time.Millisecond):
+		case <-changed:
+		case <-slow.C:
+			slog.Warn("Still waiting", "part", p.Name, "reason", reason)
 		}
 	}
 }

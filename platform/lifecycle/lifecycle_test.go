@@ -24,25 +24,17 @@ func (s *said) say(format string, args ...any) {
 }
 
 func (s *said) part(name string, readyAfter time.Duration) Part {
-	var at time.Time
+	ready := &Readiness{}
+	ready.Set(name, errors.New("not yet"))
 	return Part{
-		Name: name,
+		Name:  name,
+		Ready: ready,
 		Run: func(ctx context.Context) error {
-			s.mu.Lock()
-			at = time.Now().Add(readyAfter)
-			s.mu.Unlock()
+			time.AfterFunc(readyAfter, func() { ready.Set(name, nil) })
 			s.say("%s runs", name)
 			<-ctx.Done()
 			s.say("%s ends", name)
 			return ctx.Err()
-		},
-		Ready: func(context.Context) error {
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			if at.IsZero() || time.Now().Before(at) {
-				return errors.New("not yet")
-			}
-			return nil
 		},
 	}
 }
@@ -67,11 +59,8 @@ func TestPartsStartInOrderAndStopInTheOpposite(t *testing.T) {
 func TestAPartThatEndsEndsTheProcess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &said{}
-		fails := Part{
-			Name:  "nats",
-			Run:   func(context.Context) error { return errors.New("no disk") },
-			Ready: func(context.Context) error { return errors.New("not yet") },
-		}
+		fails := Part{Name: "nats", Ready: &Readiness{}, Run: func(context.Context) error { return errors.New("no disk") }}
+		fails.Ready.Set("nats", errors.New("not yet"))
 		err := Run(t.Context(), []Part{s.part("etcd", 0), fails, s.part("registry", 0)}, nil, nil)
 		if err == nil || err.Error() != "nats: no disk" || strings.Join(s.all, ", ") != "etcd runs, etcd ends" {
 			t.Errorf("%v after %q", err, s.all)
@@ -99,5 +88,32 @@ func TestAPartThatDoesNotStopIsLeftBehind(t *testing.T) {
 			t.Errorf("%v after %v", err, time.Since(began))
 		}
 		close(hangs)
+	})
+}
+
+// A readiness tells one reason at a time, by name, and whoever follows it of every change.
+func TestAReadinessIsFollowed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var r Readiness
+		r.Set("log", errors.New("still read"))
+		var told []string
+		ctx, cancel := context.WithCancel(t.Context())
+		go r.Follow(ctx, func(err error) { told = append(told, fmt.Sprint(err)) })
+		for _, change := range []func(){
+			func() { r.Set("catalogue", errors.New("not told")) },
+			func() { r.Set("log", nil) },
+			func() { r.Set("log", nil) }, // nothing new
+			func() { r.Set("catalogue", nil) },
+		} {
+			synctest.Wait()
+			change()
+		}
+		synctest.Wait()
+		cancel()
+		synctest.Wait()
+		want := "log: still read, catalogue: not told, catalogue: not told, <nil>"
+		if got := strings.Join(told, ", "); got != want {
+			t.Error(got)
+		}
 	})
 }

@@ -13,9 +13,9 @@ import (
 
 // Supervisor runs a service's background tasks and starts again what ends or panics. Its zero value is ready to use.
 type Supervisor struct {
-	wg   sync.WaitGroup
-	mu   sync.Mutex
-	down map[string]error
+	// Ready is what the service waits for. A task that is down counts, and so does whatever else is set there.
+	Ready Readiness
+	wg    sync.WaitGroup
 }
 
 const (
@@ -28,6 +28,7 @@ const (
 
 // Go runs a task in a goroutine of its own until ctx is done.
 func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Context) error) {
+	task := "the task " + name
 	s.wg.Go(func() {
 		pause := leastPause
 		for {
@@ -40,7 +41,7 @@ func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Conte
 				err = errors.New("it ended by itself")
 			}
 			slog.Error("A background task ended; starting it again", "task", name, "error", err, "pause", pause)
-			s.note(name, err)
+			s.Ready.Set(task, fmt.Errorf("it is down: %w", err))
 			if time.Since(began) > steady {
 				pause = leastPause
 			}
@@ -50,30 +51,9 @@ func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Conte
 			case <-time.After(pause):
 			}
 			pause = min(2*pause, mostPause)
-			s.note(name, nil)
+			s.Ready.Set(task, nil)
 		}
 	})
-}
-
-func (s *Supervisor) note(name string, err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.down == nil {
-		s.down = map[string]error{}
-	}
-	if s.down[name] = err; err == nil {
-		delete(s.down, name)
-	}
-}
-
-// Down names a task that is not running now and why, or is nil.
-func (s *Supervisor) Down() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for name, err := range s.down {
-		return fmt.Errorf("the task %q is down: %w", name, err)
-	}
-	return nil
 }
 
 // Wait waits until every task has ended, after ctx has.

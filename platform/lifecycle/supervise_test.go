@@ -28,13 +28,13 @@ func TestATaskThatPanicsOrEndsIsStartedAgain(t *testing.T) {
 			return ctx.Err()
 		})
 		synctest.Wait()
-		if err := s.Down(); err == nil || !strings.Contains(err.Error(), "boom") {
+		if err := s.Ready.Err(); err == nil || !strings.Contains(err.Error(), "boom") {
 			t.Errorf("after the panic: %v", err)
 		}
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if n := runs.Load(); n != 4 || s.Down() != nil {
-			t.Errorf("%d runs, down: %v", n, s.Down())
+		if n := runs.Load(); n != 4 || s.Ready.Err() != nil {
+			t.Errorf("%d runs, down: %v", n, s.Ready.Err())
 		}
 		cancel()
 		s.Wait()

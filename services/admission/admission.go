@@ -24,13 +24,11 @@ import (
 	genericapiserver "k8s.io/apiserver/pkg/server"
 	"k8s.io/apiserver/pkg/util/compatibility"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
-	"k8s.io/apiserver/pkg/util/proxy"
 	webhookutil "k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
-	aggregatorapiserver "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 	"k8s.io/kubernetes/pkg/controlplane"
 	controlplaneadmission "k8s.io/kubernetes/pkg/controlplane/apiserver/admission"
@@ -39,6 +37,7 @@ import (
 
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/features"
+	"watershed.dev/platform/lifecycle"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
 
@@ -74,6 +73,8 @@ type Service struct {
 	resolver  webhookutil.ServiceResolver
 	customs   *customs
 	synced    atomic.Bool
+	ready     lifecycle.Readiness
+	policies  lifecycle.Readiness
 	interests *interests
 }
 
@@ -91,13 +92,14 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	s := &Service{}
+	s.policies.Set("policies", errors.New("they are not read yet"))
 	if s.cluster, err = apiclient.NewCluster(plain, c.Freshness); err != nil {
 		return nil, err
 	}
 	client := s.cluster.Client
 	s.informers, s.mapper = s.cluster.Informers, newMapper(client.Discovery())
 	s.follow()
-	if s.resolver, err = s.serviceResolver(c.AggregatorRouting); err != nil {
+	if s.resolver, err = apiclient.NewServiceResolver(s.informers, c.AggregatorRouting); err != nil {
 		return nil, err
 	}
 	initializers, err := s.initializers(apiclient.Protobuf(plain))
@@ -146,16 +148,6 @@ func (s *Service) follow() {
 	}
 }
 
-// serviceResolver finds the addresses of webhooks.
-func (s *Service) serviceResolver(endpoints bool) (webhookutil.ServiceResolver, error) {
-	services := s.informers.Core().V1().Services().Lister()
-	if !endpoints {
-		return aggregatorapiserver.NewClusterIPServiceResolver(services), nil
-	}
-	slices, err := proxy.NewEndpointSliceIndexerGetter(s.informers.Discovery().V1().EndpointSlices())
-	return aggregatorapiserver.NewEndpointServiceResolver(services, slices), err
-}
-
 func (s *Service) initializers(rc *rest.Config) ([]admission.PluginInitializer, error) {
 	config := controlplaneadmission.Config{
 		LoopbackClientConfig: rc,
@@ -176,10 +168,13 @@ func (s *Service) Register(g grpc.ServiceRegistrar) { admissionv1.RegisterAdmiss
 func (s *Service) Collectors() []prometheus.Collector { return nil }
 
 // Ready is nil from the beginning: a plugin that has not read what it needs refuses by itself.
-func (s *Service) Ready(context.Context) error { return nil }
+func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 
-// Synced says why the chain cannot be asked, or nil.
-func (s *Service) Synced(context.Context) error {
+// Policies is ready once what the chain decides by has been read. How old it has become since counts at each question.
+func (s *Service) Policies() *lifecycle.Readiness { return &s.policies }
+
+// fresh says why the chain cannot be asked, or is nil.
+func (s *Service) fresh() error {
 	if !s.synced.Load() {
 		return errors.New("plugins have not read the cluster yet")
 	}
@@ -196,6 +191,11 @@ func (s *Service) Run(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.customs.informers.WaitForCacheSync(ctx.Done())
 		s.synced.Store(ctx.Err() == nil)
+		select {
+		case <-s.cluster.Known():
+			s.policies.Set("policies", nil)
+		case <-ctx.Done():
+		}
 	})
 	err := s.cluster.Run(ctx)
 	s.customs.informers.Shutdown()
@@ -214,7 +214,7 @@ func (s *Service) Interests(_ *admissionv1.InterestsRequest,
 	defer check.Stop()
 	for {
 		set, changed := s.interests.get()
-		if err := s.Synced(stream.Context()); err != nil {
+		if err := s.fresh(); err != nil {
 			return status.Error(codes.Unavailable, err.Error())
 		}
 		if err := stream.Send(set); err != nil {
@@ -225,7 +225,7 @@ func (s *Service) Interests(_ *admissionv1.InterestsRequest,
 			case <-changed:
 				waiting = false
 			case <-check.C:
-				if err := s.Synced(stream.Context()); err != nil {
+				if err := s.fresh(); err != nil {
 					return status.Error(codes.Unavailable, err.Error())
 				}
 			case <-stream.Context().Done():

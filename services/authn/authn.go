@@ -41,6 +41,7 @@ import (
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/lifecycle"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 )
 
@@ -82,6 +83,7 @@ type Service struct {
 	reloader  *reloader
 	runners   []dynamiccertificates.ControllerRunner
 	metadata  serviceaccount.OpenIDMetadataProvider
+	ready     lifecycle.Readiness
 }
 
 // New builds the authenticators.
@@ -221,7 +223,7 @@ func (s *Service) Collectors() []prometheus.Collector { return nil }
 
 // Ready is nil from the beginning: certificates and static tokens need nothing of the cluster, and it is with a
 // certificate that authn itself comes to the gateway.
-func (s *Service) Ready(context.Context) error { return nil }
+func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 
 // Run keeps certificates and lookups fresh until ctx is done.
 func (s *Service) Run(ctx context.Context) error {

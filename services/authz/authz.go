@@ -22,6 +22,7 @@ import (
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/lifecycle"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
@@ -55,6 +56,8 @@ type Service struct {
 	cluster     *apiclient.Cluster
 	generations *generations
 	synced      atomic.Bool
+	ready       lifecycle.Readiness
+	policies    lifecycle.Readiness
 }
 
 // New builds the authorizers.
@@ -70,6 +73,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		generations: newGenerations(),
 		privileged:  authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
 	}
+	s.policies.Set("policies", errors.New("they are not read yet"))
 	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness, references); err != nil {
 		return nil, err
 	}
@@ -155,11 +159,11 @@ func (s *Service) Register(g grpc.ServiceRegistrar) { authzv1.RegisterAuthzServe
 func (s *Service) Collectors() []prometheus.Collector { return nil }
 
 // Ready is nil from the beginning: the privileged group needs no policy, and until the policies are there everyone
-// else is refused. Synced says when they are.
-func (s *Service) Ready(context.Context) error { return nil }
+// else is refused. Policies says when they are.
+func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 
-// Synced says why policies cannot be trusted, or nil.
-func (s *Service) Synced(context.Context) error { return s.fresh() }
+// Policies is ready once the policies have been read. How old they have become since counts at each decision.
+func (s *Service) Policies() *lifecycle.Readiness { return &s.policies }
 
 // Run follows the policies until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
@@ -167,6 +171,11 @@ func (s *Service) Run(ctx context.Context) error {
 	go func() {
 		s.cluster.Informers.WaitForCacheSync(ctx.Done())
 		s.synced.Store(ctx.Err() == nil)
+		select {
+		case <-s.cluster.Known():
+			s.policies.Set("policies", nil)
+		case <-ctx.Done():
+		}
 	}()
 	return s.cluster.Run(ctx)
 }

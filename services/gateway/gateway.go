@@ -21,6 +21,7 @@ import (
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/kubeversion"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -98,6 +99,7 @@ type Service struct {
 	views     *views
 	handler   http.Handler
 	health    map[string]*check
+	ready     lifecycle.Readiness
 }
 
 // NewConfig returns the defaults.
@@ -181,6 +183,9 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 	}
 	slis.SLIMetricsWithReset{}.Install(own)
 	g.health = g.checks()
+	for _, name := range needed {
+		g.ready.Set(name, errNotAsked)
+	}
 	g.installHealth(own)
 	own.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		if req.URL.Path != "/" {
@@ -261,6 +266,7 @@ func (g *Service) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	wg.Go(func() { g.catalog.Run(following) })
+	wg.Go(func() { g.awaitNeeded(following) })
 	wg.Go(func() { g.interests.Run(following) })
 	wg.Go(func() { g.views.learner.Run(following) })
 	wg.Go(func() { g.authz.Follow(following) })

@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/apiserver/pkg/server/healthz"
 
+	"watershed.dev/platform/lifecycle"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -48,6 +49,9 @@ var hooks = map[string]string{
 }
 
 const (
+	// askPause is how long to wait before a service that does not answer at the start is asked again; a question waits
+	// for a replica by itself.
+	askPause = 20 * time.Millisecond
 	// checkTimeout bounds one check, and checkedFor is for how long its answer is good: many names ask the same.
 	checkTimeout = 3 * time.Second
 	checkedFor   = time.Second
@@ -183,15 +187,30 @@ func (g *Service) tier(ctx context.Context) error {
 	return err
 }
 
-// Ready says why the gateway cannot serve yet, or nil.
-func (g *Service) Ready(ctx context.Context) error {
+// Ready is what the gateway waits for before it answers its first request. How each service is later, /readyz says.
+func (g *Service) Ready() *lifecycle.Readiness { return &g.ready }
+
+// errNotAsked is why a service that has not answered yet keeps the gateway from being ready.
+var errNotAsked = errors.New("it has not answered yet")
+
+// awaitNeeded waits for each service that the gateway needs.
+func (g *Service) awaitNeeded(ctx context.Context) {
+	var wg sync.WaitGroup
+	defer wg.Wait()
 	for _, name := range needed {
-		one, cancel := context.WithTimeout(ctx, checkTimeout)
-		err := g.health[name].ask(one)
-		cancel()
-		if err != nil {
-			return errors.New(name + ": " + err.Error())
-		}
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				one, cancel := context.WithTimeout(ctx, checkTimeout)
+				err := g.health[name].ask(one)
+				cancel()
+				if g.ready.Set(name, err); err == nil {
+					return
+				}
+				select {
+				case <-ctx.Done():
+				case <-time.After(askPause):
+				}
+			}
+		})
 	}
-	return nil
 }

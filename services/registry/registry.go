@@ -2,10 +2,10 @@ package registry
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
-	"sync/atomic"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -20,15 +20,14 @@ import (
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	etcdmetrics "k8s.io/apiserver/pkg/storage/etcd3/metrics"
-	"k8s.io/apiserver/pkg/util/proxy"
 	"k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/client-go/util/keyutil"
-	aggregator "k8s.io/kube-aggregator/pkg/apiserver"
 	"k8s.io/kubernetes/pkg/serviceaccount"
 
+	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
@@ -106,7 +105,6 @@ type Service struct {
 	informers  informers.SharedInformerFactory
 	extensions extensions.SharedInformerFactory
 
-	ready atomic.Bool
 	tasks lifecycle.Supervisor
 }
 
@@ -128,6 +126,8 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		tail:     tail.New(),
 		identity: fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano()),
 	}
+	s.tasks.Ready.Set("informers", errors.New("they are not synced yet"))
+	s.tasks.Ready.Set("etcd", errors.New("it has not answered yet"))
 	etcdmetrics.Register()
 	store, err := storage.Open(c.Storage, served)
 	if err != nil {
@@ -192,7 +192,7 @@ func (s *Service) custom() error {
 	if customs.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
 		return err
 	}
-	services, err := s.resolver()
+	services, err := apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting)
 	if err != nil {
 		return err
 	}
@@ -203,16 +203,6 @@ func (s *Service) custom() error {
 	s.resources.Customs = customs
 	_, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().AddEventHandler(customs.Handler())
 	return err
-}
-
-// resolver finds the addresses of services that are called: conversion webhooks and aggregated servers.
-func (s *Service) resolver() (aggregator.ServiceResolver, error) {
-	services := s.informers.Core().V1().Services().Lister()
-	if !s.config.Loops.AggregatorRouting {
-		return aggregator.NewClusterIPServiceResolver(services), nil
-	}
-	endpoints, err := proxy.NewEndpointSliceIndexerGetter(s.informers.Discovery().V1().EndpointSlices())
-	return aggregator.NewEndpointServiceResolver(services, endpoints), err
 }
 
 func (c *Config) tokenIssuer() (serviceaccount.TokenGenerator, error) {
@@ -266,16 +256,25 @@ func (s *Service) Drain() { s.policy.Drain() }
 // Collectors are the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector { return publisher.Metrics() }
 
-// Ready says why the registry cannot serve yet, or nil.
-func (s *Service) Ready(ctx context.Context) error {
-	if !s.ready.Load() {
-		return fmt.Errorf("the informers are not synced yet")
+// Ready is why the registry cannot serve: its informers are not synced, a task is down, or etcd does not answer.
+func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
+
+// etcdPeriod is how often the registry asks whether etcd answers.
+const etcdPeriod = 250 * time.Millisecond
+
+// askEtcd asks whether etcd answers until ctx is done.
+func (s *Service) askEtcd(ctx context.Context) error {
+	tick := time.NewTicker(etcdPeriod)
+	defer tick.Stop()
+	for {
+		_, err := s.source.CurrentRevision(ctx)
+		s.tasks.Ready.Set("etcd", err)
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
 	}
-	if err := s.tasks.Down(); err != nil {
-		return err
-	}
-	_, err := s.source.CurrentRevision(ctx)
-	return err
 }
 
 // Run publishes (when elected), runs the loops (when elected) and serves until ctx is done.
@@ -285,7 +284,7 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.informers.Shutdown()
 	defer s.extensions.Shutdown()
 	defer s.catalogue.APIServices.Informers.Shutdown()
-	services, err := s.resolver()
+	services, err := apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting)
 	if err != nil {
 		return err
 	}
@@ -314,6 +313,7 @@ func (s *Service) Run(ctx context.Context) error {
 	if err := l.Prepare(); err != nil {
 		return err
 	}
+	s.tasks.Go(ctx, "etcd", s.askEtcd)
 	s.tasks.Go(ctx, "publisher", p.Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()
@@ -335,7 +335,7 @@ func (s *Service) Run(ctx context.Context) error {
 		s.extensions.WaitForCacheSync(ctx.Done())
 		s.catalogue.APIServices.Informers.WaitForCacheSync(ctx.Done())
 		s.catalogue.Renew()
-		s.ready.Store(true)
+		s.tasks.Ready.Set("informers", nil)
 		return s.catalogue.Run(ctx)
 	})
 	<-ctx.Done()

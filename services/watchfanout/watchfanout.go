@@ -72,11 +72,11 @@ type Deps struct {
 
 // New builds a replica. It begins to serve when it has read the log to its end and knows what is served.
 func New(_ context.Context, c *Config, d Deps) (*Service, error) {
-	s := &Service{
-		config:  c,
-		source:  d.Source,
-		catalog: &catalog.Catalog{Registry: d.Catalog},
-		cache:   cache.New(c.RingBytes, c.IdleAfter),
+	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleAfter)}
+	s.tasks.Ready.Set("the catalogue", errors.New("registry has not said what is served"))
+	s.catalog = &catalog.Catalog{
+		Registry: d.Catalog,
+		Changed:  func(*catalog.View) { s.tasks.Ready.Set("the catalogue", nil) },
 	}
 	var js jetstream.JetStream
 	var err error
@@ -84,7 +84,7 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	converter := convert.New(d.Source, s.cache)
-	s.log = log.New(s.cache, s.nats, js, d.Source)
+	s.log = log.New(s.cache, s.nats, js, d.Source, &s.tasks.Ready)
 	s.lists = lists.New(s.catalog, s.cache, s.log, converter)
 	s.streams = streams.New(c.ProgressPeriod, s.catalog, s.cache, s.log, d.Source, converter)
 	return s, nil
@@ -93,19 +93,9 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 // Register offers the service on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) { watchfanoutv1.RegisterWatchServer(g, s) }
 
-// Ready says why the replica cannot serve yet, or nil.
-func (s *Service) Ready(context.Context) error {
-	if !s.log.CaughtUp() {
-		return errors.New("still reading the event log")
-	}
-	if s.catalog.View() == nil {
-		return errors.New("registry has not said what is served")
-	}
-	if err := s.tasks.Down(); err != nil {
-		return err
-	}
-	return s.log.Fresh()
-}
+// Ready is why the replica cannot serve: the log is not read as far as etcd, registry has not said what is served, or a
+// task is down.
+func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
 
 // Run reads the log until ctx is done.
 func (s *Service) Run(ctx context.Context) error {

@@ -15,7 +15,6 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/discovery/aggregated"
 
 	"watershed.dev/platform/catalog"
-	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
 	"watershed.dev/services/gateway/answer"
@@ -52,7 +51,7 @@ func (h *Handler) documents(v *catalog.View) *documents {
 			continue
 		}
 		gv := groupVersion(e.Resource.Group, e.Resource.Version)
-		d.versions[gv] = append(d.versions[gv], apiResource(e))
+		d.versions[gv] = append(d.versions[gv], catalog.APIResource(e))
 	}
 	remote := map[schema.GroupVersion]bool{}
 	for _, r := range v.Remotes {
@@ -228,34 +227,4 @@ func apiGroup(g *registryv1.Group) metav1.APIGroup {
 	}
 	out.PreferredVersion = out.Versions[0]
 	return out
-}
-
-// apiResource is a catalogue entry as an APIResource, field by field what kube-apiserver's installer fills in.
-func apiResource(e *registryv1.ResourceEntry) metav1.APIResource {
-	name := e.Resource.Resource
-	if e.Resource.Subresource != "" {
-		name += "/" + e.Resource.Subresource
-	}
-	r := metav1.APIResource{
-		Name:               name,
-		SingularName:       e.Singular,
-		Namespaced:         e.Namespaced,
-		Kind:               e.Kind.Kind,
-		Verbs:              append(metav1.Verbs{}, e.Verbs...),
-		ShortNames:         e.ShortNames,
-		Categories:         e.Categories,
-		StorageVersionHash: e.StorageVersionHash,
-	}
-	if e.DiscoveryKind != "" {
-		r.Kind = e.DiscoveryKind
-	}
-	if foreign(e.Kind, e.Resource) {
-		r.Group, r.Version = e.Kind.Group, e.Kind.Version
-	}
-	return r
-}
-
-// foreign says whether the kind is of another group version than the resource, as a scale's is.
-func foreign(k *commonv1.Kind, r *commonv1.Resource) bool {
-	return k.Group != r.Group || k.Version != r.Version
 }

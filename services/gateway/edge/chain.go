@@ -17,16 +17,11 @@ import (
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/paths"
 	"watershed.dev/services/gateway/access"
 	"watershed.dev/services/gateway/answer"
 	"watershed.dev/services/gateway/body"
 )
-
-// RequestInfo parses paths as kube-apiserver does.
-var RequestInfo = &request.RequestInfoFactory{
-	APIPrefixes:          sets.NewString("api", "apis"),
-	GrouplessAPIPrefixes: sets.NewString("api"),
-}
 
 // LongRunning recognizes requests without a time limit.
 var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"),
@@ -60,7 +55,7 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 	h = genericfilters.WithHSTS(h, c.HSTS)
 	h = genericfilters.WithHTTPLogging(h)
 	h = genericapifilters.WithLatencyTrackers(h)
-	h = genericapifilters.WithRequestInfo(h, RequestInfo)
+	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
 	h = recovered(h)
 	return genericapifilters.WithAuditInit(h)
@@ -84,7 +79,7 @@ func recovered(h http.Handler) http.Handler {
 		}()
 		h.ServeHTTP(w, req)
 		whole = true
-	}), RequestInfo)
+	}), paths.RequestInfo)
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		var aborted bool
 		filtered.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), abortedKey{}, &aborted)))

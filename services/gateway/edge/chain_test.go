@@ -10,6 +10,8 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/runtime"
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
+
+	"watershed.dev/platform/paths"
 )
 
 // A client sees that an answer was cut short, whatever upstream's loops may do in this process: half a list is not to
@@ -26,7 +28,7 @@ func TestAnAbortedAnswerIsSeen(t *testing.T) {
 					_ = http.NewResponseController(w).Flush()
 					panic(value)
 				}))
-				s := httptest.NewUnstartedServer(genericapifilters.WithRequestInfo(h, RequestInfo))
+				s := httptest.NewUnstartedServer(genericapifilters.WithRequestInfo(h, paths.RequestInfo))
 				s.EnableHTTP2, s.Config.ErrorLog = http2, quiet()
 				s.StartTLS()
 				resp, err := s.Client().Get(s.URL + "/api/v1/pods")
@@ -55,7 +57,7 @@ func TestAPanicEndsItsRequestAlone(t *testing.T) {
 		}
 		fmt.Fprint(w, "ok")
 	}))
-	s := httptest.NewUnstartedServer(genericapifilters.WithRequestInfo(h, RequestInfo))
+	s := httptest.NewUnstartedServer(genericapifilters.WithRequestInfo(h, paths.RequestInfo))
 	s.Config.ErrorLog = quiet()
 	s.Start()
 	defer s.Close()

@@ -13,12 +13,12 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/paths"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -127,18 +127,13 @@ func routerOver(t *testing.T, b *behind) *Router {
 	return r
 }
 
-var infos = &request.RequestInfoFactory{
-	APIPrefixes:          sets.NewString("api", "apis"),
-	GrouplessAPIPrefixes: sets.NewString("api"),
-}
-
 func ask(t *testing.T, r *Router, method, path, body string, headers ...string) (int, string) {
 	t.Helper()
 	req := httptest.NewRequest(method, path, strings.NewReader(body))
 	for i := 0; i < len(headers); i += 2 {
 		req.Header.Set(headers[i], headers[i+1])
 	}
-	info, err := infos.NewRequestInfo(req)
+	info, err := paths.RequestInfo.NewRequestInfo(req)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,12 +16,13 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/component-base/version"
 
+	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/paths"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -51,11 +52,6 @@ func New(r Registry, t *tail.Tail) *Loopback { return &Loopback{r, t} }
 
 var systemUser = &commonv1.User{Name: "system:apiserver", Groups: []string{"system:masters"}}
 
-var infoFactory = &request.RequestInfoFactory{
-	APIPrefixes:          sets.NewString("api", "apis"),
-	GrouplessAPIPrefixes: sets.NewString("api"),
-}
-
 // Config is a client's configuration that goes through the loopback.
 func (l *Loopback) Config() *restclient.Config {
 	return &restclient.Config{
@@ -77,7 +73,7 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 			return nil, err
 		}
 	}
-	info, err := infoFactory.NewRequestInfo(req)
+	info, err := paths.RequestInfo.NewRequestInfo(req)
 	if err != nil {
 		return nil, err
 	}
@@ -196,17 +192,7 @@ func (l *Loopback) discovery(req *http.Request, info *request.RequestInfo) (*htt
 	}
 	for _, e := range l.registry.Entries() {
 		if r := e.Resource; r.Group == gv.Group && r.Version == gv.Version {
-			name := r.Resource
-			if r.Subresource != "" {
-				name += "/" + r.Subresource
-			}
-			list.APIResources = append(list.APIResources, metav1.APIResource{
-				Name:         name,
-				SingularName: e.Singular,
-				Namespaced:   e.Namespaced,
-				Kind:         e.Kind.Kind,
-				Verbs:        e.Verbs,
-			})
+			list.APIResources = append(list.APIResources, catalog.APIResource(e))
 		}
 	}
 	data, err := json.Marshal(list)

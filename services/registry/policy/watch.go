@@ -1,10 +1,10 @@
 package policy
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"strconv"
 	"time"
 
 	"google.golang.org/grpc"
@@ -84,34 +84,23 @@ func (w *watch) run(ctx context.Context) error {
 
 // begin finds where the watch goes on from, and sends the objects that come before.
 func (w *watch) begin(ctx context.Context) error {
-	r := w.request
-	high, history := w.tail.At()
-	// which the reading corrects, where nobody knows it yet
-	w.position.History, w.position.Index = history, events.LastIndex
-	initial := r.ResourceVersion == "" || r.ResourceVersion == "0"
-	if r.SendInitialEvents != nil {
-		initial = *r.SendInitialEvents
-	}
-	var err error
-	switch {
-	case r.ResumeAfter != nil && (!initial || r.InitialEventsDone):
-		w.position.Revision, w.position.Index = r.ResumeAfter.Revision, r.ResumeAfter.Index
-		if h := r.ResumeAfter.History; h != "" && history != "" && h != history {
-			return tail.ErrOverrun
-		} else if h != "" {
-			w.position.History = h
-		}
-	case initial:
-		return w.initial(ctx)
-	case r.ResourceVersion == "" || r.ResourceVersion == "0":
-		w.position.Revision = w.revision
-	default:
-		if w.position.Revision, err = strconv.ParseInt(r.ResourceVersion, 10, 64); err != nil {
-			return apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
-		}
-	}
+	start, err := events.StartOf(w.request)
 	if err != nil {
 		return err
+	}
+	high, history := w.tail.At()
+	if start.At.Foreign(events.Position{History: history}) {
+		return tail.ErrOverrun
+	}
+	// which the reading corrects, where nobody knows it yet
+	w.position = events.Position{Index: events.LastIndex, History: cmp.Or(start.At.History, history)}
+	switch {
+	case start.Initial:
+		return w.initial(ctx)
+	case start.At.Revision == 0: // from now on
+		w.position.Revision = w.revision
+	default:
+		w.position.Revision, w.position.Index = start.At.Revision, start.At.Index
 	}
 	if w.position.Revision > max(high, w.revision) { // etcd that has not reached it either is of another history
 		return tail.ErrOverrun

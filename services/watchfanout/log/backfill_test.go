@@ -13,6 +13,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/services/watchfanout/cache"
 )
 
@@ -126,7 +127,7 @@ func (a *awayFor) Stream(context.Context, string) (jetstream.Stream, error) {
 // could say in time.
 func TestABackfillWaitsForNATS(t *testing.T) {
 	fill := func(ctx context.Context, away *awayFor) error {
-		s := New(cache.New(1<<20, 0), nil, away, nil)
+		s := New(cache.New(1<<20, 0), nil, away, nil, &lifecycle.Readiness{})
 		f := s.backfills.join("pods", "h", 100, false, func(context.Context, *Backfill) {})
 		s.fill(ctx, f, 200)
 		return f.err
@@ -146,7 +147,7 @@ func TestABackfillWaitsForNATS(t *testing.T) {
 func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		away := int((backfillTimeout + 5*time.Second) / backfillRetry)
-		s := New(cache.New(1<<20, 0), nil, &awayFor{times: away}, nil)
+		s := New(cache.New(1<<20, 0), nil, &awayFor{times: away}, nil, &lifecycle.Readiness{})
 		began := time.Now()
 		type end struct {
 			after time.Duration

@@ -2,6 +2,7 @@ package log
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"sync/atomic"
 	"time"
@@ -61,8 +62,10 @@ func (l *Log) verify(ctx context.Context) error {
 			// It is late, and comes: everybody is, and another replica is not ahead.
 		case err != nil && l.freshness.since.CompareAndSwap(nil, &asked):
 			slog.Warn("The event log does not bring what etcd has", "revision", l.cache.Progress(), "etcd", r.Revision)
+			l.ready.Set(theLog, fmt.Errorf("it has not brought what etcd had at %s", asked.Format(time.TimeOnly)))
 		case err == nil && l.freshness.since.Swap(nil) != nil:
 			slog.Info("The event log has come as far as etcd again", "revision", l.cache.Progress())
+			l.ready.Set(theLog, nil)
 		}
 	}
 }

@@ -38,6 +38,7 @@ type Log struct {
 	source registryv1.SourceClient
 
 	caughtUp atomic.Bool
+	ready    *lifecycle.Readiness
 	// asking is when a publisher was last asked how far it is, in nanoseconds since 1970.
 	asking atomic.Int64
 	// stalled is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one
@@ -51,13 +52,17 @@ type Log struct {
 	drainOnce sync.Once
 }
 
-// New returns a log that is read into c. source tells etcd's revision and what a resource's objects are.
-func New(c *cache.Cache, nc *nats.Conn, js jetstream.JetStream, source registryv1.SourceClient) *Log {
+// New returns a log that is read into c. source tells etcd's revision and what a resource's objects are; ready learns
+// whether the log is read as far as etcd.
+func New(c *cache.Cache, nc *nats.Conn, js jetstream.JetStream, source registryv1.SourceClient,
+	ready *lifecycle.Readiness) *Log {
+	ready.Set(theLog, errors.New("it is still being read"))
 	return &Log{
 		cache:     c,
 		nats:      nc,
 		js:        js,
 		source:    source,
+		ready:     ready,
 		backfills: newBackfills(),
 		draining:  make(chan struct{}),
 		replays: prometheus.NewCounter(prometheus.CounterOpts{
@@ -66,6 +71,9 @@ func New(c *cache.Cache, nc *nats.Conn, js jetstream.JetStream, source registryv
 		}),
 	}
 }
+
+// theLog is what the replica's readiness calls the log.
+const theLog = "the event log"
 
 // Metrics are this package's collectors.
 func (l *Log) Metrics() []prometheus.Collector { return []prometheus.Collector{l.replays} }
@@ -120,6 +128,7 @@ func (l *Log) catchUp(ctx context.Context) {
 		if err == nil {
 			if err = l.Wait(ctx, r.Revision); err == nil {
 				l.caughtUp.Store(true)
+				l.ready.Set(theLog, nil)
 				slog.Info("The event log is read to its end", "revision", r.Revision)
 				return
 			}

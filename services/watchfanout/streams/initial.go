@@ -3,7 +3,6 @@ package streams
 import (
 	"context"
 	"fmt"
-	"strconv"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
@@ -14,41 +13,21 @@ import (
 
 // begin sends the initial events, if any are due, and says where to go on.
 func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
-	r := w.request
-	initial := r.ResourceVersion == "" || r.ResourceVersion == "0"
-	if r.SendInitialEvents != nil {
-		initial = *r.SendInitialEvents
+	start, err := events.StartOf(w.request)
+	switch {
+	case err != nil:
+	case !start.Initial && start.At.Revision > 0:
+		return w.resume(ctx, start.At)
+	case start.At.Revision > 0:
+		err = w.log.Reach(ctx, start.At.Revision)
+	case !start.Any:
+		err = w.log.Current(ctx)
 	}
-	if r.ResumeAfter != nil && (!initial || r.InitialEventsDone) {
-		return w.resume(ctx, events.FromProto(r.ResumeAfter))
-	}
-	if !initial {
-		if r.ResourceVersion == "" || r.ResourceVersion == "0" { // from now on
-			if err := w.log.Current(ctx); err != nil {
-				return 0, err
-			}
-			return w.resume(ctx, events.Position{Revision: w.cache.Progress(), Index: events.LastIndex})
-		}
-		revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
-		if err != nil {
-			return 0, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
-		}
-		return w.resume(ctx, events.Position{Revision: revision, Index: events.LastIndex})
-	}
-	switch r.ResourceVersion {
-	case "0":
-	case "":
-		if err := w.log.Current(ctx); err != nil {
-			return 0, err
-		}
-	default:
-		revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
-		if err != nil {
-			return 0, apierrors.NewBadRequest("invalid resource version: " + r.ResourceVersion)
-		}
-		if err := w.log.Reach(ctx, revision); err != nil {
-			return 0, err
-		}
+	switch {
+	case err != nil:
+		return 0, err
+	case !start.Initial: // from now on
+		return w.resume(ctx, events.Position{Revision: w.cache.Progress(), Index: events.LastIndex})
 	}
 	return w.initial(ctx)
 }

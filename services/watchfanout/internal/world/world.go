@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc"
 
 	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -114,7 +115,7 @@ func New(t testing.TB) *World {
 	for w.Catalog.View() == nil { // it is told of just before it is used
 		runtime.Gosched()
 	}
-	w.Log = log.New(w.Cache, nil, nil, w.Source)
+	w.Log = log.New(w.Cache, nil, nil, w.Source, &lifecycle.Readiness{})
 	w.Converter = convert.New(w.Source, w.Cache)
 	w.Cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: First, History: "h"})
 	return w

@@ -1,0 +1,63 @@
+package lifecycle
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+
+	"watershed.dev/platform/watchable"
+)
+
+// Readiness is why something cannot serve yet: a reason for each thing that it waits for, by name. Its zero value is
+// ready; its methods may be called by any number of goroutines.
+type Readiness struct {
+	reasons watchable.Value[map[string]error]
+}
+
+// Set says why what is waited for is not there, or with nil that it is.
+func (r *Readiness) Set(what string, why error) {
+	r.reasons.Update(func(old map[string]error) (map[string]error, bool) {
+		if _, waiting := old[what]; !waiting && why == nil {
+			return old, false
+		}
+		reasons := maps.Clone(old)
+		if why == nil {
+			delete(reasons, what)
+			return reasons, true
+		}
+		if reasons == nil {
+			reasons = map[string]error{}
+		}
+		reasons[what] = why
+		return reasons, true
+	})
+}
+
+// Err is the first reason by name, or nil.
+func (r *Readiness) Err() error {
+	_, err := r.get()
+	return err
+}
+
+// get is Err; changed is closed when that may be another.
+func (r *Readiness) get() (changed <-chan struct{}, err error) {
+	reasons, changed := r.reasons.Get()
+	for _, what := range slices.Sorted(maps.Keys(reasons)) {
+		return changed, fmt.Errorf("%s: %w", what, reasons[what])
+	}
+	return changed, nil
+}
+
+// Follow calls told with the state now, and whenever it has changed, until ctx is done.
+func (r *Readiness) Follow(ctx context.Context, told func(err error)) {
+	for {
+		changed, err := r.get()
+		told(err)
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		}
+	}
+}
