@@ -144,6 +144,14 @@ func (l *layout) leaves() error {
 			return err
 		}
 	}
+	if err := l.kubeconfig(filepath.Join(l.dir, "admin.kubeconfig"), "admin", "kubernetes-admin", true); err != nil {
+		return err
+	}
+	return errors.Join(l.innerLeaves(), l.clientLeaves())
+}
+
+// innerLeaves issues the services' certificates on the inner network.
+func (l *layout) innerLeaves() error {
 	for name, usage := range innerUsage {
 		sans := []string{name}
 		if name == "etcd" { // its clients look for it by address
@@ -158,9 +166,11 @@ func (l *layout) leaves() error {
 			return err
 		}
 	}
-	if err := l.kubeconfig(filepath.Join(l.dir, "admin.kubeconfig"), "admin", "kubernetes-admin", true); err != nil {
-		return err
-	}
+	return nil
+}
+
+// clientLeaves issues what authn, authz and admission read the cluster with.
+func (l *layout) clientLeaves() error {
 	for name, user := range map[string]string{
 		"authn":     identity.Authn,
 		"authz":     identity.Authz,

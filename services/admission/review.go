@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/audit"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/warning"
 	aggregatorscheme "k8s.io/kube-aggregator/pkg/apiserver/scheme"
@@ -81,17 +82,7 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		}, r.Resource.Subresource,
 		operations[r.Operation], opts, r.DryRun, u)
 	warnings := &recorder{}
-	ctx = warning.WithWarningRecorder(request.WithUser(request.WithNamespace(ctx, r.Namespace), u), warnings)
-	ctx = request.WithRequestInfo(ctx, &request.RequestInfo{
-		IsResourceRequest: true,
-		Verb:              verbs[r.Operation],
-		APIGroup:          r.Resource.Group,
-		APIVersion:        r.Resource.Version,
-		Resource:          r.Resource.Resource,
-		Subresource:       r.Resource.Subresource,
-		Namespace:         r.Namespace,
-		Name:              r.Name,
-	})
+	ctx = warning.WithWarningRecorder(asRequest(ctx, r, u), warnings)
 	ctx = audit.WithAuditContext(ctx)
 	if err := run(ctx, attrs, c.interfaces); err != nil {
 		var api apierrors.APIStatus
@@ -111,6 +102,21 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		}
 	}
 	return v, nil
+}
+
+// asRequest makes ctx one of the request that is reviewed, as plugins read it.
+func asRequest(ctx context.Context, r *admissionv1.Review, u user.Info) context.Context {
+	ctx = request.WithUser(request.WithNamespace(ctx, r.Namespace), u)
+	return request.WithRequestInfo(ctx, &request.RequestInfo{
+		IsResourceRequest: true,
+		Verb:              verbs[r.Operation],
+		APIGroup:          r.Resource.Group,
+		APIVersion:        r.Resource.Version,
+		Resource:          r.Resource.Resource,
+		Subresource:       r.Resource.Subresource,
+		Namespace:         r.Namespace,
+		Name:              r.Name,
+	})
 }
 
 // own says whether a write is one of the control plane's own: those go on, so that it can recover. Administrators' and

@@ -288,33 +288,12 @@ func (s *Service) Run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	p := &publisher.Publisher{
-		Storage:            s.resources.Storage,
-		Log:                &s.config.Log,
-		NATS:               s.nats,
-		JS:                 s.js,
-		Identity:           s.identity,
-		CompactionInterval: s.config.Storage.CompactionInterval,
-	}
-	l := &loops.Loops{
-		Options:    s.config.Loops,
-		Client:     s.client,
-		Loopback:   s.loopback,
-		Informers:  s.informers,
-		Hooks:      s.resources.BuiltIn.Hooks,
-		Groups:     s.resources.BuiltIn.Groups,
-		Storage:    s.resources.Storage,
-		APIs:       &s.config.APIs,
-		Identity:   s.identity,
-		Extensions: s.extensions,
-		Customs:    s.resources.Customs,
-		Services:   services,
-	}
+	l := s.loops(services)
 	if err := l.Prepare(); err != nil {
 		return err
 	}
 	s.tasks.Go(ctx, "etcd", s.askEtcd)
-	s.tasks.Go(ctx, "publisher", p.Run)
+	s.tasks.Go(ctx, "publisher", s.publisher().Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()
 		return eventlog.Read(ctx, s.js, s.tail.Take)
@@ -341,4 +320,34 @@ func (s *Service) Run(ctx context.Context) error {
 	<-ctx.Done()
 	s.tasks.Wait()
 	return nil
+}
+
+// publisher is what writes the event log while this registry is elected.
+func (s *Service) publisher() *publisher.Publisher {
+	return &publisher.Publisher{
+		Storage:            s.resources.Storage,
+		Log:                &s.config.Log,
+		NATS:               s.nats,
+		JS:                 s.js,
+		Identity:           s.identity,
+		CompactionInterval: s.config.Storage.CompactionInterval,
+	}
+}
+
+// loops are upstream's controllers, which run while this registry is elected.
+func (s *Service) loops(services apiclient.ServiceResolver) *loops.Loops {
+	return &loops.Loops{
+		Options:    s.config.Loops,
+		Client:     s.client,
+		Loopback:   s.loopback,
+		Informers:  s.informers,
+		Hooks:      s.resources.BuiltIn.Hooks,
+		Groups:     s.resources.BuiltIn.Groups,
+		Storage:    s.resources.Storage,
+		APIs:       &s.config.APIs,
+		Identity:   s.identity,
+		Extensions: s.extensions,
+		Customs:    s.resources.Customs,
+		Services:   services,
+	}
 }

@@ -143,8 +143,24 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	if err != nil {
 		return fmt.Errorf("--secure-port %d: %w", c.SecurePort, err)
 	}
-	h = wire.Handler(h)
-	srv := &http.Server{
+	srv := c.server(wire.Handler(h), conf)
+	if err := shareConnections(srv); err != nil {
+		return err
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- srv.ServeTLS(l, "", "") }()
+	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
+	select {
+	case err := <-ended:
+		return err
+	case <-ctx.Done():
+	}
+	return s.shutDown(srv)
+}
+
+// server is net/http's, with its bounds.
+func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
+	return &http.Server{
 		Handler:           h,
 		TLSConfig:         conf,
 		MaxHeaderBytes:    1 << 20,
@@ -158,20 +174,13 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*resourceBody, 1<<30)),
 		},
 	}
-	if err := shareConnections(srv); err != nil {
-		return err
-	}
-	ended := make(chan error, 1)
-	go func() { ended <- srv.ServeTLS(l, "", "") }()
-	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
-	select {
-	case err := <-ended:
-		return err
-	case <-ctx.Done():
-	}
-	// The order is kube-apiserver's (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served on for the
-	// delay; no new connections, and GOAWAY on those there are; requests end by themselves, watches over their grace
-	// period.
+}
+
+// shutDown ends a server in kube-apiserver's order (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served on for
+// the delay; no new connections, and GOAWAY on those there are; requests end by themselves, watches over their grace
+// period.
+func (s *Server) shutDown(srv *http.Server) error {
+	c := s.config
 	close(s.ShuttingDown)
 	time.Sleep(c.ShutdownDelay)
 	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout+c.WatchGrace)

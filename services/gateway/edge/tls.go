@@ -40,20 +40,9 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 	if c.CertFile == "" || c.KeyFile == "" {
 		return nil, errors.New("--tls-cert-file and --tls-private-key-file are required")
 	}
-	minimum, err := cliflag.TLSVersion(c.MinVersion)
+	base, err := c.base()
 	if err != nil {
-		return nil, fmt.Errorf("--tls-min-version %q: %w", c.MinVersion, err)
-	}
-	suites, err := cliflag.TLSCipherSuites(c.CipherSuites)
-	if err != nil {
-		return nil, fmt.Errorf("--tls-cipher-suites: %w", err)
-	}
-	base := &tls.Config{
-		MinVersion:                  minimum,
-		CipherSuites:                suites,
-		DynamicRecordSizingDisabled: true,
-		ClientAuth:                  tls.RequestClientCert,
-		NextProtos:                  []string{"h2", "http/1.1"},
+		return nil, err
 	}
 	serving, err := dynamiccertificates.NewDynamicServingContentFromFiles("serving-cert", c.CertFile, c.KeyFile)
 	if err != nil {
@@ -70,8 +59,10 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 		sni, providers = append(sni, p), append(providers, p)
 	}
 	var authorities []dynamiccertificates.CAContentProvider
-	for _, f := range []struct{ flag, file string }{{"client-ca-file", clientCA},
-		{"requestheader-client-ca-file", requestHeaderCA}} {
+	for _, f := range []struct{ flag, file string }{
+		{"client-ca-file", clientCA},
+		{"requestheader-client-ca-file", requestHeaderCA},
+	} {
 		if f.file == "" {
 			continue
 		}
@@ -99,6 +90,25 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 	go controller.Run(1, ctx.Done())
 	base.GetConfigForClient = controller.GetConfigForClient
 	return base, nil
+}
+
+// base is what does not change while the server runs.
+func (c *TLSConfig) base() (*tls.Config, error) {
+	minimum, err := cliflag.TLSVersion(c.MinVersion)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-min-version %q: %w", c.MinVersion, err)
+	}
+	suites, err := cliflag.TLSCipherSuites(c.CipherSuites)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-cipher-suites: %w", err)
+	}
+	return &tls.Config{
+		MinVersion:                  minimum,
+		CipherSuites:                suites,
+		DynamicRecordSizingDisabled: true,
+		ClientAuth:                  tls.RequestClientCert,
+		NextProtos:                  []string{"h2", "http/1.1"},
+	}, nil
 }
 
 // reloader is a file or two that are read again when they change.

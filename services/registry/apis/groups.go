@@ -179,13 +179,86 @@ type Hook struct {
 
 // BuiltIn builds every built-in group, in kube-apiserver's order.
 func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceConfig, d Deps) (*Set, error) {
-	primary, secondary, err := o.ServiceIPRanges()
+	// The validation of pods asks; what a connection may carry is the gateway's to bound.
+	capabilities.Setup(o.AllowPrivileged, 0)
+	all, err := providers(o, s, d)
 	if err != nil {
 		return nil, err
 	}
-	// The validation of pods asks; what a connection may carry is the gateway's to bound.
-	capabilities.Setup(o.AllowPrivileged, 0)
-	core, err := corerest.New(corerest.Config{
+	set := newSet(s.Factory.ResourcePrefix)
+	for _, p := range all {
+		info, err := p.NewRESTStorage(resources, s.RESTOptions())
+		if err != nil {
+			return nil, fmt.Errorf("group %q: %w", p.GroupName(), err)
+		}
+		if len(info.VersionedResourcesStorageMap) == 0 {
+			continue
+		}
+		if p.GroupName() == "authentication.k8s.io" {
+			info.VersionedResourcesStorageMap["v1"]["tokenreviews"] = verbs.NewTokenReviews(d.TokenAudiences)
+		}
+		set.groups = append(set.groups, info)
+		if h, ok := p.(genericapiserver.PostStartHookProvider); ok {
+			name, run, err := h.PostStartHook()
+			if err != nil {
+				return nil, err
+			}
+			set.Hooks = append(set.Hooks, Hook{name, run})
+		}
+	}
+	extensions, err := definitions(s)
+	if err != nil {
+		return nil, err
+	}
+	set.groups = append(set.groups, extensions, registrations(s, resources))
+	return set, set.complete(s)
+}
+
+// providers are upstream's storages by group, in the order of k8s.io/kubernetes/pkg/controlplane/instance.go.
+func providers(o *Options, s *storage.Storage, d Deps) ([]provider, error) {
+	config, err := coreConfig(o, s, d)
+	if err != nil {
+		return nil, err
+	}
+	core, err := corerest.New(config, verbs.Authorizer{})
+	if err != nil {
+		return nil, fmt.Errorf("core: %w", err)
+	}
+	return []provider{
+		core,
+		apiserverinternalrest.StorageProvider{},
+		authenticationrest.RESTStorageProvider{},
+		authorizationrest.RESTStorageProvider{Authorizer: verbs.Authorizer{}, RuleResolver: verbs.RuleResolver{}},
+		autoscalingrest.RESTStorageProvider{},
+		batchrest.RESTStorageProvider{},
+		certificatesrest.RESTStorageProvider{Authorizer: verbs.Authorizer{}},
+		coordinationrest.RESTStorageProvider{},
+		discoveryrest.StorageProvider{},
+		networkingrest.RESTStorageProvider{},
+		noderest.RESTStorageProvider{},
+		policyrest.RESTStorageProvider{},
+		rbacrest.RESTStorageProvider{Authorizer: verbs.Authorizer{}},
+		schedulingrest.RESTStorageProvider{},
+		storagerest.RESTStorageProvider{},
+		svmrest.RESTStorageProvider{},
+		flowcontrolrest.RESTStorageProvider{InformerFactory: d.Informers},
+		appsrest.StorageProvider{},
+		admissionregistrationrest.RESTStorageProvider{
+			Authorizer:      verbs.Authorizer{},
+			DiscoveryClient: d.Client.Discovery(),
+		},
+		eventsrest.RESTStorageProvider{TTL: o.EventTTL},
+		resourcerest.RESTStorageProvider{
+			NamespaceClient: d.Client.CoreV1().Namespaces(),
+			Authorizer:      verbs.Authorizer{},
+		},
+	}, nil
+}
+
+// coreConfig is what the core group is built with.
+func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error) {
+	primary, secondary, err := o.ServiceIPRanges()
+	return corerest.Config{
 		GenericConfig: corerest.GenericConfig{
 			StorageFactory:              s.Factory,
 			EventTTL:                    o.EventTTL,
@@ -214,66 +287,7 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 			NodePortRange:           o.ServiceNodePortRange,
 			IPRepairInterval:        3 * time.Minute,
 		},
-	}, verbs.Authorizer{})
-	if err != nil {
-		return nil, fmt.Errorf("core: %w", err)
-	}
-	providers := []provider{
-		core,
-		apiserverinternalrest.StorageProvider{},
-		authenticationrest.RESTStorageProvider{},
-		authorizationrest.RESTStorageProvider{Authorizer: verbs.Authorizer{}, RuleResolver: verbs.RuleResolver{}},
-		autoscalingrest.RESTStorageProvider{},
-		batchrest.RESTStorageProvider{},
-		certificatesrest.RESTStorageProvider{Authorizer: verbs.Authorizer{}},
-		coordinationrest.RESTStorageProvider{},
-		discoveryrest.StorageProvider{},
-		networkingrest.RESTStorageProvider{},
-		noderest.RESTStorageProvider{},
-		policyrest.RESTStorageProvider{},
-		rbacrest.RESTStorageProvider{Authorizer: verbs.Authorizer{}},
-		schedulingrest.RESTStorageProvider{},
-		storagerest.RESTStorageProvider{},
-		svmrest.RESTStorageProvider{},
-		flowcontrolrest.RESTStorageProvider{InformerFactory: d.Informers},
-		appsrest.StorageProvider{},
-		admissionregistrationrest.RESTStorageProvider{
-			Authorizer:      verbs.Authorizer{},
-			DiscoveryClient: d.Client.Discovery(),
-		},
-		eventsrest.RESTStorageProvider{TTL: o.EventTTL},
-		resourcerest.RESTStorageProvider{
-			NamespaceClient: d.Client.CoreV1().Namespaces(),
-			Authorizer:      verbs.Authorizer{},
-		},
-	}
-	set := newSet(s.Factory.ResourcePrefix)
-	for _, p := range providers {
-		info, err := p.NewRESTStorage(resources, s.RESTOptions())
-		if err != nil {
-			return nil, fmt.Errorf("group %q: %w", p.GroupName(), err)
-		}
-		if len(info.VersionedResourcesStorageMap) == 0 {
-			continue
-		}
-		if p.GroupName() == "authentication.k8s.io" {
-			info.VersionedResourcesStorageMap["v1"]["tokenreviews"] = verbs.NewTokenReviews(d.TokenAudiences)
-		}
-		set.groups = append(set.groups, info)
-		if h, ok := p.(genericapiserver.PostStartHookProvider); ok {
-			name, run, err := h.PostStartHook()
-			if err != nil {
-				return nil, err
-			}
-			set.Hooks = append(set.Hooks, Hook{name, run})
-		}
-	}
-	extensions, err := definitions(s)
-	if err != nil {
-		return nil, err
-	}
-	set.groups = append(set.groups, extensions, registrations(s, resources))
-	return set, set.complete(s)
+	}, err
 }
 
 // definitions is apiextensions.k8s.io, stored as kube-apiserver stores it.

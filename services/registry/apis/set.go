@@ -175,6 +175,23 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 		Kind:       kindProto(e.Kind),
 		Verbs:      verbsOf(e.Storage),
 	}
+	describeStorage(entry, e)
+	if err := describeVersion(entry, e); err != nil {
+		return err
+	}
+	if st, ok := storedAs(e, store); ok && e.Subresource == "" {
+		entry.StoredAs, entry.StoredKind = st.Name(), kindProto(st.Kind)
+		entry.SelectableFields = fieldLabels(e, st)
+		if f := decoratorOf(e.Storage); f != nil {
+			st.Decorate(f)
+		}
+	}
+	e.Entry = entry
+	return nil
+}
+
+// describeStorage says what the storage says of itself.
+func describeStorage(entry *registryv1.ResourceEntry, e *verbs.Endpoint) {
 	for _, m := range e.Serializer.SupportedMediaTypes() {
 		entry.MediaTypes = append(entry.MediaTypes, m.MediaType)
 	}
@@ -196,6 +213,10 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 	}
 	_, entry.GetWithOptions = e.Storage.(rest.GetterWithOptions)
 	_, entry.Table = e.Storage.(rest.TableConvertor)
+}
+
+// describeVersion says what depends on the version that is served.
+func describeVersion(entry *registryv1.ResourceEntry, e *verbs.Endpoint) error {
 	versioned, err := e.Creater.New(e.Kind)
 	if err != nil {
 		return err
@@ -222,14 +243,6 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 		}
 		entry.ListKind = kinds[0].Kind
 	}
-	if st, ok := storedAs(e, store); ok && e.Subresource == "" {
-		entry.StoredAs, entry.StoredKind = st.Name(), kindProto(st.Kind)
-		entry.SelectableFields = fieldLabels(e, st)
-		if f := decoratorOf(e.Storage); f != nil {
-			st.Decorate(f)
-		}
-	}
-	e.Entry = entry
 	return nil
 }
 

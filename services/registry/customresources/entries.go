@@ -28,55 +28,12 @@ var mediaTypes = []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runt
 
 // entriesOf writes a definition's catalogue entries, one for each served version and subresource.
 func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntry {
-	definedAt, _ := storage.Revision(d) // it has one, or it would not be served
 	var all []*registryv1.ResourceEntry
-	names := d.Status.AcceptedNames
-	hidden := !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established)
-	verbs := allVerbs
-	if apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Terminating) {
-		verbs = terminatingVerbs
-	}
 	for _, v := range d.Spec.Versions {
 		if !v.Served {
 			continue
 		}
-		kind := &commonv1.Kind{Group: d.Spec.Group, Version: v.Name, Kind: names.Kind}
-		main := &registryv1.ResourceEntry{
-			Resource: &commonv1.Resource{
-				Group:    d.Spec.Group,
-				Version:  v.Name,
-				Resource: names.Plural,
-			},
-			Namespaced: d.Namespaced(),
-			Kind:       kind,
-			Verbs:      verbs,
-			ShortNames: names.ShortNames,
-			Categories: names.Categories,
-			Singular:   names.Singular,
-			ListKind:   names.ListKind,
-			StoredAs:   st.Name(),
-			StoredKind: &commonv1.Kind{
-				Group:   d.Spec.Group,
-				Version: d.StorageVersion,
-				Kind:    names.Kind,
-			},
-			SelectableFields:   map[string]string{"metadata.name": "metadata.name"},
-			Table:              true,
-			MediaTypes:         mediaTypes,
-			Untyped:            true,
-			Hidden:             hidden,
-			StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
-			Warnings:           warningsOf(d, v),
-			ConvertedFields:    d.Webhook() && len(v.SelectableFields) > 0,
-			DefinedAt:          int64(definedAt),
-		}
-		if main.Namespaced {
-			main.SelectableFields["metadata.namespace"] = "metadata.namespace"
-		}
-		for _, f := range v.SelectableFields {
-			label := strings.TrimPrefix(f.JSONPath, ".")
-			main.SelectableFields[label] = label
-		}
+		main := entryOf(d, st, v)
 		all = append(all, main)
 		sub, err := apihelpers.GetSubresourcesForVersion(d.CustomResourceDefinition, v.Name)
 		if err != nil || sub == nil {
@@ -87,28 +44,76 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 				Resource: &commonv1.Resource{
 					Group:       d.Spec.Group,
 					Version:     v.Name,
-					Resource:    names.Plural,
+					Resource:    main.Resource.Resource,
 					Subresource: name,
 				},
-				Namespaced: d.Namespaced(),
+				Namespaced: main.Namespaced,
 				Kind:       k,
 				Verbs:      subresourceVerbs,
 				Table:      true,
 				MediaTypes: mediaTypes,
 				Untyped:    true,
-				Hidden:     hidden,
+				Hidden:     main.Hidden,
 				Warnings:   main.Warnings,
 				DefinedAt:  main.DefinedAt,
 			})
 		}
 		if sub.Status != nil {
-			add("status", kind)
+			add("status", main.Kind)
 		}
 		if sub.Scale != nil {
 			add("scale", &commonv1.Kind{Group: "autoscaling", Version: "v1", Kind: "Scale"})
 		}
 	}
 	return all
+}
+
+// entryOf is the entry of one version.
+func entryOf(d *crd.Definition, st *storage.Stored,
+	v apiextensionsv1.CustomResourceDefinitionVersion) *registryv1.ResourceEntry {
+	definedAt, _ := storage.Revision(d) // it has one, or it would not be served
+	names := d.Status.AcceptedNames
+	verbs := allVerbs
+	if apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Terminating) {
+		verbs = terminatingVerbs
+	}
+	main := &registryv1.ResourceEntry{
+		Resource: &commonv1.Resource{
+			Group:    d.Spec.Group,
+			Version:  v.Name,
+			Resource: names.Plural,
+		},
+		Namespaced: d.Namespaced(),
+		Kind:       &commonv1.Kind{Group: d.Spec.Group, Version: v.Name, Kind: names.Kind},
+		Verbs:      verbs,
+		ShortNames: names.ShortNames,
+		Categories: names.Categories,
+		Singular:   names.Singular,
+		ListKind:   names.ListKind,
+		StoredAs:   st.Name(),
+		StoredKind: &commonv1.Kind{
+			Group:   d.Spec.Group,
+			Version: d.StorageVersion,
+			Kind:    names.Kind,
+		},
+		SelectableFields:   map[string]string{"metadata.name": "metadata.name"},
+		Table:              true,
+		MediaTypes:         mediaTypes,
+		Untyped:            true,
+		Hidden:             !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established),
+		StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
+		Warnings:           warningsOf(d, v),
+		ConvertedFields:    d.Webhook() && len(v.SelectableFields) > 0,
+		DefinedAt:          int64(definedAt),
+	}
+	if main.Namespaced {
+		main.SelectableFields["metadata.namespace"] = "metadata.namespace"
+	}
+	for _, f := range v.SelectableFields {
+		label := strings.TrimPrefix(f.JSONPath, ".")
+		main.SelectableFields[label] = label
+	}
+	return main
 }
 
 // warningsOf is what every answer in a deprecated version carries.

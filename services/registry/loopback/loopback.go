@@ -90,6 +90,12 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return failure(req, err), nil
 	}
+	return l.ask(req, e, r, info, body), nil
+}
+
+// ask has an endpoint answer a request.
+func (l *Loopback) ask(req *http.Request, e *verbs.Endpoint, r *commonv1.Resource, info *request.RequestInfo,
+	body []byte) *http.Response {
 	// The parent context may be a write's; its Gate must not be asked on the system's behalf.
 	ctx := resources.Within(context.Background(), info.Verb, r, systemUser, info.Namespace, info.Name)
 	ctx, cancel := context.WithCancel(ctx)
@@ -108,13 +114,13 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 	case "get":
 		defer done()
 		resp, err := e.Get(ctx, get)
-		return answer(req, resp, err), nil
+		return answer(req, resp, err)
 	case "list":
 		defer done()
 		data, err := e.List(ctx, get)
-		return answer(req, &registryv1.ObjectResponse{Code: http.StatusOK, Body: data}, err), nil
+		return answer(req, &registryv1.ObjectResponse{Code: http.StatusOK, Body: data}, err)
 	case "watch":
-		return l.watch(ctx, done, req, e.Entry, info), nil
+		return l.watch(ctx, done, req, e.Entry, info)
 	}
 	defer done()
 	resp, err := e.Write(ctx, &registryv1.WriteRequest{
@@ -130,7 +136,7 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 		UserAgent:   req.UserAgent(),
 		Path:        req.URL.Path,
 	}, system{})
-	return answer(req, resp, err), nil
+	return answer(req, resp, err)
 }
 
 // system is the Gate of loopback writes: the system may do everything, and nothing asks admission.

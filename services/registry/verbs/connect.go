@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/admission"
@@ -64,22 +65,34 @@ func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest,
 			return nil, apierrors.NewBadRequest(err.Error())
 		}
 	}
+	if err := e.admitConnect(ctx, r, gate, opts); err != nil {
+		return nil, err
+	}
+	return e.leadsTo(ctx, r, opts)
+}
+
+// admitConnect asks admission in both phases, one after the other.
+func (e *Endpoint) admitConnect(ctx context.Context, r *registryv1.WriteRequest, gate Gate, opts runtime.Object) error {
 	admit := &gateAdmission{
 		gate:     gate,
 		endpoint: e,
 		admit:    sets.New(r.Admit...),
 		validate: sets.New(r.Validate...),
 	}
-	if admit.Handles(admission.Connect) {
-		attrs := admission.NewAttributesRecord(opts, nil, e.Kind, r.Namespace, r.Name, e.Resource, e.Subresource,
-			admission.Connect, nil, false, identity.User(r.User))
-		if err := admit.Admit(ctx, attrs, e); err != nil {
-			return nil, err
-		}
-		if err := admit.Validate(ctx, attrs, e); err != nil {
-			return nil, err
-		}
+	if !admit.Handles(admission.Connect) {
+		return nil
 	}
+	attrs := admission.NewAttributesRecord(opts, nil, e.Kind, r.Namespace, r.Name, e.Resource, e.Subresource,
+		admission.Connect, nil, false, identity.User(r.User))
+	if err := admit.Admit(ctx, attrs, e); err != nil {
+		return err
+	}
+	return admit.Validate(ctx, attrs, e)
+}
+
+// leadsTo is where a connection goes, which upstream's handlers dial themselves.
+func (e *Endpoint) leadsTo(ctx context.Context, r *registryv1.WriteRequest,
+	opts runtime.Object) (*registryv1.Connection, error) {
 	switch s := e.Storage.(type) {
 	case *podrest.ExecREST:
 		o := opts.(*api.PodExecOptions)

@@ -287,29 +287,17 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	if !ok {
 		return nil, c.MethodNotSupported("update")
 	}
-	name, namespace := c.req.Name, c.req.Namespace
+	name := c.req.Name
 	if name == "" {
 		return nil, errEmptyName
 	}
-	ctx = request.WithNamespace(ctx, namespace)
-	opts := &metav1.UpdateOptions{}
-	if err := decodeOptions(c.req.Query, opts); err != nil {
-		return nil, err
-	}
-	if errs := validation.ValidateUpdateOptions(opts); len(errs) > 0 {
-		return nil, invalidOptions("UpdateOptions", errs)
-	}
-	opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("UpdateOptions"))
-	obj, err := c.decodeBody(ctx, opts.FieldValidation, updater.New())
+	ctx = request.WithNamespace(ctx, c.req.Namespace)
+	opts, err := c.updateOptions()
 	if err != nil {
 		return nil, err
 	}
-	if m, err := meta.Accessor(obj); err == nil {
-		if err := c.matchNamespace(m); err != nil {
-			return nil, err
-		}
-	}
-	if err := checkName(obj, name, namespace); err != nil {
+	obj, err := c.updatedBody(ctx, opts, updater.New())
+	if err != nil {
 		return nil, err
 	}
 	createOpts := createOptions(opts.DryRun, opts.FieldManager, opts.FieldValidation)
@@ -347,6 +335,34 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, err
 	}
 	return c.respond(ctx, c.req.Output, c.req.Query, createdOrOK(created), result)
+}
+
+// updateOptions reads an update's options.
+func (c *call) updateOptions() (*metav1.UpdateOptions, error) {
+	opts := &metav1.UpdateOptions{}
+	if err := decodeOptions(c.req.Query, opts); err != nil {
+		return nil, err
+	}
+	if errs := validation.ValidateUpdateOptions(opts); len(errs) > 0 {
+		return nil, invalidOptions("UpdateOptions", errs)
+	}
+	opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("UpdateOptions"))
+	return opts, nil
+}
+
+// updatedBody reads the object that an update stores, which is to be the one that the path names.
+func (c *call) updatedBody(ctx context.Context, opts *metav1.UpdateOptions,
+	into runtime.Object) (runtime.Object, error) {
+	obj, err := c.decodeBody(ctx, opts.FieldValidation, into)
+	if err != nil {
+		return nil, err
+	}
+	if m, err := meta.Accessor(obj); err == nil {
+		if err := c.matchNamespace(m); err != nil {
+			return nil, err
+		}
+	}
+	return obj, checkName(obj, c.req.Name, c.req.Namespace)
 }
 
 func createdOrOK(created bool) int {

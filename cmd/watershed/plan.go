@@ -1,0 +1,181 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// plan chooses ports and writes each process's configuration.
+func (s *splitRun) plan() ([]*child, error) {
+	ports, err := freePorts(3 * total(s.counts))
+	if err != nil {
+		return nil, err
+	}
+	take := func() string {
+		p := ports[0]
+		ports = ports[1:]
+		return fmt.Sprintf("127.0.0.1:%d", p)
+	}
+	addresses := map[string][]string{}
+	for name, n := range s.counts {
+		for range n {
+			if m := moduleOf(name); m == nil || m.serves {
+				addresses[name] = append(addresses[name], take())
+			}
+		}
+	}
+	var all []*child
+	add := func(command string, n int, debug string, settings map[string]any) error {
+		p := &child{
+			name:    fmt.Sprintf("%s-%d", command, n),
+			command: command,
+			dir:     s.dir,
+			debug:   debug,
+		}
+		p.config = filepath.Join(s.dir, "config", p.name+".yaml")
+		all = append(all, p)
+		if err := os.MkdirAll(filepath.Dir(p.config), 0o700); err != nil {
+			return err
+		}
+		return writeYAML(p.config, settings)
+	}
+	if err := s.planStores(addresses, take, add); err != nil {
+		return nil, err
+	}
+	for _, m := range modules {
+		name := m.name
+		for n := range s.counts[name] {
+			debug := filepath.Join(socketDir(s.dir), fmt.Sprintf("%s-%d.sock", name, n))
+			settings := with(s.serviceSettings(m, addresses), map[string]any{"debug-address": debug})
+			if m.serves {
+				settings["rpc-address"] = addresses[name][n]
+			}
+			if err := add(name, n, debug, settings); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return all, nil
+}
+
+// serviceSettings are what every process of a service is told.
+func (s *splitRun) serviceSettings(m *module, addresses map[string][]string) map[string]any {
+	settings := with(s.settings(m.name), s.identitySettings(m.name), s.common)
+	for _, peer := range m.calls {
+		settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
+	}
+	switch m.name {
+	case "gateway":
+		settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
+	case "registry":
+		id := s.identity("registry")
+		settings["etcd-servers"] = urls("https", addresses["etcd"])
+		settings["nats-url"] = urls("tls", addresses["nats"])
+		settings["log-replicas"] = s.counts["nats"]
+		settings["etcd-certfile"], settings["etcd-keyfile"] = id.CertFile, id.KeyFile
+		settings["etcd-cafile"] = id.CAFile
+	case "watchfanout":
+		settings["nats-url"] = urls("tls", addresses["nats"])
+	}
+	return settings
+}
+
+// planStores configures the members of etcd and the servers of NATS: each the only one, or a cluster.
+func (s *splitRun) planStores(addresses map[string][]string, take func() string,
+	add func(string, int, string, map[string]any) error) error {
+	peers := func(name string) (own []string) {
+		for range s.counts[name] {
+			own = append(own, take())
+		}
+		return own
+	}
+	members, routes := peers("etcd"), peers("nats")
+	var initial []string
+	for n, m := range members {
+		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, m))
+	}
+	for n, address := range addresses["etcd"] {
+		metrics, dir := "http://"+take(), "etcd"
+		settings := map[string]any{"listen-client-urls": "https://" + address, "listen-metrics-urls": metrics}
+		if len(members) > 1 {
+			dir = fmt.Sprintf("etcd-%d", n)
+			settings = with(settings, map[string]any{
+				"name":             dir,
+				"listen-peer-urls": "https://" + members[n],
+				"initial-cluster":  strings.Join(initial, ","),
+			})
+		}
+		settings["data-dir"] = filepath.Join(s.dir, dir)
+		if err := add("etcd", n, metrics+"/metrics", with(s.identitySettings("etcd"), settings)); err != nil {
+			return err
+		}
+	}
+	for n, address := range addresses["nats"] {
+		dir, settings := "nats", map[string]any{"listen-address": address, "jetstream-key-file": s.jetStreamKey()}
+		if len(routes) > 1 {
+			dir = fmt.Sprintf("nats-%d", n)
+			settings = with(settings, map[string]any{
+				"name":                   dir,
+				"cluster-listen-address": routes[n],
+				"cluster-routes":         strings.Join(routes, ","),
+			})
+		}
+		settings["data-dir"] = filepath.Join(s.dir, dir)
+		if err := add("nats", n, "", with(s.identitySettings("nats"), settings)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func urls(scheme string, addresses []string) string {
+	var all []string
+	for _, a := range addresses {
+		all = append(all, scheme+"://"+a)
+	}
+	return strings.Join(all, ",")
+}
+
+func total(counts map[string]int) (n int) {
+	for _, c := range counts {
+		n += c
+	}
+	return n
+}
+
+func with(all ...map[string]any) map[string]any {
+	out := map[string]any{}
+	for _, m := range all {
+		maps.Copy(out, m)
+	}
+	return out
+}
+
+func (s *splitRun) identitySettings(name string) map[string]any {
+	id := s.identity(name)
+	return map[string]any{"rpc-cert-file": id.CertFile, "rpc-key-file": id.KeyFile, "rpc-ca-file": id.CAFile}
+}
+
+// freePorts finds ports that nobody listens on, below those that outgoing connections are given: a process that is
+// started again needs the one that it had.
+func freePorts(n int) ([]int, error) {
+	const low, high = 20000, 32000
+	var ports []int
+	for try := 0; len(ports) < n; try++ {
+		if try > 20*n {
+			return nil, fmt.Errorf("no %d free ports from %d to %d", n, low, high)
+		}
+		l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", low+rand.IntN(high-low)))
+		if err != nil {
+			continue
+		}
+		defer l.Close()
+		ports = append(ports, l.Addr().(*net.TCPAddr).Port)
+	}
+	return ports, nil
+}

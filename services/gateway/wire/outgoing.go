@@ -1,0 +1,159 @@
+package wire
+
+import (
+	"encoding/binary"
+	"time"
+)
+
+// Write takes the server's frames, in whatever pieces they come. What is queued goes before them: the server may be
+// about to end a stream.
+func (c *Conn) Write(p []byte) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.queueing++
+	for c.writing {
+		c.turn.Wait()
+	}
+	c.queueing--
+	written := 0
+	for written < len(p) && c.err == nil {
+		n := len(p) - written
+		if len(c.queue) > 0 {
+			if c.between() {
+				c.send()
+				continue
+			}
+			n = min(n, c.rest())
+		}
+		c.observe(p[written : written+n])
+		c.out(p[written : written+n])
+		written += n
+	}
+	c.turn.Signal()
+	if len(c.queue) > 0 && !c.draining && c.err == nil {
+		c.draining = true
+		go c.drain()
+	}
+	if c.err != nil {
+		return 0, c.err
+	}
+	return written, nil
+}
+
+// between says whether a frame may be put in: the server is amid none, and no header block is open.
+func (c *Conn) between() bool { return c.have == 0 && c.payload == 0 && !c.block }
+
+// rest is how many bytes at least belong to the frame that the server is amid.
+func (c *Conn) rest() int {
+	if c.payload > 0 {
+		return c.payload
+	}
+	return headBytes - c.have
+}
+
+// out writes p, with the lock released; others queue meanwhile.
+func (c *Conn) out(p []byte) {
+	c.writing = true
+	c.mu.Unlock()
+	var err error
+	for len(p) > 0 && err == nil {
+		n := min(len(p), piece)
+		_ = c.SetWriteDeadline(time.Now().Add(c.patience))
+		_, err = c.Conn.Write(p[:n])
+		p = p[n:]
+	}
+	c.mu.Lock()
+	c.writing = false
+	if err != nil && c.err == nil {
+		c.err = err
+		_ = c.NetConn().Close() // whoever reads is to know it as well
+		c.wake()
+	}
+}
+
+// send writes what is queued now.
+func (c *Conn) send() {
+	out := c.queue
+	c.queue, c.spare = c.spare[:0], nil
+	c.out(out)
+	switch {
+	case cap(out) == largeBuffer:
+		large.Put((*[largeBuffer]byte)(out[:largeBuffer]))
+	case cap(out) <= smallBuffer:
+		c.spare = out
+	}
+	c.wake()
+}
+
+// observe follows the server's frames.
+func (c *Conn) observe(p []byte) {
+	for len(p) > 0 {
+		if c.payload > 0 {
+			n := min(len(p), c.payload)
+			c.payload -= n
+			p = p[n:]
+			continue
+		}
+		n := copy(c.head[c.have:], p)
+		c.have += n
+		p = p[n:]
+		if c.have < headBytes {
+			return
+		}
+		c.have = 0
+		c.payload = int(c.head[0])<<16 | int(c.head[1])<<8 | int(c.head[2])
+		c.left(c.head[3], c.head[4], binary.BigEndian.Uint32(c.head[5:])&(1<<31-1), int64(c.payload))
+	}
+}
+
+// left takes note of one of the server's frames.
+func (c *Conn) left(kind, flags byte, id uint32, length int64) {
+	switch kind {
+	case frameData:
+		c.server += length
+		c.theirs -= length
+		if s := c.streams[id]; s != nil {
+			s.window -= length
+			s.sent += length
+		}
+	case frameHeaders, framePush, frameContinuation:
+		c.block = flags&flagEndHeaders == 0
+		if s := c.streams[id]; s != nil {
+			s.headers = !c.block
+		}
+		if kind != frameHeaders { // their flag of this value is no end of a stream
+			return
+		}
+	case frameReset:
+		c.forget(id)
+		return
+	case frameGoAway: // of streams that come now the server says nothing, so nothing would end them here
+		c.leaving = true
+		return
+	default:
+		return
+	}
+	if flags&flagEndStream != 0 {
+		c.forget(id)
+		return
+	}
+	if c.waiting > 0 {
+		c.wake()
+	}
+}
+
+func (c *Conn) forget(id uint32) {
+	if s := c.streams[id]; s != nil {
+		s.over = true
+		delete(c.streams, id)
+		c.wake()
+	}
+}
+
+// wake lets every waiting writer look again.
+func (c *Conn) wake() {
+	if c.waiting > 0 {
+		close(c.room)
+		c.room = make(chan struct{})
+	}
+}
