@@ -176,9 +176,9 @@ func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
 	}
 }
 
-// shutDown ends a server in kube-apiserver's order (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served on for
-// the delay; no new connections, and GOAWAY on those there are; requests end by themselves, watches over their grace
-// period.
+// shutDown ends a server in kube-apiserver's order (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served
+// on for the delay; no new connections, and GOAWAY on those there are; requests end by themselves, watches over their
+// grace period.
 func (s *Server) shutDown(srv *http.Server) error {
 	c := s.config
 	close(s.ShuttingDown)

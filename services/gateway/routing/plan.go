@@ -19,8 +19,8 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// plan says who answers a list or a watch. It is made once, before anybody is asked. Who answers a GET planGet says; what
-// writes or connects is registry's.
+// plan says who answers a list or a watch. It is made once, before anybody is asked. Who answers a GET planGet says;
+// what writes or connects is registry's.
 type plan struct {
 	// from answers query; where query is nil, registry answers the request itself, from etcd.
 	from  *Source
