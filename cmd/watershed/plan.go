@@ -10,8 +10,8 @@ import (
 	"strings"
 )
 
-// plan chooses ports and writes each process's configuration.
-func (s *splitRun) plan() ([]*child, error) {
+// processes chooses ports and writes each process's configuration.
+func (s *splitRun) processes() ([]*child, error) {
 	ports, err := freePorts(3 * total(s.counts))
 	if err != nil {
 		return nil, err

@@ -108,7 +108,7 @@ func (p *process) close() {
 
 // serve offers a service's RPCs until ctx is done.
 func (p *process) serve(ctx context.Context, s service, server *rpc.Server) error {
-	go s.Ready().Follow(ctx, func(why error) { server.SetReady(why == nil) })
+	go s.Ready().OnChange(ctx, func(why error) { server.SetReady(why == nil) })
 	if d, ok := s.(interface{ Drain() }); ok {
 		defer context.AfterFunc(ctx, d.Drain)()
 	}

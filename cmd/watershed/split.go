@@ -73,7 +73,7 @@ func split(args []string) error {
 		bind:   *bind,
 		spawn:  make(chan spawnRequest),
 	}
-	processes, err := s.plan()
+	processes, err := s.processes()
 	if err != nil {
 		return err
 	}

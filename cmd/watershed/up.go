@@ -99,9 +99,9 @@ func newBuilt(m *module, fs *pflag.FlagSet) *built {
 	return b
 }
 
-// take hands the service what the command was told. It comes before any service is told what the data directory says,
-// since services share the command's flags of one name.
-func (b *built) take(command *pflag.FlagSet) error {
+// applyFlags hands the service what the command was told. It comes before any service is told what the data directory
+// says, since services share the command's flags of one name.
+func (b *built) applyFlags(command *pflag.FlagSet) error {
 	var errs []error
 	b.flags.VisitAll(func(f *pflag.Flag) {
 		given := command.Lookup(f.Name)
@@ -155,7 +155,7 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 			func(s *server.Server) { u.nats = s }))
 	}
 	for _, m := range modules {
-		if err := u.all[m.name].take(u.flags); err != nil {
+		if err := u.all[m.name].applyFlags(u.flags); err != nil {
 			return nil, err
 		}
 	}
@@ -201,7 +201,7 @@ func (u *upRun) policiesPart() lifecycle.Part {
 	return lifecycle.Part{Name: "policies", Ready: ready, Run: func(ctx context.Context) error {
 		for _, name := range who {
 			if s, ok := u.all[name].run.(interface{ Policies() *lifecycle.Readiness }); ok {
-				go s.Policies().Follow(ctx, func(why error) { ready.Set(name, why) })
+				go s.Policies().OnChange(ctx, func(why error) { ready.Set(name, why) })
 			} else {
 				ready.Set(name, nil)
 			}
@@ -230,7 +230,7 @@ func (u *upRun) servicePart(name string) lifecycle.Part {
 		}
 		s.Register(u.transport)
 		b.run = s
-		go s.Ready().Follow(ctx, func(why error) { ready.Set(name, why) })
+		go s.Ready().OnChange(ctx, func(why error) { ready.Set(name, why) })
 		return s.Run(ctx)
 	}}
 }

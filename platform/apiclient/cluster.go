@@ -58,17 +58,17 @@ type Cluster struct {
 	Client    kubernetes.Interface
 	Informers informers.SharedInformerFactory
 
-	bound    time.Duration
-	streams  *streams
-	mu       sync.Mutex
-	followed []followed
+	bound   time.Duration
+	streams *streams
+	mu      sync.Mutex
+	tracked []aged
 	// fresh is when what is known was the truth, in nanoseconds since 1970; 0: never yet.
 	fresh atomic.Int64
 	known chan struct{}
 }
 
-// followed is an informer that has to be fresh.
-type followed struct {
+// aged is an informer that has to be fresh.
+type aged struct {
 	// path is where its objects are listed, with the query that selects them.
 	path, query string
 	informer    cache.SharedIndexInformer
@@ -101,12 +101,12 @@ func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, 
 	}, nil
 }
 
-// Follow makes an informer's age count. path is where its objects are listed
+// TrackAge makes an informer's age count. path is where its objects are listed
 // ("/apis/rbac.authorization.k8s.io/v1/roles"), and query what selects them there.
-func (c *Cluster) Follow(path, query string, i cache.SharedIndexInformer) {
+func (c *Cluster) TrackAge(path, query string, i cache.SharedIndexInformer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.followed = append(c.followed, followed{path, query, i})
+	c.tracked = append(c.tracked, aged{path, query, i})
 }
 
 // Age is how old what is known may be; ok is false where it has never been known.
@@ -197,7 +197,7 @@ func (c *Cluster) probe(ctx context.Context) error {
 
 // await waits until all that is followed has come to a revision, and answers what has not. It does not wait for longer
 // than what is known may go on being believed.
-func (c *Cluster) await(ctx context.Context, revision int64, patience time.Duration) []followed {
+func (c *Cluster) await(ctx context.Context, revision int64, patience time.Duration) []aged {
 	behind := c.behind(revision)
 	for until := time.Now().Add(patience); len(behind) > 0 && time.Now().Before(until) &&
 		ctx.Err() == nil; behind = c.behind(revision) {
@@ -236,10 +236,10 @@ func (c *Cluster) revision(ctx context.Context) (int64, error) {
 }
 
 // behind are those that have not been told of everything up to a revision.
-func (c *Cluster) behind(revision int64) (out []followed) {
+func (c *Cluster) behind(revision int64) (out []aged) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for _, f := range c.followed {
+	for _, f := range c.tracked {
 		if at, err := strconv.ParseInt(f.informer.LastSyncResourceVersion(), 10, 64); err != nil || at < revision {
 			out = append(out, f)
 		}
@@ -249,7 +249,7 @@ func (c *Cluster) behind(revision int64) (out []followed) {
 
 // catchUp lists what an informer follows and hands it, in the watch that it has open, what it does not know; the watch
 // then ends, and the informer goes on from the list's revision.
-func (c *Cluster) catchUp(ctx context.Context, f followed) error {
+func (c *Cluster) catchUp(ctx context.Context, f aged) error {
 	ctx, cancel := context.WithTimeout(ctx, c.patience())
 	defer cancel()
 	url := f.path
@@ -285,7 +285,7 @@ func (c *Cluster) catchUp(ctx context.Context, f followed) error {
 }
 
 // describe names what is behind, and where it is.
-func describe(behind []followed) []string {
+func describe(behind []aged) []string {
 	var out []string
 	for _, f := range behind {
 		out = append(out, f.path+"@"+f.informer.LastSyncResourceVersion())

@@ -84,7 +84,7 @@ func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
 		t.Fatal(err)
 	}
 	roles := c.Informers.Rbac().V1().Roles()
-	c.Follow("/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer())
+	c.TrackAge("/apis/rbac.authorization.k8s.io/v1/roles", "", roles.Informer())
 	if c.Err() == nil {
 		t.Error("what was never read is fresh")
 	}

@@ -103,7 +103,7 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 	// Custom resources stand where a full catalogue has them, whichever was defined first.
 	slices.SortStableFunc(out.Resources, func(a, b *registryv1.ResourceEntry) int {
 		if !a.Untyped || !b.Untyped {
-			return cmp.Compare(untyped(a), untyped(b))
+			return cmp.Compare(afterBuiltIn(a), afterBuiltIn(b))
 		}
 		return cmp.Or(strings.Compare(a.Resource.Group, b.Resource.Group),
 			strings.Compare(a.Resource.Resource, b.Resource.Resource))
@@ -118,8 +118,8 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 	return out
 }
 
-// untyped puts custom resources after what is built in.
-func untyped(e *registryv1.ResourceEntry) int {
+// afterBuiltIn puts custom resources after what is built in.
+func afterBuiltIn(e *registryv1.ResourceEntry) int {
 	if e.Untyped {
 		return 1
 	}

@@ -357,7 +357,7 @@ func (r *reader) read(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if err := r.take(m); err != nil {
+		if err := r.deliver(m); err != nil {
 			return err
 		}
 	}
@@ -397,8 +397,8 @@ func (r *reader) watch(ctx context.Context, stop func()) {
 	}
 }
 
-// take hands on one message, after a reset if it does not follow the last one.
-func (r *reader) take(m jetstream.Msg) error {
+// deliver hands on one message, after a reset if it does not follow the last one.
+func (r *reader) deliver(m jetstream.Msg) error {
 	meta, err := m.Metadata()
 	if err != nil {
 		return err

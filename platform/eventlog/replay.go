@@ -14,8 +14,8 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// ErrForgotten says that the log does not hold everything after a revision any more.
-var ErrForgotten = errors.New("the event log does not go back so far")
+// ErrExpired says that the log does not hold everything after a revision any more.
+var ErrExpired = errors.New("the event log does not go back so far")
 
 const (
 	// replayBatch and replayBytes are how many messages, and bytes of them, are read before the log is asked whether it
@@ -80,7 +80,7 @@ func Replay(ctx context.Context, js jetstream.JetStream, storedAs string, after 
 		case errors.Is(err, nats.ErrTimeout): // what is held may have no successor: retention took it away
 			more, err = r.settle(ctx)
 		case err == nil:
-			more, err = r.take(ctx, m)
+			more, err = r.buffer(ctx, m)
 		}
 		if err != nil || !more {
 			return err
@@ -104,9 +104,9 @@ type replay struct {
 	last  uint64
 }
 
-// take holds a message until what has come is known to have no gap: at the end of a batch, and where nothing more is
+// buffer holds a message until what has come is known to have no gap: at the end of a batch, and where nothing more is
 // waiting.
-func (r *replay) take(ctx context.Context, m jetstream.Msg) (more bool, err error) {
+func (r *replay) buffer(ctx context.Context, m jetstream.Msg) (more bool, err error) {
 	meta, err := m.Metadata()
 	if err != nil {
 		return false, err
@@ -126,7 +126,7 @@ func (r *replay) settle(ctx context.Context) (more bool, err error) {
 		return false, err
 	}
 	if !info.Created.Equal(r.created) || info.State.FirstSeq > r.whole+1 {
-		return false, ErrForgotten
+		return false, ErrExpired
 	}
 	r.whole = max(r.whole, r.last)
 	held := r.held
@@ -138,7 +138,7 @@ func (r *replay) settle(ctx context.Context) (more bool, err error) {
 		}
 		switch {
 		case e.Type == logv1.Type_TYPE_RESET && (r.given || e.Revision > r.after):
-			return false, ErrForgotten
+			return false, ErrExpired
 		case e.Revision <= r.after:
 			continue
 		}
@@ -158,14 +158,14 @@ func startAfter(ctx context.Context, stream jetstream.Stream, after int64) (uint
 	}
 	first, last := info.State.FirstSeq, info.State.LastSeq
 	if info.State.Msgs == 0 {
-		return 0, ErrForgotten
+		return 0, ErrExpired
 	}
 	before, err := revisionBefore(ctx, stream, first)
 	if err != nil {
 		return 0, err
 	}
 	if before > after {
-		return 0, ErrForgotten
+		return 0, ErrExpired
 	}
 	var failed error
 	n := sort.Search(int(last-first), func(i int) bool {

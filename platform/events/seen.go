@@ -12,9 +12,10 @@ const (
 	Deleted = "DELETED"
 )
 
-// Seen is an event as a selection sees it, which selects the object now, and selected it before: an object that comes
-// into it is ADDED, one that leaves it is DELETED. left says that the object is there still, and no longer selected.
-func Seen(t logv1.Type, now, before bool) (event string, left bool) {
+// Classify is an event as a selection sees it, which selects the object now, and selected it before: an object that
+// comes into it is ADDED, one that leaves it is DELETED. left says that the object is there still, and no longer
+// selected.
+func Classify(t logv1.Type, now, before bool) (event string, left bool) {
 	switch t {
 	case logv1.Type_TYPE_ADDED:
 		if now {

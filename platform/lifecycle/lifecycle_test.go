@@ -98,7 +98,7 @@ func TestAReadinessIsFollowed(t *testing.T) {
 		r.Set("log", errors.New("still read"))
 		var told []string
 		ctx, cancel := context.WithCancel(t.Context())
-		go r.Follow(ctx, func(err error) { told = append(told, fmt.Sprint(err)) })
+		go r.OnChange(ctx, func(err error) { told = append(told, fmt.Sprint(err)) })
 		for _, change := range []func(){
 			func() { r.Set("catalogue", errors.New("not told")) },
 			func() { r.Set("log", nil) },

@@ -49,8 +49,8 @@ func (r *Readiness) get() (changed <-chan struct{}, err error) {
 	return changed, nil
 }
 
-// Follow calls told with the state now, and whenever it has changed, until ctx is done.
-func (r *Readiness) Follow(ctx context.Context, told func(err error)) {
+// OnChange calls told with the state now, and whenever it has changed, until ctx is done.
+func (r *Readiness) OnChange(ctx context.Context, told func(err error)) {
 	for {
 		changed, err := r.get()
 		told(err)

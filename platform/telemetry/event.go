@@ -29,8 +29,8 @@ func BeginEvent(ctx context.Context, resource string, revision int64) (trace.Spa
 	return span, carrier[traceparent]
 }
 
-// FollowEvent starts a span of an event's trace somewhere on its way; a no-op where the event is not traced.
-func FollowEvent(traced, name string, since time.Time, attributes ...attribute.KeyValue) trace.Span {
+// StartEventSpan starts a span of an event's trace somewhere on its way; a no-op where the event is not traced.
+func StartEventSpan(traced, name string, since time.Time, attributes ...attribute.KeyValue) trace.Span {
 	if traced == "" {
 		return trace.SpanFromContext(context.Background())
 	}

@@ -98,7 +98,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	}
 	client := s.cluster.Client
 	s.informers, s.mapper = s.cluster.Informers, newMapper(client.Discovery())
-	s.follow()
+	s.trackAges()
 	if s.resolver, err = apiclient.NewServiceResolver(s.informers, c.AggregatorRouting); err != nil {
 		return nil, err
 	}
@@ -127,9 +127,9 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	return s, nil
 }
 
-// follow names what the chain decides by, and whose age therefore counts: webhooks, policies, and what the default
+// trackAges names what the chain decides by, and whose age therefore counts: webhooks, policies, and what the default
 // plugins hold a namespace to. What else plugins look up (pods, classes) they refuse without, or only warn by.
-func (s *Service) follow() {
+func (s *Service) trackAges() {
 	const group = "/apis/admissionregistration.k8s.io/v1/"
 	core, rules := s.informers.Core().V1(), s.informers.Admissionregistration().V1()
 	for path, i := range map[string]cache.SharedIndexInformer{
@@ -144,7 +144,7 @@ func (s *Service) follow() {
 		group + "mutatingadmissionpolicies":         rules.MutatingAdmissionPolicies().Informer(),
 		group + "mutatingadmissionpolicybindings":   rules.MutatingAdmissionPolicyBindings().Informer(),
 	} {
-		s.cluster.Follow(path, "", i)
+		s.cluster.TrackAge(path, "", i)
 	}
 }
 

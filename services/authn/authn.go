@@ -147,7 +147,7 @@ func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
 	}
 	client := s.cluster.Client
 	accounts := s.cluster.Informers.Core().V1().ServiceAccounts()
-	s.cluster.Follow("/api/v1/serviceaccounts", "", accounts.Informer())
+	s.cluster.TrackAge("/api/v1/serviceaccounts", "", accounts.Informer())
 	// Pods and nodes are asked for when a token is bound to one: an informer would hold every pod of the cluster.
 	none := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
 	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client,
@@ -170,7 +170,7 @@ func (s *Service) secrets(namespace, selector string) corelisters.SecretLister {
 	if namespace != "" {
 		path = "/api/v1/namespaces/" + namespace + "/secrets"
 	}
-	s.cluster.Follow(path, "fieldSelector="+url.QueryEscape(selector), i)
+	s.cluster.TrackAge(path, "fieldSelector="+url.QueryEscape(selector), i)
 	s.filtered = append(s.filtered, i)
 	return corelisters.NewSecretLister(i.GetIndexer())
 }

@@ -91,16 +91,16 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		"clusterroles":        rbac.ClusterRoles().Informer(),
 		"clusterrolebindings": rbac.ClusterRoleBindings().Informer(),
 	} {
-		s.cluster.Follow("/apis/rbac.authorization.k8s.io/v1/"+resource, "", i)
+		s.cluster.TrackAge("/apis/rbac.authorization.k8s.io/v1/"+resource, "", i)
 		if _, err := i.AddEventHandler(s.generations.handler()); err != nil {
 			return nil, err
 		}
 	}
 	if s.chain.has("Node") { // what a node may read follows the pods that are bound to it
 		core := s.cluster.Informers.Core().V1()
-		s.cluster.Follow("/api/v1/pods", "", core.Pods().Informer())
-		s.cluster.Follow("/api/v1/persistentvolumes", "", core.PersistentVolumes().Informer())
-		s.cluster.Follow("/apis/storage.k8s.io/v1/volumeattachments", "",
+		s.cluster.TrackAge("/api/v1/pods", "", core.Pods().Informer())
+		s.cluster.TrackAge("/api/v1/persistentvolumes", "", core.PersistentVolumes().Informer())
+		s.cluster.TrackAge("/apis/storage.k8s.io/v1/volumeattachments", "",
 			s.cluster.Informers.Storage().V1().VolumeAttachments().Informer())
 	}
 	return s, nil
@@ -167,7 +167,7 @@ func (s *Service) Policies() *lifecycle.Readiness { return &s.policies }
 
 // Run follows the policies until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
-	go s.chain.follow(ctx)
+	go s.chain.watchFile(ctx)
 	go func() {
 		s.cluster.Informers.WaitForCacheSync(ctx.Done())
 		s.synced.Store(ctx.Err() == nil)

@@ -159,9 +159,9 @@ func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]
 	return union.NewRuleResolvers(all...).RulesFor(ctx, u, namespace)
 }
 
-// follow reads the configuration's file anew whenever it changes, until ctx is done. A bad one is told of, and the old
-// one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go).
-func (h *chain) follow(ctx context.Context) {
+// watchFile reads the configuration's file anew whenever it changes, until ctx is done. A bad one is told of, and the
+// old one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go).
+func (h *chain) watchFile(ctx context.Context) {
 	if h.base.ReloadFile == "" {
 		return
 	}

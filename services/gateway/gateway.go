@@ -265,15 +265,22 @@ func (g *Service) StopTimeout() time.Duration { return g.config.Edge.StopTimeout
 func (g *Service) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	wg.Go(func() { g.catalog.Run(following) })
-	wg.Go(func() { g.awaitNeeded(following) })
-	wg.Go(func() { g.interests.Run(following) })
-	wg.Go(func() { g.views.learner.Run(following) })
-	wg.Go(func() { g.authz.Follow(following) })
+	wg.Go(func() { g.follow(following) })
 	err := g.server.Run(ctx, g.handler)
 	cancel()
 	wg.Wait()
 	return err
+}
+
+// follow keeps what the gateway knows of the other services until ctx is done.
+func (g *Service) follow(ctx context.Context) {
+	var wg sync.WaitGroup
+	for _, run := range []func(context.Context){
+		g.catalog.Run, g.awaitNeeded, g.interests.Run, g.views.learner.Run, g.authz.Run,
+	} {
+		wg.Go(func() { run(ctx) })
+	}
+	wg.Wait()
 }
 
 // tierRoute leads a question to the replicas that namespaces are on.

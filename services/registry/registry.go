@@ -296,7 +296,7 @@ func (s *Service) Run(ctx context.Context) error {
 	s.tasks.Go(ctx, "publisher", s.publisher().Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()
-		return eventlog.Read(ctx, s.js, s.tail.Take)
+		return eventlog.Read(ctx, s.js, s.tail.Append)
 	})
 	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
 		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error {

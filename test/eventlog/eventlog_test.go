@@ -363,7 +363,7 @@ func TestReplayIsWhatCameAfter(t *testing.T) {
 	if got, err := replay(58, 60); err != nil || got != "-60 " {
 		t.Errorf("progress: %q, %v", got, err)
 	}
-	if got, err := replay(9, 14); !errors.Is(err, eventlog.ErrForgotten) || got != "" {
+	if got, err := replay(9, 14); !errors.Is(err, eventlog.ErrExpired) || got != "" {
 		t.Errorf("from before the log: %q, %v", got, err)
 	}
 	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
@@ -373,14 +373,14 @@ func TestReplayIsWhatCameAfter(t *testing.T) {
 	if err := stream.Purge(t.Context(), jetstream.WithPurgeSequence(20)); err != nil { // up to revision 28
 		t.Fatal(err)
 	}
-	if got, err := replay(27, 32); !errors.Is(err, eventlog.ErrForgotten) || got != "" {
+	if got, err := replay(27, 32); !errors.Is(err, eventlog.ErrExpired) || got != "" {
 		t.Errorf("from what was forgotten: %q, %v", got, err)
 	}
 	if got, err := replay(28, 32); err != nil || got != "30 32 " {
 		t.Errorf("from the oldest that is kept: %q, %v", got, err)
 	}
 	c.write(reset(70), added(72, "pods"))
-	if got, err := replay(50, 72); !errors.Is(err, eventlog.ErrForgotten) {
+	if got, err := replay(50, 72); !errors.Is(err, eventlog.ErrExpired) {
 		t.Errorf("over a reset: %q, %v", got, err)
 	}
 }
@@ -411,7 +411,7 @@ func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 		}
 		return e.Revision < last, nil
 	})
-	if !errors.Is(err, eventlog.ErrForgotten) {
+	if !errors.Is(err, eventlog.ErrExpired) {
 		t.Errorf("it ended at %d with %v", next-1, err)
 	}
 }
@@ -432,7 +432,7 @@ func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 	err = eventlog.Replay(ctx, c.js, "pods", 10, func(e *logv1.Event) (bool, error) {
 		return true, stream.Purge(ctx)
 	})
-	if !errors.Is(err, eventlog.ErrForgotten) {
+	if !errors.Is(err, eventlog.ErrExpired) {
 		t.Error(err)
 	}
 }

@@ -86,8 +86,8 @@ func (a *Authorizer) cache() *kept[decision] {
 	return a.decisions
 }
 
-// Follow learns of the policy's changes until ctx is done.
-func (a *Authorizer) Follow(ctx context.Context) {
+// Run learns of the policy's changes until ctx is done.
+func (a *Authorizer) Run(ctx context.Context) {
 	go a.checkHeard(ctx)
 	open := func(ctx context.Context) (grpc.ServerStreamingClient[authzv1.Generation], error) {
 		// It must not wait for an authz that is away: nobody is heard of meanwhile.
@@ -224,7 +224,7 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 	defer cancel()
 	for pause := stillPause; ; pause = min(2*pause, stillMost) {
 		if keepable {
-			if d, ok := a.kept(key); ok { // as when the watch is only now being opened
+			if d, ok := a.cached(key); ok { // as when the watch is only now being opened
 				return d.decision == authorizer.DecisionAllow
 			}
 		}
@@ -259,7 +259,7 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes) (authorizer.Decision, string, error) {
 	key, keepable := keyOf(attrs)
 	if keepable {
-		if d, ok := a.kept(key); ok {
+		if d, ok := a.cached(key); ok {
 			return d.decision, d.reason, nil
 		}
 	}
@@ -306,8 +306,8 @@ func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) de
 	return d
 }
 
-// kept is a decision that stands, if one was made.
-func (a *Authorizer) kept(key digest) (decision, bool) {
+// cached is a decision that stands, if one was made.
+func (a *Authorizer) cached(key digest) (decision, bool) {
 	d, ok := a.cache().get(key)
 	return d, ok && a.stands(d)
 }

@@ -408,7 +408,7 @@ func TestOpenWatchesAreAskedAboutWhileAuthzIsAway(t *testing.T) {
 		moved := a.Moved("x")
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan struct{})
-		go func() { a.Follow(ctx); close(done) }()
+		go func() { a.Run(ctx); close(done) }()
 		began := time.Now()
 		<-moved
 		if took := time.Since(began); took < unheardBound || took > unheardBound+2*time.Second {

@@ -39,7 +39,7 @@ func dialectOf(e *registryv1.ResourceEntry) dialect {
 
 // errUnwatchable is not nil where a watch was asked for of what can only be listed.
 func (c *call) errUnwatchable() error {
-	if c.info.Verb == "watch" && c.req.Method == http.MethodGet && c.offers("list") && !c.offers("watch") {
+	if c.info.Verb == "watch" && c.req.Method == http.MethodGet && c.hasVerb("list") && !c.hasVerb("watch") {
 		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)
 	}
 	return nil
@@ -99,7 +99,7 @@ func (d builtIn) supports(c *call) error {
 // routed says whether the verb exists where it was asked for: create on a collection, update on an object.
 func (builtIn) routed(c *call) bool {
 	named, scoped := c.info.Name != "", c.info.Namespace != "" || !c.entry.Namespaced
-	if watchPath(c.req) && c.req.Method != http.MethodGet || !c.offers(c.info.Verb) {
+	if watchPath(c.req) && c.req.Method != http.MethodGet || !c.hasVerb(c.info.Verb) {
 		return false
 	}
 	switch c.info.Verb {
@@ -156,7 +156,7 @@ func (custom) supports(c *call) error {
 	}
 	known := slices.Contains(customVerbs, c.info.Verb)
 	if c.entry.Resource.Subresource != "" {
-		known = c.offers(c.info.Verb)
+		known = c.hasVerb(c.info.Verb)
 	}
 	if !known {
 		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)

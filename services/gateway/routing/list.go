@@ -70,7 +70,7 @@ func (c *call) listFrom(p *plan) {
 	}
 	silent.Stop()
 	if err != nil {
-		if elsewhere(ctx, err) {
+		if askRegistry(ctx, err) {
 			c.listFromRegistry()
 		} else {
 			c.fail(rpc.FromStatus(err))
@@ -90,9 +90,9 @@ func (c *call) listFrom(p *plan) {
 	end()
 }
 
-// elsewhere says whether a source's error means that registry has to be asked: the source does not hold it, nobody is
+// askRegistry says whether a source's error means that registry has to be asked: the source does not hold it, nobody is
 // there, or gRPC itself could not carry it.
-func elsewhere(ctx context.Context, err error) bool {
+func askRegistry(ctx context.Context, err error) bool {
 	switch status.Code(err) {
 	case codes.FailedPrecondition, codes.Unavailable, codes.Unimplemented:
 		return true

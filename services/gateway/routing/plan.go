@@ -72,7 +72,7 @@ func (c *call) plan() (*plan, error) {
 // planGet is what the watch tier is asked for one object; nil where registry answers.
 func (c *call) planGet() *watchfanoutv1.GetRequest {
 	if c.router.TierGets == nil || c.decides() || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" ||
-		!c.offers("watch") {
+		!c.hasVerb("watch") {
 		return nil
 	}
 	if c.out.As != nil || c.out.Pretty || !streamed(c.out.MediaType) {

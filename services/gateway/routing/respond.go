@@ -45,7 +45,7 @@ func (c *call) begin(size int64) (write func([][]byte) error, end func()) {
 	if stream := wire.Of(c.req); stream != nil && size > directAbove && !body.Compressed(c.req, size) {
 		c.w.Header().Set("Content-Type", c.out.MediaType)
 		c.w.WriteHeader(http.StatusOK)
-		if http.NewResponseController(c.w).Flush() == nil && stream.Take(ctx, 0) {
+		if http.NewResponseController(c.w).Flush() == nil && stream.Hijack(ctx, 0) {
 			patience := c.router.Tier.Watches.Config.WriteTimeout
 			return func(parts [][]byte) error {
 				return stream.Write(ctx, patience, parts...)

@@ -118,7 +118,7 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 				dialect: d,
 				user:    identity.UserProto(u),
 			}
-			c.serve()
+			c.dispatch()
 		})(w, req)
 }
 
@@ -150,8 +150,8 @@ func find(view *catalog.View, info *request.RequestInfo, req *http.Request) (*re
 	return nil, errNoPath
 }
 
-// serve answers the request, by its verb.
-func (c *call) serve() {
+// dispatch answers the request, by its verb.
+func (c *call) dispatch() {
 	for _, text := range c.entry.Warnings {
 		warning.AddWarning(c.req.Context(), "", text)
 	}
@@ -187,7 +187,7 @@ func (c *call) serve() {
 	}
 }
 
-func (c *call) offers(verb string) bool { return slices.Contains(c.entry.Verbs, verb) }
+func (c *call) hasVerb(verb string) bool { return slices.Contains(c.entry.Verbs, verb) }
 
 func (c *call) groupResource() schema.GroupResource {
 	return schema.GroupResource{Group: c.info.APIGroup, Resource: c.info.Resource}

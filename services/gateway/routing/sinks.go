@@ -23,7 +23,7 @@ type httpSink struct {
 	written int64
 }
 
-func (s *httpSink) Open() {
+func (s *httpSink) SendHeaders() {
 	t := s.call.out.MediaType
 	if t != runtime.ContentTypeJSON {
 		t += ";stream=watch"
@@ -51,9 +51,9 @@ func (s *httpSink) Write(ctx context.Context, frames ...[]byte) error {
 
 func (s *httpSink) Fail(err error) { s.call.fail(err) }
 
-// Take implements watch.Sink.
-func (s *httpSink) Take(ctx context.Context) *wire.Stream {
-	if stream := wire.Of(s.call.req); stream != nil && stream.Take(ctx, s.written) {
+// Hijack implements watch.Sink.
+func (s *httpSink) Hijack(ctx context.Context) *wire.Stream {
+	if stream := wire.Of(s.call.req); stream != nil && stream.Hijack(ctx, s.written) {
 		return stream
 	}
 	return nil
@@ -80,9 +80,9 @@ type socketSink struct {
 	binary bool
 }
 
-func (s *socketSink) Open()                             {}
-func (s *socketSink) Fail(error)                        {}
-func (s *socketSink) Take(context.Context) *wire.Stream { return nil }
+func (s *socketSink) SendHeaders()                        {}
+func (s *socketSink) Fail(error)                          {}
+func (s *socketSink) Hijack(context.Context) *wire.Stream { return nil }
 
 func (s *socketSink) Write(ctx context.Context, frames ...[]byte) error {
 	until, _ := ctx.Deadline()

@@ -80,13 +80,13 @@ func (c *call) converse(r *registryv1.WriteRequest,
 		if m.GetResult() != nil || m.GetConnection() != nil {
 			return m, nil
 		}
-		err = stream.Send(c.answer(ctx, m))
+		err = stream.Send(c.resolve(ctx, m))
 	}
 	return nil, rpc.FromStatus(err)
 }
 
-// answer asks the service that registry's question is for. A question that cannot be answered refuses the write.
-func (c *call) answer(ctx context.Context, q *registryv1.WriteReply) *registryv1.WriteCall {
+// resolve asks the service that registry's question is for. A question that cannot be answered refuses the write.
+func (c *call) resolve(ctx context.Context, q *registryv1.WriteReply) *registryv1.WriteCall {
 	switch q := q.Reply.(type) {
 	case *registryv1.WriteReply_Admission:
 		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Admission{Admission: c.review(ctx, q.Admission)}}

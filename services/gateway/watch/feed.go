@@ -196,8 +196,8 @@ func (f *feed) remind(s *subscriber) {
 	s.due, s.direct = time.Time{}, false
 }
 
-// publish takes what came from the watch tier and writes it to everyone who has seen all before it.
-func (f *feed) publish(m *watchfanoutv1.WatchFrame) {
+// broadcast takes what came from the watch tier and writes it to everyone who has seen all before it.
+func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 	began := time.Now()
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -223,12 +223,12 @@ func (f *feed) publish(m *watchfanoutv1.WatchFrame) {
 		f.deliver(fresh)
 	}
 	if marked {
-		f.tell(time.Now())
+		f.sendBookmarks(time.Now())
 	}
 	f.trim()
 	for _, mark := range m.Marks {
 		if mark.Trace != "" {
-			telemetry.FollowEvent(mark.Trace, "deliver", began, attribute.Int("watches", len(f.subs))).End()
+			telemetry.StartEventSpan(mark.Trace, "deliver", began, attribute.Int("watches", len(f.subs))).End()
 		}
 	}
 }
@@ -256,8 +256,8 @@ func (f *feed) deliver(fresh []entry) {
 	f.flush()
 }
 
-// tell gives the newest bookmark to those who are due one.
-func (f *feed) tell(now time.Time) {
+// sendBookmarks gives the newest bookmark to those who are due one.
+func (f *feed) sendBookmarks(now time.Time) {
 	for _, s := range f.subs {
 		if !f.owes(s, now) {
 			continue
@@ -352,7 +352,7 @@ func (f *feed) run(ctx context.Context) {
 	}
 	var lost time.Time
 	for {
-		err := f.follow(ctx, r, func() { lost = time.Time{} })
+		err := f.receive(ctx, r, func() { lost = time.Time{} })
 		if ctx.Err() != nil || status.Code(err) != codes.Unavailable {
 			return
 		}
@@ -369,7 +369,7 @@ func (f *feed) run(ctx context.Context) {
 	}
 }
 
-func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive func()) error {
+func (f *feed) receive(ctx context.Context, r *watchfanoutv1.WatchRequest, alive func()) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := f.hub.Client.Watch(rpc.Routed(ctx, f.storedAs),
@@ -383,7 +383,7 @@ func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive 
 			return io.EOF
 		}
 		alive()
-		f.publish(m)
+		f.broadcast(m)
 		if m.Position.GetRevision() > 0 {
 			r.ResumeAfter = m.Position
 		}

@@ -83,14 +83,14 @@ func pauseAfter(lost time.Time) time.Duration {
 
 // Sink is a client's open response. Its methods are called by one goroutine.
 type Sink interface {
-	// Open sends the head, once.
-	Open()
+	// SendHeaders sends the head, once.
+	SendHeaders()
 	// Write sends whole frames, and gives up after a while.
 	Write(ctx context.Context, frames ...[]byte) error
 	// Fail answers an error; only before Open.
 	Fail(error)
-	// Take makes the response one that others may write as well; nil where that is impossible. Only after Open.
-	Take(ctx context.Context) *wire.Stream
+	// Hijack makes the response one that others may write as well; nil where that is impossible. Only after Open.
+	Hijack(ctx context.Context) *wire.Stream
 }
 
 // Streams is the source of events: the watch tier or registry.

@@ -55,19 +55,19 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	}
 	s.moved = r.Moved()
 	if !r.Allowed(ctx) { // it may have been revoked since the request was let in
-		out.Open()
+		out.SendHeaders()
 		return
 	}
 	// who measures by bookmarks is to have the response at once, also where nothing is to come
 	if r.BookmarkPeriod == 0 {
-		s.open()
+		s.sendHeaders()
 	}
 	// A watch from a known revision has no initial events: it may share from the start.
 	initial := r.SendInitialEvents != nil && *r.SendInitialEvents
 	if at, ok := after(r.ResourceVersion); ok && !initial {
 		s.place(at)
 	}
-	s.serve(ctx)
+	s.run(ctx)
 	if s.stream != nil {
 		wait, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 		defer cancel()
@@ -111,7 +111,7 @@ var errDone = errors.New("done")
 // errJoin says that a session may share now.
 var errJoin = errors.New("caught up")
 
-func (s *session) serve(ctx context.Context) {
+func (s *session) run(ctx context.Context) {
 	for {
 		err := s.share(ctx)
 		if errors.Is(err, errEnded) {
@@ -127,9 +127,9 @@ func (s *session) serve(ctx context.Context) {
 			if s.retry(ctx) {
 				continue
 			}
-			s.open()
+			s.sendHeaders()
 		case errors.Is(err, io.EOF), errors.Is(err, errDone), ctx.Err() != nil:
-			s.open()
+			s.sendHeaders()
 		case !s.opened:
 			s.out.Fail(rpc.FromStatus(err))
 		}
@@ -158,10 +158,10 @@ func (s *session) retry(ctx context.Context) bool {
 	}
 }
 
-func (s *session) open() {
+func (s *session) sendHeaders() {
 	if !s.opened {
 		s.opened = true
-		s.out.Open()
+		s.out.SendHeaders()
 	}
 }
 
@@ -170,11 +170,11 @@ func (s *session) mayShare() bool {
 	return s.placed && (!s.table || s.columns) && time.Now().After(s.until)
 }
 
-// take makes the client's stream one that a feed may write to, if that can be.
-func (s *session) take(ctx context.Context) {
+// hijack makes the client's stream one that a feed may write to, if that can be.
+func (s *session) hijack(ctx context.Context) {
 	if !s.tried {
 		s.tried = true
-		s.stream = s.out.Take(ctx)
+		s.stream = s.out.Hijack(ctx)
 	}
 }
 
@@ -194,8 +194,8 @@ func (s *session) share(ctx context.Context) error {
 		s.ResumeAfter = f.leave(sub).Proto()
 		s.due = sub.due
 	}()
-	s.open()
-	s.take(ctx)
+	s.sendHeaders()
+	s.hijack(ctx)
 	f.mu.Lock()
 	sub.stream, sub.bookmarks, sub.period, sub.due = s.stream, s.AllowBookmarks, s.BookmarkPeriod, s.due
 	f.mu.Unlock()
@@ -245,7 +245,7 @@ func (s *session) allowed(ctx context.Context) bool {
 // write sends frames; a client that takes nothing for too long is cut off, alone.
 func (s *session) write(ctx context.Context, frames ...[]byte) error {
 	patience := s.hub.Config.WriteTimeout
-	s.take(ctx)
+	s.hijack(ctx)
 	if s.stream != nil {
 		return s.written(s.stream.Write(ctx, patience, frames...))
 	}
@@ -322,11 +322,11 @@ func (s *session) alone(ctx context.Context) error {
 	select {
 	case got = <-first:
 	case <-t.C:
-		s.open() // a client learns at once that its watch is accepted
+		s.sendHeaders() // a client learns at once that its watch is accepted
 		got = <-first
 	}
 	for got.err == nil {
-		if err := s.took(ctx, got.frame); err != nil {
+		if err := s.forward(ctx, got.frame); err != nil {
 			return err
 		}
 		got.frame, got.err = stream.Recv()
@@ -337,10 +337,10 @@ func (s *session) alone(ctx context.Context) error {
 	return got.err
 }
 
-// took passes one frame on.
-func (s *session) took(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
+// forward passes one frame on.
+func (s *session) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) error {
 	s.lost = time.Time{}
-	s.open()
+	s.sendHeaders()
 	s.columns = s.columns || m.ColumnsSent
 	if len(m.Initial) > 0 {
 		if err := s.write(ctx, m.Initial...); err != nil {

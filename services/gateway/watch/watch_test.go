@@ -153,9 +153,9 @@ type screen struct {
 
 func newScreen() *screen { return &screen{changed: make(chan struct{}, 100000)} }
 
-func (s *screen) Open()                             {}
-func (s *screen) Fail(err error)                    { _ = s.Write(context.Background(), []byte(err.Error())) }
-func (s *screen) Take(context.Context) *wire.Stream { return nil }
+func (s *screen) SendHeaders()                        {}
+func (s *screen) Fail(err error)                      { _ = s.Write(context.Background(), []byte(err.Error())) }
+func (s *screen) Hijack(context.Context) *wire.Stream { return nil }
 
 func (s *screen) Write(ctx context.Context, frames ...[]byte) error {
 	if s.block != nil {
@@ -437,7 +437,7 @@ func TestJoiningAFeedThatIsBehindRepeatsNothing(t *testing.T) {
 		cancel: func() {},
 	}
 	s := f.join(events.Position{Revision: 100, Index: events.LastIndex})
-	f.publish(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
+	f.broadcast(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
 		Marks: []*watchfanoutv1.Mark{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}})
 	if parts, err := f.next(s); len(parts) > 0 || err != nil {
 		t.Errorf("%q %v", parts, err)
@@ -527,7 +527,7 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 	for _, f := range feeds {
 		s := f.join(events.Position{Revision: 1})
 		for r := int64(2); r < 60; r++ {
-			f.publish(frame(r, 20_000))
+			f.broadcast(frame(r, 20_000))
 			if _, err := f.next(s); err != nil {
 				t.Fatal(err)
 			}
@@ -550,7 +550,7 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 		}
 		feeds[i].join(events.Position{Revision: 1}) // and never reads
 		for r := int64(2); r < 30; r++ {
-			feeds[i].publish(frame(r, 20_000))
+			feeds[i].broadcast(frame(r, 20_000))
 		}
 	}
 	if n := h.room().held.Load(); n > 3<<20+100*(keptRecent+20_000) {

@@ -67,10 +67,10 @@ func Of(req *http.Request) *Stream {
 	return s
 }
 
-// Take makes the rest of the body the caller's to write, with Offer and Write alone. The handler must have flushed what
-// it has written, which is written bytes, and must not return before it has made its last call here. It answers false
-// where the client's window is too small to be shared; then nothing has changed.
-func (s *Stream) Take(ctx context.Context, written int64) bool {
+// Hijack makes the rest of the body the caller's to write, with Offer and Write alone. The handler must have flushed
+// what it has written, which is written bytes, and must not return before it has made its last call here. It answers
+// false where the client's window is too small to be shared; then nothing has changed.
+func (s *Stream) Hijack(ctx context.Context, written int64) bool {
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()

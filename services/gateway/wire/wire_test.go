@@ -78,7 +78,7 @@ func taking(take func(*Stream), end chan struct{}) http.HandlerFunc {
 		fmt.Fprint(w, "head\n")
 		w.(http.Flusher).Flush()
 		s := Of(req)
-		if s == nil || !s.Take(req.Context(), 5) {
+		if s == nil || !s.Hijack(req.Context(), 5) {
 			fmt.Fprint(w, "not taken\n")
 			return
 		}
@@ -219,7 +219,7 @@ func TestADeadPeerIsGivenUp(t *testing.T) {
 		defer func() { ended <- struct{}{} }()
 		w.(http.Flusher).Flush()
 		s := Of(req)
-		if s == nil || !s.Take(req.Context(), 0) {
+		if s == nil || !s.Hijack(req.Context(), 0) {
 			t.Error("not taken")
 			return
 		}

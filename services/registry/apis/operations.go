@@ -57,7 +57,7 @@ func (w *routeWriter) list(path string, params []common.Parameter, all bool) {
 	}
 	list := w.sample(w.e.Resource.GroupVersion().WithKind(kinds[0].Kind))
 	doc := "list objects of kind "
-	if w.e.Offers("watch") {
+	if w.e.HasVerb("watch") {
 		doc = "list or watch objects of kind "
 	}
 	w.add("list", &route{

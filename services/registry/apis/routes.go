@@ -143,7 +143,7 @@ func (w *routeWriter) write() {
 		}
 		return
 	}
-	has := e.Offers
+	has := e.HasVerb
 	if has("list") {
 		w.list(collection, collectionParams, false)
 	}

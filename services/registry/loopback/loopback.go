@@ -114,11 +114,11 @@ func (l *Loopback) ask(req *http.Request, e *verbs.Endpoint, r *commonv1.Resourc
 	case "get":
 		defer done()
 		resp, err := e.Get(ctx, get)
-		return answer(req, resp, err)
+		return responseOf(req, resp, err)
 	case "list":
 		defer done()
 		data, err := e.List(ctx, get)
-		return answer(req, &registryv1.ObjectResponse{Code: http.StatusOK, Body: data}, err)
+		return responseOf(req, &registryv1.ObjectResponse{Code: http.StatusOK, Body: data}, err)
 	case "watch":
 		return l.watch(ctx, done, req, e.Entry, info)
 	}
@@ -136,7 +136,7 @@ func (l *Loopback) ask(req *http.Request, e *verbs.Endpoint, r *commonv1.Resourc
 		UserAgent:   req.UserAgent(),
 		Path:        req.URL.Path,
 	}, system{})
-	return answer(req, resp, err)
+	return responseOf(req, resp, err)
 }
 
 // system is the Gate of loopback writes: the system may do everything, and nothing asks admission.
@@ -155,7 +155,7 @@ func (system) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesRespo
 	return nil, errors.New("not asked by the system itself")
 }
 
-func answer(req *http.Request, resp *registryv1.ObjectResponse, err error) *http.Response {
+func responseOf(req *http.Request, resp *registryv1.ObjectResponse, err error) *http.Response {
 	if err != nil {
 		return failure(req, err)
 	}

@@ -74,7 +74,7 @@ func TestAWatchReadsTheTail(t *testing.T) {
 	}
 	w.Tail.Begin()
 	take := func(e *logv1.Event) {
-		if err := w.Tail.Take(e); err != nil {
+		if err := w.Tail.Append(e); err != nil {
 			t.Fatal(err)
 		}
 	}

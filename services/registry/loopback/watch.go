@@ -53,7 +53,7 @@ func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, en
 		defer done()
 		reading := l.tail.Read(entry.StoredAs, events.Position{Revision: after, Index: events.LastIndex})
 		err := reading.Each(ctx, func(e *logv1.Event) error { return writeEvent(w, entry, e, selects) })
-		if errors.Is(err, tail.ErrOverrun) {
+		if errors.Is(err, tail.ErrExpired) {
 			err = expired(w, after)
 		}
 		w.CloseWithError(err)
@@ -89,7 +89,7 @@ func expired(w io.Writer, after int64) error {
 }
 
 func writeEvent(w io.Writer, entry *registryv1.ResourceEntry, e *logv1.Event, selects tail.Selector) error {
-	event, o := tail.Seen(e, selects)
+	event, o := tail.Classify(e, selects)
 	if event == "" {
 		return nil
 	}

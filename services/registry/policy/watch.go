@@ -68,7 +68,7 @@ func (w *watch) run(ctx context.Context) error {
 	if err == nil {
 		err = w.follow(ctx)
 	}
-	if errors.Is(err, tail.ErrOverrun) {
+	if errors.Is(err, tail.ErrExpired) {
 		err = apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", w.position.Revision))
 	}
 	api, ok := err.(apierrors.APIStatus)
@@ -90,7 +90,7 @@ func (w *watch) begin(ctx context.Context) error {
 	}
 	high, history := w.tail.At()
 	if start.At.Foreign(events.Position{History: history}) {
-		return tail.ErrOverrun
+		return tail.ErrExpired
 	}
 	// which the reading corrects, where nobody knows it yet
 	w.position = events.Position{Index: events.LastIndex, History: cmp.Or(start.At.History, history)}
@@ -103,7 +103,7 @@ func (w *watch) begin(ctx context.Context) error {
 		w.position.Revision, w.position.Index = start.At.Revision, start.At.Index
 	}
 	if w.position.Revision > max(high, w.revision) { // etcd that has not reached it either is of another history
-		return tail.ErrOverrun
+		return tail.ErrExpired
 	}
 	if w.position.Revision > high {
 		return nil
@@ -160,7 +160,7 @@ func (w *watch) follow(ctx context.Context) error {
 		if due && high > w.position.Revision {
 			due = false
 			w.position.Revision, w.position.Index = high, events.LastIndex
-			if err := w.told(); err != nil {
+			if err := w.sendProgress(); err != nil {
 				return err
 			}
 		}
@@ -179,8 +179,8 @@ func (w *watch) follow(ctx context.Context) error {
 	}
 }
 
-// told sends where the watch is: to the client as a bookmark, or to the gateway alone.
-func (w *watch) told() error {
+// sendProgress sends where the watch is: to the client as a bookmark, or to the gateway alone.
+func (w *watch) sendProgress() error {
 	if !w.request.AllowBookmarks {
 		return w.send(nil, nil)
 	}
@@ -192,7 +192,7 @@ func (w *watch) deliver(ctx context.Context, came []*logv1.Event) error {
 	var data []byte
 	var marks []*watchfanoutv1.Mark
 	for _, e := range came {
-		kind, o := tail.Seen(e, w.selects)
+		kind, o := tail.Classify(e, w.selects)
 		if kind == "" {
 			continue
 		}

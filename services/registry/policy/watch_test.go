@@ -109,7 +109,7 @@ func tailOf(t *testing.T, all ...*logv1.Event) *tail.Tail {
 	out := tail.New()
 	out.Begin()
 	for _, e := range all {
-		if err := out.Take(e); err != nil {
+		if err := out.Append(e); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -227,7 +227,7 @@ func TestTheTailIsComparedWithEtcd(t *testing.T) {
 				mu.Lock()
 				defer mu.Unlock()
 				if asked++; answered {
-					_ = l.Take(progress(revision))
+					_ = l.Append(progress(revision))
 				}
 				return nil
 			})
@@ -266,7 +266,7 @@ func TestTheTailIsComparedWithEtcd(t *testing.T) {
 		for r := int64(20); r < 60; r++ { // always a little late, and it comes
 			set(r+5, false)
 			wait(tail.ComparePeriod)
-			_ = l.Take(progress(r))
+			_ = l.Append(progress(r))
 			if l.Stalled() {
 				t.Fatal("a log that is late, and comes, is said to stall")
 			}

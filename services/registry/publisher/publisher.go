@@ -127,7 +127,7 @@ func (p *Publisher) lead(ctx context.Context) error {
 func (p *Publisher) publish(ctx context.Context) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	w, err := p.open(ctx)
+	w, err := p.beginTerm(ctx)
 	if err != nil {
 		return err
 	}
@@ -150,7 +150,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if p.customs, err = customresources.Follow(ctx, p.Storage, from-1); err == nil {
 		watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
 			clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
-		err = p.follow(ctx, w, watch, asked)
+		err = p.watch(ctx, w, watch, asked)
 	}
 	if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, errUnknownPast) {
 		return p.reset(ctx, w)
@@ -158,9 +158,9 @@ func (p *Publisher) publish(ctx context.Context) error {
 	return err
 }
 
-// follow publishes what etcd's one watch says, how far that is, and the marks of etcd's history. asked tells that a
+// watch publishes what etcd's one watch says, how far that is, and the marks of etcd's history. asked tells that a
 // reader wants to know how far it is.
-func (p *Publisher) follow(ctx context.Context, w *term, watch clientv3.WatchChan, asked <-chan struct{}) (err error) {
+func (p *Publisher) watch(ctx context.Context, w *term, watch clientv3.WatchChan, asked <-chan struct{}) (err error) {
 	idle, marks, checks := time.NewTicker(idleProgress), time.NewTicker(markPeriod), time.NewTicker(markCheck)
 	defer idle.Stop()
 	defer marks.Stop()
@@ -183,7 +183,7 @@ func (p *Publisher) follow(ctx context.Context, w *term, watch clientv3.WatchCha
 			if !ok {
 				return errors.New("etcd ended the watch")
 			}
-			err = p.answer(ctx, w, resp)
+			err = p.handle(ctx, w, resp)
 		}
 	}
 	return err

@@ -26,8 +26,8 @@ type term struct {
 	forced bool
 }
 
-// told is an event with what the log says of etcd's history.
-func (w *term) told(e *logv1.Event) *logv1.Event {
+// stamp is an event with what the log says of etcd's history.
+func (w *term) stamp(e *logv1.Event) *logv1.Event {
 	e.History = w.history.ID
 	if e.StoredAs == "" {
 		e.Marker, e.NextMarker = w.marker, w.nextMarker
@@ -35,7 +35,7 @@ func (w *term) told(e *logv1.Event) *logv1.Event {
 	return e
 }
 
-func (w *term) append(e *logv1.Event) error { return w.log.Append(w.told(e)) }
+func (w *term) append(e *logv1.Event) error { return w.log.Append(w.stamp(e)) }
 
 // progress says that everything up to revision is in the log.
 func (w *term) progress(revision int64) error {
@@ -78,8 +78,8 @@ func (p *Publisher) reset(ctx context.Context, w *term) error {
 	return errors.New("the log was reset")
 }
 
-// open reads where the log ends. An empty one is begun with a reset, and so is one of another history of etcd.
-func (p *Publisher) open(ctx context.Context) (*term, error) {
+// beginTerm reads where the log ends. An empty one is begun with a reset, and so is one of another history of etcd.
+func (p *Publisher) beginTerm(ctx context.Context) (*term, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	stream, err := p.Log.Stream(ctx, p.JS)

@@ -15,8 +15,8 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// answer publishes one answer of the watch.
-func (p *Publisher) answer(ctx context.Context, w *term, resp clientv3.WatchResponse) error {
+// handle publishes one handle of the watch.
+func (p *Publisher) handle(ctx context.Context, w *term, resp clientv3.WatchResponse) error {
 	if resp.CompactRevision != 0 {
 		return rpctypes.ErrCompacted
 	}
@@ -92,11 +92,11 @@ func (p *Publisher) transaction(ctx context.Context, w *term, events []*clientv3
 			t.out = append(t.out, event)
 		}
 	}
-	return t.publish(ctx, w)
+	return t.append(ctx, w)
 }
 
-// publish sends what the log does not have yet: it may end amid the transaction.
-func (t *transaction) publish(ctx context.Context, w *term) error {
+// append sends what the log does not have yet: it may end amid the transaction.
+func (t *transaction) append(ctx context.Context, w *term) error {
 	for n, event := range t.out {
 		// The resets belong to the same transaction, so that readers apply both at once.
 		event.More = n < len(t.out)-1 || len(t.resets) > 0
@@ -124,7 +124,7 @@ func (t *transaction) publish(ctx context.Context, w *term) error {
 // the log has what comes after it.
 func one(ctx context.Context, w *term, event *logv1.Event) error {
 	if w.log.Has(event) {
-		return w.log.Check(w.told(event))
+		return w.log.Check(w.stamp(event))
 	}
 	span, traced := telemetry.BeginEvent(ctx, event.StoredAs, event.Revision)
 	defer span.End()

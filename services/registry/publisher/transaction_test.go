@@ -103,7 +103,7 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 	for name, last := range begins {
 		js := &logged{}
 		w := &term{log: eventlog.NewWriter(js, 4<<10+500, last, func(eventlog.ID) {})}
-		if err := fresh().publish(t.Context(), w); err != nil {
+		if err := fresh().append(t.Context(), w); err != nil {
 			t.Fatal(err)
 		}
 		if err := w.log.Flush(t.Context()); err != nil {

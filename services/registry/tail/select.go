@@ -28,15 +28,15 @@ func NewSelector(namespace, labelSelector, fieldSelector string) (Selector, erro
 	}, nil
 }
 
-// Seen is an event as a selection sees it: an object that comes into it is ADDED, one that leaves it is DELETED in the
-// state that it was last seen in. The type is empty where the event is not of the selection.
-func Seen(e *logv1.Event, selects Selector) (event string, o *logv1.Object) {
+// Classify is an event as a selection sees it: an object that comes into it is ADDED, one that leaves it is DELETED in
+// the state that it was last seen in. The type is empty where the event is not of the selection.
+func Classify(e *logv1.Event, selects Selector) (event string, o *logv1.Object) {
 	now := selects(e.Namespace, e.Object)
 	before := now
 	if e.Previous != nil {
 		before = selects(e.Namespace, e.Previous)
 	}
-	event, left := events.Seen(e.Type, now, before)
+	event, left := events.Classify(e.Type, now, before)
 	switch {
 	case event == events.Unseen:
 		return "", nil

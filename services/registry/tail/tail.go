@@ -54,8 +54,8 @@ const (
 	stalledAfter = 3 * time.Second
 )
 
-// ErrOverrun ends a reading whose next events are not kept any more, or whose resource is to be read anew.
-var ErrOverrun = errors.New("what comes next is no longer kept")
+// ErrExpired ends a reading whose next events are not kept any more, or whose resource is to be read anew.
+var ErrExpired = errors.New("what comes next is no longer kept")
 
 // New returns a tail that has read nothing yet.
 func New() *Tail { return &Tail{rings: map[string]*ring{}} }
@@ -90,8 +90,8 @@ func (t *Tail) ring(storedAs string) *ring {
 	return r
 }
 
-// Take adds the log's next message.
-func (t *Tail) Take(e *logv1.Event) error {
+// Append adds the log's next message.
+func (t *Tail) Append(e *logv1.Event) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	event := e.Type != logv1.Type_TYPE_UNSPECIFIED && (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "")
@@ -244,7 +244,7 @@ func (f *Reading) Next() (came []*logv1.Event, high int64, changed <-chan struct
 		return nil, 0, r.changed.C(), nil
 	}
 	if f.at.Foreign(events.Position{History: t.history}) || f.next >= 0 && f.epoch != t.epoch {
-		return nil, 0, nil, ErrOverrun
+		return nil, 0, nil, ErrExpired
 	}
 	if f.next < 0 {
 		after := f.at.Revision
@@ -252,20 +252,20 @@ func (f *Reading) Next() (came []*logv1.Event, high int64, changed <-chan struct
 			after-- // its transaction may hold more
 		}
 		if after < t.low {
-			return nil, 0, nil, ErrOverrun
+			return nil, 0, nil, ErrExpired
 		}
 		f.epoch, f.at.History = t.epoch, t.history
 		f.next = r.Search(func(e *logv1.Event) bool { return e.Revision > after })
 	}
 	if f.next <= r.Base() && f.at.Before(r.gone) {
-		return nil, 0, nil, ErrOverrun
+		return nil, 0, nil, ErrExpired
 	}
 	for _, e := range r.From(f.next) {
 		if !f.at.Before(events.PositionOf(e)) {
 			continue
 		}
 		if e.Type == logv1.Type_TYPE_RESET {
-			err = ErrOverrun // after what has come before it
+			err = ErrExpired // after what has come before it
 			break
 		}
 		came = append(came, e)

@@ -31,7 +31,7 @@ func tailOf(t *testing.T, all ...*logv1.Event) *Tail {
 	out := New()
 	out.Begin()
 	for _, e := range all {
-		if err := out.Take(e); err != nil {
+		if err := out.Append(e); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -47,7 +47,7 @@ func told(f *Reading) string {
 	}
 	s := fmt.Sprintf("%s to %d", strings.Join(out, " "), high)
 	if err != nil {
-		s += " " + map[bool]string{true: "overrun", false: err.Error()}[errors.Is(err, ErrOverrun)]
+		s += " " + map[bool]string{true: "overrun", false: err.Error()}[errors.Is(err, ErrExpired)]
 	}
 	return s
 }
@@ -104,7 +104,7 @@ func TestAReadingGoesOn(t *testing.T) {
 		t.Error(got)
 	}
 	_, _, changed, _ := f.Next()
-	_ = l.Take(event(11, 0, "roles"))
+	_ = l.Append(event(11, 0, "roles"))
 	<-changed
 	if got := told(f); got != "11.0 to 11" {
 		t.Error(got)
@@ -117,14 +117,14 @@ func TestAReadingGoesOn(t *testing.T) {
 	if got := told(f); got != " to 0" { // nothing is known yet
 		t.Error(got)
 	}
-	_ = l.Take(event(11, 0, "roles"))
-	_ = l.Take(event(12, 0, "roles"))
+	_ = l.Append(event(11, 0, "roles"))
+	_ = l.Append(event(12, 0, "roles"))
 	if got := told(f); got != "12.0 to 12" {
 		t.Error(got)
 	}
 	other := event(5, 0, "roles")
 	other.History = "restored"
-	_ = l.Take(other)
+	_ = l.Append(other)
 	if got := told(f); got != " to 0 overrun" {
 		t.Errorf("a reading goes on in another history: %s", got)
 	}
@@ -138,7 +138,7 @@ func TestTheTailIsBoundedInBytes(t *testing.T) {
 	for r := int64(2); r < 40; r++ {
 		e := event(r, 0, "roles")
 		e.Object = &logv1.Object{Json: big}
-		_ = l.Take(e)
+		_ = l.Append(e)
 		if l.bytes > tailBytes+len(big)+100 {
 			t.Fatalf("%d bytes are kept", l.bytes)
 		}
@@ -160,16 +160,16 @@ func TestLargeEventsPushOutTheirOwn(t *testing.T) {
 		t.Error(got)
 	}
 	idle := l.Read("nodes", events.Position{Revision: 1, Index: events.LastIndex, History: "h"})
-	_ = l.Take(event(3, 0, "roles"))
+	_ = l.Append(event(3, 0, "roles"))
 	for r := int64(4); r < 20; r++ {
 		e := event(r, 0, "configmaps")
 		e.Object = &logv1.Object{Json: make([]byte, 9<<20)} // more than is kept at all
-		_ = l.Take(e)
+		_ = l.Append(e)
 	}
 	for r := int64(20); r < 40; r++ { // each of another resource, and larger than the one before
 		e := event(r, 0, fmt.Sprint("resource", r))
 		e.Object = &logv1.Object{Json: make([]byte, 9<<20+r<<10)}
-		_ = l.Take(e)
+		_ = l.Append(e)
 		if l.bytes > tailBytes+10<<20 {
 			t.Fatalf("%d bytes are kept", l.bytes)
 		}

@@ -141,8 +141,8 @@ func (e *Endpoint) MethodNotSupported(verb string) error {
 	return apierrors.NewMethodNotSupported(e.Resource.GroupResource(), verb)
 }
 
-// Offers says whether discovery lists verb for the endpoint.
-func (e *Endpoint) Offers(verb string) bool { return slices.Contains(e.Entry.GetVerbs(), verb) }
+// HasVerb says whether discovery lists verb for the endpoint.
+func (e *Endpoint) HasVerb(verb string) bool { return slices.Contains(e.Entry.GetVerbs(), verb) }
 
 func (e *Endpoint) String() string {
 	if e.Subresource != "" {

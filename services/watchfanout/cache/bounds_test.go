@@ -24,7 +24,7 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 	c := New(bound, 0)
 	c.Apply(reset(10))
 	r := c.Resource("pods")
-	f := r.Follow(Topic{})
+	f := r.Subscribe(Topic{})
 	defer f.Close()
 	for i := range int64(400) {
 		e := large(11+i, "a", 10_000)
@@ -163,7 +163,7 @@ func TestWhatCannotBeAppliedIsNotAppliedAgain(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	pods, nodes := c.Resource("pods"), c.Resource("nodes")
-	a, b := pods.Follow(Topic{}), nodes.Follow(Topic{})
+	a, b := pods.Subscribe(Topic{}), nodes.Subscribe(Topic{})
 	fromA, _, _ := a.After(10, 1<<31-1)
 	fromB, _, _ := b.After(10, 1<<31-1)
 	broken := &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 11, StoredAs: "pods", More: true} // without an object

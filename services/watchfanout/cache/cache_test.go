@@ -48,7 +48,7 @@ func at(c *Cache) func(context.Context, int64) error {
 	}
 }
 
-func follow(c *Cache, resource string) *Follower { return c.Resource(resource).Follow(Topic{}) }
+func follow(c *Cache, resource string) *Subscription { return c.Resource(resource).Subscribe(Topic{}) }
 
 func names(s *Snapshot) (out []string) {
 	s.Scan("", "", func(i *Item) bool { out = append(out, i.Name); return true })
@@ -132,7 +132,7 @@ func TestAResetEndsEveryCursor(t *testing.T) {
 	quiet, _, _ := follow(c, "nodes").After(11, lastOf)
 	c.Apply(reset(50))
 	for name, x := range map[string]struct {
-		r   *Follower
+		r   *Subscription
 		cur Cursor
 	}{"pods": {r, seen}, "nodes": {follow(c, "nodes"), quiet}} {
 		if _, _, _, _, ok := x.r.Next(x.cur, 10); ok {
@@ -235,8 +235,8 @@ func TestATopicIsItsOwnEvents(t *testing.T) {
 		return e
 	}
 	c.Apply(on(11, "early", "n1", "n1"))
-	f := c.Resource("pods").Follow(Topic{"spec.nodeName", "n1"})
-	name := c.Resource("pods").Follow(Topic{ByKey, "ns/b"})
+	f := c.Resource("pods").Subscribe(Topic{"spec.nodeName", "n1"})
+	name := c.Resource("pods").Subscribe(Topic{ByKey, "ns/b"})
 	cur, _, ok := f.After(10, lastOf)
 	if !ok {
 		t.Fatal("not there")

@@ -83,7 +83,7 @@ func (r *Resource) apply(events []*Event) {
 		e.resource = r
 		r.all.Add(e)
 		r.ringBytes.Add(int64(e.Size()))
-		r.publish(e)
+		r.addToTopics(e)
 	}
 	r.trim(r.bound())
 	r.all.changed.Notify()

@@ -65,20 +65,20 @@ type topic struct {
 	followers int
 }
 
-// Follower reads a resource's events, or those of one topic.
-type Follower struct {
+// Subscription reads a resource's events, or those of one topic.
+type Subscription struct {
 	resource *Resource
 	topic    Topic
 	ring     *ring
 }
 
-// Follow begins to follow a topic; the zero one is every event. Close it.
-func (r *Resource) Follow(t Topic) *Follower {
+// Subscribe begins to follow a topic; the zero one is every event. Close it.
+func (r *Resource) Subscribe(t Topic) *Subscription {
 	r.mu.Lock()
 	r.followers++
 	if t == (Topic{}) {
 		defer r.mu.Unlock()
-		return &Follower{resource: r, ring: &r.all}
+		return &Subscription{resource: r, ring: &r.all}
 	}
 	if own := r.topics[t]; own != nil {
 		defer r.mu.Unlock()
@@ -116,13 +116,13 @@ func (r *Resource) Follow(t Topic) *Follower {
 	return r.join(t, own)
 }
 
-func (r *Resource) join(t Topic, own *topic) *Follower {
+func (r *Resource) join(t Topic, own *topic) *Subscription {
 	own.followers++
-	return &Follower{resource: r, topic: t, ring: &own.ring}
+	return &Subscription{resource: r, topic: t, ring: &own.ring}
 }
 
 // Close ends the following.
-func (f *Follower) Close() {
+func (f *Subscription) Close() {
 	r := f.resource
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -138,8 +138,8 @@ func (f *Follower) Close() {
 	}
 }
 
-// publish adds an event to the topics that it belongs to.
-func (r *Resource) publish(e *Event) {
+// addToTopics adds an event to the topics that it belongs to.
+func (r *Resource) addToTopics(e *Event) {
 	for field := range r.topicFields {
 		value := Topic{Field: field}.of(e.Item)
 		r.publishTo(Topic{field, value}, e)
@@ -163,7 +163,7 @@ type Cursor int64
 
 // After is the place after an event's position. ok is false where what comes next is no longer there; low is the
 // oldest revision that can be resumed from.
-func (f *Follower) After(revision int64, index int32) (cur Cursor, low int64, ok bool) {
+func (f *Subscription) After(revision int64, index int32) (cur Cursor, low int64, ok bool) {
 	r := f.resource
 	r.cache.whole.RLock()
 	defer r.cache.whole.RUnlock()
@@ -181,7 +181,7 @@ func (f *Follower) After(revision int64, index int32) (cur Cursor, low int64, ok
 // Next is what came after the cursor, at most n events, and where to go on. Where nothing came, changed is closed when
 // something does. progress is the revision that has been reached once the events are seen, 0 where more is to come at
 // once. ok is false where the cursor was overrun.
-func (f *Follower) Next(cur Cursor,
+func (f *Subscription) Next(cur Cursor,
 	n int) (came []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
 	r := f.resource
 	r.cache.whole.RLock()
@@ -201,7 +201,7 @@ func (f *Follower) Next(cur Cursor,
 }
 
 // Behind is how many events wait after a cursor.
-func (f *Follower) Behind(cur Cursor) int64 {
+func (f *Subscription) Behind(cur Cursor) int64 {
 	f.resource.mu.Lock()
 	defer f.resource.mu.Unlock()
 	return max(0, f.ring.Next()-int64(cur))

@@ -56,7 +56,7 @@ func TestKeptSnapshotsAreBoundedInBytes(t *testing.T) {
 	if len(s.snapshots) < 2 {
 		t.Errorf("%d snapshots are kept", len(s.snapshots))
 	}
-	if _, ok := s.kept("small", s.snapshots[0].snapshot.Revision); !ok {
+	if _, ok := s.pageAt("small", s.snapshots[0].snapshot.Revision); !ok {
 		t.Error("a snapshot that holds nothing was forgotten for those that hold much")
 	}
 }

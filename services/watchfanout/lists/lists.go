@@ -41,7 +41,7 @@ type Lists struct {
 	served    *prometheus.CounterVec
 
 	mu        sync.Mutex
-	snapshots []keptSnapshot
+	snapshots []pageSnapshot
 }
 
 // New returns lists of a cache's objects, as fresh as a log is and served as a catalogue says.
@@ -205,7 +205,7 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 		if err != nil {
 			return nil, "", err
 		}
-		if kept, ok := l.kept(q.Entry.StoredAs, revision); ok {
+		if kept, ok := l.pageAt(q.Entry.StoredAs, revision); ok {
 			return kept, q.Prefix() + start, nil
 		}
 		if err := l.log.Reach(ctx, revision); err != nil {

@@ -8,8 +8,8 @@ import (
 	"watershed.dev/services/watchfanout/cache"
 )
 
-// keptSnapshot lets the next page of a list be read at the first page's revision.
-type keptSnapshot struct {
+// pageSnapshot lets the next page of a list be read at the first page's revision.
+type pageSnapshot struct {
 	storedAs, history string
 	snapshot          *cache.Snapshot
 	at                time.Time
@@ -27,13 +27,13 @@ func (l *Lists) keep(storedAs, history string, snapshot *cache.Snapshot) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	now := time.Now()
-	l.snapshots = slices.DeleteFunc(l.snapshots, func(k keptSnapshot) bool {
+	l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool {
 		return now.Sub(k.at) >= keptFor || k.storedAs == storedAs && k.snapshot.Revision == snapshot.Revision
 	})
 	if len(l.snapshots) >= keptSnapshots {
 		l.snapshots = slices.Delete(l.snapshots, 0, 1)
 	}
-	l.snapshots = append(l.snapshots, keptSnapshot{storedAs, history, snapshot, now})
+	l.snapshots = append(l.snapshots, pageSnapshot{storedAs, history, snapshot, now})
 	l.unpin()
 }
 
@@ -51,10 +51,10 @@ func (l *Lists) unpin() {
 		if total <= keptBytes {
 			return
 		}
-		worst := slices.MaxFunc(l.snapshots, func(a, b keptSnapshot) int {
+		worst := slices.MaxFunc(l.snapshots, func(a, b pageSnapshot) int {
 			return cmp.Compare(a.snapshot.Pinned(), b.snapshot.Pinned())
 		})
-		l.snapshots = slices.DeleteFunc(l.snapshots, func(k keptSnapshot) bool { return k.snapshot == worst.snapshot })
+		l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool { return k.snapshot == worst.snapshot })
 	}
 }
 
@@ -62,11 +62,11 @@ func (l *Lists) unpin() {
 func (l *Lists) Sweep() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.snapshots = slices.DeleteFunc(l.snapshots, func(k keptSnapshot) bool { return time.Since(k.at) >= keptFor })
+	l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool { return time.Since(k.at) >= keptFor })
 	l.unpin()
 }
 
-func (l *Lists) kept(storedAs string, revision int64) (*cache.Snapshot, bool) {
+func (l *Lists) pageAt(storedAs string, revision int64) (*cache.Snapshot, bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for _, k := range l.snapshots {

@@ -288,7 +288,7 @@ func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
 			bytes -= b.Events[n].Size()
 		}
 		b.Events = b.Events[:n]
-		if b.cut = ctx.Err() != nil; b.err == nil || errors.Is(b.err, eventlog.ErrForgotten) || b.cut {
+		if b.cut = ctx.Err() != nil; b.err == nil || errors.Is(b.err, eventlog.ErrExpired) || b.cut {
 			break
 		}
 		select { // NATS is away: what it holds is not forgotten for that

@@ -120,7 +120,7 @@ func (a *awayFor) Stream(context.Context, string) (jetstream.Stream, error) {
 	if a.times--; a.times >= 0 {
 		return nil, nats.ErrDisconnected
 	}
-	return nil, eventlog.ErrForgotten
+	return nil, eventlog.ErrExpired
 }
 
 // A watch is not sent to list because NATS was away when it resumed: only what is forgotten is gone, or what nobody
@@ -133,7 +133,7 @@ func TestABackfillWaitsForNATS(t *testing.T) {
 		return f.err
 	}
 	away := &awayFor{times: 3}
-	if err := fill(t.Context(), away); !errors.Is(err, eventlog.ErrForgotten) || away.times != -1 {
+	if err := fill(t.Context(), away); !errors.Is(err, eventlog.ErrExpired) || away.times != -1 {
 		t.Errorf("%v, with %d times left", err, away.times)
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), backfillRetry)
@@ -162,11 +162,11 @@ func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 		go wait(0)
 		go wait(backfillTimeout - time.Second)
 		first, second := <-ends, <-ends
-		if first.after != backfillTimeout || first.err == nil || errors.Is(first.err, eventlog.ErrForgotten) {
+		if first.after != backfillTimeout || first.err == nil || errors.Is(first.err, eventlog.ErrExpired) {
 			t.Errorf("the first ends after %v: %v", first.after, first.err)
 		}
 		if second.after < backfillTimeout+4*time.Second || second.after > 2*backfillTimeout ||
-			!errors.Is(second.err, eventlog.ErrForgotten) {
+			!errors.Is(second.err, eventlog.ErrExpired) {
 			t.Errorf("the second ends after %v: %v", second.after, second.err)
 		}
 		if len(s.backfills.room)+len(s.backfills.reads) != 0 {

@@ -114,7 +114,7 @@ func (l *Log) apply(e *logv1.Event) error {
 		}
 	}()
 	l.cache.Apply(e)
-	telemetry.FollowEvent(e.Trace, "apply", began).End()
+	telemetry.StartEventSpan(e.Trace, "apply", began).End()
 	return nil
 }
 

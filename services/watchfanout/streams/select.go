@@ -11,9 +11,9 @@ import (
 	"watershed.dev/services/watchfanout/convert"
 )
 
-// seen is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is DELETED
-// in the state that it was last seen in.
-func (w *watcher) seen(ctx context.Context, e *cache.Event) (string, *cache.Item, error) {
+// classify is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is
+// DELETED in the state that it was last classify in.
+func (w *watcher) classify(ctx context.Context, e *cache.Event) (string, *cache.Item, error) {
 	now, err := w.selects(ctx, e, "fields", e.Item)
 	if err != nil {
 		return "", nil, err
@@ -24,7 +24,7 @@ func (w *watcher) seen(ctx context.Context, e *cache.Event) (string, *cache.Item
 			return "", nil, err
 		}
 	}
-	kind, left := events.Seen(e.Type, now, before)
+	kind, left := events.Classify(e.Type, now, before)
 	if left {
 		return kind, e.Previous, nil
 	}

@@ -52,8 +52,8 @@ func (s *Streams) Metrics() []prometheus.Collector {
 	}, func() float64 { return float64(s.Len()) })}
 }
 
-// open registers a watch for the status page and metrics; the answered function removes it.
-func (s *Streams) open(w *watcher) func() {
+// track registers a watch for the status page and metrics; the answered function removes it.
+func (s *Streams) track(w *watcher) func() {
 	s.mu.Lock()
 	s.watchers[w] = struct{}{}
 	s.mu.Unlock()

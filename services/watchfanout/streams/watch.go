@@ -98,9 +98,9 @@ func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
 		resource:  s.cache.Resource(q.Entry.StoredAs),
 		headers:   r.ColumnsSent,
 	}
-	w.events = w.resource.Follow(q.Topic())
+	w.events = w.resource.Subscribe(q.Topic())
 	defer w.events.Close()
-	defer s.open(w)()
+	defer s.track(w)()
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 
@@ -125,7 +125,7 @@ type watcher struct {
 	request  *watchfanoutv1.WatchRequest
 	stream   grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
 	resource *cache.Resource
-	events   *cache.Follower
+	events   *cache.Subscription
 	position events.Position
 	headers  bool // a Table's columns have been sent
 	// at is the cursor's place and sent the last event's revision, for whoever asks how slow the watch is.
@@ -205,7 +205,7 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 		if !w.query.InScope(e.Item) || w.beyond(e) {
 			continue // of another namespace, or seen by the client before this replica had it
 		}
-		kind, item, err := w.seen(ctx, e)
+		kind, item, err := w.classify(ctx, e)
 		if err != nil {
 			return err
 		}

@@ -1,0 +1,100 @@
+package identity
+
+import (
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// Who asks is the same on both sides of the wire.
+func TestUsersCrossTheWire(t *testing.T) {
+	u := &user.DefaultInfo{
+		Name:   "jane",
+		UID:    "1",
+		Groups: []string{"a", "b"},
+		Extra:  map[string][]string{"scopes": {"x", "y"}, "empty": nil},
+	}
+	got := User(UserProto(u))
+	if !equality.Semantic.DeepEqual(got, u) {
+		t.Errorf("%+v, not %+v", got, u)
+	}
+	if UserProto(nil) != nil {
+		t.Error("nobody has become somebody")
+	}
+}
+
+// What is asked for is the same on both sides of the wire; a selector that does not parse is left out.
+func TestAttributesCrossTheWire(t *testing.T) {
+	p := &commonv1.Attributes{
+		User:            &commonv1.User{Name: "jane"},
+		Verb:            "list",
+		ResourceRequest: true,
+		Path:            "/api/v1/namespaces/x/pods",
+		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods", Subresource: "status"},
+		Namespace:       "x",
+		Name:            "p",
+		LabelSelector:   "a in (b,c),!d",
+		FieldSelector:   `metadata.name!=q,spec.nodeName=n\,1`,
+	}
+	if got := AttributesProto(Attributes(p)); !proto.Equal(got, p) {
+		t.Errorf("%v, not %v", got, p)
+	}
+	odd := Attributes(&commonv1.Attributes{LabelSelector: "===", FieldSelector: "a,,b"})
+	if odd.LabelSelectorParsingErr == nil || odd.FieldSelectorParsingErr == nil {
+		t.Errorf("odd selectors parse: %+v", odd)
+	}
+	if back := AttributesProto(odd); back.LabelSelector != "" || back.FieldSelector != "" {
+		t.Errorf("odd selectors are sent on: %v", back)
+	}
+}
+
+func TestDecisionsCrossTheWire(t *testing.T) {
+	for _, d := range []authorizer.Decision{
+		authorizer.DecisionAllow,
+		authorizer.DecisionDeny,
+		authorizer.DecisionNoOpinion,
+	} {
+		if got := Decision(DecisionProto(d)); got != d {
+			t.Errorf("%v becomes %v", d, got)
+		}
+	}
+	if Decision(99) != authorizer.DecisionNoOpinion {
+		t.Error("a decision of a later version is taken for one of this")
+	}
+}
+
+// A service account's use counts against its namespace, which may hold any number of them.
+func TestOwners(t *testing.T) {
+	for of, want := range map[string]string{
+		"jane":                          "jane",
+		"system:serviceaccount:x:a":     "system:serviceaccount:x",
+		"system:serviceaccount:x:a:b":   "system:serviceaccount:x",
+		"system:serviceaccount":         "system:serviceaccount",
+		"system:serviceaccounts:x:jane": "system:serviceaccounts:x:jane",
+	} {
+		if got := Owner(of); got != want {
+			t.Errorf("%q is %q's, not %q's", of, got, want)
+		}
+	}
+}
+
+func TestStrangers(t *testing.T) {
+	for _, c := range []struct {
+		u    user.Info
+		want bool
+	}{
+		{nil, true},
+		{&user.DefaultInfo{Name: user.Anonymous}, true},
+		{&user.DefaultInfo{Name: "jane", Groups: []string{user.AllUnauthenticated}}, true},
+		{&user.DefaultInfo{Name: "jane", Groups: []string{user.AllAuthenticated}}, false},
+	} {
+		if got := Stranger(c.u); got != c.want {
+			t.Errorf("%v: %v", c.u, got)
+		}
+	}
+}

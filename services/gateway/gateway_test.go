@@ -1,0 +1,289 @@
+package gateway
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/rpc"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// others are the services that a gateway calls. Requests with a token are an administrator's, all others a stranger's.
+type others struct {
+	authnv1.UnimplementedAuthnServer
+	authzv1.UnimplementedAuthzServer
+	admissionv1.UnimplementedAdmissionServer
+	registryv1.UnimplementedObjectsServer
+	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedSourceServer
+	// away is who does not answer.
+	away atomic.Value
+}
+
+func (o *others) answers(name string) error {
+	if o.away.Load() == name {
+		return status.Error(codes.Unavailable, name+" is away")
+	}
+	return nil
+}
+
+func (o *others) Authenticate(_ context.Context,
+	r *authnv1.AuthenticateRequest) (*authnv1.AuthenticateResponse, error) {
+	u := &commonv1.User{Name: "system:anonymous", Groups: []string{"system:unauthenticated"}}
+	if r.Headers["Authorization"] != nil {
+		u = &commonv1.User{Name: "admin", Groups: []string{"system:masters"}}
+	}
+	return &authnv1.AuthenticateResponse{Authenticated: true, User: u}, o.answers("authn")
+}
+
+func (o *others) ReviewToken(context.Context, *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+	return &authnv1.AuthenticateResponse{}, o.answers("authn")
+}
+
+func (o *others) IssuerDocument(_ context.Context,
+	r *authnv1.IssuerDocumentRequest) (*authnv1.IssuerDocumentResponse, error) {
+	if r.Path != "/openid/v1/jwks" {
+		return nil, status.Error(codes.NotFound, "there is none")
+	}
+	return &authnv1.IssuerDocumentResponse{
+		ContentType:   "application/jwk-set+json",
+		Body:          []byte(`{"keys":[]}`),
+		MaxAgeSeconds: 3600,
+	}, nil
+}
+
+func (o *others) Authorize(_ context.Context, r *authzv1.AuthorizeRequest) (*authzv1.AuthorizeResponse, error) {
+	d := authzv1.Decision_DECISION_UNSPECIFIED
+	if r.Attributes.User.Name == "admin" || strings.HasPrefix(r.Attributes.Path, "/readyz") {
+		d = authzv1.Decision_DECISION_ALLOW
+	}
+	return &authzv1.AuthorizeResponse{Decision: d}, o.answers("authz")
+}
+
+func (o *others) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
+	return &authzv1.RulesResponse{}, o.answers("authz")
+}
+
+func (o *others) Interests(_ *admissionv1.InterestsRequest,
+	s grpc.ServerStreamingServer[admissionv1.InterestSet]) error {
+	if err := o.answers("admission"); err != nil {
+		return err
+	}
+	if err := s.Send(&admissionv1.InterestSet{}); err != nil {
+		return err
+	}
+	<-s.Context().Done()
+	return s.Context().Err()
+}
+
+func (o *others) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+	if err := s.Send(&registryv1.CatalogResponse{
+		Groups: []*registryv1.Group{{Versions: []string{"v1"}}, {Name: "apps", Versions: []string{"v1"}}},
+		Resources: []*registryv1.ResourceEntry{{
+			Resource:   &commonv1.Resource{Version: "v1", Resource: "namespaces"},
+			Kind:       &commonv1.Kind{Version: "v1", Kind: "Namespace"},
+			Verbs:      []string{"get", "list", "watch"},
+			StoredAs:   "namespaces",
+			MediaTypes: []string{"application/json"},
+		}},
+	}); err != nil {
+		return err
+	}
+	<-s.Context().Done()
+	return s.Context().Err()
+}
+
+func (o *others) Revision(context.Context, *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
+	return &registryv1.RevisionResponse{Revision: 7}, o.answers("etcd")
+}
+
+func (o *others) Get(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+	return &registryv1.ObjectResponse{Code: http.StatusOK, Body: []byte("{}")}, nil
+}
+
+// tier is the watch tier.
+type tier struct {
+	watchfanoutv1.UnimplementedWatchServer
+	of *others
+}
+
+func (t tier) List(_ *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+	if err := t.of.answers("watch tier"); err != nil {
+		return err
+	}
+	return s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{[]byte("{}")}, Size: 2})
+}
+
+// start is a gateway whose other services are o, without its HTTPS server.
+func start(t *testing.T, o *others) *Service {
+	t.Helper()
+	p := rpc.NewInProcess(false)
+	authnv1.RegisterAuthnServer(p, o)
+	authzv1.RegisterAuthzServer(p, o)
+	admissionv1.RegisterAdmissionServer(p, o)
+	registryv1.RegisterObjectsServer(p, o)
+	registryv1.RegisterCatalogServer(p, o)
+	registryv1.RegisterSourceServer(p, o)
+	watchfanoutv1.RegisterWatchServer(p, tier{of: o})
+	conn := p.Client("gateway")
+	c := NewConfig()
+	fs := pflag.NewFlagSet("gateway", pflag.ContinueOnError)
+	c.AddFlags(fs)
+	if err := fs.Parse([]string{"--advertise-address=192.0.2.1"}); err != nil {
+		t.Fatal(err)
+	}
+	g, err := New(t.Context(), c, Deps{
+		Authn:     authnv1.NewAuthnClient(conn),
+		Authz:     authzv1.NewAuthzClient(conn),
+		Admission: admissionv1.NewAdmissionClient(conn),
+		Objects:   registryv1.NewObjectsClient(conn),
+		Catalog:   registryv1.NewCatalogClient(conn),
+		Source:    registryv1.NewSourceClient(conn),
+		Policy:    watchfanoutv1.NewPolicyClient(conn),
+		Watch:     watchfanoutv1.NewWatchClient(conn),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); g.follow(ctx) }()
+	t.Cleanup(func() { cancel(); <-done })
+	return g
+}
+
+// ready waits until a gateway is ready.
+func (g *Service) awaitReady(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	g.Ready().OnChange(ctx, func(why error) {
+		if why == nil {
+			cancel()
+		}
+	})
+	if err := g.Ready().Err(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (g *Service) ask(method, path, token string) (int, string, http.Header) {
+	req := httptest.NewRequest(method, path, nil)
+	if token != "" {
+		req.Header.Set("Authorization", "Bearer "+token)
+	}
+	w := httptest.NewRecorder()
+	g.handler.ServeHTTP(w, req)
+	return w.Code, w.Body.String(), w.Header()
+}
+
+// A request goes to resources, to discovery or to a page of the gateway's own; a stranger sees what is for everybody.
+func TestWhereRequestsGo(t *testing.T) {
+	g := start(t, &others{})
+	g.awaitReady(t)
+	for _, c := range []struct {
+		method, path, token string
+		code                int
+		says                string
+	}{
+		{"GET", "/version", "t", 200, `"major"`},
+		{"POST", "/version", "t", 405, "does not allow this method"},
+		{"GET", "/", "t", 200, `"/apis/apps/v1"`},
+		{"GET", "/nowhere", "t", 404, "404 page not found"},
+		{"GET", "/api//v1", "t", 404, "could not find the requested resource"},
+		{"GET", "/api", "t", 200, "192.0.2.1:6443"},
+		{"GET", "/apis", "t", 200, `"apps"`},
+		{"GET", "/api/v1", "t", 200, `"namespaces"`},
+		{"GET", "/api/v1/namespaces", "t", 200, "{}"},
+		{"GET", "/api/v1/namespaces/x", "t", 200, "{}"},
+		{"GET", "/api/v1/nothings", "t", 404, "could not find the requested resource"},
+		{"GET", "/openid/v1/jwks", "t", 200, `{"keys":[]}`},
+		{"GET", "/.well-known/openid-configuration", "t", 404, "404 page not found"},
+		{"GET", "/metrics", "t", 200, "apiserver_request_total"},
+		{"GET", "/debug/pprof/symbol", "t", 200, "num_symbols"},
+		{"GET", "/readyz", "", 200, "ok"},
+		{"GET", "/version", "", 403, "system:anonymous"},
+	} {
+		if code, body, _ := g.ask(c.method, c.path, c.token); code != c.code || !strings.Contains(body, c.says) {
+			t.Errorf("%s %s: %d %.200s", c.method, c.path, code, body)
+		}
+	}
+	var index struct{ Paths []string }
+	if _, body, _ := g.ask("GET", "/", "t"); json.Unmarshal([]byte(body), &index) != nil ||
+		!slices.IsSorted(index.Paths) {
+		t.Errorf("%q", index.Paths)
+	}
+	if _, _, h := g.ask("GET", "/openid/v1/jwks", "t"); h.Get("Cache-Control") != "public, max-age=3600" {
+		t.Errorf("%v", h)
+	}
+}
+
+// Whether a service answers is a matter of /readyz, under its name; a gateway lives without any.
+func TestWhoIsAwayIsNamed(t *testing.T) {
+	for _, away := range []string{"etcd", "authn", "authz", "admission"} {
+		o := &others{}
+		g := start(t, o)
+		g.awaitReady(t)
+		o.away.Store(away)
+		for _, c := range g.health {
+			c.at = time.Time{} // what was asked at the start is not asked again for a while
+		}
+		var failed []string
+		for name, c := range g.health {
+			if c.get(httptest.NewRequest("GET", "/readyz", nil)) != nil {
+				failed = append(failed, name)
+			}
+		}
+		if len(failed) != 1 || failed[0] != away {
+			t.Errorf("without %s: %q", away, failed)
+		}
+	}
+	o := &others{}
+	o.away.Store("watch tier")
+	g := start(t, o)
+	g.awaitReady(t)
+	if code, body, _ := g.ask("GET", "/readyz/watch-tier", "t"); code != 500 || !strings.Contains(body, "is away") {
+		t.Errorf("%d %s", code, body)
+	}
+	if code, body, _ := g.ask("GET", "/readyz?verbose", "t"); code != 200 || !strings.Contains(body, "[+]catalog ok") {
+		t.Errorf("%d %s", code, body)
+	}
+}
+
+// A gateway is not ready before it has heard once of everything that it needs.
+func TestAGatewayWaitsForWhatItNeeds(t *testing.T) {
+	o := &others{}
+	o.away.Store("authz")
+	g := start(t, o)
+	if err := g.Ready().Err(); err == nil {
+		t.Error("it is ready without authz")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	g.Ready().OnChange(ctx, func(why error) {
+		if why != nil && strings.HasPrefix(why.Error(), "authz: ") && !errors.Is(why, errNotAsked) {
+			cancel()
+		}
+	})
+	if err := g.Ready().Err(); err == nil || !strings.Contains(err.Error(), "authz is away") {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,203 @@
+package objects_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"watershed.dev/platform/rpc"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/objects"
+)
+
+var (
+	admin = &commonv1.User{Name: "admin", Groups: []string{"system:masters"}}
+	plain = &registryv1.Output{MediaType: "application/json"}
+)
+
+// gateway calls a registry's objects as a gateway does.
+func gateway(t *testing.T) registryv1.ObjectsClient {
+	w := world.New(t)
+	p := rpc.NewInProcess(false)
+	registryv1.RegisterObjectsServer(p, objects.New(w.Resources))
+	return registryv1.NewObjectsClient(p.Client("gateway"))
+}
+
+// settle answers what is asked back until the call ends.
+func settle(ctx context.Context, call func(context.Context, ...grpc.CallOption) (grpc.BidiStreamingClient[
+	registryv1.WriteCall, registryv1.WriteReply], error), r *registryv1.WriteRequest,
+	answers func(*registryv1.WriteReply) *registryv1.WriteCall) (*registryv1.WriteReply, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := call(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if err := stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}}); err != nil {
+		return nil, err
+	}
+	for {
+		m, err := stream.Recv()
+		if err != nil || m.GetResult() != nil || m.GetConnection() != nil {
+			return m, err
+		}
+		a := answers(m)
+		if a == nil {
+			_ = stream.CloseSend()
+			continue
+		}
+		if err := stream.Send(a); err != nil && !errors.Is(err, io.EOF) {
+			return nil, err
+		}
+	}
+}
+
+func create(name string) *registryv1.WriteRequest {
+	return &registryv1.WriteRequest{
+		Verb:        "create",
+		Resource:    world.ConfigMaps,
+		Namespace:   "x",
+		User:        admin,
+		ContentType: "application/json",
+		Body:        []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"` + name + `"}}`),
+		Output:      plain,
+		Admit:       world.Operations,
+	}
+}
+
+func admitted(a *registryv1.AdmissionResult) *registryv1.WriteCall {
+	return &registryv1.WriteCall{Call: &registryv1.WriteCall_Admission{Admission: a}}
+}
+
+// A write asks back in its own stream, and what it is told is what happens.
+func TestAWriteAsksInItsStream(t *testing.T) {
+	o := gateway(t)
+	for name, c := range map[string]struct {
+		answer *registryv1.WriteCall
+		code   codes.Code
+		says   string
+	}{
+		"admitted": {admitted(&registryv1.AdmissionResult{Verdict: &admissionv1.Verdict{}}), codes.OK, `"admitted"`},
+		"refused": {admitted(&registryv1.AdmissionResult{
+			Refusal: rpc.StatusProto(&apierrors.NewForbidden(schema.GroupResource{}, "refused",
+				errors.New("no room")).ErrStatus),
+		}), codes.PermissionDenied, "no room"},
+		"misunderstood": {&registryv1.WriteCall{Call: &registryv1.WriteCall_Authorization{
+			Authorization: &registryv1.AuthorizationResult{Decision: &authzv1.AuthorizeResponse{}},
+		}}, codes.Unknown, "expected an admission result"},
+		"left": {nil, codes.Unknown, "the gateway ended the write"},
+	} {
+		m, err := settle(t.Context(), o.Write, create(name), func(*registryv1.WriteReply) *registryv1.WriteCall {
+			return c.answer
+		})
+		if status.Code(err) != c.code || !strings.Contains(string(m.GetResult().GetBody())+status.Convert(err).Message(), c.says) {
+			t.Errorf("%s: %s, %v", name, m.GetResult().GetBody(), err)
+		}
+	}
+	got, err := o.Get(t.Context(), &registryv1.GetRequest{
+		Resource:  world.ConfigMaps,
+		Namespace: "x",
+		Name:      "admitted",
+		User:      admin,
+		Output:    plain,
+	})
+	if err != nil || !strings.Contains(string(got.Body), `"admitted"`) {
+		t.Errorf("%v, %v", got, err)
+	}
+	if _, err := o.Get(t.Context(), &registryv1.GetRequest{
+		Resource:  world.ConfigMaps,
+		Namespace: "x",
+		Name:      "refused",
+		User:      admin,
+		Output:    plain,
+	}); status.Code(err) != codes.NotFound {
+		t.Errorf("what was refused is there: %v", err)
+	}
+}
+
+// A list comes in pieces that follow each other.
+func TestAListComesInPieces(t *testing.T) {
+	o := gateway(t)
+	for _, name := range []string{"a", "b"} {
+		r := create(name)
+		r.Body = []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"` + name + `"},"data":{"x":"` +
+			strings.Repeat("x", 700<<10) + `"}}`)
+		r.Admit = nil
+		if _, err := settle(t.Context(), o.Write, r, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	stream, err := o.List(t.Context(), &registryv1.GetRequest{
+		Resource:  world.ConfigMaps,
+		Namespace: "x",
+		User:      admin,
+		Output:    plain,
+	})
+	var body []byte
+	pieces := 0
+	if err == nil {
+		err = rpc.Each(stream, func(c *registryv1.ListChunk) error {
+			body = append(body, c.Data...)
+			pieces++
+			return nil
+		})
+	}
+	if err != nil || pieces < 2 || !strings.HasSuffix(string(body), "}\n") || strings.Count(string(body), `"uid"`) != 2 {
+		t.Errorf("%d pieces, %d bytes, %v", pieces, len(body), err)
+	}
+}
+
+// What is not served is refused, and so is a stream that begins with anything but its request.
+func TestWhatIsNotServedIsRefused(t *testing.T) {
+	o := gateway(t)
+	nothing := &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "nothings"}
+	r := create("x")
+	r.Resource = nothing
+	if _, err := settle(t.Context(), o.Write, r, nil); status.Code(err) != codes.NotFound {
+		t.Errorf("written: %v", err)
+	}
+	if _, err := settle(t.Context(), o.Connect, r, nil); status.Code(err) != codes.NotFound {
+		t.Errorf("connected to: %v", err)
+	}
+	r.Resource = world.ConfigMaps
+	r.Name = "x"
+	if _, err := settle(t.Context(), o.Connect, r, nil); status.Code(err) != codes.InvalidArgument {
+		t.Errorf("a ConfigMap is connected to: %v", err)
+	}
+	get := &registryv1.GetRequest{Resource: nothing, User: admin, Output: plain}
+	if _, err := o.Get(t.Context(), get); status.Code(err) != codes.NotFound {
+		t.Errorf("read: %v", err)
+	}
+	stream, err := o.List(t.Context(), get)
+	if err == nil {
+		_, err = stream.Recv()
+	}
+	if status.Code(err) != codes.NotFound {
+		t.Errorf("listed: %v", err)
+	}
+	for name, call := range map[string]func(context.Context, ...grpc.CallOption) (grpc.BidiStreamingClient[
+		registryv1.WriteCall, registryv1.WriteReply], error){"write": o.Write, "connect": o.Connect} {
+		stream, err := call(t.Context())
+		if err == nil {
+			err = stream.Send(admitted(&registryv1.AdmissionResult{}))
+		}
+		if err == nil {
+			_, err = stream.Recv()
+		}
+		if status.Code(err) != codes.InvalidArgument {
+			t.Errorf("%s begins without its request: %v", name, err)
+		}
+	}
+}
