@@ -1,4 +1,4 @@
-// Package catalog follows registry's catalogue: which resources there are, in which versions, and how each is served.
+// Package catalog follows registry's catalog: which resources there are, in which versions, and how each is served.
 package catalog
 
 import (
@@ -37,7 +37,7 @@ func (v *View) Entry(group, version, resource, subresource string) (*registryv1.
 // BuiltIn says whether a group has a resource that is not a custom resource.
 func (v *View) BuiltIn(group string) bool { return v.builtIn[group] }
 
-// Catalog follows registry's catalogue.
+// Catalog follows registry's catalog.
 type Catalog struct {
 	Registry registryv1.CatalogClient
 	// Changed is called with every new view, before it is used.
@@ -49,7 +49,7 @@ type Catalog struct {
 // View is the newest view; nil before the first.
 func (c *Catalog) View() *View { return c.current.Load() }
 
-// followPause is how long to wait before registry is asked for its catalogue again.
+// followPause is how long to wait before registry is asked for its catalog again.
 const followPause = 200 * time.Millisecond
 
 // Run follows until ctx is done. While no registry answers, the last view stays.
@@ -67,15 +67,15 @@ func (c *Catalog) Run(ctx context.Context) {
 		}
 		full = m
 		c.set(m)
-	}, func(err error) { slog.Debug("The catalogue broke off", "error", err) })
+	}, func(err error) { slog.Debug("The catalog broke off", "error", err) })
 }
 
-// applied is a catalogue with what has changed. Neither is changed itself.
+// applied is a catalog with what has changed. Neither is changed itself.
 func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogResponse {
 	out := &registryv1.CatalogResponse{
-		Groups:  delta.Groups,
-		Remotes: delta.Remotes,
-		Openapi: maps.Clone(full.GetOpenapi()),
+		Groups:      delta.Groups,
+		ApiServices: delta.ApiServices,
+		Openapi:     maps.Clone(full.GetOpenapi()),
 	}
 	gone, changed := map[entryKey]bool{}, map[entryKey]*registryv1.ResourceEntry{}
 	for _, r := range delta.Removed {
@@ -100,9 +100,9 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 			out.Resources = append(out.Resources, e)
 		}
 	}
-	// Custom resources stand where a full catalogue has them, whichever was defined first.
+	// Custom resources stand where a full catalog has them, whichever was defined first.
 	slices.SortStableFunc(out.Resources, func(a, b *registryv1.ResourceEntry) int {
-		if !a.Untyped || !b.Untyped {
+		if !a.Unstructured || !b.Unstructured {
 			return cmp.Compare(afterBuiltIn(a), afterBuiltIn(b))
 		}
 		return cmp.Or(strings.Compare(a.Resource.Group, b.Resource.Group),
@@ -120,7 +120,7 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 
 // afterBuiltIn puts custom resources after what is built in.
 func afterBuiltIn(e *registryv1.ResourceEntry) int {
-	if e.Untyped {
+	if e.Unstructured {
 		return 1
 	}
 	return 0
@@ -130,11 +130,11 @@ func keyOf(r *commonv1.Resource) entryKey {
 	return entryKey{r.Group, r.Version, r.Resource, r.Subresource}
 }
 
-// NewView is the view that a whole catalogue gives.
+// NewView is the view that a whole catalog gives.
 func NewView(m *registryv1.CatalogResponse) *View {
 	v := &View{m, map[entryKey]*registryv1.ResourceEntry{}, map[string]bool{}}
 	for _, e := range m.Resources {
-		if !e.Untyped {
+		if !e.Unstructured {
 			v.builtIn[e.Resource.Group] = true
 		}
 		v.entries[keyOf(e.Resource)] = e

@@ -16,7 +16,7 @@ func entry(resource, singular string) *registryv1.ResourceEntry {
 	}
 }
 
-func TestACatalogueIsPutTogetherFromChanges(t *testing.T) {
+func TestACatalogIsPutTogetherFromChanges(t *testing.T) {
 	full := &registryv1.CatalogResponse{
 		Resources: []*registryv1.ResourceEntry{entry("a", "1"), entry("b", "1"), entry("c", "1")},
 		Openapi:   map[string]string{"v2": "x", "v3/a": "y"},
@@ -37,14 +37,14 @@ func TestACatalogueIsPutTogetherFromChanges(t *testing.T) {
 		t.Errorf("got %v", got)
 	}
 	if !proto.Equal(full, before) {
-		t.Error("the catalogue before was changed")
+		t.Error("the catalog before was changed")
 	}
 }
 
 // Discovery tells of a group's resources by name, as kube-apiserver does, whichever was defined first.
 func TestCustomResourcesStandByName(t *testing.T) {
 	builtIn, widgets, globals := entry("z", "1"), entry("widgets", "1"), entry("globals", "1")
-	widgets.Untyped, globals.Untyped = true, true
+	widgets.Unstructured, globals.Unstructured = true, true
 	got := applied(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{builtIn, widgets}},
 		&registryv1.CatalogResponse{
 			Delta:     true,

@@ -17,17 +17,17 @@ type Form struct {
 	Protobuf bool
 	// Partial: an object's metadata alone, as a PartialObjectMetadata.
 	Partial bool
-	// Untyped objects have no Go type, and in a list a kind of their own.
-	Untyped bool
+	// Unstructured objects have no Go type, and in a list a kind of their own.
+	Unstructured bool
 }
 
 // FormOf is the form of objects of a kind, or of their metadata where as is PartialObjectMetadata.
-func FormOf(kind, as *commonv1.Kind, mediaType string, untyped bool) Form {
+func FormOf(kind, as *commonv1.Kind, mediaType string, unstructured bool) Form {
 	f := Form{
-		Kind:       kind.GetKind(),
-		APIVersion: APIVersion(kind),
-		Protobuf:   mediaType == Protobuf,
-		Untyped:    untyped,
+		Kind:         kind.GetKind(),
+		APIVersion:   APIVersion(kind),
+		Protobuf:     mediaType == Protobuf,
+		Unstructured: unstructured,
 	}
 	if k := as.GetKind(); k == "PartialObjectMetadata" || k == "PartialObjectMetadataList" {
 		f.Kind, f.APIVersion, f.Partial = "PartialObjectMetadata", APIVersion(as), true
@@ -50,7 +50,7 @@ func (f *Form) Item(body, message []byte) ([]byte, error) {
 
 // ItemHead is what comes before an item of a list, in place of its opening brace; nil for nothing.
 func (f *Form) ItemHead() []byte {
-	if !f.Untyped || f.Partial {
+	if !f.Unstructured || f.Partial {
 		return nil
 	}
 	return fmt.Appendf(nil, `{"apiVersion":%q,"kind":%q,`, f.APIVersion, f.Kind)

@@ -96,15 +96,15 @@ type List struct {
 	Remaining        *int64
 	// Columns makes it a Table.
 	Columns []byte
-	// Untyped: the list has no Go type, and says of its continue token even where it has none.
-	Untyped bool
+	// Unstructured: the list has no Go type, and says of its continue token even where it has none.
+	Unstructured bool
 }
 
 func (l *List) meta(dst []byte) []byte {
 	dst = append(dst, `"metadata":{"resourceVersion":"`...)
 	dst = strconv.AppendInt(dst, l.Revision, 10)
 	dst = append(dst, '"')
-	if l.Continue != "" || l.Untyped {
+	if l.Continue != "" || l.Unstructured {
 		dst = append(append(append(dst, `,"continue":"`...), l.Continue...), '"')
 	}
 	if l.Remaining != nil {

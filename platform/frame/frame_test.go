@@ -147,11 +147,11 @@ func TestAFrameInPiecesIsTheSameFrame(t *testing.T) {
 func TestAListIsAsLongAsItSays(t *testing.T) {
 	body, message := []byte(`{"metadata":{"name":"a"},"x":1}`), append([]byte{0x0a, 3, 0x0a, 1, 'a'}, 0x12, 1, 'x')
 	for name, f := range map[string]Form{
-		"typed":    {Kind: "Pod", APIVersion: "v1"},
-		"untyped":  {Kind: "Widget", APIVersion: "g/v1", Untyped: true},
-		"partial":  {Kind: "PartialObjectMetadata", APIVersion: "meta.k8s.io/v1", Partial: true},
-		"protobuf": {Kind: "Pod", APIVersion: "v1", Protobuf: true},
-		"both":     {Kind: "PartialObjectMetadata", APIVersion: "meta.k8s.io/v1", Partial: true, Protobuf: true},
+		"typed":        {Kind: "Pod", APIVersion: "v1"},
+		"unstructured": {Kind: "Widget", APIVersion: "g/v1", Unstructured: true},
+		"partial":      {Kind: "PartialObjectMetadata", APIVersion: "meta.k8s.io/v1", Partial: true},
+		"protobuf":     {Kind: "Pod", APIVersion: "v1", Protobuf: true},
+		"both":         {Kind: "PartialObjectMetadata", APIVersion: "meta.k8s.io/v1", Partial: true, Protobuf: true},
 	} {
 		for n := range 3 {
 			var items [][]byte
@@ -162,7 +162,7 @@ func TestAListIsAsLongAsItSays(t *testing.T) {
 				}
 				items = append(items, item)
 			}
-			l := &List{Kind: f.Kind + "List", APIVersion: f.APIVersion, Revision: 7, Untyped: f.Untyped}
+			l := &List{Kind: f.Kind + "List", APIVersion: f.APIVersion, Revision: 7, Unstructured: f.Unstructured}
 			var got []byte
 			var said int64
 			w := &Chunks{Bytes: 20, Send: func(pieces [][]byte, size int64) error {

@@ -100,10 +100,10 @@ func TestAReadinessIsFollowed(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		go r.OnChange(ctx, func(err error) { told = append(told, fmt.Sprint(err)) })
 		for _, change := range []func(){
-			func() { r.Set("catalogue", errors.New("not told")) },
+			func() { r.Set("catalog", errors.New("not told")) },
 			func() { r.Set("log", nil) },
 			func() { r.Set("log", nil) }, // nothing new
-			func() { r.Set("catalogue", nil) },
+			func() { r.Set("catalog", nil) },
 		} {
 			synctest.Wait()
 			change()
@@ -111,7 +111,7 @@ func TestAReadinessIsFollowed(t *testing.T) {
 		synctest.Wait()
 		cancel()
 		synctest.Wait()
-		want := "log: still read, catalogue: not told, catalogue: not told, <nil>"
+		want := "log: still read, catalog: not told, catalog: not told, <nil>"
 		if got := strings.Join(told, ", "); got != want {
 			t.Error(got)
 		}

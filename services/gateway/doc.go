@@ -6,7 +6,7 @@
 // authz and admission are among them, with identities of their own.
 //
 // What it keeps in memory, all of it bounded in bytes: answers of authn and authz for as long as those say (access),
-// bodies of requests in flight (body), recent events of the streams that clients share (watch), the catalogue, and
+// bodies of requests in flight (body), recent events of the streams that clients share (watch), the catalog, and
 // documents of discovery and OpenAPI.
 //
 // When another service is away: requests are refused with 503 and Retry-After, but for lists, which registry answers in

@@ -25,8 +25,8 @@ type views struct {
 func newViews(address string, registry registryv1.CatalogClient, remotes *aggregation.Proxy) *views {
 	v := &views{remotes: remotes}
 	v.learner = aggregation.NewLearner(remotes, v.learned)
-	v.discovery = &discovery.Handler{Address: address, Remotes: v.learner}
-	v.openapi = &openapi.Handler{Registry: registry, Remotes: v.learner}
+	v.discovery = &discovery.Handler{Address: address, Aggregated: v.learner}
+	v.openapi = &openapi.Handler{Registry: registry, Aggregated: v.learner}
 	return v
 }
 

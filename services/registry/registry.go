@@ -35,7 +35,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/apis"
-	"watershed.dev/services/registry/catalogue"
+	"watershed.dev/services/registry/catalog"
 	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/loopback"
 	"watershed.dev/services/registry/loops"
@@ -94,7 +94,7 @@ type Service struct {
 	resources *resources.Resources
 	objects   *objects.Objects
 	source    *source.Source
-	catalogue *catalogue.Catalogue
+	catalog   *catalog.Catalog
 	policy    *policy.Policy
 	tail      *tail.Tail
 
@@ -139,7 +139,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	s.resources = &resources.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
 	s.source = source.New(s.resources)
-	s.catalogue = catalogue.New(s.resources)
+	s.catalog = catalog.New(s.resources)
 	s.policy = policy.New(s.resources, s.source, s.tail)
 	if err := s.reachable(ctx); err != nil {
 		return nil, err
@@ -155,7 +155,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err := s.custom(); err != nil {
 		return nil, err
 	}
-	return s, s.catalogue.FollowAPIServices(s.loopback, s.informers, c.Loops.AggregatorRouting)
+	return s, s.catalog.FollowAPIServices(s.loopback, s.informers, c.Loops.AggregatorRouting)
 }
 
 // builtIn builds the resources of Go's types.
@@ -188,7 +188,7 @@ func (s *Service) custom() error {
 		return err
 	}
 	s.extensions = extensions.NewSharedInformerFactory(client, 5*time.Minute)
-	customs := &customresources.Table{Storage: s.resources.Storage, Changed: s.catalogue.Touch}
+	customs := &customresources.Set{Storage: s.resources.Storage, Changed: s.catalog.Touch}
 	if customs.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
 		return err
 	}
@@ -200,7 +200,7 @@ func (s *Service) custom() error {
 	if customs.Converters, err = conversion.NewCRConverterFactory(services, wrapper); err != nil {
 		return err
 	}
-	s.resources.Customs = customs
+	s.resources.Custom = customs
 	_, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().AddEventHandler(customs.Handler())
 	return err
 }
@@ -245,7 +245,7 @@ const reachPause = 200 * time.Millisecond
 // Register offers the service on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) {
 	registryv1.RegisterObjectsServer(g, s.objects)
-	registryv1.RegisterCatalogServer(g, s.catalogue)
+	registryv1.RegisterCatalogServer(g, s.catalog)
 	registryv1.RegisterSourceServer(g, s.source)
 	watchfanoutv1.RegisterPolicyServer(g, s.policy)
 }
@@ -283,7 +283,7 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
 	defer s.informers.Shutdown()
 	defer s.extensions.Shutdown()
-	defer s.catalogue.APIServices.Informers.Shutdown()
+	defer s.catalog.APIServices.Informers.Shutdown()
 	services, err := apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting)
 	if err != nil {
 		return err
@@ -308,14 +308,14 @@ func (s *Service) Run(ctx context.Context) error {
 	})
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
-	s.catalogue.APIServices.Informers.Start(ctx.Done())
-	s.tasks.Go(ctx, "catalogue", func(ctx context.Context) error {
+	s.catalog.APIServices.Informers.Start(ctx.Done())
+	s.tasks.Go(ctx, "catalog", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.extensions.WaitForCacheSync(ctx.Done())
-		s.catalogue.APIServices.Informers.WaitForCacheSync(ctx.Done())
-		s.catalogue.Renew()
+		s.catalog.APIServices.Informers.WaitForCacheSync(ctx.Done())
+		s.catalog.Renew()
 		s.tasks.Ready.Set("informers", nil)
-		return s.catalogue.Run(ctx)
+		return s.catalog.Run(ctx)
 	})
 	<-ctx.Done()
 	s.tasks.Wait()
@@ -347,7 +347,7 @@ func (s *Service) loops(services apiclient.ServiceResolver) *loops.Loops {
 		APIs:       &s.config.APIs,
 		Identity:   s.identity,
 		Extensions: s.extensions,
-		Customs:    s.resources.Customs,
+		Customs:    s.resources.Custom,
 		Services:   services,
 	}
 }

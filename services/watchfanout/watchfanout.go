@@ -73,10 +73,10 @@ type Deps struct {
 // New builds a replica. It begins to serve when it has read the log to its end and knows what is served.
 func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleAfter)}
-	s.tasks.Ready.Set("the catalogue", errors.New("registry has not said what is served"))
+	s.tasks.Ready.Set("the catalog", errors.New("registry has not said what is served"))
 	s.catalog = &catalog.Catalog{
 		Registry: d.Catalog,
-		Changed:  func(*catalog.View) { s.tasks.Ready.Set("the catalogue", nil) },
+		Changed:  func(*catalog.View) { s.tasks.Ready.Set("the catalog", nil) },
 	}
 	var js jetstream.JetStream
 	var err error
@@ -101,7 +101,7 @@ func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
 func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
 	s.log.Run(ctx, &s.tasks)
-	s.tasks.Go(ctx, "catalogue", func(ctx context.Context) error {
+	s.tasks.Go(ctx, "catalog", func(ctx context.Context) error {
 		s.catalog.Run(ctx)
 		return ctx.Err()
 	})

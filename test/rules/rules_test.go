@@ -99,7 +99,7 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 // root, named ".", only puts the others together.
 var floors = map[string][][]string{
 	"platform": {
-		{"config", "events", "features", "frame", "guard", "identity", "kubeversion", "pki", "rpc", "telemetry", "watchable"},
+		{"config", "events", "features", "frame", "guard", "identity", "kubeversion", "paths", "pki", "rpc", "telemetry", "watchable"},
 		{"apiclient", "catalog", "coalesce", "crd", "eventlog", "lifecycle"},
 	},
 	"services/authn":     {{"."}},
@@ -118,7 +118,7 @@ var floors = map[string][][]string{
 		{"verbs"},
 		{"apis", "customresources"},
 		{"resources", "encoder", "loops", "publisher", "tail"},
-		{"objects", "source", "catalogue", "loopback"},
+		{"objects", "source", "catalog", "loopback"},
 		{"policy", "internal/world"},
 		{"."},
 	},

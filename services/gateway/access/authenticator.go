@@ -50,7 +50,7 @@ type Authenticator struct {
 	client authnv1.AuthnClient
 	// names and prefixes are of the headers that carry identities beside Authorization: the front proxy's.
 	names, prefixes []string
-	known           *kept[*knownUser]
+	known           *cache[*knownUser]
 }
 
 // NewAuthenticator returns one that passes on, beside credentials, the headers of those names or whose names begin with

@@ -36,7 +36,7 @@ type Authorizer struct {
 	Client authzv1.AuthzClient
 
 	once      sync.Once
-	decisions *kept[decision]
+	decisions *cache[decision]
 	// asking shares questions about open watches: one that began before a permission was taken away answers nobody who
 	// asks after it.
 	asking coalesce.Group[decision]
@@ -79,7 +79,7 @@ type decision struct {
 	transient bool
 }
 
-func (a *Authorizer) cache() *kept[decision] {
+func (a *Authorizer) cache() *cache[decision] {
 	a.once.Do(func() {
 		a.decisions = newKept[decision](decisionBytes, decisionShare, keptGauge.WithLabelValues("authz"))
 	})

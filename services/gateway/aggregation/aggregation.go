@@ -47,13 +47,13 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 // Proxy hands requests to other servers.
 type Proxy struct {
 	config  *Config
-	said    []*registryv1.Remote // of the last view
+	said    []*registryv1.APIService // of the last view
 	current atomic.Pointer[map[schema.GroupVersion]*remote]
 }
 
 // remote is one group version's server.
 type remote struct {
-	*registryv1.Remote
+	*registryv1.APIService
 	transport http.RoundTripper
 	err       error
 }
@@ -75,18 +75,18 @@ func New(c *Config) (*Proxy, error) {
 // its connections.
 func (p *Proxy) Set(v *catalog.View) (changed bool) {
 	before := p.said
-	p.said = v.Remotes
-	if slices.EqualFunc(before, v.Remotes, func(a, b *registryv1.Remote) bool { return proto.Equal(a, b) }) {
+	p.said = v.ApiServices
+	if slices.EqualFunc(before, v.ApiServices, func(a, b *registryv1.APIService) bool { return proto.Equal(a, b) }) {
 		return false
 	}
 	old, now := *p.current.Load(), map[schema.GroupVersion]*remote{}
-	for _, r := range v.Remotes {
+	for _, r := range v.ApiServices {
 		gv := schema.GroupVersion{Group: r.Group, Version: r.Version}
-		if was := old[gv]; was != nil && sameTransport(was.Remote, r) && was.err == nil {
-			now[gv] = &remote{Remote: r, transport: was.transport}
+		if was := old[gv]; was != nil && sameTransport(was.APIService, r) && was.err == nil {
+			now[gv] = &remote{APIService: r, transport: was.transport}
 			continue
 		}
-		made := &remote{Remote: r}
+		made := &remote{APIService: r}
 		made.transport, made.err = p.dial(r)
 		now[gv] = made
 	}
@@ -94,12 +94,12 @@ func (p *Proxy) Set(v *catalog.View) (changed bool) {
 	return true
 }
 
-func sameTransport(a, b *registryv1.Remote) bool {
+func sameTransport(a, b *registryv1.APIService) bool {
 	return proto.Equal(transportOf(a), transportOf(b))
 }
 
-func transportOf(r *registryv1.Remote) *registryv1.Remote {
-	return &registryv1.Remote{
+func transportOf(r *registryv1.APIService) *registryv1.APIService {
+	return &registryv1.APIService{
 		ServiceName:           r.ServiceName,
 		ServiceNamespace:      r.ServiceNamespace,
 		InsecureSkipTlsVerify: r.InsecureSkipTlsVerify,
@@ -107,7 +107,7 @@ func transportOf(r *registryv1.Remote) *registryv1.Remote {
 	}
 }
 
-func (p *Proxy) dial(r *registryv1.Remote) (http.RoundTripper, error) {
+func (p *Proxy) dial(r *registryv1.APIService) (http.RoundTripper, error) {
 	c := &transport.Config{TLS: transport.TLSConfig{
 		Insecure:   r.InsecureSkipTlsVerify,
 		ServerName: r.ServiceName + "." + r.ServiceNamespace + ".svc",

@@ -22,11 +22,11 @@ import (
 )
 
 // other is an aggregated API server, at whatever name it is called by.
-func other(t *testing.T, h http.HandlerFunc) *registryv1.Remote {
+func other(t *testing.T, h http.HandlerFunc) *registryv1.APIService {
 	t.Helper()
 	s := httptest.NewTLSServer(h)
 	t.Cleanup(s.Close)
-	return &registryv1.Remote{
+	return &registryv1.APIService{
 		Group:                 "metrics.k8s.io",
 		Version:               "v1",
 		ServiceName:           "metrics",
@@ -37,13 +37,13 @@ func other(t *testing.T, h http.HandlerFunc) *registryv1.Remote {
 	}
 }
 
-func proxyTo(t *testing.T, all ...*registryv1.Remote) *Proxy {
+func proxyTo(t *testing.T, all ...*registryv1.APIService) *Proxy {
 	t.Helper()
 	p, err := New(&Config{RejectRedirects: true})
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.Set(catalog.NewView(&registryv1.CatalogResponse{Remotes: all}))
+	p.Set(catalog.NewView(&registryv1.CatalogResponse{ApiServices: all}))
 	return p
 }
 
@@ -89,7 +89,7 @@ func TestAServerThatCannotBeAskedIsUnavailable(t *testing.T) {
 	away.Available = false
 	unchecked.InsecureSkipTlsVerify = false
 	unheard.Addresses = []string{"127.0.0.1:1"}
-	for what, r := range map[string]*registryv1.Remote{
+	for what, r := range map[string]*registryv1.APIService{
 		"not available":         away,
 		"another's certificate": unchecked,
 		"nobody there":          unheard,

@@ -24,9 +24,9 @@ import (
 type Handler struct {
 	// Address is what /api tells clients to use: host:port.
 	Address string
-	// Remotes knows what other servers serve.
-	Remotes *aggregation.Learner
-	current atomic.Pointer[lazy]
+	// Aggregated knows what other servers serve.
+	Aggregated *aggregation.Learner
+	current    atomic.Pointer[lazy]
 }
 
 // documents is discovery of one view.
@@ -54,7 +54,7 @@ func (h *Handler) documents(v *catalog.View) *documents {
 		d.versions[gv] = append(d.versions[gv], catalog.APIResource(e))
 	}
 	remote := map[schema.GroupVersion]bool{}
-	for _, r := range v.Remotes {
+	for _, r := range v.ApiServices {
 		remote[schema.GroupVersion{Group: r.Group, Version: r.Version}] = true
 	}
 	legacy, apis := aggregated.NewResourceManager("api"), aggregated.NewResourceManager("apis")
@@ -74,7 +74,7 @@ func (h *Handler) documents(v *catalog.View) *documents {
 					Version:   version,
 					Freshness: apidiscoveryv2.DiscoveryFreshnessStale,
 				}
-				if learned := h.Remotes.Of(schema.GroupVersion(gv)); learned != nil {
+				if learned := h.Aggregated.Of(schema.GroupVersion(gv)); learned != nil {
 					of.Resources = learned.Resources
 					if !learned.Stale {
 						of.Freshness = apidiscoveryv2.DiscoveryFreshnessCurrent
@@ -96,7 +96,7 @@ func (h *Handler) documents(v *catalog.View) *documents {
 				Freshness: apidiscoveryv2.DiscoveryFreshnessCurrent,
 				Resources: converted,
 			})
-			manager.SetGroupVersionPriority(gv, 100000-i, 1000-j) // the catalogue's order is the order
+			manager.SetGroupVersionPriority(gv, 100000-i, 1000-j) // the catalog's order is the order
 		}
 	}
 	d.legacy = aggregated.WrapAggregatedDiscoveryToHandler(http.HandlerFunc(h.versions), legacy, nil)

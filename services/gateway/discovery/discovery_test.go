@@ -18,11 +18,11 @@ import (
 
 func entry(group, version, resource, kind string, custom bool) *registryv1.ResourceEntry {
 	return &registryv1.ResourceEntry{
-		Resource:   &commonv1.Resource{Group: group, Version: version, Resource: resource},
-		Kind:       &commonv1.Kind{Group: group, Version: version, Kind: kind},
-		Namespaced: true,
-		Untyped:    custom,
-		Verbs:      []string{"get", "list"},
+		Resource:     &commonv1.Resource{Group: group, Version: version, Resource: resource},
+		Kind:         &commonv1.Kind{Group: group, Version: version, Kind: kind},
+		Namespaced:   true,
+		Unstructured: custom,
+		Verbs:        []string{"get", "list"},
 	}
 }
 
@@ -47,9 +47,9 @@ func handler(t *testing.T) *Handler {
 			{Name: "metrics.k8s.io", Versions: []string{"v1"}},
 			{Name: "example.com", Versions: []string{"v1"}},
 		},
-		Remotes: []*registryv1.Remote{{Group: "metrics.k8s.io", Version: "v1"}},
+		ApiServices: []*registryv1.APIService{{Group: "metrics.k8s.io", Version: "v1"}},
 	})
-	h := &Handler{Address: "10.0.0.1:6443", Remotes: aggregation.NewLearner(proxy, func() {})}
+	h := &Handler{Address: "10.0.0.1:6443", Aggregated: aggregation.NewLearner(proxy, func() {})}
 	h.Set(view)
 	return h
 }
@@ -64,7 +64,7 @@ func get(h http.Handler, method, path, accept string) (int, string) {
 	return w.Code, w.Body.String()
 }
 
-// Every group and version is told of in the catalogue's order, and what is not established is not.
+// Every group and version is told of in the catalog's order, and what is not established is not.
 func TestDiscoveryTellsWhatIsServed(t *testing.T) {
 	h := handler(t)
 	for _, x := range []struct {

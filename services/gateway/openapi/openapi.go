@@ -1,5 +1,5 @@
 // Package openapi serves /openapi/v2 and /openapi/v3. Registry makes the documents when they are first asked for; the
-// gateway keeps them for as long as the catalogue is the same.
+// gateway keeps them for as long as the catalog is the same.
 package openapi
 
 import (
@@ -34,8 +34,8 @@ import (
 // Handler serves the documents.
 type Handler struct {
 	Registry registryv1.CatalogClient
-	// Remotes knows what other servers say of themselves.
-	Remotes *aggregation.Learner
+	// Aggregated knows what other servers say of themselves.
+	Aggregated *aggregation.Learner
 
 	mu   sync.Mutex
 	view *catalog.View
@@ -77,8 +77,8 @@ func (h *Handler) etag(path string) string {
 	}
 	depends := h.view.Openapi[path]
 	if path == "v2" {
-		for _, gv := range h.Remotes.Groups() {
-			if learned := h.Remotes.Of(gv); learned != nil {
+		for _, gv := range h.Aggregated.Groups() {
+			if learned := h.Aggregated.Of(gv); learned != nil {
 				depends += fmt.Sprintf(" %x", sha256.Sum256(learned.OpenAPIV2))
 			}
 		}
@@ -93,7 +93,7 @@ func (h *Handler) remote(path string) *aggregation.Learned {
 	if !ok || err != nil {
 		return nil
 	}
-	if learned := h.Remotes.Of(gv); learned != nil && learned.OpenAPI != nil {
+	if learned := h.Aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
 		return learned
 	}
 	return nil
@@ -182,8 +182,8 @@ func (h *Handler) index(w http.ResponseWriter) {
 			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(hash, path)}
 		}
 	}
-	for _, gv := range h.Remotes.Groups() {
-		if learned := h.Remotes.Of(gv); learned != nil && learned.OpenAPI != nil {
+	for _, gv := range h.Aggregated.Groups() {
+		if learned := h.Aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
 			p := "apis/" + gv.String()
 			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(string(learned.OpenAPI), "v3/"+p)}
 		}
@@ -196,7 +196,7 @@ func (h *Handler) index(w http.ResponseWriter) {
 	_, _ = w.Write(data) // without a Content-Type, as kube-apiserver: Go takes it for text
 }
 
-// hashOf names one document: what registry makes depends on nothing but the hash that the catalogue has of it.
+// hashOf names one document: what registry makes depends on nothing but the hash that the catalog has of it.
 func hashOf(etag, path string) string {
 	return fmt.Sprintf("%X", sha512.Sum512([]byte(etag+path)))
 }
@@ -254,8 +254,8 @@ func (h *Handler) read(path string) ([]byte, error) {
 // the rest, is left out.
 func (h *Handler) merged(data []byte) ([]byte, error) {
 	var all *spec.Swagger
-	for _, gv := range h.Remotes.Groups() {
-		learned := h.Remotes.Of(gv)
+	for _, gv := range h.Aggregated.Groups() {
+		learned := h.Aggregated.Of(gv)
 		if learned == nil || learned.OpenAPIV2 == nil {
 			continue
 		}

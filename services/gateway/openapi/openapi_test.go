@@ -48,8 +48,8 @@ func handler(t *testing.T) (*Handler, *documents) {
 		t.Fatal(err)
 	}
 	h := &Handler{
-		Registry: registryv1.NewCatalogClient(p.Client("gateway")),
-		Remotes:  aggregation.NewLearner(proxy, func() {}),
+		Registry:   registryv1.NewCatalogClient(p.Client("gateway")),
+		Aggregated: aggregation.NewLearner(proxy, func() {}),
 	}
 	h.Set(catalog.NewView(&registryv1.CatalogResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
 	return h, d

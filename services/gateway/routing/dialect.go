@@ -31,7 +31,7 @@ type dialect interface {
 }
 
 func dialectOf(e *registryv1.ResourceEntry) dialect {
-	if e.Untyped {
+	if e.Unstructured {
 		return custom{}
 	}
 	return builtIn{}

@@ -128,10 +128,10 @@ func streamed(mediaType string) bool {
 	return mediaType == runtime.ContentTypeJSON || mediaType == runtime.ContentTypeProtobuf
 }
 
-var errUnknownField = errors.New("a field that the catalogue does not know")
+var errUnknownField = errors.New("a field that the catalog does not know")
 
 // fieldSelector is the request's selector in stored fields, with the name that the path has. known is false where it
-// names a field that the catalogue does not know.
+// names a field that the catalog does not know.
 func (c *call) fieldSelector(asked fields.Selector) (selector fields.Selector, known bool, err error) {
 	selector = fields.Everything()
 	if asked != nil {

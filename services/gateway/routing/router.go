@@ -139,7 +139,7 @@ func find(view *catalog.View, info *request.RequestInfo, req *http.Request) (*re
 	}
 	main, defined := view.Entry(info.APIGroup, info.APIVersion, info.Resource, "")
 	switch {
-	case !ok && defined && main.Untyped && scoped(main, info): // a subresource that a CRD does not have
+	case !ok && defined && main.Unstructured && scoped(main, info): // a subresource that a CRD does not have
 		return nil, apierrors.NewNotFound(schema.GroupResource{
 			Group:    info.APIGroup,
 			Resource: info.Resource,

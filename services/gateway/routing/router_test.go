@@ -45,13 +45,13 @@ func (b *behind) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServ
 		ConnectMethods: []string{"GET", "POST"},
 	}
 	widgets := &registryv1.ResourceEntry{
-		StoredAs:   "widgets.example.com",
-		Namespaced: true,
-		Untyped:    true,
-		Verbs:      []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"},
-		Resource:   &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"},
-		Kind:       &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
-		MediaTypes: []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"},
+		StoredAs:     "widgets.example.com",
+		Namespaced:   true,
+		Unstructured: true,
+		Verbs:        []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"},
+		Resource:     &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"},
+		Kind:         &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
+		MediaTypes:   []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"},
 	}
 	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{pods,
 		exec, widgets}}); err != nil {
@@ -121,7 +121,7 @@ func routerOver(t *testing.T, b *behind) *Router {
 	t.Cleanup(func() { cancel(); <-ended })
 	for until := time.Now().Add(10 * time.Second); r.Catalog.View() == nil; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
-			t.Fatal("no catalogue comes")
+			t.Fatal("no catalog comes")
 		}
 	}
 	return r
@@ -217,7 +217,7 @@ func TestRegistryAnswersForTheTier(t *testing.T) {
 }
 
 // Before registry has said what is served, clients are told to come back.
-func TestWithoutACatalogueClientsComeBack(t *testing.T) {
+func TestWithoutACatalogClientsComeBack(t *testing.T) {
 	if code, body := ask(t, &Router{Catalog: &catalog.Catalog{}}, "GET", "/api/v1/pods", ""); code != 503 ||
 		!strings.Contains(body, "starting") {
 		t.Errorf("%d %s", code, body)

@@ -18,7 +18,7 @@ func TestEveryResourceIsDescribed(t *testing.T) {
 			len(e.ConnectMethods) == 0 {
 			t.Errorf("%s: kind %v, verbs %v, media types %v", name, e.Kind, e.Verbs, e.MediaTypes)
 		}
-		if e.Untyped {
+		if e.Unstructured {
 			t.Errorf("%s is a custom resource", name)
 		}
 		if e.Resource.Subresource != "" {

@@ -1,5 +1,5 @@
 // Package apis is which APIs are served: the built-in groups from upstream's storage providers, turned into endpoints
-// for the verbs, entries of the catalogue, and OpenAPI documents.
+// for the verbs, entries of the catalog, and OpenAPI documents.
 package apis
 
 import (

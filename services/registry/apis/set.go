@@ -55,7 +55,7 @@ func key(group, version, resource, subresource string) string {
 	return group + "/" + version + "/" + resource + "/" + subresource
 }
 
-// complete turns the groups' storages into endpoints and catalogue entries.
+// complete turns the groups' storages into endpoints and catalog entries.
 func (s *Set) complete(store *storage.Storage) error {
 	priorities := Priorities()
 	var err error
@@ -162,7 +162,7 @@ func newEndpoint(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, re
 	return e, err
 }
 
-// describe writes the endpoint's catalogue entry, as upstream's installer fills an APIResource.
+// describe writes the endpoint's catalog entry, as upstream's installer fills an APIResource.
 func describe(e *verbs.Endpoint, store *storage.Storage) error {
 	entry := &registryv1.ResourceEntry{
 		Resource: &commonv1.Resource{
@@ -336,7 +336,7 @@ func verbsOf(st rest.Storage) []string {
 	return set
 }
 
-// Entries is what the catalogue says of all endpoints.
+// Entries is what the catalog says of all endpoints.
 func (s *Set) Entries() []*registryv1.ResourceEntry {
 	var all []*registryv1.ResourceEntry
 	for _, e := range s.ordered {

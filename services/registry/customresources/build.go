@@ -36,7 +36,7 @@ import (
 // getOrCreateServingInfoFor does.
 type builder struct {
 	*crd.Definition
-	table        *Table
+	table        *Set
 	safe, unsafe runtime.ObjectConvertor
 	types        managedfields.TypeConverter
 	replicas     managedfields.ResourcePathMappings
@@ -44,7 +44,7 @@ type builder struct {
 	terminating  func() bool
 }
 
-func (s *served) build(t *Table) {
+func (s *served) build(t *Set) {
 	b := &builder{
 		Definition:  s.Definition,
 		table:       t,

@@ -70,7 +70,7 @@ func defined(t *testing.T) *world.World {
 	if err := json.Unmarshal(resp.Body, crd); err != nil {
 		t.Fatal(err)
 	}
-	w.Resources.Customs.Handler().OnAdd(crd, true)
+	w.Resources.Custom.Handler().OnAdd(crd, true)
 	return w
 }
 
@@ -126,8 +126,8 @@ func TestACustomResourceIsServed(t *testing.T) {
 // It is told of: an entry for the gateway and the watch tier, and how it is stored.
 func TestACustomResourceIsToldOf(t *testing.T) {
 	w := defined(t)
-	entries := w.Resources.Customs.Entries()
-	if len(entries) != 2 || entries[0].StoredAs != "widgets.example.com" || !entries[0].Untyped || entries[0].Hidden ||
+	entries := w.Resources.Custom.Entries()
+	if len(entries) != 2 || entries[0].StoredAs != "widgets.example.com" || !entries[0].Unstructured || entries[0].Hidden ||
 		entries[1].Resource.Subresource != "status" {
 		t.Fatalf("%v", entries)
 	}

@@ -26,7 +26,7 @@ var (
 
 var mediaTypes = []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runtime.ContentTypeProtobuf}
 
-// entriesOf writes a definition's catalogue entries, one for each served version and subresource.
+// entriesOf writes a definition's catalog entries, one for each served version and subresource.
 func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntry {
 	var all []*registryv1.ResourceEntry
 	for _, v := range d.Spec.Versions {
@@ -47,15 +47,15 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 					Resource:    main.Resource.Resource,
 					Subresource: name,
 				},
-				Namespaced: main.Namespaced,
-				Kind:       k,
-				Verbs:      subresourceVerbs,
-				Table:      true,
-				MediaTypes: mediaTypes,
-				Untyped:    true,
-				Hidden:     main.Hidden,
-				Warnings:   main.Warnings,
-				DefinedAt:  main.DefinedAt,
+				Namespaced:   main.Namespaced,
+				Kind:         k,
+				Verbs:        subresourceVerbs,
+				Table:        true,
+				MediaTypes:   mediaTypes,
+				Unstructured: true,
+				Hidden:       main.Hidden,
+				Warnings:     main.Warnings,
+				DefinedAt:    main.DefinedAt,
 			})
 		}
 		if sub.Status != nil {
@@ -99,7 +99,7 @@ func entryOf(d *crd.Definition, st *storage.Stored,
 		SelectableFields:   map[string]string{"metadata.name": "metadata.name"},
 		Table:              true,
 		MediaTypes:         mediaTypes,
-		Untyped:            true,
+		Unstructured:       true,
 		Hidden:             !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established),
 		StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
 		Warnings:           warningsOf(d, v),

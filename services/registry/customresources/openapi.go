@@ -22,7 +22,7 @@ type documents struct {
 }
 
 // Hashes names each group version's document and what it depends on.
-func (t *Table) Hashes() map[schema.GroupVersion]string {
+func (t *Set) Hashes() map[schema.GroupVersion]string {
 	parts := map[schema.GroupVersion]string{}
 	_ = t.eachServed(func(s *served, version string) error {
 		parts[s.Kind(version).GroupVersion()] += fmt.Sprintf("%s %d %v;", s.UID, s.Generation, s.Status.AcceptedNames)
@@ -35,7 +35,7 @@ func (t *Table) Hashes() map[schema.GroupVersion]string {
 }
 
 // OpenAPIV3 is the document of one group version; nil where no definition has it.
-func (t *Table) OpenAPIV3(gv schema.GroupVersion) (*spec3.OpenAPI, error) {
+func (t *Set) OpenAPIV3(gv schema.GroupVersion) (*spec3.OpenAPI, error) {
 	var all []*spec3.OpenAPI
 	err := t.eachServed(func(s *served, version string) error {
 		if s.Kind(version).GroupVersion() != gv {
@@ -64,7 +64,7 @@ func (t *Table) OpenAPIV3(gv schema.GroupVersion) (*spec3.OpenAPI, error) {
 }
 
 // OpenAPIV2 adds what the definitions have to the document of what is built in.
-func (t *Table) OpenAPIV2(builtIn *spec.Swagger) (*spec.Swagger, error) {
+func (t *Set) OpenAPIV2(builtIn *spec.Swagger) (*spec.Swagger, error) {
 	var all []*spec.Swagger
 	err := t.eachServed(func(s *served, version string) error {
 		s.docs.mu.Lock()
@@ -93,7 +93,7 @@ func (t *Table) OpenAPIV2(builtIn *spec.Swagger) (*spec.Swagger, error) {
 }
 
 // eachServed visits every served version of every established definition, by group and name, until a visit fails.
-func (t *Table) eachServed(visit func(s *served, version string) error) error {
+func (t *Set) eachServed(visit func(s *served, version string) error) error {
 	for _, s := range t.all() {
 		if !apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {
 			continue

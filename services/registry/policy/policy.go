@@ -12,7 +12,6 @@ import (
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/validate/content"
@@ -59,10 +58,6 @@ func New(r *resources.Resources, s *source.Source, t *tail.Tail) *Policy {
 // Drain ends every watch, so that the gateways resume them on another registry.
 func (p *Policy) Drain() { p.drainOnce.Do(func() { close(p.draining) }) }
 
-// errAskObjects is the answer to a list that Objects.List knows how to answer, and to a watch in a form that none of
-// these services asks for.
-var errAskObjects = status.Error(codes.FailedPrecondition, "not offered here; ask for objects")
-
 // ofOne says whether a query is of one object.
 func (p *Policy) ofOne(ctx context.Context, q *watchfanoutv1.Query) (bool, error) {
 	if _, named := exactName(q.GetFieldSelector()); !named {
@@ -79,7 +74,7 @@ func (p *Policy) ofOne(ctx context.Context, q *watchfanoutv1.Query) (bool, error
 func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	limited := r.Limit != 0 && r.ResourceVersion != "0" // with "0" a limit does not count
 	if limited || r.Continue != "" || r.ResourceVersionMatch == "Exact" {
-		return errAskObjects
+		return rpc.ErrAskRegistry
 	}
 	ctx := stream.Context()
 	// A list of one object waits for no other: how fresh policy is is asked by one.
@@ -106,17 +101,17 @@ func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	items := make([][]byte, len(rows))
 	for i, row := range rows {
 		if !v.own(row.Version) {
-			return errAskObjects
+			return rpc.ErrAskRegistry
 		}
 		if items[i], err = v.form.Item(row.Json, row.Protobuf); err != nil {
 			return rpc.ToStatus(err)
 		}
 	}
 	list := &frame.List{
-		Kind:       v.entry.ListKind,
-		Revision:   v.revision,
-		Untyped:    v.form.Untyped && !v.form.Partial,
-		APIVersion: frame.APIVersion(&commonv1.Kind{Group: v.entry.Resource.Group, Version: v.entry.Resource.Version}),
+		Kind:         v.entry.ListKind,
+		Revision:     v.revision,
+		Unstructured: v.form.Unstructured && !v.form.Partial,
+		APIVersion:   frame.APIVersion(&commonv1.Kind{Group: v.entry.Resource.Group, Version: v.entry.Resource.Version}),
 	}
 	if v.form.Partial {
 		list.Kind, list.APIVersion = v.form.Kind+"List", v.form.APIVersion
@@ -156,7 +151,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 	}
 	entry, as := e.Entry, q.GetOutput().GetAs()
 	if entry.GetStoredAs() == "" || !offered(q.GetOutput()) {
-		return nil, errAskObjects
+		return nil, rpc.ErrAskRegistry
 	}
 	v := &view{
 		policy:   p,
@@ -165,7 +160,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 		output:   q.GetOutput(),
 		skips:    q.GetSkipUnreadable(),
 	}
-	v.form = frame.FormOf(entry.Kind, as, q.GetOutput().GetMediaType(), entry.Untyped)
+	v.form = frame.FormOf(entry.Kind, as, q.GetOutput().GetMediaType(), entry.Unstructured)
 	k, stored := entry.Kind, entry.StoredKind
 	v.native = k.Group == stored.Group && k.Version == stored.Version && k.Kind == stored.Kind
 	if v.stored, err = p.resources.Stored(ctx, entry.StoredAs); err != nil {
@@ -181,7 +176,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 		v.prefix += name // and what else begins so, which is not selected
 	}
 	if entry.ConvertedFields && convertedField(q.GetFieldSelector()) {
-		return nil, errAskObjects
+		return nil, rpc.ErrAskRegistry
 	}
 	v.selects, err = tail.NewSelector(namespace, q.GetLabelSelector(), q.GetFieldSelector())
 	return v, err
@@ -217,7 +212,7 @@ func (v *view) own(version string) bool {
 	switch {
 	case v.form.Partial: // metadata is the same in every version
 		return true
-	case v.entry.Untyped:
+	case v.entry.Unstructured:
 		return version == v.entry.Kind.Version && !v.form.Protobuf
 	}
 	return v.native
@@ -228,7 +223,7 @@ func (v *view) own(version string) bool {
 func (v *view) rows(ctx context.Context, resourceVersion string) ([]*registryv1.Row, error) {
 	if resourceVersion != "" {
 		if least, err := strconv.ParseInt(resourceVersion, 10, 64); err != nil || least > v.revision {
-			return nil, errAskObjects // which knows in which words that is refused
+			return nil, rpc.ErrAskRegistry // which knows in which words that is refused
 		}
 	}
 	var out []*registryv1.Row

@@ -27,9 +27,6 @@ const (
 	messageBytes = 1 << 20
 )
 
-// errDraining ends a watch that another registry goes on with.
-var errDraining = status.Error(codes.Unavailable, "the registry is draining")
-
 // errStalled ends a watch that another registry may know more for.
 var errStalled = status.Error(codes.Unavailable, "the event log does not bring what etcd has")
 
@@ -169,7 +166,7 @@ func (w *watch) follow(ctx context.Context) error {
 		case <-ctx.Done():
 			return status.FromContextError(ctx.Err()).Err()
 		case <-w.draining:
-			return errDraining
+			return rpc.ErrDraining
 		case <-bookmarks.C:
 			if w.tail.Stalled() {
 				return errStalled
@@ -234,7 +231,7 @@ func (v *view) event(ctx context.Context, kind string, o *logv1.Object) ([]byte,
 		Versions:  []string{o.Version},
 		DefinedAt: v.policy.tail.DefinedAt(v.entry.StoredAs),
 	}
-	if !v.entry.Untyped {
+	if !v.entry.Unstructured {
 		r.Protobuf = [][]byte{o.Protobuf}
 	}
 	resp, err := v.policy.source.Encode(ctx, r)

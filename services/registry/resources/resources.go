@@ -25,7 +25,7 @@ import (
 // Resources is everything that is served.
 type Resources struct {
 	BuiltIn *apis.Set
-	Customs *customresources.Table
+	Custom  *customresources.Set
 	Storage *storage.Storage
 }
 
@@ -42,15 +42,15 @@ func (r *Resources) Endpoint(ctx context.Context, of *commonv1.Resource) (*verbs
 	if e, ok := r.BuiltIn.Endpoint(of); ok {
 		return e, nil
 	}
-	if e, err := r.Customs.Endpoint(ctx, of); e != nil || err != nil {
+	if e, err := r.Custom.Endpoint(ctx, of); e != nil || err != nil {
 		return e, err
 	}
 	return nil, NotServed(of)
 }
 
-// Entries are the catalogue's, built in first.
+// Entries are the catalog's, built in first.
 func (r *Resources) Entries() []*registryv1.ResourceEntry {
-	return slices.Concat(r.BuiltIn.Entries(), r.Customs.Entries())
+	return slices.Concat(r.BuiltIn.Entries(), r.Custom.Entries())
 }
 
 // Stored finds how a stored resource's objects are read: those of a custom resource by its definition as it is now in
@@ -59,7 +59,7 @@ func (r *Resources) Stored(ctx context.Context, name string) (*storage.Stored, e
 	if st, ok := r.Storage.ByName(name); ok {
 		return st, nil
 	}
-	st, err := r.Customs.Stored(ctx, name)
+	st, err := r.Custom.Stored(ctx, name)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}

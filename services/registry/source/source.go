@@ -192,15 +192,15 @@ func RowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) []*
 
 // Encode turns stored encodings into another version, or into Table rows.
 func (s *Source) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
-	if err := s.resources.Customs.NotBefore(ctx, r.StoredAs, r.DefinedAt); err != nil {
+	if err := s.resources.Custom.NotBefore(ctx, r.StoredAs, r.DefinedAt); err != nil {
 		return nil, rpc.ToStatus(err)
 	}
 	e, err := s.resources.Endpoint(ctx, r.Resource)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	if e.Entry.GetUntyped() {
-		resp, err := encoder.EncodeUntyped(ctx, e, r)
+	if e.Entry.GetUnstructured() {
+		resp, err := encoder.EncodeUnstructured(ctx, e, r)
 		return resp, rpc.ToStatus(err)
 	}
 	st, ok := s.resources.Storage.ByName(r.StoredAs)

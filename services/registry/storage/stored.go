@@ -154,7 +154,7 @@ func (s *Stored) Encode(obj runtime.Object) (*logv1.Object, error) {
 		versioned.GetObjectKind().SetGroupVersionKind(schema.GroupVersionKind{})
 	}
 	if u, ok := versioned.(*unstructured.Unstructured); ok {
-		return out, untyped(u, out)
+		return out, encodeUnstructured(u, out)
 	}
 	if out.Json, err = json.Marshal(versioned); err != nil {
 		return nil, err
@@ -167,12 +167,12 @@ func (s *Stored) Encode(obj runtime.Object) (*logv1.Object, error) {
 	return out, nil
 }
 
-// untyped writes an object without a Go type as the log carries it: metadata first, where what cuts it out looks for
-// it, and in protobuf once more, for those who watch nothing else.
-func untyped(u *unstructured.Unstructured, out *logv1.Object) error {
+// encodeUnstructured writes an object without a Go type as the log carries it: metadata first, where what cuts it out
+// looks for it, and in protobuf once more, for those who watch nothing else.
+func encodeUnstructured(u *unstructured.Unstructured, out *logv1.Object) error {
 	out.Version = u.GroupVersionKind().Version
 	var err error
-	if out.Json, err = Untyped(u); err != nil {
+	if out.Json, err = UnstructuredJSON(u); err != nil {
 		return err
 	}
 	var partial metav1.PartialObjectMetadata
@@ -184,8 +184,8 @@ func untyped(u *unstructured.Unstructured, out *logv1.Object) error {
 	return err
 }
 
-// Untyped is an object's JSON without apiVersion and kind, metadata first.
-func Untyped(u *unstructured.Unstructured) ([]byte, error) {
+// UnstructuredJSON is an object's JSON without apiVersion and kind, metadata first.
+func UnstructuredJSON(u *unstructured.Unstructured) ([]byte, error) {
 	m, err := json.Marshal(u.Object["metadata"])
 	if err != nil {
 		return nil, err

@@ -54,7 +54,7 @@ type Endpoint struct {
 	// Terminating says whether nothing more may be created, since the definition is being deleted. It may be nil.
 	Terminating func() bool
 
-	// Entry is what the catalogue says of it.
+	// Entry is what the catalog says of it.
 	Entry *registryv1.ResourceEntry
 }
 

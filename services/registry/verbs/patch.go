@@ -36,7 +36,7 @@ const maxJSONPatchOperations = 10000
 
 // PatchTypes are the media types that a patch of the endpoint may have.
 func (e *Endpoint) PatchTypes() []string {
-	if e.Entry.GetUntyped() { // there are no Go types to merge by
+	if e.Entry.GetUnstructured() { // there are no Go types to merge by
 		return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.ApplyYAMLPatchType)}
 	}
 	return []string{string(types.JSONPatchType), string(types.MergePatchType), string(types.StrategicMergePatchType),

@@ -115,7 +115,7 @@ func (c *Converter) encode(ctx context.Context, q *form.Query,
 		DefinedAt:     c.cache.Resource(q.Entry.StoredAs).Redefined(),
 	}
 	for _, i := range items {
-		if q.Form.Untyped {
+		if q.Form.Unstructured {
 			r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)
 		} else if len(i.Protobuf) > 0 {
 			r.Json, r.Protobuf = append(r.Json, nil), append(r.Protobuf, i.Protobuf)

@@ -55,10 +55,10 @@ func (k Key) ForFields(event string) Key {
 	return Key{resource: k.resource, version: k.version, Event: event}
 }
 
-// ErrUnheard is what asks for a resource that the catalogue has not come to, as the caller knows it.
-var ErrUnheard = errors.New("the catalogue has not come to what is asked for")
+// ErrUnheard is what asks for a resource that the catalog has not come to, as the caller knows it.
+var ErrUnheard = errors.New("the catalog has not come to what is asked for")
 
-// Read reads what a caller asks for, by a view of the catalogue that is nil before the first; an error is ErrUnheard or
+// Read reads what a caller asks for, by a view of the catalog that is nil before the first; an error is ErrUnheard or
 // the API's own.
 func Read(v *catalog.View, p *watchfanoutv1.Query) (*Query, error) {
 	if v == nil {
@@ -108,7 +108,7 @@ func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, erro
 		return nil, apierrors.NewBadRequest("the watch tier does not write " + q.As.Kind)
 	}
 	k := q.Entry.GetKind()
-	q.Form = frame.FormOf(k, q.As, q.Output.MediaType, q.Entry.Untyped)
+	q.Form = frame.FormOf(k, q.As, q.Output.MediaType, q.Entry.Unstructured)
 	q.native = proto.Equal(k, q.Entry.GetStoredKind()) || q.Form.Partial // metadata is the same in every version
 	q.Key = Key{
 		resource:  q.Entry.StoredAs + " " + q.Entry.Resource.GetGroup() + " " + q.Entry.Resource.GetResource(),
@@ -131,7 +131,7 @@ func (q *Query) Prefix() string {
 
 // Own says whether the item's bytes are what the query asks for, in the version that it asks for.
 func (q *Query) Own(i *cache.Item) bool {
-	if q.Form.Partial || !q.Form.Untyped {
+	if q.Form.Partial || !q.Form.Unstructured {
 		return q.native
 	}
 	return i.Version == q.Entry.Kind.Version

@@ -12,8 +12,6 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"watershed.dev/platform/catalog"
@@ -25,9 +23,6 @@ import (
 	"watershed.dev/services/watchfanout/form"
 	"watershed.dev/services/watchfanout/log"
 )
-
-// errElsewhere is the answer to what only registry can say: an exact revision that the replica does not hold.
-var errElsewhere = status.Error(codes.FailedPrecondition, "not held here; ask registry")
 
 // coldTimeout is how long a list waits for a resource that has to be loaded first.
 const coldTimeout = 5 * time.Second
@@ -44,7 +39,7 @@ type Lists struct {
 	snapshots []pageSnapshot
 }
 
-// New returns lists of a cache's objects, as fresh as a log is and served as a catalogue says.
+// New returns lists of a cache's objects, as fresh as a log is and served as a catalog says.
 func New(served *catalog.Catalog, c *cache.Cache, l *log.Log, converter *convert.Converter) *Lists {
 	return &Lists{
 		catalog:   served,
@@ -65,7 +60,7 @@ func (l *Lists) Metrics() []prometheus.Collector { return []prometheus.Collector
 func (l *Lists) read(p *watchfanoutv1.Query) (*form.Query, error) {
 	q, err := form.Read(l.catalog.View(), p)
 	if errors.Is(err, form.ErrUnheard) {
-		return nil, errElsewhere
+		return nil, rpc.ErrAskRegistry
 	}
 	if err != nil {
 		return nil, err
@@ -82,7 +77,7 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 	}
 	l.served.WithLabelValues(q.Entry.StoredAs).Inc()
 	if q.Converts() || q.Table && q.Entry.StoredAs == sortedTable {
-		return errElsewhere
+		return rpc.ErrAskRegistry
 	}
 	page, err := l.page(ctx, q, r)
 	if err != nil {
@@ -94,13 +89,13 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 	}
 	kind, apiVersion := q.ListKind()
 	head := &frame.List{
-		Kind:       kind,
-		APIVersion: apiVersion,
-		Revision:   page.revision,
-		Continue:   page.next,
-		Remaining:  page.remaining,
-		Columns:    columns,
-		Untyped:    q.Form.Untyped && !q.Table && !q.Form.Partial,
+		Kind:         kind,
+		APIVersion:   apiVersion,
+		Revision:     page.revision,
+		Continue:     page.next,
+		Remaining:    page.remaining,
+		Columns:      columns,
+		Unstructured: q.Form.Unstructured && !q.Table && !q.Form.Partial,
 	}
 	return send(stream, q, head, parts)
 }
@@ -115,15 +110,15 @@ func (l *Lists) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfan
 		return nil, rpc.ToStatus(err)
 	}
 	if q.Table || q.Form.Partial {
-		return nil, errElsewhere
+		return nil, rpc.ErrAskRegistry
 	}
 	snapshot, _, err := l.at(ctx, q, &watchfanoutv1.ListRequest{ResourceVersion: r.ResourceVersion})
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
 	item, ok := snapshot.Get(cache.Key(q.Namespace, r.Name))
-	if !ok || !q.Own(item) || q.Form.Protobuf && q.Form.Untyped {
-		return nil, errElsewhere
+	if !ok || !q.Own(item) || q.Form.Protobuf && q.Form.Unstructured {
+		return nil, rpc.ErrAskRegistry
 	}
 	if q.Form.Protobuf {
 		return &watchfanoutv1.GetResponse{Body: frame.Envelope(q.Form.Kind, q.Form.APIVersion, item.Protobuf)}, nil
@@ -161,12 +156,12 @@ func (l *Lists) page(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRe
 		if i, ok := snapshot.Get(key); ok && q.Matches(i) {
 			p.items = append(p.items, i)
 		} else if snapshot.IsUnreadable(key) && !q.SkipUnreadable {
-			return nil, errElsewhere
+			return nil, rpc.ErrAskRegistry
 		}
 		return p, nil
 	}
 	if _, _, bad := snapshot.Unreadable(prefix); bad && !q.SkipUnreadable {
-		return nil, errElsewhere // which says what is wrong with it
+		return nil, rpc.ErrAskRegistry // which says what is wrong with it
 	}
 	total := int64(0)
 	snapshot.ScanField(q.Topic(), prefix, from, func(i *cache.Item) bool {
@@ -199,7 +194,7 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 	res := l.cache.Resource(q.Entry.StoredAs)
 	if r.Continue != "" {
 		if r.ResourceVersion != "" && r.ResourceVersion != "0" {
-			return nil, "", errElsewhere // which is an error
+			return nil, "", rpc.ErrAskRegistry // which is an error
 		}
 		revision, start, err := decodeContinue(r.Continue)
 		if err != nil {
@@ -209,28 +204,28 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 			return kept, q.Prefix() + start, nil
 		}
 		if err := l.log.Reach(ctx, revision); err != nil {
-			return nil, "", errElsewhere
+			return nil, "", rpc.ErrAskRegistry
 		}
 		if _, err := res.Snapshot(ctx, "", l.log.Load, l.log.Wait); err != nil { // loads it
-			return nil, "", errElsewhere
+			return nil, "", rpc.ErrAskRegistry
 		}
 		if unchanged, ok := res.SnapshotAt(revision); ok {
 			return unchanged, q.Prefix() + start, nil
 		}
-		return nil, "", errElsewhere
+		return nil, "", rpc.ErrAskRegistry
 	}
 	switch rv := r.ResourceVersion; {
 	case r.ResourceVersionMatch == string(metav1.ResourceVersionMatchExact),
 		rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
-		return nil, "", errElsewhere
+		return nil, "", rpc.ErrAskRegistry
 	case rv == "":
 		if err := l.log.Consistent(ctx); err != nil { // the log does not move: registry can still say
-			return nil, "", errElsewhere
+			return nil, "", rpc.ErrAskRegistry
 		}
 	case rv != "0":
 		revision, err := strconv.ParseUint(rv, 10, 63)
 		if err != nil {
-			return nil, "", errElsewhere // registry says what is wrong with it
+			return nil, "", rpc.ErrAskRegistry // registry says what is wrong with it
 		}
 		if err := l.log.Reach(ctx, int64(revision)); err != nil {
 			return nil, "", err
@@ -241,7 +236,7 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 	snapshot, err := res.Snapshot(patient, q.Topic().Index(), l.log.Load, l.log.Wait)
 	if err != nil && ctx.Err() == nil { // it goes on being loaded, or cannot be
 		slog.Debug("Not loaded; registry is asked", "resource", q.Entry.StoredAs, "error", err)
-		err = errElsewhere
+		err = rpc.ErrAskRegistry
 	}
 	return snapshot, "", err
 }

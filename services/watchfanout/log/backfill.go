@@ -9,6 +9,7 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/guard"
+	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/watchfanout/cache"
 )
@@ -89,7 +90,7 @@ func (l *Log) Backfill(ctx context.Context, storedAs string, after, low int64) (
 			return nil, nil, ctx.Err()
 		case <-l.draining:
 			leave()
-			return nil, nil, ErrDraining
+			return nil, nil, rpc.ErrDraining
 		case <-patience.C:
 			leave()
 			return nil, nil, errBackfillTimeout

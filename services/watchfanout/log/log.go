@@ -16,8 +16,6 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -77,9 +75,6 @@ const theLog = "the event log"
 
 // Metrics are this package's collectors.
 func (l *Log) Metrics() []prometheus.Collector { return []prometheus.Collector{l.replays} }
-
-// ErrDraining ends a watch that another replica goes on with.
-var ErrDraining = status.Error(codes.Unavailable, "the replica is draining")
 
 // Drain has every watch end.
 func (l *Log) Drain() { l.drainOnce.Do(func() { close(l.draining) }) }

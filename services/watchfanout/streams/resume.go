@@ -13,9 +13,9 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/log"
 )
 
 // resume goes on after a position, once the replica has come as far.
@@ -73,7 +73,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return status.FromContextError(ctx.Err()).Err()
-	case errors.Is(err, log.ErrDraining):
+	case errors.Is(err, rpc.ErrDraining):
 		return err
 	case err != nil: // forgotten, or nobody could say for as long as backfillTimeout: a list is the way to go on
 		return expired(w.position.Revision, low)
@@ -90,7 +90,7 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 	for len(piece) > 0 {
 		select {
 		case <-w.log.Draining():
-			return log.ErrDraining
+			return rpc.ErrDraining
 		default:
 		}
 		n := min(len(piece), batchEvents)
@@ -136,7 +136,7 @@ func (w *watcher) piece(all []*cache.Event, bound int) (piece []*cache.Event, si
 	return slices.Clone(all[:n]), size, n == len(all) // a copy, which holds nothing else
 }
 
-// expired is kube-apiserver's answer to a watch from a revision that is no longer known.
+// errExpired is kube-apiserver's answer to a watch from a revision that is no longer known.
 func expired(revision, low int64) error {
 	return apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d (%d)", revision, low))
 }

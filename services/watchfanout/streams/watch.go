@@ -56,7 +56,7 @@ type Streams struct {
 	watchers map[*watcher]struct{}
 }
 
-// New returns the watches of what a log brings into a cache, served as a catalogue says.
+// New returns the watches of what a log brings into a cache, served as a catalog says.
 func New(progress time.Duration, served *catalog.Catalog, c *cache.Cache, l *log.Log, source registryv1.SourceClient,
 	converter *convert.Converter) *Streams {
 	return &Streams{
@@ -178,7 +178,7 @@ func (w *watcher) run(ctx context.Context) error {
 		case <-ctx.Done():
 			return status.FromContextError(ctx.Err()).Err()
 		case <-w.log.Draining():
-			return log.ErrDraining
+			return rpc.ErrDraining
 		case <-bookmarks.C:
 			if err := w.log.Fresh(); err != nil { // another replica may be fresh
 				return err

@@ -1014,7 +1014,7 @@ type CatalogResponse struct {
 	// The documents of OpenAPI that registry has, "v2" and "v3/apis/apps/v1", and a hash of what each one says.
 	Openapi map[string]string `protobuf:"bytes,3,rep,name=openapi" json:"openapi,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Group versions that another server answers for.
-	Remotes []*Remote `protobuf:"bytes,4,rep,name=remotes" json:"remotes,omitempty"`
+	ApiServices []*APIService `protobuf:"bytes,4,rep,name=api_services,json=apiServices" json:"api_services,omitempty"`
 	// Not the first of its stream: resources and openapi are what is new or other than in the message before, and these are gone.
 	Delta          bool           `protobuf:"varint,5,opt,name=delta" json:"delta,omitempty"`
 	Removed        []*v1.Resource `protobuf:"bytes,6,rep,name=removed" json:"removed,omitempty"`
@@ -1074,9 +1074,9 @@ func (x *CatalogResponse) GetOpenapi() map[string]string {
 	return nil
 }
 
-func (x *CatalogResponse) GetRemotes() []*Remote {
+func (x *CatalogResponse) GetApiServices() []*APIService {
 	if x != nil {
-		return x.Remotes
+		return x.ApiServices
 	}
 	return nil
 }
@@ -1102,8 +1102,8 @@ func (x *CatalogResponse) GetOpenapiRemoved() []string {
 	return nil
 }
 
-// Remote is an APIService with a service behind it.
-type Remote struct {
+// APIService is one with a service behind it: kube-aggregator would proxy to it.
+type APIService struct {
 	state                 protoimpl.MessageState `protogen:"open.v1"`
 	Group                 string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
 	Version               string                 `protobuf:"bytes,2,opt,name=version" json:"version,omitempty"`
@@ -1120,20 +1120,20 @@ type Remote struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Remote) Reset() {
-	*x = Remote{}
+func (x *APIService) Reset() {
+	*x = APIService{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Remote) String() string {
+func (x *APIService) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Remote) ProtoMessage() {}
+func (*APIService) ProtoMessage() {}
 
-func (x *Remote) ProtoReflect() protoreflect.Message {
+func (x *APIService) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -1145,68 +1145,68 @@ func (x *Remote) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Remote.ProtoReflect.Descriptor instead.
-func (*Remote) Descriptor() ([]byte, []int) {
+// Deprecated: Use APIService.ProtoReflect.Descriptor instead.
+func (*APIService) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{12}
 }
 
-func (x *Remote) GetGroup() string {
+func (x *APIService) GetGroup() string {
 	if x != nil {
 		return x.Group
 	}
 	return ""
 }
 
-func (x *Remote) GetVersion() string {
+func (x *APIService) GetVersion() string {
 	if x != nil {
 		return x.Version
 	}
 	return ""
 }
 
-func (x *Remote) GetServiceNamespace() string {
+func (x *APIService) GetServiceNamespace() string {
 	if x != nil {
 		return x.ServiceNamespace
 	}
 	return ""
 }
 
-func (x *Remote) GetServiceName() string {
+func (x *APIService) GetServiceName() string {
 	if x != nil {
 		return x.ServiceName
 	}
 	return ""
 }
 
-func (x *Remote) GetPort() int32 {
+func (x *APIService) GetPort() int32 {
 	if x != nil {
 		return x.Port
 	}
 	return 0
 }
 
-func (x *Remote) GetInsecureSkipTlsVerify() bool {
+func (x *APIService) GetInsecureSkipTlsVerify() bool {
 	if x != nil {
 		return x.InsecureSkipTlsVerify
 	}
 	return false
 }
 
-func (x *Remote) GetCaBundle() []byte {
+func (x *APIService) GetCaBundle() []byte {
 	if x != nil {
 		return x.CaBundle
 	}
 	return nil
 }
 
-func (x *Remote) GetAvailable() bool {
+func (x *APIService) GetAvailable() bool {
 	if x != nil {
 		return x.Available
 	}
 	return false
 }
 
-func (x *Remote) GetAddresses() []string {
+func (x *APIService) GetAddresses() []string {
 	if x != nil {
 		return x.Addresses
 	}
@@ -1308,7 +1308,7 @@ type ResourceEntry struct {
 	DiscoveryKind string `protobuf:"bytes,20,opt,name=discovery_kind,json=discoveryKind" json:"discovery_kind,omitempty"`
 	// A custom resource: objects have no Go type. They are served in JSON and YAML, their metadata also in protobuf, and each
 	// may be stored in another version than stored_kind.
-	Untyped bool `protobuf:"varint,21,opt,name=untyped" json:"untyped,omitempty"`
+	Unstructured bool `protobuf:"varint,21,opt,name=unstructured" json:"unstructured,omitempty"`
 	// Served, but not told of yet: the definition's names are accepted and it is not established.
 	Hidden bool `protobuf:"varint,22,opt,name=hidden" json:"hidden,omitempty"`
 	// Every answer carries these Warning headers too.
@@ -1487,9 +1487,9 @@ func (x *ResourceEntry) GetDiscoveryKind() string {
 	return ""
 }
 
-func (x *ResourceEntry) GetUntyped() bool {
+func (x *ResourceEntry) GetUnstructured() bool {
 	if x != nil {
-		return x.Untyped
+		return x.Unstructured
 	}
 	return false
 }
@@ -2372,19 +2372,20 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x10\n" +
-	"\x0eCatalogRequest\"\xc7\x03\n" +
+	"\x0eCatalogRequest\"\xd4\x03\n" +
 	"\x0fCatalogResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12B\n" +
 	"\tresources\x18\x02 \x03(\v2$.watershed.registry.v1.ResourceEntryR\tresources\x12M\n" +
-	"\aopenapi\x18\x03 \x03(\v23.watershed.registry.v1.CatalogResponse.OpenapiEntryR\aopenapi\x127\n" +
-	"\aremotes\x18\x04 \x03(\v2\x1d.watershed.registry.v1.RemoteR\aremotes\x12\x14\n" +
+	"\aopenapi\x18\x03 \x03(\v23.watershed.registry.v1.CatalogResponse.OpenapiEntryR\aopenapi\x12D\n" +
+	"\fapi_services\x18\x04 \x03(\v2!.watershed.registry.v1.APIServiceR\vapiServices\x12\x14\n" +
 	"\x05delta\x18\x05 \x01(\bR\x05delta\x127\n" +
 	"\aremoved\x18\x06 \x03(\v2\x1d.watershed.common.v1.ResourceR\aremoved\x12'\n" +
 	"\x0fopenapi_removed\x18\a \x03(\tR\x0eopenapiRemoved\x1a:\n" +
 	"\fOpenapiEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xae\x02\n" +
-	"\x06Remote\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xb2\x02\n" +
+	"\n" +
+	"APIService\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\tR\x05group\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\tR\aversion\x12+\n" +
 	"\x11service_namespace\x18\x03 \x01(\tR\x10serviceNamespace\x12!\n" +
@@ -2397,7 +2398,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xa5\b\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xaf\b\n" +
 	"\rResourceEntry\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
@@ -2425,8 +2426,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0fconnect_subpath\x18\x10 \x01(\bR\x0econnectSubpath\x12'\n" +
 	"\x0fconnect_methods\x18\x11 \x03(\tR\x0econnectMethods\x12(\n" +
 	"\x10get_with_options\x18\x13 \x01(\bR\x0egetWithOptions\x12%\n" +
-	"\x0ediscovery_kind\x18\x14 \x01(\tR\rdiscoveryKind\x12\x18\n" +
-	"\auntyped\x18\x15 \x01(\bR\auntyped\x12\x16\n" +
+	"\x0ediscovery_kind\x18\x14 \x01(\tR\rdiscoveryKind\x12\"\n" +
+	"\funstructured\x18\x15 \x01(\bR\funstructured\x12\x16\n" +
 	"\x06hidden\x18\x16 \x01(\bR\x06hidden\x12\x1a\n" +
 	"\bwarnings\x18\x17 \x03(\tR\bwarnings\x12)\n" +
 	"\x10converted_fields\x18\x18 \x01(\bR\x0fconvertedFields\x12'\n" +
@@ -2552,7 +2553,7 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*AuthorizationResult)(nil),      // 11: watershed.registry.v1.AuthorizationResult
 	(*CatalogRequest)(nil),           // 12: watershed.registry.v1.CatalogRequest
 	(*CatalogResponse)(nil),          // 13: watershed.registry.v1.CatalogResponse
-	(*Remote)(nil),                   // 14: watershed.registry.v1.Remote
+	(*APIService)(nil),               // 14: watershed.registry.v1.APIService
 	(*Group)(nil),                    // 15: watershed.registry.v1.Group
 	(*ResourceEntry)(nil),            // 16: watershed.registry.v1.ResourceEntry
 	(*SnapshotRequest)(nil),          // 17: watershed.registry.v1.SnapshotRequest
@@ -2615,7 +2616,7 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	15, // 25: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
 	16, // 26: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
 	29, // 27: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
-	14, // 28: watershed.registry.v1.CatalogResponse.remotes:type_name -> watershed.registry.v1.Remote
+	14, // 28: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
 	35, // 29: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
 	35, // 30: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
 	34, // 31: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind

@@ -28,9 +28,9 @@ const (
 // Query says which objects, and in which form.
 type Query struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Which resource, in which version; how it is served is what the answering service's own catalogue says.
+	// Which resource, in which version; how it is served is what the answering service's own catalog says.
 	Resource *v1.Resource `protobuf:"bytes,8,opt,name=resource" json:"resource,omitempty"`
-	// The defined_at of the catalogue's entry that the caller goes by. Whoever has only heard of an older one does not answer: a
+	// The defined_at of the catalog's entry that the caller goes by. Whoever has only heard of an older one does not answer: a
 	// watch then gets UNAVAILABLE, and anything else FAILED_PRECONDITION.
 	DefinedAt     int64  `protobuf:"varint,9,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
 	Namespace     string `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`

@@ -107,8 +107,8 @@ func New(t testing.TB, flags ...string) *World {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.Resources.Customs = &customresources.Table{Storage: store, Changed: func() {}}
-	if w.Resources.Customs.Models, err = w.Resources.BuiltIn.Models("apiextensions.k8s.io"); err != nil {
+	w.Resources.Custom = &customresources.Set{Storage: store, Changed: func() {}}
+	if w.Resources.Custom.Models, err = w.Resources.BuiltIn.Models("apiextensions.k8s.io"); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = store.Close() })

@@ -39,7 +39,7 @@ type registry struct {
 	registryv1.UnimplementedCatalogServer
 }
 
-// Pods is what the catalogue says of pods.
+// Pods is what the catalog says of pods.
 func Pods() *registryv1.ResourceEntry {
 	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
 	return &registryv1.ResourceEntry{

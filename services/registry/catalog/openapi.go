@@ -1,4 +1,4 @@
-package catalogue
+package catalog
 
 import (
 	"encoding/json"
@@ -17,7 +17,7 @@ import (
 )
 
 // OpenAPI sends one document in JSON.
-func (c *Catalogue) OpenAPI(r *registryv1.OpenAPIRequest,
+func (c *Catalog) OpenAPI(r *registryv1.OpenAPIRequest,
 	stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
 	doc, err := c.document(r.Path)
 	if err != nil {
@@ -35,7 +35,7 @@ func (c *Catalogue) OpenAPI(r *registryv1.OpenAPIRequest,
 	})
 }
 
-func (c *Catalogue) document(path string) (any, error) {
+func (c *Catalog) document(path string) (any, error) {
 	doc, ok, err := c.resources.BuiltIn.OpenAPI(path)
 	switch {
 	case err != nil:
@@ -45,7 +45,7 @@ func (c *Catalogue) document(path string) (any, error) {
 		if !ok {
 			return nil, fmt.Errorf("the document of v2 is a %T", doc)
 		}
-		return c.resources.Customs.OpenAPIV2(builtIn)
+		return c.resources.Custom.OpenAPIV2(builtIn)
 	case ok:
 		return doc, nil
 	}
@@ -53,7 +53,7 @@ func (c *Catalogue) document(path string) (any, error) {
 	if err != nil {
 		return nil, nil
 	}
-	v3, err := c.resources.Customs.OpenAPIV3(gv)
+	v3, err := c.resources.Custom.OpenAPIV3(gv)
 	if v3 == nil {
 		return nil, err
 	}

@@ -1,4 +1,4 @@
-package catalogue
+package catalog
 
 import (
 	"fmt"
@@ -37,9 +37,9 @@ type APIServices struct {
 	endpoints bool
 }
 
-// FollowAPIServices has the catalogue tell of the APIServices that a client of the cluster's own finds, and where the
+// FollowAPIServices has the catalog tell of the APIServices that a client of the cluster's own finds, and where the
 // services are that they name. Run the informers of both.
-func (c *Catalogue) FollowAPIServices(config *restclient.Config,
+func (c *Catalog) FollowAPIServices(config *restclient.Config,
 	core informers.SharedInformerFactory, endpoints bool) error {
 	client, err := registrationsclient.NewForConfig(config)
 	if err != nil {
@@ -114,7 +114,7 @@ func (r *APIServices) uses(namespace, service string) bool {
 	})
 }
 
-// add tells of them in a catalogue.
+// add tells of them in a catalog.
 func (r *APIServices) add(c *registryv1.CatalogResponse, into *groups) {
 	for _, a := range r.all() {
 		into.add(schema.GroupVersion{
@@ -122,7 +122,7 @@ func (r *APIServices) add(c *registryv1.CatalogResponse, into *groups) {
 			Version: a.Spec.Version,
 		}, a.Spec.GroupPriorityMinimum, a.Spec.VersionPriority)
 		port := ptr.Deref(a.Spec.Service.Port, 443)
-		remote := &registryv1.Remote{
+		remote := &registryv1.APIService{
 			Group:                 a.Spec.Group,
 			Version:               a.Spec.Version,
 			ServiceNamespace:      a.Spec.Service.Namespace,
@@ -133,7 +133,7 @@ func (r *APIServices) add(c *registryv1.CatalogResponse, into *groups) {
 			Available:             helper.IsAPIServiceConditionTrue(a, apiregistrationv1.Available),
 		}
 		remote.Addresses, _ = r.addresses(a.Spec.Service.Namespace, a.Spec.Service.Name, port)
-		c.Remotes = append(c.Remotes, remote)
+		c.ApiServices = append(c.ApiServices, remote)
 	}
 }
 

@@ -1,4 +1,4 @@
-package catalogue
+package catalog
 
 import (
 	"context"
@@ -43,7 +43,7 @@ func entry(name string) *registryv1.ResourceEntry {
 	return &registryv1.ResourceEntry{Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: name}}
 }
 
-// told is a follower of the catalogue.
+// told is a follower of the catalog.
 type told struct {
 	grpc.ServerStreamingServer[registryv1.CatalogResponse]
 	ctx context.Context

@@ -1,5 +1,5 @@
-// Package catalogue tells the others what is served: every resource, and which group versions other servers answer for.
-package catalogue
+// Package catalog tells the others what is served: every resource, and which group versions other servers answer for.
+package catalog
 
 import (
 	"cmp"
@@ -20,7 +20,7 @@ import (
 	"watershed.dev/services/registry/resources"
 )
 
-// catalogPeriod is the least time between two catalogues: where a thousand definitions come at once, not each makes a
+// catalogPeriod is the least time between two catalogs: where a thousand definitions come at once, not each makes a
 // new one.
 const catalogPeriod = 50 * time.Millisecond
 
@@ -30,8 +30,8 @@ const (
 	customVersionPriority = 100
 )
 
-// Catalogue tells what is served, and whenever that changes.
-type Catalogue struct {
+// Catalog tells what is served, and whenever that changes.
+type Catalog struct {
 	registryv1.UnimplementedCatalogServer
 	resources *resources.Resources
 	// APIServices are the group versions that other servers answer for.
@@ -41,21 +41,21 @@ type Catalogue struct {
 	current watchable.Value[*registryv1.CatalogResponse]
 }
 
-// New returns the catalogue of what is served. It is empty until Renew.
-func New(r *resources.Resources) *Catalogue {
-	return &Catalogue{resources: r, dirty: make(chan struct{}, 1)}
+// New returns the catalog of what is served. It is empty until Renew.
+func New(r *resources.Resources) *Catalog {
+	return &Catalog{resources: r, dirty: make(chan struct{}, 1)}
 }
 
-// Touch has the catalogue made anew soon.
-func (c *Catalogue) Touch() {
+// Touch has the catalog made anew soon.
+func (c *Catalog) Touch() {
 	select {
 	case c.dirty <- struct{}{}:
 	default:
 	}
 }
 
-// Run makes catalogues until ctx is done.
-func (c *Catalogue) Run(ctx context.Context) error {
+// Run makes catalogs until ctx is done.
+func (c *Catalog) Run(ctx context.Context) error {
 	for {
 		select {
 		case <-ctx.Done():
@@ -71,11 +71,11 @@ func (c *Catalogue) Run(ctx context.Context) error {
 	}
 }
 
-// Renew makes the catalogue anew.
-func (c *Catalogue) Renew() { c.current.Set(c.make()) }
+// Renew makes the catalog anew.
+func (c *Catalog) Renew() { c.current.Set(c.make()) }
 
 // Follow sends what is served now and whenever it changes.
-func (c *Catalogue) Follow(_ *registryv1.CatalogRequest,
+func (c *Catalog) Follow(_ *registryv1.CatalogRequest,
 	stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
 	var sent *registryv1.CatalogResponse
 	for {
@@ -101,10 +101,10 @@ func (c *Catalogue) Follow(_ *registryv1.CatalogRequest,
 // delta is what makes now out of before. Entries do not change, so that those that are the same are so by identity.
 func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse {
 	d := &registryv1.CatalogResponse{
-		Delta:   true,
-		Groups:  now.Groups,
-		Remotes: now.Remotes,
-		Openapi: map[string]string{},
+		Delta:       true,
+		Groups:      now.Groups,
+		ApiServices: now.ApiServices,
+		Openapi:     map[string]string{},
 	}
 	type key struct{ group, version, resource, subresource string }
 	of := func(r *commonv1.Resource) key { return key{r.Group, r.Version, r.Resource, r.Subresource} }
@@ -136,8 +136,8 @@ func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse 
 }
 
 // make puts together what is built in, what definitions define and what other servers answer for.
-func (c *Catalogue) make() *registryv1.CatalogResponse {
-	builtIn, customs := c.resources.BuiltIn, c.resources.Customs
+func (c *Catalog) make() *registryv1.CatalogResponse {
+	builtIn, customs := c.resources.BuiltIn, c.resources.Custom
 	entries := customs.Entries()
 	out := &registryv1.CatalogResponse{
 		Resources: slices.Concat(builtIn.Entries(), entries),

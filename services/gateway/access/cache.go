@@ -11,9 +11,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// kept remembers answers for a while, in a bounded number of bytes, of which one owner may take a part. What was used
+// cache remembers answers for a while, in a bounded number of bytes, of which one owner may take a part. What was used
 // least lately goes first. Its methods may be called by any number of goroutines.
-type kept[V any] struct {
+type cache[V any] struct {
 	// limit bounds all entries in bytes, and share those of one owner.
 	limit, share int
 	size         prometheus.Gauge
@@ -42,8 +42,8 @@ type keptEntry[V any] struct {
 // keptBytes is about what an entry takes beside its value: its key, its places in two lists and in two maps.
 const keptBytes = 400
 
-func newKept[V any](limit, share int, size prometheus.Gauge) *kept[V] {
-	return &kept[V]{
+func newKept[V any](limit, share int, size prometheus.Gauge) *cache[V] {
+	return &cache[V]{
 		limit:   limit,
 		share:   share,
 		size:    size,
@@ -53,7 +53,7 @@ func newKept[V any](limit, share int, size prometheus.Gauge) *kept[V] {
 }
 
 // get is what was kept under a key and has not expired.
-func (k *kept[V]) get(key digest) (V, bool) {
+func (k *cache[V]) get(key digest) (V, bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	e := k.entries[key]
@@ -71,7 +71,7 @@ func (k *kept[V]) get(key digest) (V, bool) {
 }
 
 // put keeps a value of some bytes for an owner.
-func (k *kept[V]) put(key digest, owner string, value V, bytes int, until time.Time) {
+func (k *cache[V]) put(key digest, owner string, value V, bytes int, until time.Time) {
 	bytes += keptBytes + len(owner)
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -106,7 +106,7 @@ func (k *kept[V]) put(key digest, owner string, value V, bytes int, until time.T
 	k.size.Set(float64(k.bytes))
 }
 
-func (k *kept[V]) remove(e *keptEntry[V]) {
+func (k *cache[V]) remove(e *keptEntry[V]) {
 	o := k.owners[e.owner]
 	k.used.Remove(e.inAll)
 	o.used.Remove(e.inOwner)

@@ -28,8 +28,8 @@ import (
 	"watershed.dev/services/registry/verbs"
 )
 
-// Table is every definition that can be served. What takes long to build is built when it is first asked for.
-type Table struct {
+// Set is every definition that can be served. What takes long to build is built when it is first asked for.
+type Set struct {
 	Storage *storage.Storage
 	// Converters call the webhooks of definitions that have one.
 	Converters *conversion.CRConverterFactory
@@ -68,7 +68,7 @@ type servedVersion struct {
 }
 
 // Handler follows an informer of definitions.
-func (t *Table) Handler() cache.ResourceEventHandler {
+func (t *Set) Handler() cache.ResourceEventHandler {
 	return cache.ResourceEventHandlerFuncs{
 		AddFunc:    func(obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
 		UpdateFunc: func(_, obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
@@ -84,7 +84,7 @@ func (t *Table) Handler() cache.ResourceEventHandler {
 }
 
 // remove forgets a definition as of d's revision; what is known of a later one stays.
-func (t *Table) remove(d *apiextensionsv1.CustomResourceDefinition) {
+func (t *Set) remove(d *apiextensionsv1.CustomResourceDefinition) {
 	at, err := storage.Revision(d)
 	if err != nil {
 		return
@@ -105,7 +105,7 @@ func (t *Table) remove(d *apiextensionsv1.CustomResourceDefinition) {
 	}
 }
 
-func (t *Table) set(d *apiextensionsv1.CustomResourceDefinition) *served {
+func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *served {
 	if !Servable(d) {
 		t.remove(d)
 		return nil
@@ -164,7 +164,7 @@ func Servable(d *apiextensionsv1.CustomResourceDefinition) bool {
 }
 
 // get finds a definition. One that this registry has not heard of is looked for in etcd: another one may have.
-func (t *Table) get(ctx context.Context, name string) (*served, error) {
+func (t *Set) get(ctx context.Context, name string) (*served, error) {
 	if s := t.definition(name); s != nil {
 		return s, nil
 	}
@@ -172,7 +172,7 @@ func (t *Table) get(ctx context.Context, name string) (*served, error) {
 }
 
 // current is a definition as etcd has it now; nil where there is none to serve.
-func (t *Table) current(ctx context.Context, name string) (*served, error) {
+func (t *Set) current(ctx context.Context, name string) (*served, error) {
 	d, err := Read(ctx, t.Storage, name)
 	if err != nil || d == nil {
 		return nil, err
@@ -181,7 +181,7 @@ func (t *Table) current(ctx context.Context, name string) (*served, error) {
 }
 
 // Endpoint finds what answers requests for r; nil where nothing does.
-func (t *Table) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoint, error) {
+func (t *Set) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoint, error) {
 	if r.GetGroup() == "" {
 		return nil, nil
 	}
@@ -209,7 +209,7 @@ func (s *served) has(r *commonv1.Resource) bool {
 }
 
 // NotBefore sees to it that a definition is not used as it was before a revision.
-func (t *Table) NotBefore(ctx context.Context, name string, revision int64) error {
+func (t *Set) NotBefore(ctx context.Context, name string, revision int64) error {
 	s := t.definition(name)
 	if revision == 0 || s == nil {
 		return nil
@@ -222,7 +222,7 @@ func (t *Table) NotBefore(ctx context.Context, name string, revision int64) erro
 }
 
 // Stored finds how a definition's objects are read, as the definition is now in etcd.
-func (t *Table) Stored(ctx context.Context, name string) (*storage.Stored, error) {
+func (t *Set) Stored(ctx context.Context, name string) (*storage.Stored, error) {
 	s, err := t.current(ctx, name)
 	if err != nil || s == nil {
 		return nil, err
@@ -231,7 +231,7 @@ func (t *Table) Stored(ctx context.Context, name string) (*storage.Stored, error
 }
 
 // definition finds a definition that this registry has heard of, by its resource's name; nil where there is none.
-func (t *Table) definition(name string) *served {
+func (t *Set) definition(name string) *served {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	return t.byName[name]
@@ -239,7 +239,7 @@ func (t *Table) definition(name string) *served {
 
 // GetCustomResourceListerCollectionDeleter implements finalizer.CRClientGetter: a deleted definition's objects go
 // first.
-func (t *Table) GetCustomResourceListerCollectionDeleter(
+func (t *Set) GetCustomResourceListerCollectionDeleter(
 	d *apiextensionsv1.CustomResourceDefinition) (finalizer.ListerCollectionDeleter, error) {
 	s := t.definition(d.Name)
 	if s == nil || s.UID != d.UID {
@@ -256,7 +256,7 @@ func (t *Table) GetCustomResourceListerCollectionDeleter(
 }
 
 // all is every definition, by group and name.
-func (t *Table) all() []*served {
+func (t *Set) all() []*served {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	var all []*served
@@ -269,8 +269,8 @@ func (t *Table) all() []*served {
 	return all
 }
 
-// Entries is what the catalogue says of the definitions.
-func (t *Table) Entries() []*registryv1.ResourceEntry {
+// Entries is what the catalog says of the definitions.
+func (t *Set) Entries() []*registryv1.ResourceEntry {
 	var all []*registryv1.ResourceEntry
 	for _, s := range t.all() {
 		all = append(all, s.entries...)

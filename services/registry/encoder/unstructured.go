@@ -14,9 +14,9 @@ import (
 	"watershed.dev/services/registry/verbs"
 )
 
-// EncodeUntyped is Encode for custom resources. Objects that are stored in another version are converted together: a
-// webhook is asked once.
-func EncodeUntyped(ctx context.Context, e *verbs.Endpoint,
+// EncodeUnstructured is Encode for custom resources. Objects that are stored in another version are converted together:
+// a webhook is asked once.
+func EncodeUnstructured(ctx context.Context, e *verbs.Endpoint,
 	r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	list := &unstructured.UnstructuredList{Items: make([]unstructured.Unstructured, len(r.Json))}
 	list.SetGroupVersionKind(schema.GroupVersionKind{
@@ -55,7 +55,7 @@ func EncodeUntyped(ctx context.Context, e *verbs.Endpoint,
 		}
 	} else {
 		for i := range list.Items {
-			data, err := storage.Untyped(&list.Items[i])
+			data, err := storage.UnstructuredJSON(&list.Items[i])
 			if err != nil {
 				return nil, err
 			}
