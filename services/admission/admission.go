@@ -213,7 +213,7 @@ func (s *Service) Interests(_ *admissionv1.InterestsRequest,
 	check := time.NewTicker(interestsCheck)
 	defer check.Stop()
 	for {
-		set, changed := s.interests.get()
+		set, changed := s.interests.current.Get()
 		if err := s.fresh(); err != nil {
 			return status.Error(codes.Unavailable, err.Error())
 		}

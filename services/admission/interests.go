@@ -2,7 +2,6 @@ package admission
 
 import (
 	"context"
-	"sync"
 
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	"k8s.io/apimachinery/pkg/labels"
@@ -10,6 +9,7 @@ import (
 	admissionlisters "k8s.io/client-go/listers/admissionregistration/v1"
 	"k8s.io/client-go/tools/cache"
 
+	"watershed.dev/platform/watchable"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
 
@@ -74,9 +74,7 @@ type interests struct {
 	synced []cache.InformerSynced
 	dirty  chan struct{}
 
-	mu      sync.Mutex
-	current *admissionv1.InterestSet
-	changed chan struct{}
+	current watchable.Value[*admissionv1.InterestSet]
 }
 
 // everything is asked until the webhooks and policies are known.
@@ -101,9 +99,8 @@ func newInterests(f informers.SharedInformerFactory, all bool) *interests {
 		mutations:  a.MutatingAdmissionPolicies().Lister(),
 		all:        all,
 		dirty:      make(chan struct{}, 1),
-		current:    everything(),
-		changed:    make(chan struct{}),
 	}
+	i.current.Set(everything())
 	touch := func(any) {
 		select {
 		case i.dirty <- struct{}{}:
@@ -130,27 +127,13 @@ func (i *interests) run(ctx context.Context) {
 		return
 	}
 	for {
-		i.set(i.compute())
+		i.current.Set(i.compute())
 		select {
 		case <-ctx.Done():
 			return
 		case <-i.dirty:
 		}
 	}
-}
-
-func (i *interests) get() (*admissionv1.InterestSet, <-chan struct{}) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	return i.current, i.changed
-}
-
-func (i *interests) set(s *admissionv1.InterestSet) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	i.current = s
-	close(i.changed)
-	i.changed = make(chan struct{})
 }
 
 func (i *interests) compute() *admissionv1.InterestSet {

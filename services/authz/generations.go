@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/client-go/tools/cache"
 
+	"watershed.dev/platform/watchable"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
@@ -31,11 +32,11 @@ type generations struct {
 	mu     sync.Mutex
 	count  uint64
 	recent []*authzv1.Generation // the newest last
-	moved  chan struct{}
+	moved  watchable.Signal
 }
 
 func newGenerations() *generations {
-	return &generations{replica: rand.Text(), count: 1, moved: make(chan struct{})}
+	return &generations{replica: rand.Text(), count: 1}
 }
 
 // change notes that the policy of a namespace has changed, or with an empty one everybody's. revokes says that it may
@@ -53,8 +54,7 @@ func (g *generations) change(namespace string, revokes bool) {
 	if len(g.recent) > maxChanges {
 		g.recent = append([]*authzv1.Generation(nil), g.recent[maxChanges/2:]...)
 	}
-	close(g.moved)
-	g.moved = make(chan struct{})
+	g.moved.Notify()
 }
 
 func (g *generations) current() uint64 {
@@ -70,9 +70,9 @@ func (g *generations) after(
 	defer g.mu.Unlock()
 	n := int(g.count - count)
 	if n > len(g.recent) {
-		return nil, &authzv1.Generation{Generation: g.count, Replica: g.replica, MayRevoke: true}, g.moved
+		return nil, &authzv1.Generation{Generation: g.count, Replica: g.replica, MayRevoke: true}, g.moved.C()
 	}
-	return g.recent[len(g.recent)-n:], nil, g.moved
+	return g.recent[len(g.recent)-n:], nil, g.moved.C()
 }
 
 // handler counts the changes of RBAC objects.

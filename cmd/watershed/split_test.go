@@ -1,0 +1,168 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/spf13/pflag"
+	"sigs.k8s.io/yaml"
+
+	"watershed.dev/platform/config"
+)
+
+// plannedSplit is what split would run in dir.
+func plannedSplit(t *testing.T, replicas map[string]int) []*child {
+	t.Helper()
+	counts, err := replicaCounts(replicas)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := openLayout(t.TempDir(), 6443, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(l.close)
+	s := &splitRun{layout: l, counts: counts, common: map[string]any{"v": 2}, bind: "127.0.0.1"}
+	processes, err := s.processes()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return processes
+}
+
+func settingsIn(t *testing.T, file string) map[string]any {
+	t.Helper()
+	data, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := map[string]any{}
+	if err := yaml.Unmarshal(data, &out); err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+// Every process is told where those are that its service calls, who it is, and nothing that it does not know.
+func TestWhatEveryProcessIsTold(t *testing.T) {
+	var names, addresses []string
+	of := map[string]map[string]any{}
+	for _, p := range plannedSplit(t, map[string]int{"watchfanout": 3, "etcd": 3}) {
+		names = append(names, p.name)
+		of[p.name] = settingsIn(t, p.config)
+		m := moduleOf(p.command)
+		if m == nil { // etcd or NATS
+			continue
+		}
+		settings := of[p.name]
+		if a, ok := settings["rpc-address"].(string); ok {
+			addresses = append(addresses, a)
+		}
+		for _, peer := range m.calls {
+			if all, _ := settings[peer+"-addresses"].(string); all == "" {
+				t.Errorf("%s is not told where %s is", p.name, peer)
+			}
+		}
+		if settings["rpc-cert-file"] == "" || fmt.Sprint(settings["v"]) != "2" {
+			t.Errorf("%s: %v", p.name, settings)
+		}
+		// the service's own command takes the file
+		fs := pflag.NewFlagSet(p.name, pflag.ContinueOnError)
+		new(process).addFlags(fs, m)
+		m.settings().AddFlags(fs)
+		if err := config.Load(fs, []string{"--config", p.config}); err != nil {
+			t.Errorf("%s: %v", p.name, err)
+		}
+	}
+	slices.Sort(names)
+	want := "admission-0 authn-0 authz-0 etcd-0 etcd-1 etcd-2 gateway-0 gateway-1 nats-0 registry-0 registry-1 " +
+		"watchfanout-0 watchfanout-1 watchfanout-2"
+	if got := strings.Join(names, " "); got != want {
+		t.Errorf("%s", got)
+	}
+	slices.Sort(addresses)
+	if n := len(slices.Compact(addresses)); n != 8 {
+		t.Errorf("%d addresses of 8 servers: %q", n, addresses)
+	}
+	if got := strings.Count(of["gateway-0"]["watchfanout-addresses"].(string), ","); got != 2 {
+		t.Errorf("a gateway knows %v", of["gateway-0"]["watchfanout-addresses"])
+	}
+	if got := of["etcd-1"]["initial-cluster"].(string); strings.Count(got, "https://") != 3 {
+		t.Errorf("a member knows %s", got)
+	}
+}
+
+// A number of replicas that cannot be is refused by the name of its flag.
+func TestOddReplicasAreRefused(t *testing.T) {
+	for _, odd := range []map[string]int{{"nobody": 1}, {"gateway": 0}, {"etcd": -1}} {
+		if _, err := replicaCounts(odd); err == nil || !strings.HasPrefix(err.Error(), "--replicas ") {
+			t.Errorf("%v: %v", odd, err)
+		}
+	}
+	counts, err := replicaCounts(map[string]int{"gateway": 5})
+	if err != nil || counts["gateway"] != 5 || counts["authn"] != 1 || defaultReplicas["gateway"] != 2 {
+		t.Errorf("%v, %v", counts, err)
+	}
+}
+
+// Up hands each service the flags that it shares with others, and what the data directory says only where nobody has
+// said anything else.
+func TestUpHandsFlagsOn(t *testing.T) {
+	command := pflag.NewFlagSet("up", pflag.ContinueOnError)
+	all := map[string]*built{}
+	for _, m := range modules {
+		all[m.name] = newBuilt(m, command)
+	}
+	if err := command.Parse([]string{"--service-account-issuer=https://a", "--service-account-issuer=https://b",
+		"--secure-port=7443"}); err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range modules {
+		if err := all[m.name].applyFlags(command); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, name := range []string{"authn", "registry"} {
+		issuers, err := all[name].flags.GetStringArray("service-account-issuer")
+		if err != nil {
+			issuers, err = all[name].flags.GetStringSlice("service-account-issuer")
+		}
+		if err != nil || !slices.Equal(issuers, []string{"https://a", "https://b"}) {
+			t.Errorf("%s: %q, %v", name, issuers, err)
+		}
+	}
+	for _, name := range []string{"gateway", "registry"} {
+		if port, err := all[name].flags.GetInt("secure-port"); err != nil || port != 7443 {
+			t.Errorf("%s: %d, %v", name, port, err)
+		}
+	}
+	if err := all["gateway"].settle(map[string]any{"secure-port": 1, "bind-address": "192.0.2.7"}); err != nil {
+		t.Fatal(err)
+	}
+	port, _ := all["gateway"].flags.GetInt("secure-port")
+	bind, _ := all["gateway"].flags.GetString("bind-address")
+	if port != 7443 || bind != "192.0.2.7" {
+		t.Errorf("%d %s", port, bind)
+	}
+}
+
+// What a data directory holds is its owner's to read.
+func TestKubeconfigsAreTheirOwners(t *testing.T) {
+	l, err := openLayout(t.TempDir(), 6443, []string{"example.com"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.close()
+	for _, name := range []string{"authn", "authz", "admission"} {
+		if info, err := os.Stat(l.kubeconfigOf(name)); err != nil || info.Mode().Perm() != 0o600 {
+			t.Errorf("%s: %v, %v", name, info, err)
+		}
+	}
+	if info, err := os.Stat(filepath.Join(l.dir, "admin.kubeconfig")); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v", info, err)
+	}
+}
