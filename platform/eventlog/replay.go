@@ -29,7 +29,7 @@ const (
 )
 
 // Replay calls each with the events of a stored resource after a revision, and with progress, in order, until each
-// answers false or an error, or ctx is done. It is for those who need more than a reader keeps. ErrForgotten comes
+// answers false or an error, or ctx is done. It is for those who need more than a reader keeps. ErrExpired comes
 // where the log has a reset, or where its retention may have overtaken the reading: what each was given before is sound
 // and has no gap. each is called for as many messages at a time as are known to follow each other, so it lags a little
 // behind the log; it must be quick.

@@ -167,7 +167,7 @@ func (s *Service) Register(g grpc.ServiceRegistrar) { admissionv1.RegisterAdmiss
 // Collectors are the service's own metrics; upstream's register themselves.
 func (s *Service) Collectors() []prometheus.Collector { return nil }
 
-// Ready is nil from the beginning: a plugin that has not read what it needs refuses by itself.
+// Ready is so from the start: a plugin that has not read what it needs refuses by itself.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 
 // Policies is ready once what the chain decides by has been read. How old it has become since counts at each question.

@@ -221,7 +221,7 @@ func (s *Service) Register(g grpc.ServiceRegistrar) { authnv1.RegisterAuthnServe
 // Collectors are the service's own metrics; upstream's register themselves.
 func (s *Service) Collectors() []prometheus.Collector { return nil }
 
-// Ready is nil from the beginning: certificates and static tokens need nothing of the cluster, and it is with a
+// Ready is so from the start: certificates and static tokens need nothing of the cluster, and it is with a
 // certificate that authn itself comes to the gateway.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 

@@ -158,7 +158,7 @@ func (s *Service) Register(g grpc.ServiceRegistrar) { authzv1.RegisterAuthzServe
 // Collectors are the service's own metrics.
 func (s *Service) Collectors() []prometheus.Collector { return nil }
 
-// Ready is nil from the beginning: the privileged group needs no policy, and until the policies are there everyone
+// Ready is so from the start: the privileged group needs no policy, and until the policies are there everyone
 // else is refused. Policies says when they are.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 

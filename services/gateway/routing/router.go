@@ -2,7 +2,7 @@
 // registry, where authn, authz or admission read), all else to registry, with admission and authorization asked for on
 // registry's behalf.
 //
-// The way of a request: Router.ServeHTTP finds the resource, call.serve negotiates and goes by verb: get, list and
+// The way of a request: Router.ServeHTTP finds the resource, call.dispatch negotiates and goes by verb: get, list and
 // watch go where plan says, write converses with registry, and connect carries bytes to where registry says.
 package routing
 

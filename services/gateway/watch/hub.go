@@ -87,9 +87,10 @@ type Sink interface {
 	SendHeaders()
 	// Write sends whole frames, and gives up after a while.
 	Write(ctx context.Context, frames ...[]byte) error
-	// Fail answers an error; only before Open.
+	// Fail answers an error; only before SendHeaders.
 	Fail(error)
-	// Hijack makes the response one that others may write as well; nil where that is impossible. Only after Open.
+	// Hijack makes the response one that others may write as well; nil where that is impossible. Only after
+	// SendHeaders.
 	Hijack(ctx context.Context) *wire.Stream
 }
 

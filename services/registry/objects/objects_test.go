@@ -102,7 +102,8 @@ func TestAWriteAsksInItsStream(t *testing.T) {
 		m, err := settle(t.Context(), o.Write, create(name), func(*registryv1.WriteReply) *registryv1.WriteCall {
 			return c.answer
 		})
-		if status.Code(err) != c.code || !strings.Contains(string(m.GetResult().GetBody())+status.Convert(err).Message(), c.says) {
+		said := string(m.GetResult().GetBody()) + status.Convert(err).Message()
+		if status.Code(err) != c.code || !strings.Contains(said, c.says) {
 			t.Errorf("%s: %s, %v", name, m.GetResult().GetBody(), err)
 		}
 	}

@@ -107,11 +107,12 @@ func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 			return rpc.ToStatus(err)
 		}
 	}
+	gv := &commonv1.Kind{Group: v.entry.Resource.Group, Version: v.entry.Resource.Version}
 	list := &frame.List{
 		Kind:         v.entry.ListKind,
 		Revision:     v.revision,
 		Unstructured: v.form.Unstructured && !v.form.Partial,
-		APIVersion:   frame.APIVersion(&commonv1.Kind{Group: v.entry.Resource.Group, Version: v.entry.Resource.Version}),
+		APIVersion:   frame.APIVersion(gv),
 	}
 	if v.form.Partial {
 		list.Kind, list.APIVersion = v.form.Kind+"List", v.form.APIVersion

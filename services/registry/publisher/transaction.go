@@ -15,7 +15,7 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// handle publishes one handle of the watch.
+// handle publishes one response of the watch.
 func (p *Publisher) handle(ctx context.Context, w *term, resp clientv3.WatchResponse) error {
 	if resp.CompactRevision != 0 {
 		return rpctypes.ErrCompacted

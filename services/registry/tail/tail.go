@@ -235,7 +235,7 @@ func (t *Tail) Read(storedAs string, after events.Position) *Reading {
 }
 
 // Next answers what has come since it was called last, and up to which revision that is everything: 0 before the log
-// has been read at all. changed is closed when there are more events. ErrOverrun: the reading is at its end.
+// has been read at all. changed is closed when there are more events. ErrExpired: the reading is at its end.
 func (f *Reading) Next() (came []*logv1.Event, high int64, changed <-chan struct{}, err error) {
 	t, r := f.tail, f.ring
 	t.mu.Lock()

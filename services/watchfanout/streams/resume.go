@@ -136,7 +136,7 @@ func (w *watcher) piece(all []*cache.Event, bound int) (piece []*cache.Event, si
 	return slices.Clone(all[:n]), size, n == len(all) // a copy, which holds nothing else
 }
 
-// errExpired is kube-apiserver's answer to a watch from a revision that is no longer known.
+// expired is kube-apiserver's answer to a watch from a revision that is no longer known.
 func expired(revision, low int64) error {
 	return apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d (%d)", revision, low))
 }

@@ -12,7 +12,7 @@ import (
 )
 
 // classify is an event as the query sees it: an object that comes into a selector is ADDED, one that leaves it is
-// DELETED in the state that it was last classify in.
+// DELETED in the state that it was last seen in.
 func (w *watcher) classify(ctx context.Context, e *cache.Event) (string, *cache.Item, error) {
 	now, err := w.selects(ctx, e, "fields", e.Item)
 	if err != nil {

@@ -52,7 +52,7 @@ func (s *Streams) Metrics() []prometheus.Collector {
 	}, func() float64 { return float64(s.Len()) })}
 }
 
-// track registers a watch for the status page and metrics; the answered function removes it.
+// track registers a watch for the status page and metrics; the returned function removes it.
 func (s *Streams) track(w *watcher) func() {
 	s.mu.Lock()
 	s.watchers[w] = struct{}{}

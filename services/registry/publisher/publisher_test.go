@@ -1,0 +1,204 @@
+package publisher_test
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats-server/v2/server"
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/rpc"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/publisher"
+)
+
+// journal is the log of a world's etcd, in a NATS of the test's own, as a reader has it.
+type journal struct {
+	*world.World
+	t    *testing.T
+	log  *eventlog.Options
+	nats *nats.Conn
+	js   jetstream.JetStream
+
+	mu    sync.Mutex
+	heard []string
+	more  chan struct{}
+}
+
+func newJournal(t *testing.T) *journal {
+	t.Helper()
+	s, err := server.NewServer(&server.Options{JetStream: true, StoreDir: t.TempDir(), DontListen: true, NoSigs: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Start()
+	t.Cleanup(func() { s.Shutdown(); s.WaitForShutdown() })
+	j := &journal{World: world.New(t), t: t, more: make(chan struct{}, 1)}
+	j.log = &eventlog.Options{Conn: s, Storage: "memory", Replicas: 1, Retention: time.Minute, MaxBytes: 1 << 26}
+	if j.nats, j.js, err = j.log.Connect("registry", rpc.TLS{}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(j.nats.Close)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); _ = eventlog.Read(ctx, j.js, j.take) }()
+	t.Cleanup(func() { cancel(); <-done })
+	return j
+}
+
+// take notes what the log says, but for how far it is.
+func (j *journal) take(e *logv1.Event) error {
+	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
+		return nil
+	}
+	s := strings.ToLower(strings.TrimPrefix(e.Type.String(), "TYPE_"))
+	if e.StoredAs != "" {
+		s += " " + e.StoredAs + "/" + e.Name
+	}
+	if e.Previous != nil {
+		s += fmt.Sprintf(" was %v", e.Previous.Labels)
+	}
+	j.mu.Lock()
+	j.heard = append(j.heard, s)
+	j.mu.Unlock()
+	select {
+	case j.more <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+// hears waits until the log has said as many things as want has.
+func (j *journal) hears(want ...string) {
+	j.t.Helper()
+	for deadline := time.After(20 * time.Second); ; {
+		j.mu.Lock()
+		heard := slices.Clone(j.heard)
+		j.mu.Unlock()
+		if len(heard) >= len(want) {
+			if !slices.Equal(heard, want) {
+				j.t.Fatalf("the log says %q, not %q", heard, want)
+			}
+			return
+		}
+		select {
+		case <-j.more:
+		case <-deadline:
+			j.t.Fatalf("the log says no more than %q", heard)
+		}
+	}
+}
+
+// publish runs a publisher until the answered function is called, which waits for its end.
+func (j *journal) publish(identity string) (stop func()) {
+	p := &publisher.Publisher{
+		Storage:            j.Resources.Storage,
+		Log:                j.log,
+		NATS:               j.nats,
+		JS:                 j.js,
+		Identity:           identity,
+		CompactionInterval: time.Hour,
+	}
+	ctx, cancel := context.WithCancel(j.t.Context())
+	done := make(chan struct{})
+	go func() { defer close(done); _ = p.Run(ctx) }()
+	stop = sync.OnceFunc(func() { cancel(); <-done })
+	j.t.Cleanup(stop)
+	return stop
+}
+
+func (j *journal) write(verb, name, labels string) {
+	j.t.Helper()
+	r := &registryv1.WriteRequest{Verb: verb, Name: name}
+	if verb == "create" {
+		r.Name = ""
+	}
+	if verb != "delete" {
+		r.Body = fmt.Appendf(nil, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":%q,"labels":{%s}}}`, name, labels)
+	}
+	if _, err := j.Write(j.t.Context(), world.ConfigMaps, r, &world.Gate{}); err != nil {
+		j.t.Fatal(err)
+	}
+}
+
+// Every write is in the log, once and in etcd's order, whoever publishes it and whatever was written meanwhile.
+func TestEveryWriteIsPublishedOnce(t *testing.T) {
+	j := newJournal(t)
+	stop := j.publish("one")
+	j.hears("reset")
+	j.write("create", "a", `"n":"1"`)
+	j.write("update", "a", `"n":"2"`)
+	said := []string{"reset", "added configmaps/a", "modified configmaps/a was map[n:1]"}
+	j.hears(said...)
+	stop()
+	j.write("delete", "a", "")
+	j.write("create", "b", "")
+	j.publish("two")
+	j.hears(append(said, "deleted configmaps/a", "added configmaps/b")...)
+}
+
+// What cannot be read resets its resource alone; what comes after it is published.
+func TestWhatCannotBeReadResetsItsResource(t *testing.T) {
+	j := newJournal(t)
+	j.publish("one")
+	j.hears("reset")
+	etcd := j.Resources.Storage.Client.Client
+	if _, err := etcd.Put(t.Context(), j.Resources.Storage.Prefix()+"configmaps/x/bad", "k8s\x00rubbish"); err != nil {
+		t.Fatal(err)
+	}
+	j.write("create", "good", "")
+	j.hears("reset", "reset configmaps/", "added configmaps/good")
+}
+
+// Where etcd no longer has what comes next, the log begins anew, and readers are told.
+func TestACompactedPastIsAReset(t *testing.T) {
+	j := newJournal(t)
+	stop := j.publish("one")
+	j.hears("reset")
+	stop()
+	j.write("create", "a", "")
+	j.write("update", "a", `"n":"2"`)
+	etcd := j.Resources.Storage.Client.Client
+	now, err := etcd.Get(t.Context(), "x")
+	if err == nil {
+		_, err = etcd.Compact(t.Context(), now.Header.Revision)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	j.publish("two")
+	j.hears("reset", "reset")
+	j.write("create", "b", "")
+	j.hears("reset", "reset", "added configmaps/b")
+}
+
+// An etcd that was restored from a backup has another history, though it may have come as far: nothing is carried over.
+func TestAnotherHistoryIsAReset(t *testing.T) {
+	j := newJournal(t)
+	stop := j.publish("one")
+	j.hears("reset")
+	j.write("create", "a", "")
+	j.hears("reset", "added configmaps/a")
+	stop()
+	etcd := j.Resources.Storage.Client.Client
+	if _, err := etcd.Put(t.Context(), publisher.HistoryKey, `{"id":"another","mark":"another"}`); err != nil {
+		t.Fatal(err)
+	}
+	j.publish("two")
+	j.hears("reset", "added configmaps/a", "reset")
+	var kept *clientv3.GetResponse
+	kept, err := etcd.Get(t.Context(), publisher.HistoryKey)
+	if err != nil || len(kept.Kvs) != 1 || strings.Contains(string(kept.Kvs[0].Value), "another") {
+		t.Errorf("%v, %v", kept, err)
+	}
+}
