@@ -348,6 +348,8 @@ func etcdPart(s etcdSettings) lifecycle.Part {
 		select {
 		case <-e.Server.ReadyNotify():
 			ready.Set("etcd", nil)
+		case err := <-e.Err():
+			return err
 		case <-ctx.Done():
 			return nil
 		}

@@ -137,7 +137,11 @@ func registerMetrics(all ...service) prometheus.Gatherer {
 // pages are a service's own pages.
 func pages(s service) map[string]http.Handler {
 	out := map[string]http.Handler{"/healthz": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if err := s.Ready().Err(); err != nil {
+		err := s.Ready().Err()
+		if c, ok := s.(interface{ Check(context.Context) error }); err == nil && ok {
+			err = c.Check(r.Context())
+		}
+		if err != nil {
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
 			return
 		}

@@ -65,8 +65,9 @@ func (c *Catalog) Run(ctx context.Context) {
 		if m.Delta {
 			m = applied(full, m)
 		}
-		full = m
-		c.set(m)
+		if full = m; !m.More {
+			c.set(m)
+		}
 	}, func(err error) { slog.Debug("The catalog broke off", "error", err) })
 }
 
@@ -75,6 +76,7 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 	out := &registryv1.CatalogResponse{
 		Groups:      delta.Groups,
 		ApiServices: delta.ApiServices,
+		More:        delta.More,
 		Openapi:     maps.Clone(full.GetOpenapi()),
 	}
 	gone, changed := map[entryKey]bool{}, map[entryKey]*registryv1.ResourceEntry{}

@@ -234,7 +234,7 @@ func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) er
 		return err
 	case <-ctx.Done():
 	}
-	s.SetReady(false)
+	s.health.Shutdown() // whatever is said of readiness from now on
 	stopped := make(chan struct{})
 	go func() { s.GracefulStop(); close(stopped) }()
 	select {

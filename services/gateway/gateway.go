@@ -203,7 +203,7 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 			router.ServeHTTP(w, req)
 		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
 			g.views.discovery.ServeHTTP(w, req)
-		case strings.Contains(req.URL.Path, "//"): // nothing is mended in a path that is not as it should be
+		case strings.Contains(req.URL.Path, "//"): // such a path is not cleaned, as kube-apiserver does not
 			answer.NotFound(w, req)
 		default:
 			own.ServeHTTP(w, req)

@@ -248,7 +248,7 @@ func TestWhoIsAwayIsNamed(t *testing.T) {
 		}
 		var failed []string
 		for name, c := range g.health {
-			if c.get(httptest.NewRequest("GET", "/readyz", nil)) != nil {
+			if c.get(t.Context()) != nil {
 				failed = append(failed, name)
 			}
 		}

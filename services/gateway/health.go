@@ -3,6 +3,7 @@ package gateway
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 	"sync"
@@ -66,17 +67,20 @@ type check struct {
 	err error
 }
 
-func (c *check) get(r *http.Request) error {
+func (c *check) get(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if time.Since(c.at) > checkedFor {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(r.Context()), checkTimeout)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), checkTimeout)
 		c.err = c.ask(ctx)
 		cancel()
 		c.at = time.Now()
 	}
 	return c.err
 }
+
+// of is the check as a page asks for it.
+func (c *check) of(r *http.Request) error { return c.get(r.Context()) }
 
 // checks are what says whether each other service can be asked, by name.
 func (g *Service) checks() map[string]*check {
@@ -119,7 +123,7 @@ func (c *check) started() healthz.HealthChecker {
 		if done.Load() {
 			return nil
 		}
-		err := c.get(r)
+		err := c.get(r.Context())
 		done.Store(err == nil)
 		return err
 	})
@@ -131,7 +135,7 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 	var common, services []healthz.HealthChecker
 	for _, name := range needed {
 		if name != "etcd" {
-			services = append(services, healthz.NamedCheck(name, g.health[name].get))
+			services = append(services, healthz.NamedCheck(name, g.health[name].of))
 		}
 	}
 	names := make([]string, 0, len(hooks))
@@ -143,10 +147,10 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 		common = append(common, healthz.NamedCheck(name, g.health[hooks[name]].started().Check))
 	}
 	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
-		healthz.NamedCheck("etcd", g.health["etcd"].get)}
+		healthz.NamedCheck("etcd", g.health["etcd"].of)}
 	ready := []healthz.HealthChecker{
-		healthz.NamedCheck("etcd-readiness", g.health["etcd"].get),
-		healthz.NamedCheck("informer-sync", g.health["etcd"].get),
+		healthz.NamedCheck("etcd-readiness", g.health["etcd"].of),
+		healthz.NamedCheck("informer-sync", g.health["etcd"].of),
 		healthz.NewShutdownHealthz(g.server.ShuttingDown),
 	}
 	healthz.InstallHandler(mux, slices.Concat(first, services, common)...)
@@ -189,6 +193,16 @@ func (g *Service) tier(ctx context.Context) error {
 
 // Ready is what the gateway waits for before it answers its first request. How each service is later, /readyz says.
 func (g *Service) Ready() *lifecycle.Readiness { return &g.ready }
+
+// Check says which service that the gateway needs does not answer now, or is nil.
+func (g *Service) Check(ctx context.Context) error {
+	for _, name := range needed {
+		if err := g.health[name].get(ctx); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return nil
+}
 
 // errNotAsked is why a service that has not answered yet keeps the gateway from being ready.
 var errNotAsked = errors.New("it has not answered yet")

@@ -200,7 +200,7 @@ func (s *Service) custom() error {
 	if customs.Converters, err = conversion.NewCRConverterFactory(services, wrapper); err != nil {
 		return err
 	}
-	s.resources.Custom = customs
+	s.resources.Custom, s.tail.Foreign = customs, customs.HistoryChanged
 	_, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().AddEventHandler(customs.Handler())
 	return err
 }

@@ -377,8 +377,7 @@ func (m *Member) Restore(backup string) {
 	}
 }
 
-// KubeAPIServer starts the real thing on an etcd, with the certificates of pkiFrom (a directory that `watershed up`
-// made) or of its own, and with more flags.
+// KubeAPIServer starts the real thing on an etcd, with certificates of its own and with more flags.
 func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
 	t.Helper()
 	s := &Server{

@@ -29,7 +29,7 @@ const (
 )
 
 var (
-	keptGauge = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+	cacheBytes = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_gateway_kept_bytes",
 		Help: "Bytes of answers of authn and authz that are kept, by which of them.",
 	}, []string{"of"})
@@ -41,7 +41,7 @@ var (
 
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{keptGauge, unsettledWatches}
+	return []prometheus.Collector{cacheBytes, unsettledWatches}
 }
 
 // Authenticator asks authn, and keeps its answers for as long as authn says. What a stranger sends leaves nothing
@@ -60,7 +60,7 @@ func NewAuthenticator(client authnv1.AuthnClient, names, prefixes []string) *Aut
 		client:   client,
 		names:    names,
 		prefixes: prefixes,
-		known:    newKept[*knownUser](knownBytes, knownShare, keptGauge.WithLabelValues("authn")),
+		known:    newCache[*knownUser](knownBytes, knownShare, cacheBytes.WithLabelValues("authn")),
 	}
 }
 

@@ -42,10 +42,10 @@ type Authorizer struct {
 	asking coalesce.Group[decision]
 
 	mu sync.RWMutex
-	// replica counts the generations, and was heard of last at heard. Empty: nobody tells of changes, and nothing may
-	// be kept.
-	replica string
-	heard   time.Time
+	// replica counts the generations, and was heard of last at lastMessage. Empty: nobody tells of changes, and nothing
+	// may be kept.
+	replica     string
+	lastMessage time.Time
 	// all is the policy of the whole cluster, spaces that of namespaces.
 	all    scope
 	spaces map[string]scope
@@ -81,14 +81,14 @@ type decision struct {
 
 func (a *Authorizer) cache() *cache[decision] {
 	a.once.Do(func() {
-		a.decisions = newKept[decision](decisionBytes, decisionShare, keptGauge.WithLabelValues("authz"))
+		a.decisions = newCache[decision](decisionBytes, decisionShare, cacheBytes.WithLabelValues("authz"))
 	})
 	return a.decisions
 }
 
 // Run learns of the policy's changes until ctx is done.
 func (a *Authorizer) Run(ctx context.Context) {
-	go a.checkHeard(ctx)
+	go a.checkSilence(ctx)
 	open := func(ctx context.Context) (grpc.ServerStreamingClient[authzv1.Generation], error) {
 		// It must not wait for an authz that is away: nobody is heard of meanwhile.
 		return a.Client.Generations(ctx, &authzv1.GenerationsRequest{}, grpc.WaitForReady(false))
@@ -100,8 +100,8 @@ func (a *Authorizer) Run(ctx context.Context) {
 // followPause is how long to wait before authz is asked for its generations again.
 const followPause = 100 * time.Millisecond
 
-// checkHeard looks whether anybody is heard of, until ctx is done.
-func (a *Authorizer) checkHeard(ctx context.Context) {
+// checkSilence looks whether anybody is heard of, until ctx is done.
+func (a *Authorizer) checkSilence(ctx context.Context) {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	for {
@@ -109,21 +109,21 @@ func (a *Authorizer) checkHeard(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
-			a.unheard()
+			a.expireSilence()
 		}
 	}
 }
 
-// unheardBound is how long Generations may be silent before open watches are authorized again.
-const unheardBound = 20 * time.Second
+// silenceBound is how long Generations may be silent before open watches are authorized again.
+const silenceBound = 20 * time.Second
 
-// unheard has open watches asked about where nobody has told of the policy for long: a permission may have been taken
-// away.
-func (a *Authorizer) unheard() {
+// expireSilence has open watches asked about where nobody has told of the policy for long: a permission may have been
+// taken away.
+func (a *Authorizer) expireSilence() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if !a.heard.IsZero() && time.Since(a.heard) > unheardBound {
-		a.heard = time.Time{}
+	if !a.lastMessage.IsZero() && time.Since(a.lastMessage) > silenceBound {
+		a.lastMessage = time.Time{}
 		a.wake("")
 	}
 }
@@ -137,7 +137,7 @@ func (a *Authorizer) moved(g *authzv1.Generation, first bool) {
 		a.replica = ""
 		return
 	}
-	a.heard = time.Now()
+	a.lastMessage = time.Now()
 	if first || g.Replica != a.replica {
 		a.replica, a.all, a.spaces = g.Replica, scope{g.Generation, g.Generation}, map[string]scope{}
 		a.wake("")
@@ -194,7 +194,7 @@ func (a *Authorizer) stands(d decision) bool {
 	}
 	a.mu.RLock()
 	defer a.mu.RUnlock()
-	if a.replica == "" || d.replica != a.replica || time.Since(a.heard) > identity.GenerationLease {
+	if a.replica == "" || d.replica != a.replica || time.Since(a.lastMessage) > identity.GenerationLease {
 		return false
 	}
 	space := a.spaces[d.namespace]

@@ -19,18 +19,18 @@ type cache[V any] struct {
 	size         prometheus.Gauge
 
 	mu      sync.Mutex
-	entries map[digest]*keptEntry[V]
+	entries map[digest]*cacheEntry[V]
 	used    list.List // of *keptEntry[V], the newest first
-	owners  map[string]*keptOwner
+	owners  map[string]*cacheOwner
 	bytes   int
 }
 
-type keptOwner struct {
+type cacheOwner struct {
 	used  list.List
 	bytes int
 }
 
-type keptEntry[V any] struct {
+type cacheEntry[V any] struct {
 	key            digest
 	owner          string
 	value          V
@@ -39,83 +39,83 @@ type keptEntry[V any] struct {
 	inAll, inOwner *list.Element
 }
 
-// keptBytes is about what an entry takes beside its value: its key, its places in two lists and in two maps.
-const keptBytes = 400
+// entryBytes is about what an entry takes beside its value: its key, its places in two lists and in two maps.
+const entryBytes = 400
 
-func newKept[V any](limit, share int, size prometheus.Gauge) *cache[V] {
+func newCache[V any](limit, share int, size prometheus.Gauge) *cache[V] {
 	return &cache[V]{
 		limit:   limit,
 		share:   share,
 		size:    size,
-		entries: map[digest]*keptEntry[V]{},
-		owners:  map[string]*keptOwner{},
+		entries: map[digest]*cacheEntry[V]{},
+		owners:  map[string]*cacheOwner{},
 	}
 }
 
 // get is what was kept under a key and has not expired.
-func (k *cache[V]) get(key digest) (V, bool) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	e := k.entries[key]
+func (c *cache[V]) get(key digest) (V, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	e := c.entries[key]
 	if e != nil && time.Now().After(e.until) {
-		k.remove(e)
+		c.remove(e)
 		e = nil
 	}
 	if e == nil {
 		var none V
 		return none, false
 	}
-	k.used.MoveToFront(e.inAll)
-	k.owners[e.owner].used.MoveToFront(e.inOwner)
+	c.used.MoveToFront(e.inAll)
+	c.owners[e.owner].used.MoveToFront(e.inOwner)
 	return e.value, true
 }
 
 // put keeps a value of some bytes for an owner.
-func (k *cache[V]) put(key digest, owner string, value V, bytes int, until time.Time) {
-	bytes += keptBytes + len(owner)
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if old := k.entries[key]; old != nil {
-		k.remove(old)
+func (c *cache[V]) put(key digest, owner string, value V, bytes int, until time.Time) {
+	bytes += entryBytes + len(owner)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if old := c.entries[key]; old != nil {
+		c.remove(old)
 	}
-	if bytes > k.share {
+	if bytes > c.share {
 		return
 	}
-	for o := k.owners[owner]; o != nil && o.bytes+bytes > k.share; o = k.owners[owner] {
-		k.remove(o.used.Back().Value.(*keptEntry[V]))
+	for o := c.owners[owner]; o != nil && o.bytes+bytes > c.share; o = c.owners[owner] {
+		c.remove(o.used.Back().Value.(*cacheEntry[V]))
 	}
-	for k.bytes+bytes > k.limit {
-		k.remove(k.used.Back().Value.(*keptEntry[V]))
+	for c.bytes+bytes > c.limit {
+		c.remove(c.used.Back().Value.(*cacheEntry[V]))
 	}
-	o := k.owners[owner]
+	o := c.owners[owner]
 	if o == nil {
-		o = &keptOwner{}
-		k.owners[owner] = o
+		o = &cacheOwner{}
+		c.owners[owner] = o
 	}
-	e := &keptEntry[V]{
+	e := &cacheEntry[V]{
 		key:   key,
 		owner: owner,
 		value: value,
 		until: until,
 		bytes: bytes,
 	}
-	e.inAll, e.inOwner = k.used.PushFront(e), o.used.PushFront(e)
-	k.entries[key] = e
+	e.inAll, e.inOwner = c.used.PushFront(e), o.used.PushFront(e)
+	c.entries[key] = e
 	o.bytes += bytes
-	k.bytes += bytes
-	k.size.Set(float64(k.bytes))
+	c.bytes += bytes
+	c.size.Set(float64(c.bytes))
 }
 
-func (k *cache[V]) remove(e *keptEntry[V]) {
-	o := k.owners[e.owner]
-	k.used.Remove(e.inAll)
+func (c *cache[V]) remove(e *cacheEntry[V]) {
+	o := c.owners[e.owner]
+	c.used.Remove(e.inAll)
 	o.used.Remove(e.inOwner)
-	delete(k.entries, e.key)
-	k.bytes -= e.bytes
+	delete(c.entries, e.key)
+	c.bytes -= e.bytes
 	if o.bytes -= e.bytes; o.used.Len() == 0 {
-		delete(k.owners, e.owner)
+		delete(c.owners, e.owner)
 	}
-	k.size.Set(float64(k.bytes))
+	c.size.Set(float64(c.bytes))
 }
 
 // digest is a cache key: a SHA-256 over a secret of this process and the inputs. Its length is not the client's to

@@ -35,7 +35,7 @@ func digestOf(s string) digest {
 
 // However much is put, no more than the bound is kept, and no more than a share of it for one owner.
 func TestWhatIsKeptIsBoundedInBytes(t *testing.T) {
-	k := newKept[int](100_000, 20_000, gauge())
+	k := newCache[int](100_000, 20_000, gauge())
 	for i := range 1000 {
 		k.put(digestOf(fmt.Sprint("mallory", i)), "mallory", i, 1000, time.Now().Add(time.Hour))
 	}
@@ -63,7 +63,7 @@ func TestWhatIsKeptIsBoundedInBytes(t *testing.T) {
 
 func TestWhatIsKeptExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		k := newKept[int](100_000, 20_000, gauge())
+		k := newCache[int](100_000, 20_000, gauge())
 		k.put(digestOf("a"), "a", 1, 10, time.Now().Add(time.Second))
 		if _, ok := k.get(digestOf("a")); !ok {
 			t.Error("it is not kept")
@@ -411,7 +411,7 @@ func TestOpenWatchesAreAskedAboutWhileAuthzIsAway(t *testing.T) {
 		go func() { a.Run(ctx); close(done) }()
 		began := time.Now()
 		<-moved
-		if took := time.Since(began); took < unheardBound || took > unheardBound+2*time.Second {
+		if took := time.Since(began); took < silenceBound || took > silenceBound+2*time.Second {
 			t.Errorf("after %v", took)
 		}
 		select {

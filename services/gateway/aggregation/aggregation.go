@@ -48,11 +48,11 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 type Proxy struct {
 	config  *Config
 	said    []*registryv1.APIService // of the last view
-	current atomic.Pointer[map[schema.GroupVersion]*remote]
+	current atomic.Pointer[map[schema.GroupVersion]*server]
 }
 
-// remote is one group version's server.
-type remote struct {
+// server is one group version's server.
+type server struct {
 	*registryv1.APIService
 	transport http.RoundTripper
 	err       error
@@ -67,7 +67,7 @@ func New(c *Config) (*Proxy, error) {
 		}
 	}
 	p := &Proxy{config: c}
-	p.current.Store(&map[schema.GroupVersion]*remote{})
+	p.current.Store(&map[schema.GroupVersion]*server{})
 	return p, nil
 }
 
@@ -79,14 +79,14 @@ func (p *Proxy) Set(v *catalog.View) (changed bool) {
 	if slices.EqualFunc(before, v.ApiServices, func(a, b *registryv1.APIService) bool { return proto.Equal(a, b) }) {
 		return false
 	}
-	old, now := *p.current.Load(), map[schema.GroupVersion]*remote{}
+	old, now := *p.current.Load(), map[schema.GroupVersion]*server{}
 	for _, r := range v.ApiServices {
 		gv := schema.GroupVersion{Group: r.Group, Version: r.Version}
 		if was := old[gv]; was != nil && sameTransport(was.APIService, r) && was.err == nil {
-			now[gv] = &remote{APIService: r, transport: was.transport}
+			now[gv] = &server{APIService: r, transport: was.transport}
 			continue
 		}
-		made := &remote{APIService: r}
+		made := &server{APIService: r}
 		made.transport, made.err = p.dial(r)
 		now[gv] = made
 	}
@@ -119,8 +119,8 @@ func (p *Proxy) dial(r *registryv1.APIService) (http.RoundTripper, error) {
 	return transport.New(c)
 }
 
-// Remote finds who answers for a group version other than this system.
-func (p *Proxy) remote(gv schema.GroupVersion) *remote { return (*p.current.Load())[gv] }
+// remote finds who answers for a group version other than this system.
+func (p *Proxy) remote(gv schema.GroupVersion) *server { return (*p.current.Load())[gv] }
 
 // Handles says whether another server answers for a group version.
 func (p *Proxy) Handles(group, version string) bool {
@@ -156,7 +156,7 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 }
 
 // at is a path of the server, at any of its addresses.
-func (r *remote) at(path string) *url.URL {
+func (r *server) at(path string) *url.URL {
 	return &url.URL{Scheme: "https", Host: r.Addresses[rand.IntN(len(r.Addresses))], Path: path}
 }
 

@@ -112,7 +112,7 @@ func (l *Learner) learn(ctx context.Context) {
 
 // one asks one server, and says whether what is known of it has changed. What it does not answer this time is as it
 // was.
-func (l *Learner) one(ctx context.Context, gv schema.GroupVersion, r *remote) bool {
+func (l *Learner) one(ctx context.Context, gv schema.GroupVersion, r *server) bool {
 	before := l.Of(gv)
 	now, err := r.learn(ctx, gv)
 	if err != nil {
@@ -143,7 +143,7 @@ func (l *Learner) one(ctx context.Context, gv schema.GroupVersion, r *remote) bo
 }
 
 // document is one of the server's in JSON, or nil.
-func (r *remote) document(ctx context.Context, path string) []byte {
+func (r *server) document(ctx context.Context, path string) []byte {
 	data, _, err := r.get(ctx, path, "application/json")
 	if err != nil || !json.Valid(data) || !bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) {
 		return nil
@@ -166,7 +166,7 @@ func (l *Learner) Of(gv schema.GroupVersion) *Learned {
 }
 
 // learn asks one server, in the aggregated form or else in the old one.
-func (r *remote) learn(ctx context.Context, gv schema.GroupVersion) (*Learned, error) {
+func (r *server) learn(ctx context.Context, gv schema.GroupVersion) (*Learned, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
 		"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
 	data, contentType, err := r.get(ctx, "/apis", accept)
@@ -210,7 +210,7 @@ func learned(resources []apidiscoveryv2.APIResourceDiscovery) (*Learned, error) 
 }
 
 // get reads a page of the server's as the aggregator itself.
-func (r *remote) get(ctx context.Context, path, accept string) (data []byte, contentType string, err error) {
+func (r *server) get(ctx context.Context, path, accept string) (data []byte, contentType string, err error) {
 	if !r.Available || len(r.Addresses) == 0 || r.err != nil {
 		return nil, "", fmt.Errorf("%s.%s is not available", r.Version, r.Group)
 	}

@@ -49,6 +49,7 @@ func (c *call) plan() (*plan, error) {
 	q := &watchfanoutv1.Query{
 		Resource:       c.entry.Resource,
 		DefinedAt:      c.entry.DefinedAt,
+		Digest:         c.entry.Digest,
 		Namespace:      c.namespace(),
 		FieldSelector:  selector.String(),
 		Output:         c.out,
@@ -82,6 +83,7 @@ func (c *call) planGet() *watchfanoutv1.GetRequest {
 		Query: &watchfanoutv1.Query{
 			Resource:  c.entry.Resource,
 			DefinedAt: c.entry.DefinedAt,
+			Digest:    c.entry.Digest,
 			Namespace: c.namespace(),
 			Output:    c.out,
 		},

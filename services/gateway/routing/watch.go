@@ -81,6 +81,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 		Stopping:       c.router.Stopping(),
 		Moved:          func() <-chan struct{} { return c.router.Authorize.Moved(c.namespace()) },
 		Allowed:        c.stillAllowed(),
+		Served:         c.stillServed(),
 	}, p.from.Watches, nil
 }
 
@@ -98,6 +99,15 @@ func watchVersion(v string) (string, error) {
 func (c *call) stillAllowed() func(context.Context) bool {
 	attrs, err := filters.GetAuthorizerAttributes(c.req.Context())
 	return func(ctx context.Context) bool { return err == nil && c.router.Authorize.Still(ctx, attrs) }
+}
+
+// stillServed says whether the catalog has the watch's resource.
+func (c *call) stillServed() func() bool {
+	catalog, r := c.router.Catalog, c.entry.Resource
+	return func() bool {
+		_, ok := catalog.View().Entry(r.Group, r.Version, r.Resource, r.Subresource)
+		return ok
+	}
 }
 
 // refusal is why no source takes the watch, in the words of registry, which is asked for a list of one.

@@ -28,7 +28,9 @@ type feed struct {
 	query *watchfanoutv1.Query
 	// storedAs is the query's stored resource.
 	storedAs string
-	cancel   context.CancelFunc
+	// served says whether it is served still.
+	served func() bool
+	cancel context.CancelFunc
 
 	mu sync.Mutex
 	// entries are the recent events.
@@ -189,8 +191,8 @@ func (f *feed) marked(s *subscriber, next time.Time) {
 	s.at, s.skip, s.due, s.marks = f.bookmark.at, f.bookmark.at, next, f.bookmarks
 }
 
-// remind makes a bookmark due now.
-func (f *feed) remind(s *subscriber) {
+// bookmarkNow makes a bookmark due now.
+func (f *feed) bookmarkNow(s *subscriber) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	s.due, s.direct = time.Time{}, false
@@ -250,7 +252,7 @@ func (f *feed) deliver(fresh []entry) {
 			n++
 			continue
 		}
-		f.rouse(s)
+		f.wake(s)
 	}
 	delivered.Add(float64(n * len(fresh)))
 	f.flush()
@@ -266,7 +268,7 @@ func (f *feed) sendBookmarks(now time.Time) {
 			f.marked(s, now.Add(s.period))
 			continue
 		}
-		f.rouse(s)
+		f.wake(s)
 	}
 	f.flush()
 }
@@ -280,8 +282,8 @@ func (f *feed) flush() {
 	}
 }
 
-// rouse makes the client's own goroutine go on.
-func (f *feed) rouse(s *subscriber) {
+// wake makes the client's own goroutine go on.
+func (f *feed) wake(s *subscriber) {
 	s.direct = false
 	select {
 	case s.wake <- struct{}{}:
@@ -332,7 +334,7 @@ func (f *feed) end() {
 	f.ended = true
 	f.hold(-f.bytes)
 	for _, s := range f.subs {
-		f.rouse(s)
+		f.wake(s)
 	}
 	f.mu.Unlock()
 	f.hub.drop(f)
@@ -353,7 +355,7 @@ func (f *feed) run(ctx context.Context) {
 	var lost time.Time
 	for {
 		err := f.receive(ctx, r, func() { lost = time.Time{} })
-		if ctx.Err() != nil || status.Code(err) != codes.Unavailable {
+		if ctx.Err() != nil || status.Code(err) != codes.Unavailable || !f.served() {
 			return
 		}
 		if lost.IsZero() {

@@ -34,6 +34,8 @@ type Request struct {
 	// watch. It waits, for a while, where nobody can be asked.
 	Moved   func() <-chan struct{}
 	Allowed func(ctx context.Context) bool
+	// Served says whether the resource is served still: one whose CRD is gone has nobody to go on with.
+	Served func() bool
 }
 
 // Serve keeps a client's watch open until its time is up, the client leaves, or it ends in an error that the client
@@ -139,6 +141,9 @@ func (s *session) run(ctx context.Context) {
 
 // retry waits a little for another replica; false once that has taken too long.
 func (s *session) retry(ctx context.Context) bool {
+	if !s.Served() {
+		return false
+	}
 	if s.ResumeAfter == nil && s.opened { // broken amid the initial events: what was sent cannot be taken back
 		return false
 	}
@@ -221,7 +226,7 @@ func (s *session) share(ctx context.Context) error {
 				return errDone
 			}
 			timer.Reset(time.Until(s.Deadline))
-			f.remind(sub) // of the last bookmark
+			f.bookmarkNow(sub) // of the last bookmark
 		case <-ctx.Done():
 			return errDone
 		case <-s.Stopping:

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -214,6 +215,7 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 			return nil
 		},
 		Allowed: func(context.Context) bool { return true },
+		Served:  func() bool { return true },
 	}
 	if change != nil {
 		change(r)
@@ -400,6 +402,41 @@ func TestARevokedPermissionEndsAWatch(t *testing.T) {
 	<-revocable.done
 	up.write(7)
 	other.shows(t, "e6 e7 ")
+}
+
+// unless is a tier that no longer knows what is watched once it is gone.
+type unless struct {
+	*tier
+	gone *atomic.Bool
+}
+
+func (u unless) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
+	o ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
+	if u.gone.Load() {
+		return nil, status.Error(codes.Unavailable, "not in the catalog")
+	}
+	return u.tier.Watch(ctx, r, o...)
+}
+
+// A watch whose CRD is gone ends, in place of being held open for a replica that knows it.
+func TestAWatchOfWhatIsNoLongerServedEnds(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	var gone atomic.Bool
+	served := func(r *Request) { r.Served = func() bool { return !gone.Load() } }
+	h.Client = unless{up, &gone}
+	a, b := h.watch(t, served), h.watch(t, served)
+	a.shows(t, "e6 ")
+	b.shows(t, "e6 ")
+	gone.Store(true)
+	up.lose()
+	began := time.Now()
+	<-a.done
+	<-b.done
+	if took := time.Since(began); took > heldOpen/2 {
+		t.Errorf("they are held open for %v", took)
+	}
 }
 
 // A Table's first row brings the columns, so it comes on the client's own stream.

@@ -206,7 +206,7 @@ func (c *Conn) arrived(frame []byte, kind, flags byte, id uint32) []byte {
 		if flags&flagEndHeaders == 0 || flags&flagPadded != 0 {
 			return frame
 		}
-		return c.tell(frame, id)
+		return c.addStreamHeader(frame, id)
 	case frameReset:
 		c.forget(id)
 	case frameSettings:
@@ -235,9 +235,9 @@ func (c *Conn) arrived(frame []byte, kind, flags byte, id uint32) []byte {
 	return frame
 }
 
-// tell adds a header with the stream's id to a request: a literal without indexing (RFC 7541, section 6.2.2), which
-// leaves the compression's state as it is.
-func (c *Conn) tell(frame []byte, id uint32) []byte {
+// addStreamHeader adds a header with the stream's id to a request: a literal without indexing (RFC 7541, section
+// 6.2.2), which leaves the compression's state as it is.
+func (c *Conn) addStreamHeader(frame []byte, id uint32) []byte {
 	value := strconv.FormatUint(uint64(id), 10)
 	frame = append(frame, 0, byte(len(c.token)))
 	frame = append(frame, c.token...)

@@ -219,7 +219,12 @@ func TestADeadPeerIsGivenUp(t *testing.T) {
 		defer func() { ended <- struct{}{} }()
 		w.(http.Flusher).Flush()
 		s := Of(req)
-		if s == nil || !s.Hijack(req.Context(), 0) {
+		// the connection's window comes after the request
+		until := time.Now().Add(10 * time.Second)
+		for s != nil && !s.Hijack(req.Context(), 0) && time.Now().Before(until) {
+			time.Sleep(time.Millisecond)
+		}
+		if s == nil || time.Now().After(until) {
 			t.Error("not taken")
 			return
 		}

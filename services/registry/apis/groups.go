@@ -206,11 +206,11 @@ func BuiltIn(o *Options, s *storage.Storage, resources *serverstorage.ResourceCo
 			set.Hooks = append(set.Hooks, Hook{name, run})
 		}
 	}
-	extensions, err := definitions(s)
+	extensions, err := crdGroup(s)
 	if err != nil {
 		return nil, err
 	}
-	set.groups = append(set.groups, extensions, registrations(s, resources))
+	set.groups = append(set.groups, extensions, apiServiceGroup(s, resources))
 	return set, set.complete(s)
 }
 
@@ -290,8 +290,8 @@ func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error)
 	}, err
 }
 
-// definitions is apiextensions.k8s.io, stored as kube-apiserver stores it.
-func definitions(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
+// crdGroup is apiextensions.k8s.io, stored as kube-apiserver stores it.
+func crdGroup(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
 	info := genericapiserver.NewDefaultAPIGroupInfo(apiextensionsv1.GroupName, apiextensionsapiserver.Scheme,
 		metav1.ParameterCodec, apiextensionsapiserver.Codecs)
 	options := s.RESTOptionsFor(
@@ -310,8 +310,8 @@ func definitions(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
 	return info, nil
 }
 
-// registrations is apiregistration.k8s.io.
-func registrations(s *storage.Storage, resources *serverstorage.ResourceConfig) genericapiserver.APIGroupInfo {
+// apiServiceGroup is apiregistration.k8s.io.
+func apiServiceGroup(s *storage.Storage, resources *serverstorage.ResourceConfig) genericapiserver.APIGroupInfo {
 	return apiservicerest.NewRESTStorage(resources, s.RESTOptionsFor(
 		aggregatorscheme.Codecs.LegacyCodec(apiregistrationv1.SchemeGroupVersion,
 			apiregistrationv1beta1.SchemeGroupVersion),

@@ -152,7 +152,7 @@ func (w *routeWriter) patch(path string, params []common.Parameter) {
 	})
 }
 
-func (w *routeWriter) remove(method, path string, params []common.Parameter, collection bool) {
+func (w *routeWriter) remove(path string, params []common.Parameter, collection bool) {
 	var answer any = metav1.Status{}
 	action, operation, codes := "delete", w.operation("delete", false, ""), []int{200, 202}
 	extra := parameters(&metav1.DeleteOptions{})
@@ -166,7 +166,7 @@ func (w *routeWriter) remove(method, path string, params []common.Parameter, col
 		answer = w.object("DELETE")
 	}
 	w.add(action, &route{
-		method:    method,
+		method:    "DELETE",
 		path:      path,
 		operation: operation,
 		doc:       doc,

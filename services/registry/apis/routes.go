@@ -151,7 +151,7 @@ func (w *routeWriter) write() {
 		w.post(collection, collectionParams)
 	}
 	if has("deletecollection") {
-		w.remove("DELETE", collection, collectionParams, true)
+		w.remove(collection, collectionParams, true)
 	}
 	if has("list") && has("watch") {
 		w.watch("/watch"+collection, collectionParams, false, true)
@@ -166,7 +166,7 @@ func (w *routeWriter) write() {
 		w.patch(item, itemParams)
 	}
 	if has("delete") {
-		w.remove("DELETE", item, itemParams, false)
+		w.remove(item, itemParams, false)
 	}
 	if has("watch") {
 		w.watch("/watch"+item, itemParams, false, false)

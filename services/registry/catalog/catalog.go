@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/version"
 
@@ -85,8 +86,10 @@ func (c *Catalog) Follow(_ *registryv1.CatalogRequest,
 			if sent != nil {
 				m = delta(sent, now)
 			}
-			if err := stream.Send(m); err != nil {
-				return err
+			for _, part := range parts(m) {
+				if err := stream.Send(part); err != nil {
+					return err
+				}
 			}
 			sent = now
 		}
@@ -96,6 +99,43 @@ func (c *Catalog) Follow(_ *registryv1.CatalogRequest,
 			return stream.Context().Err()
 		}
 	}
+}
+
+// partBytes is about how many bytes of entries one message has: CRDs may be many, and each have many versions, names
+// and categories.
+const partBytes = 4 << 20
+
+// parts are m in messages that are within gRPC's bound: those after the first are deltas.
+func parts(m *registryv1.CatalogResponse) (out []*registryv1.CatalogResponse) {
+	begin, bytes := 0, 0
+	for i, e := range m.Resources {
+		n := proto.Size(e)
+		if bytes += n; bytes > partBytes && i > begin {
+			out, begin, bytes = append(out, part(m, begin, i, len(out) == 0)), i, n
+		}
+	}
+	if len(out) == 0 {
+		return []*registryv1.CatalogResponse{m}
+	}
+	out = append(out, part(m, begin, len(m.Resources), false))
+	for _, p := range out[:len(out)-1] {
+		p.More = true
+	}
+	return out
+}
+
+// part is m with some of its entries. What is not an entry comes with the first.
+func part(m *registryv1.CatalogResponse, begin, end int, first bool) *registryv1.CatalogResponse {
+	p := &registryv1.CatalogResponse{
+		Groups:      m.Groups,
+		ApiServices: m.ApiServices,
+		Resources:   m.Resources[begin:end],
+		Delta:       m.Delta || !first,
+	}
+	if first {
+		p.Openapi, p.Removed, p.OpenapiRemoved = m.Openapi, m.Removed, m.OpenapiRemoved
+	}
+	return p
 }
 
 // delta is what makes now out of before. Entries do not change, so that those that are the same are so by identity.

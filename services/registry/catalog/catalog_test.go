@@ -91,3 +91,36 @@ func TestFollowersAreToldWhatChanges(t *testing.T) {
 	cancel()
 	<-ended
 }
+
+// A catalog that is larger than a message comes in several, which a follower puts together.
+func TestALargeCatalogComesInParts(t *testing.T) {
+	whole := &registryv1.CatalogResponse{
+		Groups:  []*registryv1.Group{{Name: "g"}},
+		Openapi: map[string]string{"v2": "x"},
+	}
+	for _, name := range []string{"a", "b", "c", "d", "e"} {
+		e := entry(name)
+		e.Categories = []string{strings.Repeat(name, partBytes*2/5)}
+		whole.Resources = append(whole.Resources, e)
+	}
+	whole.Resources = append(whole.Resources, entry("f"))
+	all := parts(whole)
+	if len(all) != 3 || all[0].Delta || !all[0].More || !all[1].Delta || !all[1].More || !all[2].Delta || all[2].More {
+		t.Fatalf("%d parts", len(all))
+	}
+	var got []string
+	for _, p := range all {
+		if n := proto.Size(p); n > partBytes+1000 {
+			t.Errorf("a part of %d bytes", n)
+		}
+		for _, e := range p.Resources {
+			got = append(got, e.Resource.Resource)
+		}
+	}
+	if strings.Join(got, "") != "abcdef" || len(all[0].Openapi) != 1 || len(all[1].Openapi) != 0 {
+		t.Errorf("%q", got)
+	}
+	if one := parts(&registryv1.CatalogResponse{}); len(one) != 1 || one[0].Delta || one[0].More {
+		t.Errorf("of an empty one: %v", one)
+	}
+}

@@ -139,3 +139,39 @@ func TestACustomResourceIsToldOf(t *testing.T) {
 		t.Error("what nobody defines is stored")
 	}
 }
+
+// What is known of a CRD is not set back by what is older, but for where etcd was restored from a backup: then what is
+// read is the truth, whatever its revision. An entry that says the same has the same digest.
+func TestARestoredEtcdSetsDefinitionsBack(t *testing.T) {
+	w := defined(t)
+	entry := func() *registryv1.ResourceEntry { return w.Resources.Custom.Entries()[0] }
+	before := entry()
+	if before.DefinedAt == 0 || before.Digest == 0 {
+		t.Fatalf("%+v", before)
+	}
+	older := &apiextensionsv1.CustomResourceDefinition{}
+	data, err := w.Resources.Storage.Client.Client.Get(t.Context(),
+		w.Resources.Storage.Prefix()+"apiextensions.k8s.io/customresourcedefinitions/widgets.example.com")
+	if err != nil || len(data.Kvs) != 1 {
+		t.Fatalf("%v, %v", data, err)
+	}
+	if err := json.Unmarshal(data.Kvs[0].Value, older); err != nil {
+		t.Fatal(err)
+	}
+	older.ResourceVersion = "1"
+	h := w.Resources.Custom.Handler()
+	h.OnUpdate(nil, older)
+	if got := entry(); got.DefinedAt != before.DefinedAt {
+		t.Errorf("it is set back to %d", got.DefinedAt)
+	}
+	w.Resources.Custom.HistoryChanged()
+	h.OnUpdate(nil, older)
+	if got := entry(); got.DefinedAt != 1 || got.Digest != before.Digest {
+		t.Errorf("at %d with digest %x, before at %d with %x", got.DefinedAt, got.Digest, before.DefinedAt, before.Digest)
+	}
+	w.Resources.Custom.HistoryChanged()
+	h.OnDelete(older)
+	if n := len(w.Resources.Custom.Entries()); n != 0 {
+		t.Errorf("%d entries of what is gone", n)
+	}
+}

@@ -1,10 +1,13 @@
 package customresources
 
 import (
+	"crypto/sha256"
+	"encoding/binary"
 	"fmt"
 	"slices"
 	"strings"
 
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -26,6 +29,19 @@ var (
 
 var mediaTypes = []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runtime.ContentTypeProtobuf}
 
+// sign gives an entry its digest.
+func sign(e *registryv1.ResourceEntry) *registryv1.ResourceEntry {
+	at := e.DefinedAt
+	e.DefinedAt, e.Digest = 0, 0
+	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(e)
+	e.DefinedAt = at
+	if err == nil {
+		sum := sha256.Sum256(data)
+		e.Digest = binary.BigEndian.Uint64(sum[:])
+	}
+	return e
+}
+
 // entriesOf writes a definition's catalog entries, one for each served version and subresource.
 func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntry {
 	var all []*registryv1.ResourceEntry
@@ -33,14 +49,14 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 		if !v.Served {
 			continue
 		}
-		main := entryOf(d, st, v)
+		main := sign(entryOf(d, st, v))
 		all = append(all, main)
 		sub, err := apihelpers.GetSubresourcesForVersion(d.CustomResourceDefinition, v.Name)
 		if err != nil || sub == nil {
 			continue
 		}
 		add := func(name string, k *commonv1.Kind) {
-			all = append(all, &registryv1.ResourceEntry{
+			all = append(all, sign(&registryv1.ResourceEntry{
 				Resource: &commonv1.Resource{
 					Group:       d.Spec.Group,
 					Version:     v.Name,
@@ -56,7 +72,7 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 				Hidden:       main.Hidden,
 				Warnings:     main.Warnings,
 				DefinedAt:    main.DefinedAt,
-			})
+			}))
 		}
 		if sub.Status != nil {
 			add("status", main.Kind)

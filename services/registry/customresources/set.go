@@ -48,6 +48,8 @@ type Set struct {
 // served is one definition.
 type served struct {
 	*crd.Definition
+	// foreign: its revision is of another history of etcd, and whatever is read now is newer.
+	foreign bool
 	stored  *storage.Stored
 	entries []*registryv1.ResourceEntry
 	*built
@@ -95,13 +97,26 @@ func (t *Set) remove(d *apiextensionsv1.CustomResourceDefinition) {
 	}
 	t.removed[d.Name] = max(t.removed[d.Name], at)
 	old := t.byName[d.Name]
-	gone := old != nil && !newer(old.CustomResourceDefinition, d)
+	gone := old != nil && (old.foreign || !newer(old.CustomResourceDefinition, d))
 	if gone {
 		delete(t.byName, d.Name)
 	}
 	t.mu.Unlock()
 	if gone {
 		t.Changed()
+	}
+}
+
+// HistoryChanged says that etcd has another history, as after a backup was restored: what is read from now on is newer
+// than what is known, whatever its revision.
+func (t *Set) HistoryChanged() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.removed = nil
+	for name, s := range t.byName {
+		known := *s
+		known.foreign = true
+		t.byName[name] = &known
 	}
 }
 
@@ -123,7 +138,8 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *served {
 		t.byName = map[string]*served{}
 	}
 	old := t.byName[d.Name]
-	if old != nil && (newer(old.CustomResourceDefinition, d) || old.ResourceVersion == d.ResourceVersion) {
+	if old != nil && !old.foreign &&
+		(newer(old.CustomResourceDefinition, d) || old.ResourceVersion == d.ResourceVersion) {
 		t.mu.Unlock()
 		return old
 	}

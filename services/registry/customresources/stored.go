@@ -44,23 +44,23 @@ func StoredOf(s *storage.Storage, d *crd.Definition) *storage.Stored {
 		d.Webhook() && len(selectable) > 0)
 }
 
-// Follower knows, for the publisher, how to read custom resources as of each definition's change: it is told of every
-// change in etcd's order.
-type Follower struct {
+// Definitions knows, for the publisher, how to read custom resources as of each definition's change: it is told of
+// every change in etcd's order.
+type Definitions struct {
 	storage  *storage.Storage
-	byName   map[string]followed
+	byName   map[string]definitionAt
 	byPrefix map[string]*storage.Stored
 }
 
-// followed is a definition and how its objects are read.
-type followed struct {
+// definitionAt is a definition and how its objects are read.
+type definitionAt struct {
 	definition *apiextensionsv1.CustomResourceDefinition
 	stored     *storage.Stored
 }
 
-// Follow reads the definitions as they were at a revision.
-func Follow(ctx context.Context, s *storage.Storage, revision int64) (*Follower, error) {
-	f := &Follower{storage: s, byName: map[string]followed{}, byPrefix: map[string]*storage.Stored{}}
+// DefinitionsAt reads the definitions as they were at a revision.
+func DefinitionsAt(ctx context.Context, s *storage.Storage, revision int64) (*Definitions, error) {
+	f := &Definitions{storage: s, byName: map[string]definitionAt{}, byPrefix: map[string]*storage.Stored{}}
 	definitions, ok := s.ByName(definitionsName)
 	if !ok {
 		return f, nil
@@ -110,7 +110,7 @@ func versioned(obj runtime.Object) (*apiextensionsv1.CustomResourceDefinition, e
 }
 
 // ByKey finds whose etcd key it is.
-func (f *Follower) ByKey(key, prefix string) (*storage.Stored, bool) {
+func (f *Definitions) ByKey(key, prefix string) (*storage.Stored, bool) {
 	if len(f.byPrefix) == 0 || len(key) <= len(prefix) {
 		return nil, false
 	}
@@ -130,7 +130,7 @@ func (f *Follower) ByKey(key, prefix string) (*storage.Stored, bool) {
 
 // Changed tells of an event of obj, a definition: gone says that it was deleted. The answer is the stored resource
 // whose objects are read in another way from now on, or empty.
-func (f *Follower) Changed(obj runtime.Object, gone bool) string {
+func (f *Definitions) Changed(obj runtime.Object, gone bool) string {
 	d, err := versioned(obj)
 	if err != nil {
 		return ""
@@ -150,19 +150,19 @@ func (f *Follower) Changed(obj runtime.Object, gone bool) string {
 	return before.stored.Name()
 }
 
-func (f *Follower) forget(name string) {
+func (f *Definitions) forget(name string) {
 	if old, known := f.byName[name]; known {
 		delete(f.byPrefix, old.stored.Prefix)
 	}
 	delete(f.byName, name)
 }
 
-func (f *Follower) set(d *apiextensionsv1.CustomResourceDefinition) {
+func (f *Definitions) set(d *apiextensionsv1.CustomResourceDefinition) {
 	f.forget(d.Name)
 	definition, err := crd.New(d)
 	if err != nil {
 		return // its names are not accepted yet
 	}
 	st := StoredOf(f.storage, definition)
-	f.byName[d.Name], f.byPrefix[st.Prefix] = followed{d, st}, st
+	f.byName[d.Name], f.byPrefix[st.Prefix] = definitionAt{d, st}, st
 }

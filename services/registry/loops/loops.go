@@ -127,7 +127,7 @@ func (l *Loops) Prepare() error {
 	if l.address == nil {
 		ip, err := utilnet.ResolveBindAddress(net.IPv4zero)
 		if err != nil {
-			slog.Warn("No address to advertise: the kubernetes Service will have no endpoints", "mend",
+			slog.Warn("No address to advertise: the kubernetes Service will have no endpoints", "flag",
 				"--advertise-address", "error", err)
 			return nil
 		}

@@ -9,8 +9,10 @@ import (
 
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/resources"
+	"watershed.dev/services/registry/verbs"
 )
 
 // Objects answers the gateway.
@@ -22,9 +24,19 @@ type Objects struct {
 // New returns the objects of what is served.
 func New(r *resources.Resources) *Objects { return &Objects{resources: r} }
 
+// endpoint finds what a request is for. One in a namespace is for nothing that has none: a CRD may have been defined
+// anew, and the permission that the gateway asked for is for a namespace.
+func (o *Objects) endpoint(ctx context.Context, r *commonv1.Resource, namespace string) (*verbs.Endpoint, error) {
+	e, err := o.resources.Endpoint(ctx, r)
+	if err == nil && namespace != "" && !e.Entry.GetNamespaced() {
+		return nil, resources.NotServed(r)
+	}
+	return e, err
+}
+
 // Get answers one object.
 func (o *Objects) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
-	e, err := o.resources.Endpoint(ctx, r.Resource)
+	e, err := o.endpoint(ctx, r.Resource, r.Namespace)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
@@ -34,7 +46,7 @@ func (o *Objects) Get(ctx context.Context, r *registryv1.GetRequest) (*registryv
 
 // List answers a list from etcd.
 func (o *Objects) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServer[registryv1.ListChunk]) error {
-	e, err := o.resources.Endpoint(stream.Context(), r.Resource)
+	e, err := o.endpoint(stream.Context(), r.Resource, r.Namespace)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -47,22 +59,31 @@ func (o *Objects) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServ
 	})
 }
 
-// Write runs one write, asking back in its own stream.
-func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+// begin reads a stream's request, and finds what it is for.
+func (o *Objects) begin(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) (
+	*registryv1.WriteRequest, *verbs.Endpoint, context.Context, error) {
 	first, err := stream.Recv()
 	if err != nil {
-		return err
+		return nil, nil, nil, err
 	}
 	r := first.GetRequest()
 	if r == nil {
-		return rpc.ToStatus(apierrors.NewBadRequest("a write begins with its request"))
+		return nil, nil, nil, apierrors.NewBadRequest("the stream begins with its request")
 	}
-	e, err := o.resources.Endpoint(stream.Context(), r.Resource)
+	e, err := o.endpoint(stream.Context(), r.Resource, r.Namespace)
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	return r, e, resources.Within(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name), nil
+}
+
+// Write runs one write, asking back in its own stream.
+func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+	r, e, ctx, err := o.begin(stream)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	resp, err := e.Write(resources.Within(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name),
-		r, &streamGate{stream: stream})
+	resp, err := e.Write(ctx, r, &streamGate{stream: stream})
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -71,20 +92,11 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 
 // Connect decides where a request that carries bytes goes, asking back in its own stream.
 func (o *Objects) Connect(stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
-	first, err := stream.Recv()
-	if err != nil {
-		return err
-	}
-	r := first.GetRequest()
-	if r == nil {
-		return rpc.ToStatus(apierrors.NewBadRequest("a connection begins with its request"))
-	}
-	e, err := o.resources.Endpoint(stream.Context(), r.Resource)
+	r, e, ctx, err := o.begin(stream)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	c, err := e.Connect(resources.Within(stream.Context(), r.Verb, r.Resource, r.User, r.Namespace, r.Name),
-		r, &streamGate{stream: stream})
+	c, err := e.Connect(ctx, r, &streamGate{stream: stream})
 	if err != nil {
 		return rpc.ToStatus(err)
 	}

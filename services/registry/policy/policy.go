@@ -151,7 +151,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 		return nil, err
 	}
 	entry, as := e.Entry, q.GetOutput().GetAs()
-	if entry.GetStoredAs() == "" || !offered(q.GetOutput()) {
+	if entry.GetStoredAs() == "" || !offered(q.GetOutput()) || q.GetNamespace() != "" && !entry.Namespaced {
 		return nil, rpc.ErrAskRegistry
 	}
 	v := &view{

@@ -63,7 +63,7 @@ type watch struct {
 func (w *watch) run(ctx context.Context) error {
 	err := w.begin(ctx)
 	if err == nil {
-		err = w.follow(ctx)
+		err = w.sendEvents(ctx)
 	}
 	if errors.Is(err, tail.ErrExpired) {
 		err = apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", w.position.Revision))
@@ -140,8 +140,8 @@ func (w *watch) initial(ctx context.Context) error {
 	})
 }
 
-// follow sends events, and now and then how far that is, until the caller goes away or the reading is at its end.
-func (w *watch) follow(ctx context.Context) error {
+// sendEvents sends events, and now and then how far that is, until the caller goes away or the reading is at its end.
+func (w *watch) sendEvents(ctx context.Context) error {
 	f := w.tail.Read(w.entry.StoredAs, w.position)
 	bookmarks := time.NewTicker(policyBookmarks)
 	defer bookmarks.Stop()

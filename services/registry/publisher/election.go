@@ -27,7 +27,7 @@ func Elect(ctx context.Context, client *clientv3.Client, key, identity string, l
 			continue
 		}
 		slog.Info("Elected", "key", key, "identity", identity)
-		if serve(ctx, client, *lease, lead) {
+		if holdLease(ctx, client, *lease, lead) {
 			select { // it resigned: somebody else is to have a try
 			case <-ctx.Done():
 			case <-time.After(leaseSeconds * time.Second):
@@ -58,9 +58,9 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 	return &lease.ID, nil
 }
 
-// serve leads until the lease is lost or ctx ends, or lead gives up, which is a resignation. A panic of lead gives the
-// key up too.
-func serve(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID,
+// holdLease leads until the lease is lost or ctx ends, or lead gives up, which is a resignation. A panic of lead gives
+// the key up too.
+func holdLease(ctx context.Context, client *clientv3.Client, lease clientv3.LeaseID,
 	lead func(context.Context) error) (resigned bool) {
 	leading, cancel := context.WithCancel(ctx)
 	defer func() {

@@ -78,7 +78,7 @@ type Publisher struct {
 	CompactionInterval time.Duration
 
 	// customs knows how custom resources are read at the revision that is being published.
-	customs *customresources.Follower
+	customs *customresources.Definitions
 	// published is the revision that the log has come to; acknowledged counts the messages that it has taken.
 	published, acknowledged atomic.Int64
 }
@@ -147,7 +147,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if !last.Mark {
 		from = last.Revision // its transaction may hold more
 	}
-	if p.customs, err = customresources.Follow(ctx, p.Storage, from-1); err == nil {
+	if p.customs, err = customresources.DefinitionsAt(ctx, p.Storage, from-1); err == nil {
 		watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
 			clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
 		err = p.watch(ctx, w, watch, asked)

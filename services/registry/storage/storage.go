@@ -188,7 +188,7 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource,
 	}
 	decorate := g.s.decorate
 	if g.unlisted {
-		decorate = g.s.open
+		decorate = g.s.newStore
 	}
 	return genericregistry.RESTOptions{
 		StorageConfig:           config,
@@ -199,8 +199,8 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource,
 	}, nil
 }
 
-// open opens the storage of one resource over the shared client.
-func (s *Storage) open(config *storagebackend.ConfigForResource, resourcePrefix string,
+// newStore opens the storage of one resource over the shared client.
+func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePrefix string,
 	_ func(runtime.Object) (string, error),
 	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs,
 	_ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
@@ -226,7 +226,7 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 	keyFunc func(runtime.Object) (string, error),
 	newFunc, newListFunc func() runtime.Object, attrs apistorage.AttrFunc, triggers apistorage.IndexerFuncs,
 	indexers *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
-	store, destroy, err := s.open(config, resourcePrefix, keyFunc, newFunc, newListFunc, attrs, triggers, indexers)
+	store, destroy, err := s.newStore(config, resourcePrefix, keyFunc, newFunc, newListFunc, attrs, triggers, indexers)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -25,6 +25,9 @@ type Tail struct {
 	low, high int64
 	history   string
 	started   bool
+	// Foreign, if set, is called when the log goes on with another history of etcd: revisions mean something else from
+	// then on. It must not wait.
+	Foreign func()
 	// epoch counts how often everything was dropped.
 	epoch int
 	// behind is since when the tail stands at was though etcd has more; the zero time where it had all when it was last
@@ -109,6 +112,9 @@ func (t *Tail) Append(e *logv1.Event) error {
 	t.started = true
 	if e.History != "" {
 		t.history = e.History
+	}
+	if foreign && t.Foreign != nil {
+		t.Foreign()
 	}
 	if !event {
 		t.high = max(t.high, e.Revision)

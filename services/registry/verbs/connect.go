@@ -149,7 +149,7 @@ func proxied(at *url.URL, path string, via registryv1.Transport, err error) (*re
 // upgrade is a connection to a kubelet. A WebSocket is translated for a kubelet that speaks SPDY alone.
 func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, streams *registryv1.Streams,
 	locate func() (*url.URL, *kubeletclient.ConnectionInfo, error)) (*registryv1.Connection, error) {
-	if err := e.mayCreate(ctx, r); err != nil {
+	if err := e.authorizeUpgrade(ctx, r); err != nil {
 		return nil, err
 	}
 	at, info, err := locate()
@@ -173,8 +173,8 @@ func (e *Endpoint) upgrade(ctx context.Context, r *registryv1.WriteRequest, stre
 	return c, nil
 }
 
-// mayCreate asks for the permission to create where a WebSocket came with a GET (kubernetes issue 133515).
-func (e *Endpoint) mayCreate(ctx context.Context, r *registryv1.WriteRequest) error {
+// authorizeUpgrade asks for the permission to create where a WebSocket came with a GET (kubernetes issue 133515).
+func (e *Endpoint) authorizeUpgrade(ctx context.Context, r *registryv1.WriteRequest) error {
 	info, ok := request.RequestInfoFrom(ctx)
 	asksCreate := utilfeature.DefaultFeatureGate.Enabled(features.AuthorizePodWebsocketUpgradeCreatePermission)
 	if ok && info.Verb == "create" || !asksCreate {

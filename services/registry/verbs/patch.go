@@ -116,7 +116,7 @@ func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {
 		},
 	}
 	isApply := p.kind == types.ApplyYAMLPatchType
-	createValidation := p.mayCreate(rest.AdmissionToValidateObjectFunc(p.admit,
+	createValidation := p.validateCreate(rest.AdmissionToValidateObjectFunc(p.admit,
 		p.attributes(nil, nil, p.req.Name, admission.Create, create, p.opts.DryRun), p))
 	updateValidation := rest.AdmissionToValidateObjectUpdateFunc(p.admit,
 		p.attributes(nil, nil, p.req.Name, admission.Update, update, p.opts.DryRun), p)

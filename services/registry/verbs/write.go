@@ -320,7 +320,7 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	created := false
 	store := func() (result runtime.Object, err error) {
 		result, created, err = updater.Update(ctx, name, rest.DefaultUpdatedObjectInfo(obj, transformers...),
-			c.mayCreate(rest.AdmissionToValidateObjectFunc(c.admit,
+			c.validateCreate(rest.AdmissionToValidateObjectFunc(c.admit,
 				c.attributes(nil, nil, name, admission.Create, createOpts, opts.DryRun), c)),
 			rest.AdmissionToValidateObjectUpdateFunc(c.admit,
 				c.attributes(nil, nil, name, admission.Update, opts, opts.DryRun), c),
@@ -395,8 +395,8 @@ func (c *call) mutate(ctx context.Context, obj, old runtime.Object, create,
 	return m.Admit(ctx, c.attributes(obj, old, c.req.Name, admission.Update, update, dryRun), c)
 }
 
-// mayCreate lets an update or apply create the object only where the user may create it.
-func (c *call) mayCreate(validate rest.ValidateObjectFunc) rest.ValidateObjectFunc {
+// validateCreate lets an update or apply create the object only where the user may create it.
+func (c *call) validateCreate(validate rest.ValidateObjectFunc) rest.ValidateObjectFunc {
 	attrs := authorizer.AttributesRecord{
 		User:            c.user,
 		ResourceRequest: true,

@@ -4,12 +4,11 @@ package cache
 
 import (
 	"context"
-	"log/slog"
-	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"watershed.dev/platform/guard"
 	"watershed.dev/platform/watchable"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -160,21 +159,22 @@ func (c *Cache) applyPending() {
 // applyTo applies a transaction's events of one resource. What cannot be applied is forgotten with the resource, which
 // readers bring back.
 func (c *Cache) applyTo(name string, events []*logv1.Event) {
-	revision := events[0].Revision
-	defer func() {
-		if r := recover(); r != nil {
-			slog.Error("Events cannot be applied; their resource is read anew", "resource", name, "revision", revision,
-				"panic", r, "stack", string(debug.Stack()))
-			c.Resource(name).forget(max(revision, c.progress.Load()), false, revision)
-			c.resets.Add(1)
-		}
-	}()
+	if err := c.tryApply(name, events); err != nil {
+		revision := events[0].Revision
+		c.Resource(name).forget(max(revision, c.progress.Load()), false, revision)
+		c.resets.Add(1)
+	}
+}
+
+func (c *Cache) tryApply(name string, events []*logv1.Event) (err error) {
+	defer guard.Error("applying events of "+name, &err)
 	own := make([]*Event, len(events))
 	for i, p := range events {
 		own[i] = EventOf(p)
 		c.observed.Store(p.ObservedUnixNano)
 	}
 	c.Resource(name).apply(own)
+	return nil
 }
 
 func (c *Cache) advance(revision int64) {

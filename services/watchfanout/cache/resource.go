@@ -42,9 +42,9 @@ type Resource struct {
 	topics      map[Topic]*topic
 	topicFields map[string]int
 
-	followers int
-	used      time.Time
-	loading   *load
+	subscribers int
+	used        time.Time
+	loading     *load
 }
 
 type load struct {
@@ -100,7 +100,7 @@ const (
 )
 
 func (r *Resource) bound() int {
-	if r.followers == 0 && r.loading == nil && r.cache.IdleAfter > 0 && time.Since(r.used) > r.cache.IdleAfter {
+	if r.subscribers == 0 && r.loading == nil && r.cache.IdleAfter > 0 && time.Since(r.used) > r.cache.IdleAfter {
 		return r.cache.RingBytes / idleShare
 	}
 	return r.cache.RingBytes

@@ -62,7 +62,7 @@ func (t Topic) has(e *Event) bool {
 // topic is a ring of its own, as long as anybody follows it.
 type topic struct {
 	ring
-	followers int
+	subscribers int
 }
 
 // Subscription reads a resource's events, or those of one topic.
@@ -75,7 +75,7 @@ type Subscription struct {
 // Subscribe begins to follow a topic; the zero one is every event. Close it.
 func (r *Resource) Subscribe(t Topic) *Subscription {
 	r.mu.Lock()
-	r.followers++
+	r.subscribers++
 	if t == (Topic{}) {
 		defer r.mu.Unlock()
 		return &Subscription{resource: r, ring: &r.all}
@@ -117,7 +117,7 @@ func (r *Resource) Subscribe(t Topic) *Subscription {
 }
 
 func (r *Resource) join(t Topic, own *topic) *Subscription {
-	own.followers++
+	own.subscribers++
 	return &Subscription{resource: r, topic: t, ring: &own.ring}
 }
 
@@ -126,10 +126,10 @@ func (f *Subscription) Close() {
 	r := f.resource
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.followers--
+	r.subscribers--
 	r.used = time.Now()
 	if own := r.topics[f.topic]; own != nil {
-		if own.followers--; own.followers == 0 {
+		if own.subscribers--; own.subscribers == 0 {
 			delete(r.topics, f.topic)
 			if r.topicFields[f.topic.Field]--; r.topicFields[f.topic.Field] == 0 {
 				delete(r.topicFields, f.topic.Field)

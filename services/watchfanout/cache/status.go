@@ -33,7 +33,7 @@ func (c *Cache) Resources() []Status {
 			Events:          r.all.Len(),
 			EventBytes:      int(r.ringBytes.Load()),
 			OldestResumable: r.low,
-			Watches:         r.followers,
+			Watches:         r.subscribers,
 			Topics:          len(r.topics),
 			Indexes:         len(r.indexes),
 			Unreadable:      len(r.unreadable),

@@ -17,6 +17,7 @@ import (
 
 	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/frame"
+	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -55,24 +56,27 @@ func (k Key) ForFields(event string) Key {
 	return Key{resource: k.resource, version: k.version, Event: event}
 }
 
-// ErrUnheard is what asks for a resource that the catalog has not come to, as the caller knows it.
-var ErrUnheard = errors.New("the catalog has not come to what is asked for")
+// ErrNotInCatalog is what asks for a resource that the catalog has not come to, as the caller knows it.
+var ErrNotInCatalog = errors.New("the catalog has not come to what is asked for")
 
 // Read reads what a caller asks for, by a view of the catalog that is nil before the first; an error is ErrUnheard or
 // the API's own.
 func Read(v *catalog.View, p *watchfanoutv1.Query) (*Query, error) {
 	if v == nil {
-		return nil, ErrUnheard
+		return nil, ErrNotInCatalog
 	}
 	r := p.GetResource()
 	e, ok := v.Entry(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
-	if !ok || e.DefinedAt < p.GetDefinedAt() {
-		return nil, ErrUnheard
+	switch {
+	case !ok, e.DefinedAt < p.GetDefinedAt() && e.Digest != p.GetDigest():
+		return nil, ErrNotInCatalog
+	case p.GetNamespace() != "" && !e.Namespaced: // it was defined anew, and the caller's permission is for a namespace
+		return nil, ErrNotInCatalog
 	}
 	return NewQuery(e, p)
 }
 
-// NewQuery reads what a caller asks for of a resource; an error is the API's own.
+// NewQuery reads what a caller asks for of a resource; an error is rpc.ErrAskRegistry or the API's own.
 func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, error) {
 	q := &Query{
 		SkipUnreadable: p.GetSkipUnreadable(),
@@ -82,7 +86,7 @@ func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, erro
 		As:             p.GetOutput().GetAs(),
 	}
 	if q.Entry.GetStoredAs() == "" {
-		return nil, apierrors.NewBadRequest("the resource is not stored")
+		return nil, rpc.ErrAskRegistry
 	}
 	if q.Entry.Namespaced {
 		q.Namespace = p.GetNamespace()
@@ -97,7 +101,7 @@ func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, erro
 	switch q.Output.GetMediaType() {
 	case frame.JSON, frame.Protobuf:
 	default:
-		return nil, apierrors.NewBadRequest(fmt.Sprintf("the watch tier does not write %q", q.Output.GetMediaType()))
+		return nil, rpc.ErrAskRegistry // which writes every form
 	}
 	switch q.As.GetKind() {
 	case "":
@@ -105,7 +109,7 @@ func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, erro
 		q.Table = true
 	case "PartialObjectMetadata", "PartialObjectMetadataList":
 	default:
-		return nil, apierrors.NewBadRequest("the watch tier does not write " + q.As.Kind)
+		return nil, rpc.ErrAskRegistry
 	}
 	k := q.Entry.GetKind()
 	q.Form = frame.FormOf(k, q.As, q.Output.MediaType, q.Entry.Unstructured)

@@ -59,7 +59,7 @@ func (l *Lists) Metrics() []prometheus.Collector { return []prometheus.Collector
 // read reads what is asked for, and sees to it that the replica may answer.
 func (l *Lists) read(p *watchfanoutv1.Query) (*form.Query, error) {
 	q, err := form.Read(l.catalog.View(), p)
-	if errors.Is(err, form.ErrUnheard) {
+	if errors.Is(err, form.ErrNotInCatalog) {
 		return nil, rpc.ErrAskRegistry
 	}
 	if err != nil {

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"runtime/debug"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -20,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/guard"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
@@ -101,15 +101,17 @@ func (l *Log) Sweep() { l.backfills.sweep() }
 // back.
 func (l *Log) apply(e *logv1.Event) error {
 	began := time.Now()
-	defer func() {
-		if r := recover(); r != nil {
-			slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StoredAs,
-				"revision", e.Revision, "panic", r, "stack", string(debug.Stack()))
-			l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StoredAs: e.StoredAs})
-		}
-	}()
-	l.cache.Apply(e)
+	if err := l.tryApply(e); err != nil {
+		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StoredAs: e.StoredAs})
+		return nil
+	}
 	telemetry.StartEventSpan(e.Trace, "apply", began).End()
+	return nil
+}
+
+func (l *Log) tryApply(e *logv1.Event) (err error) {
+	defer guard.Error("applying a message of "+e.StoredAs, &err)
+	l.cache.Apply(e)
 	return nil
 }
 

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/events"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/internal/world"
@@ -194,21 +195,51 @@ func TestADrainingReplicaEndsItsWatches(t *testing.T) {
 	}
 }
 
-// A watch of a resource that the replica has not heard of, as its caller knows it, is for another to try.
-func TestAWatchOfWhatIsUnheardIsForAnother(t *testing.T) {
-	_, s := tier(t)
-	for history, want := range map[string]codes.Code{"h": codes.Unavailable, "another": codes.OutOfRange} {
+// A watch of a resource that the replica does not know as its caller does is for another to try, unless it is over: it
+// is of another history, or its CRD has changed since.
+func TestAWatchOfWhatIsNotInTheCatalog(t *testing.T) {
+	w, s := tier(t)
+	w.Cache.Apply(&logv1.Event{
+		Type:      logv1.Type_TYPE_RESET,
+		Revision:  12,
+		StoredAs:  "widgets.example.com",
+		Redefined: true,
+		History:   "h",
+	})
+	for name, c := range map[string]struct {
+		revision int64
+		history  string
+		want     string
+	}{
+		"of another history": {10, "another", "ERROR 410"},
+		"before it was gone": {11, "h", "end"},
+		"after it was known": {13, "h", codes.Unavailable.String()},
+		"not yet open":       {0, "", codes.Unavailable.String()},
+	} {
 		q := world.Query()
-		q.DefinedAt = 1
-		at := events.Position{Revision: 10, Index: events.LastIndex, History: history}
-		r := &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: "10", ResumeAfter: at.Proto()}
+		q.Resource = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
+		r := &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: "10"}
+		if c.revision > 0 {
+			r.ResumeAfter = events.Position{Revision: c.revision, Index: events.LastIndex, History: c.history}.Proto()
+		}
+		o := start(t, s, r)
+		var got string
 		select {
-		case err := <-start(t, s, r).ended:
-			if status.Code(err) != want {
-				t.Errorf("%s: %v", history, err)
+		case err := <-o.ended:
+			if got = status.Code(err).String(); err == nil {
+				got = "end"
+				if f := <-o.c; !f.End {
+					t.Errorf("%s: %v", name, f)
+				} else if len(f.Data) > 0 {
+					o.c <- f
+					got = o.hears(1)
+				}
 			}
 		case <-time.After(10 * time.Second):
-			t.Errorf("%s: it is open", history)
+			got = "open"
+		}
+		if got != c.want {
+			t.Errorf("%s: %s, not %s", name, got, c.want)
 		}
 	}
 }

@@ -16,6 +16,7 @@ import (
 
 	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -78,8 +79,8 @@ func New(progress time.Duration, served *catalog.Catalog, c *cache.Cache, l *log
 func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	q, err := form.Read(s.catalog.View(), r.Query)
-	if errors.Is(err, form.ErrUnheard) {
-		err = s.unheard(r, err)
+	if errors.Is(err, form.ErrNotInCatalog) {
+		return s.notInCatalog(r, stream)
 	}
 	if err == nil {
 		err = s.log.Fresh()
@@ -104,14 +105,24 @@ func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
 	return rpc.ToStatus(w.run(stream.Context()))
 }
 
-// unheard is what a watch is told of a resource that the replica does not know as the caller does: another replica may,
-// and this one soon. One of another history of etcd goes on nowhere.
-func (s *Streams) unheard(r *watchfanoutv1.WatchRequest, err error) error {
-	at, here := events.FromProto(r.ResumeAfter), events.Position{History: s.cache.History()}
-	if at.Foreign(here) {
-		return expired(at.Revision, s.cache.Progress())
+// notInCatalog answers a watch of a resource that the replica does not know as the caller does: another replica may,
+// and this one soon. One of another history of etcd has expired, and one whose CRD has changed or gone since is over.
+func (s *Streams) notInCatalog(r *watchfanoutv1.WatchRequest,
+	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+	at, of := events.FromProto(r.ResumeAfter), r.GetQuery().GetResource()
+	if at.Foreign(events.Position{History: s.cache.History()}) {
+		f := frame.FormOf(nil, nil, r.Query.GetOutput().GetMediaType(), false)
+		data, err := f.Error(expired(at.Revision, s.cache.Progress()).(apierrors.APIStatus).Status())
+		if err != nil {
+			return err
+		}
+		return stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
 	}
-	return status.Error(codes.Unavailable, err.Error())
+	storedAs := of.GetResource() + "." + of.GetGroup() // as those of CRDs are
+	if at.Revision > 0 && of.GetGroup() != "" && s.cache.Resource(storedAs).Redefined() >= at.Revision {
+		return stream.Send(&watchfanoutv1.WatchFrame{End: true})
+	}
+	return status.Error(codes.Unavailable, form.ErrNotInCatalog.Error())
 }
 
 // watcher is one stream: a cursor into the resource's events.

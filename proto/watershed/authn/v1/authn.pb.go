@@ -26,7 +26,7 @@ const (
 
 type AuthenticateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The client's verified-by-nobody certificate chain, DER, leaf first, as the TLS handshake gave it.
+	// The client's certificate chain, which nobody has verified yet, in DER, leaf first, as the TLS handshake gave it.
 	PeerCertificates [][]byte `protobuf:"bytes,1,rep,name=peer_certificates,json=peerCertificates" json:"peer_certificates,omitempty"`
 	// The request's headers that an authenticator may look at, canonical names.
 	Headers map[string]*v1.Values `protobuf:"bytes,2,rep,name=headers" json:"headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`

@@ -1009,7 +1009,7 @@ func (*CatalogRequest) Descriptor() ([]byte, []int) {
 type CatalogResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Groups []*Group               `protobuf:"bytes,1,rep,name=groups" json:"groups,omitempty"`
-	// Built-in resources and those of established definitions.
+	// Built-in resources, and those of CRDs whose names are accepted.
 	Resources []*ResourceEntry `protobuf:"bytes,2,rep,name=resources" json:"resources,omitempty"`
 	// The documents of OpenAPI that registry has, "v2" and "v3/apis/apps/v1", and a hash of what each one says.
 	Openapi map[string]string `protobuf:"bytes,3,rep,name=openapi" json:"openapi,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -1019,8 +1019,10 @@ type CatalogResponse struct {
 	Delta          bool           `protobuf:"varint,5,opt,name=delta" json:"delta,omitempty"`
 	Removed        []*v1.Resource `protobuf:"bytes,6,rep,name=removed" json:"removed,omitempty"`
 	OpenapiRemoved []string       `protobuf:"bytes,7,rep,name=openapi_removed,json=openapiRemoved" json:"openapi_removed,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// The state is whole with a later message, which is a delta: a message has a bound.
+	More          bool `protobuf:"varint,8,opt,name=more" json:"more,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *CatalogResponse) Reset() {
@@ -1102,6 +1104,13 @@ func (x *CatalogResponse) GetOpenapiRemoved() []string {
 	return nil
 }
 
+func (x *CatalogResponse) GetMore() bool {
+	if x != nil {
+		return x.More
+	}
+	return false
+}
+
 // APIService is one with a service behind it: kube-aggregator would proxy to it.
 type APIService struct {
 	state                 protoimpl.MessageState `protogen:"open.v1"`
@@ -1112,7 +1121,7 @@ type APIService struct {
 	Port                  int32                  `protobuf:"varint,5,opt,name=port" json:"port,omitempty"`
 	InsecureSkipTlsVerify bool                   `protobuf:"varint,6,opt,name=insecure_skip_tls_verify,json=insecureSkipTlsVerify" json:"insecure_skip_tls_verify,omitempty"`
 	CaBundle              []byte                 `protobuf:"bytes,7,opt,name=ca_bundle,json=caBundle" json:"ca_bundle,omitempty"`
-	// Whether the service answered last time, and what it lacks if not.
+	// Whether the service answered last time.
 	Available bool `protobuf:"varint,8,opt,name=available" json:"available,omitempty"`
 	// host:port of whatever serves it now: the service's own address, those of its endpoints, or an external name.
 	Addresses     []string `protobuf:"bytes,9,rep,name=addresses" json:"addresses,omitempty"`
@@ -1304,7 +1313,7 @@ type ResourceEntry struct {
 	ConnectSubpath bool     `protobuf:"varint,16,opt,name=connect_subpath,json=connectSubpath" json:"connect_subpath,omitempty"`
 	ConnectMethods []string `protobuf:"bytes,17,rep,name=connect_methods,json=connectMethods" json:"connect_methods,omitempty"`
 	GetWithOptions bool     `protobuf:"varint,19,opt,name=get_with_options,json=getWithOptions" json:"get_with_options,omitempty"`
-	// The name segment that group discovery uses for the kind where it differs from kind.
+	// The kind that discovery shows where it differs from kind (rest.KindProvider).
 	DiscoveryKind string `protobuf:"bytes,20,opt,name=discovery_kind,json=discoveryKind" json:"discovery_kind,omitempty"`
 	// A custom resource: objects have no Go type. They are served in JSON and YAML, their metadata also in protobuf, and each
 	// may be stored in another version than stored_kind.
@@ -1319,7 +1328,10 @@ type ResourceEntry struct {
 	RemovedRelease string `protobuf:"bytes,25,opt,name=removed_release,json=removedRelease" json:"removed_release,omitempty"`
 	// The resourceVersion of the CRD that the entry is made of, 0 where it is built in. Of two entries of one resource the one with the
 	// larger is the newer, whichever registry told of it.
-	DefinedAt     int64 `protobuf:"varint,26,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
+	DefinedAt int64 `protobuf:"varint,26,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
+	// A hash of all that the entry of a CRD says but defined_at, which any write of the CRD moves; 0 where it is built in. Entries of
+	// one hash are the same, whichever registry told of them and whatever etcd was restored in between.
+	Digest        uint64 `protobuf:"fixed64,27,opt,name=digest" json:"digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1525,6 +1537,13 @@ func (x *ResourceEntry) GetRemovedRelease() string {
 func (x *ResourceEntry) GetDefinedAt() int64 {
 	if x != nil {
 		return x.DefinedAt
+	}
+	return 0
+}
+
+func (x *ResourceEntry) GetDigest() uint64 {
+	if x != nil {
+		return x.Digest
 	}
 	return 0
 }
@@ -2035,7 +2054,7 @@ func (x *RevisionResponse) GetRevision() int64 {
 
 type OpenAPIRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "v2", "v3" for the index, or "v3/apis/apps/v1".
+	// "v2", or "v3/apis/apps/v1". The index of v3 is the gateway's.
 	Path          string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2372,7 +2391,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x10\n" +
-	"\x0eCatalogRequest\"\xd4\x03\n" +
+	"\x0eCatalogRequest\"\xe8\x03\n" +
 	"\x0fCatalogResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12B\n" +
 	"\tresources\x18\x02 \x03(\v2$.watershed.registry.v1.ResourceEntryR\tresources\x12M\n" +
@@ -2380,7 +2399,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\fapi_services\x18\x04 \x03(\v2!.watershed.registry.v1.APIServiceR\vapiServices\x12\x14\n" +
 	"\x05delta\x18\x05 \x01(\bR\x05delta\x127\n" +
 	"\aremoved\x18\x06 \x03(\v2\x1d.watershed.common.v1.ResourceR\aremoved\x12'\n" +
-	"\x0fopenapi_removed\x18\a \x03(\tR\x0eopenapiRemoved\x1a:\n" +
+	"\x0fopenapi_removed\x18\a \x03(\tR\x0eopenapiRemoved\x12\x12\n" +
+	"\x04more\x18\b \x01(\bR\x04more\x1a:\n" +
 	"\fOpenapiEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xb2\x02\n" +
@@ -2398,7 +2418,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xaf\b\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xc7\b\n" +
 	"\rResourceEntry\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
@@ -2433,7 +2453,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x10converted_fields\x18\x18 \x01(\bR\x0fconvertedFields\x12'\n" +
 	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x12\x1d\n" +
 	"\n" +
-	"defined_at\x18\x1a \x01(\x03R\tdefinedAt\x1aC\n" +
+	"defined_at\x18\x1a \x01(\x03R\tdefinedAt\x12\x16\n" +
+	"\x06digest\x18\x1b \x01(\x06R\x06digest\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\".\n" +

@@ -38,7 +38,7 @@ type ObjectsClient interface {
 	// List reads from etcd: the fallback of the watch tier, and exact old revisions.
 	List(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
-	// authorization in the same stream as often as it needs them, and ends with one WriteResult or an error.
+	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
 	Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
 	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
 	// write it asks back in its stream, and it ends with one Connection or an error.
@@ -118,7 +118,7 @@ type ObjectsServer interface {
 	// List reads from etcd: the fallback of the watch tier, and exact old revisions.
 	List(*GetRequest, grpc.ServerStreamingServer[ListChunk]) error
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
-	// authorization in the same stream as often as it needs them, and ends with one WriteResult or an error.
+	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
 	Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
 	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
 	// write it asks back in its stream, and it ends with one Connection or an error.

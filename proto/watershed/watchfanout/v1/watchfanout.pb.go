@@ -30,9 +30,11 @@ type Query struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Which resource, in which version; how it is served is what the answering service's own catalog says.
 	Resource *v1.Resource `protobuf:"bytes,8,opt,name=resource" json:"resource,omitempty"`
-	// The defined_at of the catalog's entry that the caller goes by. Whoever has only heard of an older one does not answer: a
-	// watch then gets UNAVAILABLE, and anything else FAILED_PRECONDITION.
+	// The defined_at and digest of the catalog's entry that the caller goes by. A replica of the watch tier that has only heard of an
+	// older and other one does not answer: a watch then gets UNAVAILABLE, and anything else FAILED_PRECONDITION. Policy reads CRDs from
+	// etcd, and looks at neither.
 	DefinedAt     int64  `protobuf:"varint,9,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
+	Digest        uint64 `protobuf:"fixed64,10,opt,name=digest" json:"digest,omitempty"`
 	Namespace     string `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
 	LabelSelector string `protobuf:"bytes,3,opt,name=label_selector,json=labelSelector" json:"label_selector,omitempty"`
 	// In stored fields: the caller has translated field labels.
@@ -85,6 +87,13 @@ func (x *Query) GetResource() *v1.Resource {
 func (x *Query) GetDefinedAt() int64 {
 	if x != nil {
 		return x.DefinedAt
+	}
+	return 0
+}
+
+func (x *Query) GetDigest() uint64 {
+	if x != nil {
+		return x.Digest
 	}
 	return 0
 }
@@ -698,11 +707,13 @@ var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\n" +
-	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xda\x02\n" +
+	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xf2\x02\n" +
 	"\x05Query\x129\n" +
 	"\bresource\x18\b \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1d\n" +
 	"\n" +
-	"defined_at\x18\t \x01(\x03R\tdefinedAt\x12\x1c\n" +
+	"defined_at\x18\t \x01(\x03R\tdefinedAt\x12\x16\n" +
+	"\x06digest\x18\n" +
+	" \x01(\x06R\x06digest\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12%\n" +
 	"\x0elabel_selector\x18\x03 \x01(\tR\rlabelSelector\x12%\n" +
 	"\x0efield_selector\x18\x04 \x01(\tR\rfieldSelector\x125\n" +
