@@ -25,3 +25,29 @@ func TestTheDocumentedCallersAreTheCallers(t *testing.T) {
 		t.Errorf("docs/security.md is to say:\n%s", want)
 	}
 }
+
+// docs/architecture.md says of every method what its callers do when it fails.
+func TestEveryFailureIsDocumented(t *testing.T) {
+	text, err := os.ReadFile("../../docs/architecture.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, _ := strings.Cut(string(text), "## When an RPC fails")
+	table, _, _ = strings.Cut(table, "\n## ")
+	documented := map[string]bool{}
+	for line := range strings.Lines(table) {
+		methods, _, ok := strings.Cut(strings.TrimPrefix(line, "| "), " |")
+		service, names, dotted := strings.Cut(methods, ".")
+		if !ok || !dotted {
+			continue
+		}
+		for name := range strings.SplitSeq(names, ", ") {
+			documented[service+"/"+name] = true
+		}
+	}
+	for m := range Callers {
+		if short := m[strings.LastIndex(m, ".")+1:]; !documented[short] {
+			t.Errorf("docs/architecture.md does not say what happens when %s fails", short)
+		}
+	}
+}
