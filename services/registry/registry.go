@@ -37,6 +37,7 @@ import (
 	"watershed.dev/services/registry/apis"
 	"watershed.dev/services/registry/catalog"
 	"watershed.dev/services/registry/customresources"
+	"watershed.dev/services/registry/election"
 	"watershed.dev/services/registry/loopback"
 	"watershed.dev/services/registry/loops"
 	"watershed.dev/services/registry/objects"
@@ -304,7 +305,7 @@ func (s *Service) Run(ctx context.Context) error {
 		})
 	})
 	s.tasks.Go(ctx, "loops", func(ctx context.Context) error {
-		return publisher.Elect(ctx, s.resources.Storage.Client.Client, loops.ElectionKey, s.identity, l.Run)
+		return election.Run(ctx, s.resources.Storage.Client.Client, loops.ElectionKey, s.identity, l.Run)
 	})
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())

@@ -99,7 +99,10 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 // root, named ".", only puts the others together.
 var floors = map[string][][]string{
 	"platform": {
-		{"config", "events", "features", "frame", "guard", "identity", "kubeversion", "paths", "pki", "rpc", "telemetry", "watchable"},
+		{
+			"config", "events", "features", "frame", "guard", "identity", "kubeversion", "paths", "pki", "rpc", "telemetry",
+			"watchable",
+		},
 		{"apiclient", "catalog", "coalesce", "crd", "eventlog", "lifecycle"},
 	},
 	"services/authn":     {{"."}},
@@ -114,7 +117,7 @@ var floors = map[string][][]string{
 	},
 	"services/watchfanout": {{"cache"}, {"form"}, {"convert", "log"}, {"lists", "streams", "internal/world"}, {"."}},
 	"services/registry": {
-		{"storage"},
+		{"storage", "election"},
 		{"verbs"},
 		{"apis", "customresources"},
 		{"resources", "encoder", "loops", "publisher", "tail"},

@@ -17,7 +17,7 @@ func (p *Publisher) compact(ctx context.Context) error {
 			return ctx.Err()
 		case <-tick.C:
 		}
-		resp, err := p.Storage.Client.Client.Get(ctx, ElectionKey)
+		now, err := p.Storage.ReadRevision(ctx)
 		if err != nil {
 			continue
 		}
@@ -26,6 +26,6 @@ func (p *Publisher) compact(ctx context.Context) error {
 				slog.Warn("Compaction failed", "revision", before, "error", err)
 			}
 		}
-		before = resp.Header.Revision
+		before = now
 	}
 }

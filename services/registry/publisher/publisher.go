@@ -20,6 +20,7 @@ import (
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/services/registry/customresources"
+	"watershed.dev/services/registry/election"
 	"watershed.dev/services/registry/storage"
 )
 
@@ -85,7 +86,7 @@ type Publisher struct {
 
 // Run takes part in the election and publishes when elected, until ctx ends.
 func (p *Publisher) Run(ctx context.Context) error {
-	return Elect(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead)
+	return election.Run(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead)
 }
 
 // resignAfter is for how long a leader may fail to publish before it lets another try, which may reach what it cannot.

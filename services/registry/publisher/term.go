@@ -61,13 +61,13 @@ func (p *Publisher) acknowledge(id eventlog.ID) {
 
 // reset starts the log anew at etcd's current revision, and says so in the log.
 func (p *Publisher) reset(ctx context.Context, w *term) error {
-	resp, err := p.Storage.Client.Client.Get(ctx, ElectionKey)
+	revision, err := p.Storage.ReadRevision(ctx)
 	if err != nil {
 		return err
 	}
 	resetCount.Inc()
-	slog.Warn("The event log starts anew", "revision", resp.Header.Revision, "last", w.log.Last().String())
-	if err := w.append(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: resp.Header.Revision}); err != nil {
+	slog.Warn("The event log starts anew", "revision", revision, "last", w.log.Last().String())
+	if err := w.append(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision}); err != nil {
 		return err
 	}
 	flushing, cancel := context.WithTimeout(ctx, 10*time.Second)

@@ -18,7 +18,6 @@ import (
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/encoder"
-	"watershed.dev/services/registry/publisher"
 	"watershed.dev/services/registry/resources"
 	"watershed.dev/services/registry/storage"
 )
@@ -64,11 +63,7 @@ func (s *Source) CurrentRevision(ctx context.Context) (int64, error) {
 
 // ReadRevision is etcd's, by a read of its own.
 func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
-	resp, err := s.resources.Storage.Client.Client.Get(ctx, publisher.ElectionKey)
-	if err != nil {
-		return 0, err
-	}
-	return resp.Header.Revision, nil
+	return s.resources.Storage.ReadRevision(ctx)
 }
 
 // Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row

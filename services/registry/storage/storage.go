@@ -3,6 +3,7 @@
 package storage
 
 import (
+	"context"
 	"crypto/tls"
 	"fmt"
 	"path"
@@ -131,6 +132,18 @@ func (s *Storage) Close() error { return s.Client.Close() }
 
 // Prefix is what all keys begin with, "/registry/".
 func (s *Storage) Prefix() string { return s.prefix }
+
+// ReadRevision is etcd's revision after the call began: a linearizable read, of nothing.
+func (s *Storage) ReadRevision(ctx context.Context) (int64, error) {
+	resp, err := s.Client.Client.Get(ctx, nothing)
+	if err != nil {
+		return 0, err
+	}
+	return resp.Header.Revision, nil
+}
+
+// nothing is a key that nobody writes.
+const nothing = "/watershed/nothing"
 
 // RESTOptions is the options getter of the built-in resources.
 func (s *Storage) RESTOptions() genericregistry.RESTOptionsGetter {

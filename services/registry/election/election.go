@@ -1,4 +1,5 @@
-package publisher
+// Package election has one registry at a time do what only one may.
+package election
 
 import (
 	"context"
@@ -11,9 +12,9 @@ import (
 // leaseSeconds is how long a dead leader keeps the others waiting.
 const leaseSeconds = 2
 
-// Elect runs lead whenever this candidate holds key in etcd, and cancels its context when it no longer does. It ends
+// Run runs lead whenever this candidate holds key in etcd, and cancels its context when it no longer does. It ends
 // with ctx. Candidates poll, since a waiting watch each would be watches that etcd has to serve.
-func Elect(ctx context.Context, client *clientv3.Client, key, identity string, lead func(context.Context) error) error {
+func Run(ctx context.Context, client *clientv3.Client, key, identity string, lead func(context.Context) error) error {
 	for ctx.Err() == nil {
 		lease, err := campaign(ctx, client, key, identity)
 		if err != nil || lease == nil {
