@@ -6,6 +6,7 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -20,6 +21,9 @@ import (
 type dialect interface {
 	// has says whether the request's path is one that the resource has.
 	has(*registryv1.ResourceEntry, *request.RequestInfo, *http.Request) bool
+	// lacks is the answer to a subresource that the resource does not have; nil where its path is one that nothing
+	// serves.
+	lacks(*registryv1.ResourceEntry, *request.RequestInfo) error
 	// supports is nil where the request's verb and, of a patch, its media type are ones that the resource takes.
 	supports(*call) error
 	// accepts is nil where the answer may be in what the client accepts, as far as is seen before it is negotiated.
@@ -49,6 +53,8 @@ var patchTypes = []string{string(types.JSONPatchType), string(types.MergePatchTy
 
 // builtIn is the dialect of the resources of Go's types.
 type builtIn struct{}
+
+func (builtIn) lacks(*registryv1.ResourceEntry, *request.RequestInfo) error { return nil }
 
 // has follows the routes that k8s.io/apiserver/pkg/endpoints/installer.go registers: a cluster's own objects have no
 // namespace, a namespaced object has one, and what can only be created has neither lists nor names.
@@ -134,6 +140,14 @@ func (builtIn) deprecated(e *registryv1.ResourceEntry) bool { return e.Deprecati
 // custom is the dialect of custom resources
 // (k8s.io/apiextensions-apiserver/pkg/apiserver/customresource_handler.go).
 type custom struct{}
+
+// lacks is the CRD handler's answer where the object might be there.
+func (custom) lacks(main *registryv1.ResourceEntry, info *request.RequestInfo) error {
+	if !scoped(main, info) {
+		return nil
+	}
+	return apierrors.NewNotFound(schema.GroupResource{Group: info.APIGroup, Resource: info.Resource}, info.Name)
+}
 
 // has looks at the path's namespace alone.
 func (custom) has(e *registryv1.ResourceEntry, info *request.RequestInfo, _ *http.Request) bool {

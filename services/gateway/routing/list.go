@@ -54,7 +54,7 @@ func (c *call) listFrom(p *plan) {
 	defer cancel()
 	silent := time.AfterFunc(answersWithin, cancel)
 	// nobody else is to be asked; of one object another registry may be, where this one hangs
-	if c.decides() && !c.ofOne(p.query) {
+	if p.deciding && !c.ofOne(p.query) {
 		silent.Stop()
 	}
 	stream, err := p.from.Lists.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{

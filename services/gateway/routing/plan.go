@@ -26,6 +26,9 @@ type plan struct {
 	from  *Source
 	query *watchfanoutv1.Query
 	opts  *internalversion.ListOptions
+	// deciding: authn, authz or admission asks, which nobody else than from may answer, and which measure by bookmarks
+	// how fresh they are.
+	deciding bool
 }
 
 // plan decides who answers a list or a watch; the error refuses it, in kube-apiserver's words
@@ -35,7 +38,7 @@ func (c *call) plan() (*plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &plan{opts: opts}
+	p := &plan{opts: opts, deciding: c.decides()}
 	if !c.encoded() {
 		return p, nil
 	}

@@ -137,14 +137,12 @@ func find(view *catalog.View, info *request.RequestInfo, req *http.Request) (*re
 	if ok && dialectOf(entry).has(entry, info, req) {
 		return entry, nil
 	}
-	main, defined := view.Entry(info.APIGroup, info.APIVersion, info.Resource, "")
-	switch {
-	case !ok && defined && main.Unstructured && scoped(main, info): // a subresource that a CRD does not have
-		return nil, apierrors.NewNotFound(schema.GroupResource{
-			Group:    info.APIGroup,
-			Resource: info.Resource,
-		}, info.Name)
-	case view.BuiltIn(info.APIGroup):
+	if main, defined := view.Entry(info.APIGroup, info.APIVersion, info.Resource, ""); !ok && defined {
+		if err := dialectOf(main).lacks(main, info); err != nil {
+			return nil, err
+		}
+	}
+	if view.BuiltIn(info.APIGroup) {
 		return nil, answer.PageNotFound
 	}
 	return nil, errNoPath

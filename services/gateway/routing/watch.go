@@ -61,7 +61,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 		return nil, nil, negotiation.NewNotAcceptableError(streams)
 	}
 	bookmarks := p.from.Watches.Config.BookmarkPeriod
-	if c.decides() { // they measure by them how fresh they are
+	if p.deciding {
 		bookmarks = 0
 	}
 	timeout := time.Duration(float64(c.router.MinRequestTimeout) * (rand.Float64() + 1))

@@ -144,18 +144,19 @@ type AuthenticateResponse struct {
 	Authenticated bool                   `protobuf:"varint,1,opt,name=authenticated" json:"authenticated,omitempty"`
 	User          *v1.User               `protobuf:"bytes,2,opt,name=user" json:"user,omitempty"`
 	Audiences     []string               `protobuf:"bytes,3,rep,name=audiences" json:"audiences,omitempty"`
-	// Why no one was authenticated, for the log and for TokenReview.status.error; never sent to an unauthenticated client.
+	// Why no one was authenticated, for the log and for TokenReview.status.error; never sent to an unauthenticated
+	// client.
 	Error string `protobuf:"bytes,4,opt,name=error" json:"error,omitempty"`
-	// How long, in milliseconds, the caller may reuse this answer for the same headers and certificates; 0: not at all, as for an
-	// anonymous user, who may be one for some paths only. It is the least of the configured time, what is left of the token's exp
-	// and what is left of the certificate.
+	// How long, in milliseconds, the caller may reuse this answer for the same headers and certificates; 0: not at all,
+	// as for an anonymous user, who may be one for some paths only. It is the least of the configured time, what is left
+	// of the token's exp and what is left of the certificate.
 	CacheMilliseconds int64 `protobuf:"varint,5,opt,name=cache_milliseconds,json=cacheMilliseconds" json:"cache_milliseconds,omitempty"`
-	// What the request's headers are to be before it travels on, by canonical name; one without values is removed. A credential
-	// never travels on.
+	// What the request's headers are to be before it travels on, by canonical name; one without values is removed. A
+	// credential never travels on.
 	ReplacedHeaders map[string]*v1.Values `protobuf:"bytes,7,rep,name=replaced_headers,json=replacedHeaders" json:"replaced_headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Of a request with a client certificate: the headers beside Authorization that an authenticator reads, by name or, with a final *, by
-	// how their names begin. A caller that has one of them and did not pass it on must not believe the answer: a user's groups or scopes
-	// may be missing.
+	// Of a request with a client certificate: the headers beside Authorization that an authenticator reads, by name or,
+	// with a final *, by how their names begin. A caller that has one of them and did not pass it on must not believe the
+	// answer: a user's groups or scopes may be missing.
 	ConsultedHeaders []string `protobuf:"bytes,8,rep,name=consulted_headers,json=consultedHeaders" json:"consulted_headers,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache

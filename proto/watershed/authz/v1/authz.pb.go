@@ -123,8 +123,8 @@ type AuthorizeResponse struct {
 	Decision        Decision               `protobuf:"varint,1,opt,name=decision,enum=watershed.authz.v1.Decision" json:"decision,omitempty"`
 	Reason          string                 `protobuf:"bytes,2,opt,name=reason" json:"reason,omitempty"`
 	EvaluationError string                 `protobuf:"bytes,3,opt,name=evaluation_error,json=evaluationError" json:"evaluation_error,omitempty"`
-	// The policy generation that the decision was made at. 0: no policy has a part in it; it is kept for cache_milliseconds, and not at
-	// all where that is 0 too.
+	// The policy generation that the decision was made at. 0: no policy has a part in it; it is kept for
+	// cache_milliseconds, and not at all where that is 0 too.
 	Generation uint64 `protobuf:"varint,4,opt,name=generation" json:"generation,omitempty"`
 	// The replica that counted it: generations of different replicas cannot be compared.
 	Replica string `protobuf:"bytes,5,opt,name=replica" json:"replica,omitempty"`

@@ -32,8 +32,9 @@ const (
 type AuthzClient interface {
 	Authorize(ctx context.Context, in *AuthorizeRequest, opts ...grpc.CallOption) (*AuthorizeResponse, error)
 	Rules(ctx context.Context, in *RulesRequest, opts ...grpc.CallOption) (*RulesResponse, error)
-	// Generations sends the policy's generation at once, whenever it moves, and every second. A decision made at an older generation
-	// of its scope is void; so is every decision once nothing has been heard for GenerationLease (platform/identity).
+	// Generations sends the policy's generation at once, whenever it moves, and every second. A decision made at an older
+	// generation of its scope is void; so is every decision once nothing has been heard for GenerationLease
+	// (platform/identity).
 	Generations(ctx context.Context, in *GenerationsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Generation], error)
 }
 
@@ -90,8 +91,9 @@ type Authz_GenerationsClient = grpc.ServerStreamingClient[Generation]
 type AuthzServer interface {
 	Authorize(context.Context, *AuthorizeRequest) (*AuthorizeResponse, error)
 	Rules(context.Context, *RulesRequest) (*RulesResponse, error)
-	// Generations sends the policy's generation at once, whenever it moves, and every second. A decision made at an older generation
-	// of its scope is void; so is every decision once nothing has been heard for GenerationLease (platform/identity).
+	// Generations sends the policy's generation at once, whenever it moves, and every second. A decision made at an older
+	// generation of its scope is void; so is every decision once nothing has been heard for GenerationLease
+	// (platform/identity).
 	Generations(*GenerationsRequest, grpc.ServerStreamingServer[Generation]) error
 	mustEmbedUnimplementedAuthzServer()
 }

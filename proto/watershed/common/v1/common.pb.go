@@ -375,7 +375,8 @@ func (x *Attributes) GetFieldSelector() string {
 	return ""
 }
 
-// Status is a metav1.Status. It travels in the details of a gRPC status, so that a 409 or a 422 with its causes arrives whole.
+// Status is a metav1.Status. It travels in the details of a gRPC status, so that a 409 or a 422 with its causes arrives
+// whole.
 type Status struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The metav1.Status in JSON.

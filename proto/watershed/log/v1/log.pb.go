@@ -4,7 +4,8 @@
 // 	protoc        (unknown)
 // source: watershed/log/v1/log.proto
 
-// The event log between the publisher and its readers, the watch tier and every registry: one message an etcd event, in the order of revisions.
+// The event log between the publisher and its readers, the watch tier and every registry: one message an etcd event, in
+// the order of revisions.
 
 package logv1
 
@@ -31,8 +32,8 @@ const (
 	Type_TYPE_ADDED       Type = 1
 	Type_TYPE_MODIFIED    Type = 2
 	Type_TYPE_DELETED     Type = 3
-	// The log starts anew after revision: whatever a reader holds from before may have a gap. With stored_as it is so for that
-	// resource alone; such resets come after the events of their revision, the last one without more.
+	// The log starts anew after revision: whatever a reader holds from before may have a gap. With stored_as it is so for
+	// that resource alone; such resets come after the events of their revision, the last one without more.
 	Type_TYPE_RESET Type = 4
 )
 
@@ -86,7 +87,8 @@ type Event struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Type     Type                   `protobuf:"varint,1,opt,name=type,enum=watershed.log.v1.Type" json:"type,omitempty"`
 	Revision int64                  `protobuf:"varint,2,opt,name=revision" json:"revision,omitempty"`
-	// The event's place in its etcd transaction. Of n events, a RESET with stored_as for event i has n + 2i, or n + 2i + 1 where redefined.
+	// The event's place in its etcd transaction. Of n events, a RESET with stored_as for event i has n + 2i, or n + 2i +
+	// 1 where redefined.
 	Index     int32  `protobuf:"varint,3,opt,name=index" json:"index,omitempty"`
 	StoredAs  string `protobuf:"bytes,4,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
 	Namespace string `protobuf:"bytes,5,opt,name=namespace" json:"namespace,omitempty"`
@@ -102,13 +104,14 @@ type Event struct {
 	More bool `protobuf:"varint,10,opt,name=more" json:"more,omitempty"`
 	// The event's span, as W3C trace context writes it; empty where it is not traced.
 	Trace string `protobuf:"bytes,11,opt,name=trace" json:"trace,omitempty"`
-	// Of a RESET with stored_as: objects are read in another way from here on, since their definition changed. Open watches end.
+	// Of a RESET with stored_as: objects are read in another way from here on, since their definition changed. Open
+	// watches end.
 	Redefined bool `protobuf:"varint,12,opt,name=redefined" json:"redefined,omitempty"`
-	// Which history of etcd the revision is of: one restored from a backup has another. Revisions of two histories cannot be
-	// compared.
+	// Which history of etcd the revision is of: one restored from a backup has another. Revisions of two histories cannot
+	// be compared.
 	History string `protobuf:"bytes,13,opt,name=history" json:"history,omitempty"`
-	// Of progress and resets: what /watershed/history in etcd says, or is about to say. A publisher that finds something else there
-	// has an etcd before it that is not the one that the log was written from.
+	// Of progress and resets: what /watershed/history in etcd says, or is about to say. A publisher that finds something
+	// else there has an etcd before it that is not the one that the log was written from.
 	Marker        string `protobuf:"bytes,14,opt,name=marker" json:"marker,omitempty"`
 	NextMarker    string `protobuf:"bytes,15,opt,name=next_marker,json=nextMarker" json:"next_marker,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -257,7 +260,8 @@ type Object struct {
 	Json   []byte                 `protobuf:"bytes,3,opt,name=json" json:"json,omitempty"`
 	// Of an object without a Go type: its metadata alone.
 	Protobuf []byte `protobuf:"bytes,4,opt,name=protobuf" json:"protobuf,omitempty"`
-	// The version that json is in, where the resource's objects may be in several: those of custom resources are as they are stored.
+	// The version that json is in, where the resource's objects may be in several: those of custom resources are as they
+	// are stored.
 	Version       string `protobuf:"bytes,5,opt,name=version" json:"version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

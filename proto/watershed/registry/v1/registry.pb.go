@@ -4,8 +4,9 @@
 // 	protoc        (unknown)
 // source: watershed/registry/v1/registry.proto
 
-// registry owns the objects: verbs over storage, and the only connection to etcd. Its contract is three services by who calls
-// them: Objects (the gateway), Source (the watch tier) and Catalog. Who may call which method is told in platform/rpc/callers.go.
+// registry owns the objects: verbs over storage, and the only connection to etcd. Its contract is three services by who
+// calls them: Objects (the gateway), Source (the watch tier) and Catalog. Who may call which method is told in
+// platform/rpc/callers.go.
 
 package registryv1
 
@@ -1015,7 +1016,8 @@ type CatalogResponse struct {
 	Openapi map[string]string `protobuf:"bytes,3,rep,name=openapi" json:"openapi,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// Group versions that another server answers for.
 	ApiServices []*APIService `protobuf:"bytes,4,rep,name=api_services,json=apiServices" json:"api_services,omitempty"`
-	// Not the first of its stream: resources and openapi are what is new or other than in the message before, and these are gone.
+	// Not the first of its stream: resources and openapi are what is new or other than in the message before, and these
+	// are gone.
 	Delta          bool           `protobuf:"varint,5,opt,name=delta" json:"delta,omitempty"`
 	Removed        []*v1.Resource `protobuf:"bytes,6,rep,name=removed" json:"removed,omitempty"`
 	OpenapiRemoved []string       `protobuf:"bytes,7,rep,name=openapi_removed,json=openapiRemoved" json:"openapi_removed,omitempty"`
@@ -1315,8 +1317,8 @@ type ResourceEntry struct {
 	GetWithOptions bool     `protobuf:"varint,19,opt,name=get_with_options,json=getWithOptions" json:"get_with_options,omitempty"`
 	// The kind that discovery shows where it differs from kind (rest.KindProvider).
 	DiscoveryKind string `protobuf:"bytes,20,opt,name=discovery_kind,json=discoveryKind" json:"discovery_kind,omitempty"`
-	// A custom resource: objects have no Go type. They are served in JSON and YAML, their metadata also in protobuf, and each
-	// may be stored in another version than stored_kind.
+	// A custom resource: objects have no Go type. They are served in JSON and YAML, their metadata also in protobuf, and
+	// each may be stored in another version than stored_kind.
 	Unstructured bool `protobuf:"varint,21,opt,name=unstructured" json:"unstructured,omitempty"`
 	// Served, but not told of yet: the definition's names are accepted and it is not established.
 	Hidden bool `protobuf:"varint,22,opt,name=hidden" json:"hidden,omitempty"`
@@ -1326,11 +1328,11 @@ type ResourceEntry struct {
 	ConvertedFields bool `protobuf:"varint,24,opt,name=converted_fields,json=convertedFields" json:"converted_fields,omitempty"`
 	// The release that no longer serves a deprecated version, such as "1.40"; empty where that is not known.
 	RemovedRelease string `protobuf:"bytes,25,opt,name=removed_release,json=removedRelease" json:"removed_release,omitempty"`
-	// The resourceVersion of the CRD that the entry is made of, 0 where it is built in. Of two entries of one resource the one with the
-	// larger is the newer, whichever registry told of it.
+	// The resourceVersion of the CRD that the entry is made of, 0 where it is built in. Of two entries of one resource
+	// the one with the larger is the newer, whichever registry told of it.
 	DefinedAt int64 `protobuf:"varint,26,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
-	// A hash of all that the entry of a CRD says but defined_at, which any write of the CRD moves; 0 where it is built in. Entries of
-	// one hash are the same, whichever registry told of them and whatever etcd was restored in between.
+	// A hash of all that the entry of a CRD says but defined_at, which any write of the CRD moves; 0 where it is built
+	// in. Entries of one hash are the same, whichever registry told of them and whatever etcd was restored in between.
 	Digest        uint64 `protobuf:"fixed64,27,opt,name=digest" json:"digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1594,8 +1596,8 @@ func (x *SnapshotRequest) GetStoredAs() string {
 
 type SnapshotChunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The revision that the whole snapshot is at; the same in every chunk. A chunk holds at least one row, and about 4 MB at most
-	// where it holds more.
+	// The revision that the whole snapshot is at; the same in every chunk. A chunk holds at least one row, and about 4 MB
+	// at most where it holds more.
 	Revision      int64  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
 	Rows          []*Row `protobuf:"bytes,2,rep,name=rows" json:"rows,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1660,7 +1662,8 @@ type Row struct {
 	Protobuf []byte `protobuf:"bytes,7,opt,name=protobuf" json:"protobuf,omitempty"`
 	// As an Object's in the log.
 	Version string `protobuf:"bytes,8,opt,name=version" json:"version,omitempty"`
-	// Why the object cannot be read; it then has no encodings, labels or fields. Whoever asks for it is answered by registry.
+	// Why the object cannot be read; it then has no encodings, labels or fields. Whoever asks for it is answered by
+	// registry.
 	Unreadable    string `protobuf:"bytes,9,opt,name=unreadable" json:"unreadable,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1772,7 +1775,8 @@ type EncodeRequest struct {
 	IncludeObject string `protobuf:"bytes,6,opt,name=include_object,json=includeObject" json:"include_object,omitempty"`
 	// The version that each object is in, where that is not the stored kind's.
 	Versions []string `protobuf:"bytes,7,rep,name=versions" json:"versions,omitempty"`
-	// Where a custom resource's definition last changed, as far as the caller knows: it must not be an older one that converts.
+	// Where a custom resource's definition last changed, as far as the caller knows: it must not be an older one that
+	// converts.
 	DefinedAt     int64 `protobuf:"varint,8,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1866,8 +1870,8 @@ func (x *EncodeRequest) GetDefinedAt() int64 {
 
 type EncodeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One for each object asked for, as a list holds it: JSON without apiVersion and kind, a protobuf message, or a Table row,
-	// whose object is null unless the whole object is to be included: metadata is for the caller to put in.
+	// One for each object asked for, as a list holds it: JSON without apiVersion and kind, a protobuf message, or a Table
+	// row, whose object is null unless the whole object is to be included: metadata is for the caller to put in.
 	Objects [][]byte `protobuf:"bytes,1,rep,name=objects" json:"objects,omitempty"`
 	// Table's columnDefinitions in JSON.
 	Columns []byte `protobuf:"bytes,2,opt,name=columns" json:"columns,omitempty"`

@@ -4,8 +4,9 @@
 // - protoc             (unknown)
 // source: watershed/registry/v1/registry.proto
 
-// registry owns the objects: verbs over storage, and the only connection to etcd. Its contract is three services by who calls
-// them: Objects (the gateway), Source (the watch tier) and Catalog. Who may call which method is told in platform/rpc/callers.go.
+// registry owns the objects: verbs over storage, and the only connection to etcd. Its contract is three services by who
+// calls them: Objects (the gateway), Source (the watch tier) and Catalog. Who may call which method is told in
+// platform/rpc/callers.go.
 
 package registryv1
 
@@ -40,8 +41,8 @@ type ObjectsClient interface {
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
 	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
 	Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
-	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
-	// write it asks back in its stream, and it ends with one Connection or an error.
+	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect;
+	// like a write it asks back in its stream, and it ends with one Connection or an error.
 	Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
 }
 
@@ -120,8 +121,8 @@ type ObjectsServer interface {
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
 	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
 	Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
-	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect; like a
-	// write it asks back in its stream, and it ends with one Connection or an error.
+	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect;
+	// like a write it asks back in its stream, and it ends with one Connection or an error.
 	Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
 	mustEmbedUnimplementedObjectsServer()
 }

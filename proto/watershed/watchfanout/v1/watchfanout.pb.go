@@ -30,9 +30,9 @@ type Query struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Which resource, in which version; how it is served is what the answering service's own catalog says.
 	Resource *v1.Resource `protobuf:"bytes,8,opt,name=resource" json:"resource,omitempty"`
-	// The defined_at and digest of the catalog's entry that the caller goes by. A replica of the watch tier that has only heard of an
-	// older and other one does not answer: a watch then gets UNAVAILABLE, and anything else FAILED_PRECONDITION. Policy reads CRDs from
-	// etcd, and looks at neither.
+	// The defined_at and digest of the catalog's entry that the caller goes by. A replica of the watch tier that has only
+	// heard of an older and other one does not answer: a watch then gets UNAVAILABLE, and anything else
+	// FAILED_PRECONDITION. Policy reads CRDs from etcd, and looks at neither.
 	DefinedAt     int64  `protobuf:"varint,9,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
 	Digest        uint64 `protobuf:"fixed64,10,opt,name=digest" json:"digest,omitempty"`
 	Namespace     string `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
@@ -471,12 +471,14 @@ func (x *WatchRequest) GetColumnsSent() bool {
 	return false
 }
 
-// Position is a place in the log: the revision and, as one transaction may change several keys, the event's index in it.
+// Position is a place in the log: the revision and, as one transaction may change several keys, the event's index in
+// it.
 type Position struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Revision int64                  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
 	Index    int32                  `protobuf:"varint,2,opt,name=index" json:"index,omitempty"`
-	// The history of etcd that the revision is of, where it is known. A watch does not go on from another history: it has expired.
+	// The history of etcd that the revision is of, where it is known. A watch does not go on from another history: it has
+	// expired.
 	History       string `protobuf:"bytes,3,opt,name=history" json:"history,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -543,7 +545,8 @@ type WatchFrame struct {
 	InitialEventsDone bool `protobuf:"varint,3,opt,name=initial_events_done,json=initialEventsDone" json:"initial_events_done,omitempty"`
 	// Set in the last frame: the stream is at its end (an ERROR event was sent), do not resume.
 	End bool `protobuf:"varint,4,opt,name=end" json:"end,omitempty"`
-	// Where each event of data ends, so that whoever shares the stream can begin after any of them. Absent for initial events.
+	// Where each event of data ends, so that whoever shares the stream can begin after any of them. Absent for initial
+	// events.
 	Marks []*Mark `protobuf:"bytes,5,rep,name=marks" json:"marks,omitempty"`
 	// A Table's columns are in this frame or before it.
 	ColumnsSent bool `protobuf:"varint,6,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`

@@ -30,7 +30,8 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 type WatchClient interface {
-	// Get answers one object as it is stored; FAILED_PRECONDITION means that registry has to be asked, also for what is not there.
+	// Get answers one object as it is stored; FAILED_PRECONDITION means that registry has to be asked, also for what is
+	// not there.
 	Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*GetResponse, error)
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
 	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error)
@@ -96,7 +97,8 @@ type Watch_WatchClient = grpc.ServerStreamingClient[WatchFrame]
 // All implementations must embed UnimplementedWatchServer
 // for forward compatibility.
 type WatchServer interface {
-	// Get answers one object as it is stored; FAILED_PRECONDITION means that registry has to be asked, also for what is not there.
+	// Get answers one object as it is stored; FAILED_PRECONDITION means that registry has to be asked, also for what is
+	// not there.
 	Get(context.Context, *GetRequest) (*GetResponse, error)
 	List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error
 	Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error
@@ -216,10 +218,10 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Policy is Watch's contract as registry offers it, for the services that decide by what they read: authn, authz and admission. They
-// believe no replica of the watch tier, which may do no more than read; nor do they wait for one. Lists are read from etcd, and events
-// come from the end of the event log that registry itself reads. FAILED_PRECONDITION means that Objects.List has to be asked, or that
-// a watch in that form is not offered.
+// Policy is Watch's contract as registry offers it, for the services that decide by what they read: authn, authz and
+// admission. They believe no replica of the watch tier, which may do no more than read; nor do they wait for one. Lists
+// are read from etcd, and events come from the end of the event log that registry itself reads. FAILED_PRECONDITION
+// means that Objects.List has to be asked, or that a watch in that form is not offered.
 type PolicyClient interface {
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
 	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error)
@@ -275,10 +277,10 @@ type Policy_WatchClient = grpc.ServerStreamingClient[WatchFrame]
 // All implementations must embed UnimplementedPolicyServer
 // for forward compatibility.
 //
-// Policy is Watch's contract as registry offers it, for the services that decide by what they read: authn, authz and admission. They
-// believe no replica of the watch tier, which may do no more than read; nor do they wait for one. Lists are read from etcd, and events
-// come from the end of the event log that registry itself reads. FAILED_PRECONDITION means that Objects.List has to be asked, or that
-// a watch in that form is not offered.
+// Policy is Watch's contract as registry offers it, for the services that decide by what they read: authn, authz and
+// admission. They believe no replica of the watch tier, which may do no more than read; nor do they wait for one. Lists
+// are read from etcd, and events come from the end of the event log that registry itself reads. FAILED_PRECONDITION
+// means that Objects.List has to be asked, or that a watch in that form is not offered.
 type PolicyServer interface {
 	List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error
 	Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error
