@@ -50,6 +50,16 @@ func (t *tier) lose() {
 	t.broken = make(chan struct{})
 }
 
+// has waits until n streams have been begun.
+func (t *tier) has(tt *testing.T, n int) {
+	tt.Helper()
+	for until := time.Now().Add(10 * time.Second); len(t.streams()) < n; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			tt.Fatalf("%d streams", len(t.streams()))
+		}
+	}
+}
+
 func (t *tier) streams() []*watchfanoutv1.WatchRequest {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -266,7 +276,7 @@ func TestInitialEventsComeAloneAndTheRestIsShared(t *testing.T) {
 	up.write(6, 7)
 	h := hub(up)
 	first := h.watch(t, func(r *Request) { r.ResourceVersion = "7" })
-	first.shows(t, "")
+	up.has(t, 2) // its own, and the feed
 	late := h.watch(t, func(r *Request) { r.ResourceVersion = "" })
 	late.shows(t, "initial ")
 	up.write(8)
