@@ -6,7 +6,7 @@
 // loops. Both elections are by a leased key. A publisher that lost its election without noticing can do no harm: each
 // message of the log expects the one before it.
 //
-// What it offers is four contracts: Objects to the gateway, Source to the watch tier, Catalog to the gateway, and
+// What it offers is four contracts: Objects to the gateway, Source to the watch tier, Catalog to both, and
 // Policy to the gateway on behalf of authn, authz and admission, which decide by what they read and believe no replica
 // of the watch tier.
 //

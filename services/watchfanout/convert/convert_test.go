@@ -18,7 +18,8 @@ import (
 	"watershed.dev/services/watchfanout/form"
 )
 
-// registry encodes an object as its number among all that it was asked for, and says how many it was asked for at a time.
+// registry encodes an object as its number among all that it was asked for, and says how many it was asked for at a
+// time.
 type registry struct {
 	registryv1.SourceClient
 	asked []int
