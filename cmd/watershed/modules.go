@@ -172,7 +172,7 @@ func newGateway(ctx context.Context, c *gateway.Config, d *deps) (service, error
 	if err := errors.Join(errs...); err != nil {
 		return nil, err
 	}
-	g, err := gateway.New(ctx, c, gateway.Deps{
+	return gateway.New(ctx, c, gateway.Deps{
 		Authn:     authnv1.NewAuthnClient(authnConn),
 		Authz:     authzv1.NewAuthzClient(authzConn),
 		Admission: admissionv1.NewAdmissionClient(admissionConn),
@@ -182,13 +182,4 @@ func newGateway(ctx context.Context, c *gateway.Config, d *deps) (service, error
 		Policy:    watchfanoutv1.NewPolicyClient(registryConn),
 		Watch:     watchfanoutv1.NewWatchClient(watchfanoutConn),
 	})
-	if err != nil {
-		return nil, err
-	}
-	return gatewayService{g}, nil
 }
-
-// gatewayService makes the gateway, which is called over HTTPS alone, a service like the others.
-type gatewayService struct{ *gateway.Service }
-
-func (gatewayService) Register(grpc.ServiceRegistrar) {}

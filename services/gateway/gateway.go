@@ -11,6 +11,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
+	"google.golang.org/grpc"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/component-base/metrics/legacyregistry"
@@ -252,6 +253,9 @@ func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 	w.Header().Set("Cache-Control", fmt.Sprintf("public, max-age=%d", d.MaxAgeSeconds))
 	_, _ = w.Write(d.Body)
 }
+
+// Register offers nothing: the gateway is called over HTTPS alone.
+func (g *Service) Register(grpc.ServiceRegistrar) {}
 
 // Collectors are the gateway's own metrics; kube-apiserver's are in the registry that it shares with its libraries.
 func (g *Service) Collectors() []prometheus.Collector {

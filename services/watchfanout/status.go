@@ -40,7 +40,7 @@ const slowest = 10
 // Status asks the replica.
 func (s *Service) Status(ctx context.Context) *Status {
 	st := &Status{
-		Ready:           s.log.CaughtUp(),
+		Ready:           s.tasks.Ready.Err() == nil,
 		Revision:        s.cache.Progress(),
 		Behind:          -1,
 		LagMilliseconds: float64(s.cache.Lag()) / float64(time.Millisecond),

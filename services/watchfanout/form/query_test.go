@@ -2,6 +2,7 @@ package form
 
 import (
 	"errors"
+	"strings"
 	"testing"
 
 	"watershed.dev/platform/catalog"
@@ -9,6 +10,7 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/watchfanout/cache"
 )
 
 // A query is answered by an entry that is the caller's or a newer one, and never beyond the namespace that the caller's
@@ -57,5 +59,118 @@ func TestByWhichEntryAQueryIsAnswered(t *testing.T) {
 		if err == nil && q.Namespace != c.namespace {
 			t.Errorf("%s: namespace %q", name, q.Namespace)
 		}
+	}
+}
+
+func pods(t *testing.T, change func(*registryv1.ResourceEntry, *watchfanoutv1.Query)) *Query {
+	t.Helper()
+	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
+	e := &registryv1.ResourceEntry{
+		StoredAs:   "pods",
+		Namespaced: true,
+		Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
+		Kind:       pod,
+		StoredKind: pod,
+		ListKind:   "PodList",
+	}
+	p := &watchfanoutv1.Query{Namespace: "x", Output: &registryv1.Output{MediaType: frame.JSON}}
+	if change != nil {
+		change(e, p)
+	}
+	q, err := NewQuery(e, p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return q
+}
+
+// A query reads the smallest part of a resource's events that holds all that it selects.
+func TestTopics(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*registryv1.ResourceEntry, *watchfanoutv1.Query)
+		want   cache.Topic
+	}{
+		"of a namespace": {nil, cache.Topic{Field: cache.ByNamespace, Value: "x"}},
+		"of everything": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+			p.Namespace = ""
+		}, cache.Topic{}},
+		"of one object": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+			p.FieldSelector = "metadata.name=a"
+		}, cache.Topic{Field: cache.ByKey, Value: "x/a"}},
+		"of a name in all namespaces": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+			p.Namespace, p.FieldSelector = "", "metadata.name=a"
+		}, cache.Topic{}},
+		"of a field": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+			p.FieldSelector = "spec.nodeName=n,status.phase!=Failed"
+		}, cache.Topic{Field: "spec.nodeName", Value: "n"}},
+		"of another field than one": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+			p.FieldSelector = "spec.nodeName!=n"
+		}, cache.Topic{Field: cache.ByNamespace, Value: "x"}},
+		"of an empty field": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+			p.FieldSelector = "spec.nodeName="
+		}, cache.Topic{Field: cache.ByNamespace, Value: "x"}},
+		"of a field that only converting tells": {func(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+			e.ConvertedFields, p.FieldSelector = true, "spec.color=red"
+		}, cache.Topic{Field: cache.ByNamespace, Value: "x"}},
+	} {
+		if got := pods(t, c.change).Topic(); got != c.want {
+			t.Errorf("%s: %+v, not %+v", name, got, c.want)
+		}
+	}
+}
+
+// Which bytes are the query's own, in the version and form that it asks for.
+func TestWhoseBytesAreTheQuerysOwn(t *testing.T) {
+	item := &cache.Item{Version: "v1"}
+	for name, c := range map[string]struct {
+		change func(*registryv1.ResourceEntry, *watchfanoutv1.Query)
+		own    bool
+	}{
+		"the stored kind": {nil, true},
+		"another version": {func(e *registryv1.ResourceEntry, _ *watchfanoutv1.Query) {
+			e.StoredKind = &commonv1.Kind{Version: "v2", Kind: "Pod"}
+		}, false},
+		"metadata of another version": {func(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+			e.StoredKind = &commonv1.Kind{Version: "v2", Kind: "Pod"}
+			p.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "PartialObjectMetadata"}
+		}, true},
+		"a custom resource in the object's version": {func(e *registryv1.ResourceEntry, _ *watchfanoutv1.Query) {
+			e.Unstructured, e.StoredKind = true, &commonv1.Kind{Version: "v2", Kind: "Pod"}
+		}, true},
+		"a custom resource in another": {func(e *registryv1.ResourceEntry, _ *watchfanoutv1.Query) {
+			e.Unstructured, e.Kind = true, &commonv1.Kind{Version: "v2", Kind: "Pod"}
+		}, false},
+	} {
+		if got := pods(t, c.change).Own(item); got != c.own {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
+
+// A row's object is put in from the bytes at hand, and its columns come once.
+func TestRows(t *testing.T) {
+	q := pods(t, func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		p.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"}
+	})
+	row, err := q.WithMetadata([]byte(`{"cells":["a"],"object":null}`), []byte(`{"metadata":{"name":"a"},"spec":{}}`))
+	if want := `{"cells":["a"],"object":{"kind":"PartialObjectMetadata","apiVersion":"meta.k8s.io/v1",` +
+		`"metadata":{"name":"a"}}}`; err != nil || string(row) != want {
+		t.Errorf("%s, %v", row, err)
+	}
+	if _, err := q.WithMetadata([]byte(`{"cells":["a"]}`), nil); err == nil {
+		t.Error("a row without an object is taken")
+	}
+	first, next := q.Row("ADDED", 7, row, []byte(`[{"name":"Name"}]`)), q.Row("ADDED", 8, row, nil)
+	if !strings.Contains(string(first), `"resourceVersion":"7"},"columnDefinitions":[{"name":"Name"}]`) ||
+		!strings.Contains(string(next), `"resourceVersion":"8"},"columnDefinitions":null`) {
+		t.Errorf("%s%s", first, next)
+	}
+	mark := q.Bookmark(9, true)
+	if !strings.HasPrefix(string(mark), `{"type":"BOOKMARK"`) || !strings.Contains(string(mark),
+		`"k8s.io/initial-events-end":"true"`) {
+		t.Errorf("%s", mark)
+	}
+	if kind, version := q.ListKind(); kind != "Table" || version != "meta.k8s.io/v1" {
+		t.Errorf("%s of %s", kind, version)
 	}
 }

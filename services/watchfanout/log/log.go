@@ -35,8 +35,7 @@ type Log struct {
 	js     jetstream.JetStream
 	source registryv1.SourceClient
 
-	caughtUp atomic.Bool
-	ready    *lifecycle.Readiness
+	ready *lifecycle.Readiness
 	// asking is when a publisher was last asked how far it is, in nanoseconds since 1970.
 	asking atomic.Int64
 	// stalled is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one
@@ -82,9 +81,6 @@ func (l *Log) Drain() { l.drainOnce.Do(func() { close(l.draining) }) }
 // Draining is closed when watches are to end.
 func (l *Log) Draining() <-chan struct{} { return l.draining }
 
-// CaughtUp says whether the log has been read as far as etcd was when the replica started.
-func (l *Log) CaughtUp() bool { return l.caughtUp.Load() }
-
 // Run reads the log until ctx is done, as tasks that start again when they end.
 func (l *Log) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 	tasks.Go(ctx, "catch up", func(ctx context.Context) error {
@@ -124,7 +120,6 @@ func (l *Log) catchUp(ctx context.Context) {
 		r, err := l.source.Revision(ctx, &registryv1.RevisionRequest{})
 		if err == nil {
 			if err = l.Wait(ctx, r.Revision); err == nil {
-				l.caughtUp.Store(true)
 				l.ready.Set(theLog, nil)
 				slog.Info("The event log is read to its end", "revision", r.Revision)
 				return

@@ -1,0 +1,132 @@
+package watchfanout
+
+import (
+	"encoding/json"
+	"errors"
+	"net"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+	"google.golang.org/grpc"
+
+	"watershed.dev/platform/rpc"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// away is a NATS that nobody reaches.
+type away struct{}
+
+func (away) InProcessConn() (net.Conn, error) { return nil, errors.New("away") }
+
+// registry tells of pods.
+type registry struct {
+	registryv1.UnimplementedSourceServer
+	registryv1.UnimplementedCatalogServer
+}
+
+func (registry) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{{
+		Resource: &commonv1.Resource{Version: "v1", Resource: "pods"},
+		StoredAs: "pods",
+	}}}); err != nil {
+		return err
+	}
+	<-s.Context().Done()
+	return s.Context().Err()
+}
+
+// replica is one whose log nobody brings, but by hand.
+func replica(t *testing.T, flags ...string) *Service {
+	t.Helper()
+	p := rpc.NewInProcess(false)
+	registryv1.RegisterSourceServer(p, registry{})
+	registryv1.RegisterCatalogServer(p, registry{})
+	c := NewConfig()
+	fs := pflag.NewFlagSet("watchfanout", pflag.ContinueOnError)
+	c.AddFlags(fs)
+	if err := fs.Parse(flags); err != nil {
+		t.Fatal(err)
+	}
+	c.Log.Conn = away{}
+	s, err := New(t.Context(), c, Deps{
+		Source:  registryv1.NewSourceClient(p.Client("watchfanout")),
+		Catalog: registryv1.NewCatalogClient(p.Client("watchfanout")),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(s.nats.Close)
+	return s
+}
+
+// A replica is not ready before it has read the log and been told what is served, and says for which it waits.
+func TestWhatAReplicaWaitsFor(t *testing.T) {
+	s := replica(t)
+	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "the catalog: ") {
+		t.Errorf("%v", err)
+	}
+	done := make(chan struct{})
+	go func() { defer close(done); s.catalog.Run(t.Context()) }()
+	t.Cleanup(func() { <-done })
+	for until := time.Now().Add(10 * time.Second); s.catalog.View() == nil; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatal("no catalog comes")
+		}
+	}
+	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "the event log: ") {
+		t.Errorf("%v", err)
+	}
+}
+
+// What an operator sees of a replica, as text, as JSON and as metrics.
+func TestAReplicasPage(t *testing.T) {
+	s := replica(t)
+	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, History: "h"})
+	s.cache.Apply(&logv1.Event{
+		Type:      logv1.Type_TYPE_ADDED,
+		Revision:  11,
+		StoredAs:  "pods",
+		Namespace: "x",
+		Name:      "a",
+		History:   "h",
+		Object:    &logv1.Object{Json: []byte(`{"metadata":{"name":"a","namespace":"x"}}`)},
+	})
+	w := httptest.NewRecorder()
+	s.ServeHTTP(w, httptest.NewRequest("GET", "/", nil))
+	if text := w.Body.String(); !strings.Contains(text, "ready false, revision 11, -1 behind etcd") ||
+		!strings.Contains(text, "\npods ") {
+		t.Errorf("%s", text)
+	}
+	req := httptest.NewRequest("GET", "/", nil)
+	req.Header.Set("Accept", "application/json")
+	w = httptest.NewRecorder()
+	s.ServeHTTP(w, req)
+	var st Status
+	if err := json.Unmarshal(w.Body.Bytes(), &st); err != nil || st.Ready || st.Revision != 11 ||
+		len(st.Resources) != 1 || st.Resources[0].Events != 1 || st.Bytes == 0 {
+		t.Errorf("%+v, %v", st, err)
+	}
+	r := prometheus.NewPedanticRegistry()
+	r.MustRegister(s.Collectors()...)
+	families, err := r.Gather()
+	if err != nil || len(families) < 6 {
+		t.Errorf("%d families, %v", len(families), err)
+	}
+}
+
+// A draining replica ends its watches.
+func TestDrain(t *testing.T) {
+	s := replica(t)
+	s.Drain()
+	select {
+	case <-s.log.Draining():
+	default:
+		t.Error("it goes on")
+	}
+}
