@@ -202,3 +202,28 @@ func TestWhatIsNotServedIsRefused(t *testing.T) {
 		}
 	}
 }
+
+// A request in a namespace is for nothing that has none: the permission that was asked for is for a namespace.
+func TestANamespaceOfWhatHasNone(t *testing.T) {
+	o := gateway(t)
+	nodes := &commonv1.Resource{Version: "v1", Resource: "nodes"}
+	get := &registryv1.GetRequest{Resource: nodes, Namespace: "x", User: admin, Output: plain}
+	stream, err := o.List(t.Context(), get)
+	if err == nil {
+		_, err = stream.Recv()
+	}
+	if status.Code(err) != codes.NotFound {
+		t.Errorf("listed: %v", err)
+	}
+	get.Name = "n"
+	if _, err := o.Get(t.Context(), get); status.Code(err) != codes.NotFound ||
+		!strings.Contains(err.Error(), "could not find the requested resource") {
+		t.Errorf("read: %v", err)
+	}
+	r := create("n")
+	r.Resource, r.Verb, r.Name = nodes, "delete", "n"
+	if _, err := settle(t.Context(), o.Write, r, nil); status.Code(err) != codes.NotFound ||
+		!strings.Contains(err.Error(), "could not find the requested resource") {
+		t.Errorf("deleted: %v", err)
+	}
+}
