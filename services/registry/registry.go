@@ -24,6 +24,7 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/util/keyutil"
 	"k8s.io/kubernetes/pkg/serviceaccount"
 
@@ -105,6 +106,8 @@ type Service struct {
 	client     *kubernetes.Clientset
 	informers  informers.SharedInformerFactory
 	extensions extensions.SharedInformerFactory
+	// crds says whether every CRD that was read has been taken over.
+	crds cache.ResourceEventHandlerRegistration
 
 	tasks lifecycle.Supervisor
 }
@@ -202,7 +205,8 @@ func (s *Service) custom() error {
 		return err
 	}
 	s.resources.Custom, s.tail.Foreign = customs, customs.HistoryChanged
-	_, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().AddEventHandler(customs.Handler())
+	s.crds, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().
+		AddEventHandler(customs.Handler())
 	return err
 }
 
@@ -313,6 +317,7 @@ func (s *Service) Run(ctx context.Context) error {
 	s.tasks.Go(ctx, "catalog", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.extensions.WaitForCacheSync(ctx.Done())
+		cache.WaitForCacheSync(ctx.Done(), s.crds.HasSynced) // what is known of CRDs, and not only read
 		s.catalog.APIServices.Informers.WaitForCacheSync(ctx.Done())
 		s.catalog.Renew()
 		s.tasks.Ready.Set("informers", nil)

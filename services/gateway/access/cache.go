@@ -20,7 +20,7 @@ type cache[V any] struct {
 
 	mu      sync.Mutex
 	entries map[digest]*cacheEntry[V]
-	used    list.List // of *keptEntry[V], the newest first
+	used    list.List // of *cacheEntry[V], the newest first
 	owners  map[string]*cacheOwner
 	bytes   int
 }

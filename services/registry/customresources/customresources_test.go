@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/client-go/tools/cache"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -169,9 +170,24 @@ func TestARestoredEtcdSetsDefinitionsBack(t *testing.T) {
 	if got := entry(); got.DefinedAt != 1 || got.Digest != before.Digest {
 		t.Errorf("at %d with digest %x, before at %d with %x", got.DefinedAt, got.Digest, before.DefinedAt, before.Digest)
 	}
+	// the backup is from before it was made: a list tells that it is gone, and then it is made again
+	newer := older.DeepCopy()
+	newer.ResourceVersion = "5000"
+	h.OnUpdate(nil, newer)
 	w.Resources.Custom.HistoryChanged()
-	h.OnDelete(older)
+	h.OnDelete(cache.DeletedFinalStateUnknown{Key: newer.Name, Obj: newer})
 	if n := len(w.Resources.Custom.Entries()); n != 0 {
 		t.Errorf("%d entries of what is gone", n)
+	}
+	again := older.DeepCopy()
+	again.ResourceVersion = "2600"
+	h.OnAdd(again, false)
+	if n := len(w.Resources.Custom.Entries()); n == 0 {
+		t.Error("what is made again is not served")
+	}
+	h.OnDelete(again)
+	h.OnAdd(older, false)
+	if n := len(w.Resources.Custom.Entries()); n != 0 {
+		t.Errorf("what was read before it went brings back %d entries", n)
 	}
 }

@@ -75,28 +75,32 @@ func (t *Set) Handler() cache.ResourceEventHandler {
 		AddFunc:    func(obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
 		UpdateFunc: func(_, obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
 		DeleteFunc: func(obj any) {
-			if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-				obj = gone.Obj
+			last, unknown := obj.(cache.DeletedFinalStateUnknown) // found by a list, at a revision that is not its deletion's
+			if unknown {
+				obj = last.Obj
 			}
 			if d, ok := obj.(*apiextensionsv1.CustomResourceDefinition); ok {
-				t.remove(d)
+				t.remove(d, !unknown)
 			}
 		},
 	}
 }
 
-// remove forgets a definition as of d's revision; what is known of a later one stays.
-func (t *Set) remove(d *apiextensionsv1.CustomResourceDefinition) {
+// remove forgets a definition as of d's revision; what is known of a later one stays. known says that it went at that
+// revision, so that what is read of it from before does not bring it back.
+func (t *Set) remove(d *apiextensionsv1.CustomResourceDefinition, known bool) {
 	at, err := storage.Revision(d)
 	if err != nil {
 		return
 	}
 	t.mu.Lock()
-	if t.removed == nil {
-		t.removed = map[string]uint64{}
-	}
-	t.removed[d.Name] = max(t.removed[d.Name], at)
 	old := t.byName[d.Name]
+	if known && (old == nil || !old.foreign) {
+		if t.removed == nil {
+			t.removed = map[string]uint64{}
+		}
+		t.removed[d.Name] = max(t.removed[d.Name], at)
+	}
 	gone := old != nil && (old.foreign || !newer(old.CustomResourceDefinition, d))
 	if gone {
 		delete(t.byName, d.Name)
@@ -122,7 +126,7 @@ func (t *Set) HistoryChanged() {
 
 func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *served {
 	if !Servable(d) {
-		t.remove(d)
+		t.remove(d, true)
 		return nil
 	}
 	at, err := storage.Revision(d)
@@ -153,7 +157,7 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *served {
 		if err != nil {
 			t.mu.Unlock()
 			slog.Warn("A definition cannot be served", "name", d.Name, "error", err)
-			t.remove(d)
+			t.remove(d, true)
 			return nil
 		}
 		s = &served{Definition: definition, stored: StoredOf(t.Storage, definition), built: &built{}}
@@ -230,7 +234,7 @@ func (t *Set) NotBefore(ctx context.Context, name string, revision int64) error 
 	if revision == 0 || s == nil {
 		return nil
 	}
-	if at, err := storage.Revision(s); err == nil && at >= uint64(revision) {
+	if at, err := storage.Revision(s); err == nil && !s.foreign && at >= uint64(revision) {
 		return nil
 	}
 	_, err := t.current(ctx, name)

@@ -113,8 +113,13 @@ func (t *Tail) Append(e *logv1.Event) error {
 	if e.History != "" {
 		t.history = e.History
 	}
-	if foreign && t.Foreign != nil {
-		t.Foreign()
+	if foreign {
+		for _, r := range t.rings {
+			r.redefined = 0
+		}
+		if t.Foreign != nil {
+			t.Foreign()
+		}
 	}
 	if !event {
 		t.high = max(t.high, e.Revision)

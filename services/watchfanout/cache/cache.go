@@ -199,11 +199,13 @@ func (c *Cache) reset(revision int64, history string) {
 	c.mu.Lock()
 	c.started, c.low = true, revision
 	c.mu.Unlock()
+	was := *c.history.Load()
 	if history != "" {
 		c.history.Store(&history)
 	}
 	c.progress.Store(revision)
-	c.each(func(r *Resource) { r.forget(revision, false, 0) })
+	foreign := was != "" && history != "" && was != history // where a definition changed says nothing then
+	c.each(func(r *Resource) { r.forget(revision, foreign, 0) })
 	c.moved()
 }
 

@@ -15,6 +15,7 @@ import (
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
 )
 
@@ -147,10 +148,10 @@ var errRedefined = errors.New("the resource was defined anew")
 
 // resumed says whether the client has been told something already: the gateway names a place also for a watch that only
 // begins at a revision.
-func (w *watcher) resumed() bool {
-	at := w.request.ResumeAfter
+func resumed(r *watchfanoutv1.WatchRequest) bool {
+	at := r.ResumeAfter
 	return at != nil && (at.Index != events.LastIndex ||
-		strconv.FormatInt(at.Revision, 10) != w.request.ResourceVersion)
+		strconv.FormatInt(at.Revision, 10) != r.ResourceVersion)
 }
 
 // ended is why a watch cannot go on. One that was open when its resource was redefined ends without an error, as

@@ -119,7 +119,8 @@ func (s *Streams) notInCatalog(r *watchfanoutv1.WatchRequest,
 		return stream.Send(&watchfanoutv1.WatchFrame{Data: data, End: true})
 	}
 	storedAs := of.GetResource() + "." + of.GetGroup() // as those of CRDs are
-	if at.Revision > 0 && of.GetGroup() != "" && s.cache.Resource(storedAs).Redefined() >= at.Revision {
+	changed := events.Position{Revision: s.cache.Resource(storedAs).Redefined()}
+	if at.Revision > 0 && of.GetGroup() != "" && at.Before(changed) && resumed(r) {
 		return stream.Send(&watchfanoutv1.WatchFrame{End: true})
 	}
 	return status.Error(codes.Unavailable, form.ErrNotInCatalog.Error())
@@ -146,7 +147,7 @@ type watcher struct {
 func (w *watcher) run(ctx context.Context) error {
 	cur, err := w.begin(ctx)
 	if err != nil {
-		return w.fail(w.ended(err, w.resumed()))
+		return w.fail(w.ended(err, resumed(w.request)))
 	}
 	// the stream is open, and can be resumed from here; not from what has not come yet
 	if w.position.Revision <= w.cache.Progress() {
