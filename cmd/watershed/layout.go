@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -18,6 +20,7 @@ import (
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/pki"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/services/gateway/edge"
 )
 
 // layout is a data directory: everything that a cluster on this machine is.
@@ -28,12 +31,15 @@ type layout struct {
 	// inner signs the services' identities among themselves; a client of the cluster can have none of these.
 	inner      *pki.CA
 	frontProxy *pki.CA
-	port       int
-	hosts      []string
+	// address and port are where the gateway is reached.
+	address string
+	port    int
+	hosts   []string
 }
 
-// openLayout takes the directory for this process and makes what is missing.
-func openLayout(dir string, port int, hosts []string) (*layout, error) {
+// openLayout takes the directory for this process and makes what is missing. bind and port are what the gateway listens
+// on.
+func openLayout(dir, bind string, port int, hosts []string) (*layout, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
 		return nil, err
@@ -44,7 +50,10 @@ func openLayout(dir string, port int, hosts []string) (*layout, error) {
 	if err := ownDirectory(dir); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	l := &layout{dir: dir, port: port, hosts: hosts}
+	l := &layout{dir: dir, address: "127.0.0.1", port: port, hosts: hosts}
+	if ip := net.ParseIP(bind); ip != nil && !ip.IsUnspecified() {
+		l.address, l.hosts = bind, append(hosts, bind)
+	}
 	if l.lock, err = os.OpenFile(filepath.Join(dir, "lock"), os.O_CREATE|os.O_RDWR, 0o600); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
@@ -101,7 +110,7 @@ func (l *layout) certificates() (err error) {
 
 // innerUsage is what each identity of the inner network is shown for: who calls, who is called.
 var innerUsage = map[string]pki.Usage{
-	"gateway":     pki.Client,
+	"gateway":     pki.Server | pki.Client, // authn, authz and admission call it as clients of the cluster
 	"authn":       pki.Server,
 	"authz":       pki.Server,
 	"admission":   pki.Server,
@@ -144,7 +153,8 @@ func (l *layout) leaves() error {
 			return err
 		}
 	}
-	if err := l.kubeconfig(filepath.Join(l.dir, "admin.kubeconfig"), "admin", "kubernetes-admin", true); err != nil {
+	admin := kubeconfig{path: filepath.Join(l.dir, "admin.kubeconfig"), leaf: "admin", user: "kubernetes-admin"}
+	if err := l.write(admin); err != nil {
 		return err
 	}
 	return errors.Join(l.innerLeaves(), l.clientLeaves())
@@ -169,7 +179,8 @@ func (l *layout) innerLeaves() error {
 	return nil
 }
 
-// clientLeaves issues what authn, authz and admission read the cluster with.
+// clientLeaves issues what authn, authz and admission read the cluster with. The inner CA signs it, and they are shown a
+// certificate of the inner CA: so they are known whatever PKI the cluster has.
 func (l *layout) clientLeaves() error {
 	for name, user := range map[string]string{
 		"authn":     identity.Authn,
@@ -182,10 +193,11 @@ func (l *layout) clientLeaves() error {
 			Organizations: []string{identity.ServicesGroup},
 			Usage:         pki.Client,
 		}
-		if _, _, _, err := l.ca.Leaf(leaf); err != nil {
+		if _, _, _, err := l.inner.Leaf(leaf); err != nil {
 			return err
 		}
-		if err := l.kubeconfig(l.kubeconfigOf(name), leaf.Name, user, false); err != nil {
+		own := kubeconfig{path: l.kubeconfigOf(name), leaf: leaf.Name, user: user, service: true}
+		if err := l.write(own); err != nil {
 			return err
 		}
 	}
@@ -222,13 +234,19 @@ func (l *layout) identity(name string) rpc.TLS {
 	return rpc.TLS{CertFile: p + ".crt", KeyFile: p + ".key", CAFile: l.inner.CertFile()}
 }
 
-// kubeconfig writes a kubeconfig for a leaf: one that holds all that it takes, or one that names the files, which are
-// read again when they have been renewed.
-func (l *layout) kubeconfig(path, leaf, user string, whole bool) (err error) {
-	cluster := map[string]any{"server": fmt.Sprintf("https://127.0.0.1:%d", l.port)}
+// kubeconfig is how one user reaches the gateway.
+type kubeconfig struct {
+	path, leaf, user string
+	// service: it is one of authn, authz and admission, whose kubeconfig names the files, which are read again when they
+	// have been renewed. Any other holds all that it takes.
+	service bool
+}
+
+func (l *layout) write(k kubeconfig) (err error) {
+	cluster := map[string]any{"server": "https://" + net.JoinHostPort(l.address, strconv.Itoa(l.port))}
 	who := map[string]any{}
 	set := func(in map[string]any, key, file string) {
-		if !whole {
+		if k.service {
 			in[key] = file
 			return
 		}
@@ -238,21 +256,25 @@ func (l *layout) kubeconfig(path, leaf, user string, whole bool) (err error) {
 		}
 		in[key+"-data"] = base64.StdEncoding.EncodeToString(b)
 	}
-	set(cluster, "certificate-authority", l.ca.CertFile())
-	set(who, "client-certificate", filepath.Join(l.pki(), leaf+".crt"))
-	set(who, "client-key", filepath.Join(l.pki(), leaf+".key"))
+	ca := l.ca
+	if k.service {
+		ca, cluster["tls-server-name"] = l.inner, edge.ServicesName
+	}
+	set(cluster, "certificate-authority", ca.CertFile())
+	set(who, "client-certificate", filepath.Join(l.pki(), k.leaf+".crt"))
+	set(who, "client-key", filepath.Join(l.pki(), k.leaf+".key"))
 	if err != nil {
 		return err
 	}
-	return writeYAML(path, map[string]any{
+	return writeYAML(k.path, map[string]any{
 		"apiVersion":      "v1",
 		"kind":            "Config",
 		"current-context": "watershed",
 		"clusters":        []any{map[string]any{"name": "watershed", "cluster": cluster}},
-		"users":           []any{map[string]any{"name": user, "user": who}},
+		"users":           []any{map[string]any{"name": k.user, "user": who}},
 		"contexts": []any{map[string]any{
 			"name":    "watershed",
-			"context": map[string]any{"cluster": "watershed", "user": user},
+			"context": map[string]any{"cluster": "watershed", "user": k.user},
 		}},
 		"preferences": map[string]any{},
 	})
@@ -306,20 +328,23 @@ func (l *layout) settings(name string) map[string]any {
 			"requestheader-extra-headers-prefix": "X-Remote-Extra-",
 			"enable-bootstrap-token-auth":        true,
 			"kubeconfig":                         l.kubeconfigOf(name),
+			"services-client-ca-file":            l.inner.CertFile(),
 		})
 	case "authz", "admission":
 		return map[string]any{"kubeconfig": l.kubeconfigOf(name)}
 	case "gateway":
 		return merge(map[string]any{
-			"tls-cert-file":              p("apiserver.crt"),
-			"tls-private-key-file":       p("apiserver.key"),
-			"secure-port":                l.port,
-			"api-audiences":              issuer,
-			"proxy-client-cert-file":     p("front-proxy-client.crt"),
-			"proxy-client-key-file":      p("front-proxy-client.key"),
-			"kubelet-client-certificate": p("apiserver-kubelet-client.crt"),
-
-			"kubelet-client-key": p("apiserver-kubelet-client.key"),
+			"tls-cert-file":                 p("apiserver.crt"),
+			"tls-private-key-file":          p("apiserver.key"),
+			"services-tls-cert-file":        p("inner-gateway.crt"),
+			"services-tls-private-key-file": p("inner-gateway.key"),
+			"services-client-ca-file":       l.inner.CertFile(),
+			"secure-port":                   l.port,
+			"api-audiences":                 issuer,
+			"proxy-client-cert-file":        p("front-proxy-client.crt"),
+			"proxy-client-key-file":         p("front-proxy-client.key"),
+			"kubelet-client-certificate":    p("apiserver-kubelet-client.crt"),
+			"kubelet-client-key":            p("apiserver-kubelet-client.key"),
 		})
 	}
 	return map[string]any{}

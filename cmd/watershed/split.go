@@ -7,12 +7,14 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -61,7 +63,7 @@ func split(args []string) error {
 	if err != nil {
 		return err
 	}
-	l, err := openLayout(*dataDir, *port, *hosts)
+	l, err := openLayout(*dataDir, *bind, *port, *hosts)
 	if err != nil {
 		return err
 	}
@@ -255,7 +257,7 @@ func (s *splitRun) ready(ctx context.Context) error {
 	}
 	slow := time.Now().Add(15 * time.Second)
 	for {
-		err := get(ctx, client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.port))
+		err := get(ctx, client, "https://"+net.JoinHostPort(s.address, strconv.Itoa(s.port))+"/readyz")
 		if err == nil {
 			return nil
 		}

@@ -21,7 +21,7 @@ func plannedSplit(t *testing.T, replicas map[string]int) []*child {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := openLayout(t.TempDir(), 6443, nil)
+	l, err := openLayout(t.TempDir(), "0.0.0.0", 6443, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -152,7 +152,7 @@ func TestUpHandsFlagsOn(t *testing.T) {
 
 // What a data directory holds is its owner's to read.
 func TestKubeconfigsAreTheirOwners(t *testing.T) {
-	l, err := openLayout(t.TempDir(), 6443, []string{"example.com"})
+	l, err := openLayout(t.TempDir(), "0.0.0.0", 6443, []string{"example.com"})
 	if err != nil {
 		t.Fatal(err)
 	}

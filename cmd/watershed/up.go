@@ -39,7 +39,8 @@ func up(args []string) error {
 		return help(err)
 	}
 	port, _ := fs.GetInt("secure-port")
-	l, err := openLayout(*dataDir, port, *hosts)
+	bind, _ := fs.GetString("bind-address")
+	l, err := openLayout(*dataDir, bind, port, *hosts)
 	if err != nil {
 		return err
 	}

@@ -49,6 +49,9 @@ import (
 type Config struct {
 	Options    *kubeoptions.BuiltInAuthenticationOptions
 	Kubeconfig string
+	// ServicesCAFile is the authority of authn's, authz's and admission's own client certificates; empty: they are signed
+	// by the cluster's.
+	ServicesCAFile string
 	// CacheTTL is how long callers may keep an answer. A token or certificate that is revoked works on for that long.
 	CacheTTL  time.Duration
 	Freshness apiclient.Freshness
@@ -66,6 +69,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Freshness.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
 		"How to reach the gateway, for what token authentication must look up.")
+	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
+		"The certificate authority of authn's, authz's and admission's client certificates. Empty: --client-ca-file "+
+			"signs them. Nobody else is known by it.")
 	fs.DurationVar(&c.CacheTTL, "authentication-cache-ttl", 10*time.Second,
 		"How long a gateway may reuse an answer for the same credentials.")
 }
@@ -112,6 +118,14 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	var update func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
 	if s.auth, update, _, _, err = ac.New(ctx); err != nil {
 		return nil, fmt.Errorf("authenticators: %w", err)
+	}
+	if c.ServicesCAFile != "" {
+		known, err := newServices(c.ServicesCAFile, s.auth)
+		if err != nil {
+			return nil, err
+		}
+		s.auth = known
+		s.run(known.authority)
 	}
 	s.reloader = newReloader(c.Options.AuthenticationConfigFile, &ac, update)
 	return s, s.issuer()

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -309,5 +310,42 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 			}
 			contains(t, "the error", string(out), c.want)
 		})
+	}
+}
+
+// Up takes a cluster's etcd, port and PKI: its own authn, authz and admission are strangers to that PKI, and known all
+// the same.
+func TestUpTakesAClustersPKI(t *testing.T) {
+	dir := harness.TempDir(t)
+	etcd := harness.Etcd(t, dir)
+	reference := harness.KubeAPIServer(t, dir, etcd)
+	reference.Kubectl("create", "configmap", "kept", "--from-literal=by=kube-apiserver")
+	reference.Kubectl("create", "serviceaccount", "theirs")
+	token := strings.TrimSpace(reference.Kubectl("create", "token", "theirs"))
+	reference.Stop()
+	p := func(f string) string { return filepath.Join(dir, "pki", f) }
+	up := harness.Up(t, "", fmt.Sprintf("--secure-port=%d", reference.Port), "--etcd-servers="+etcd,
+		"--client-ca-file="+p("ca.crt"),
+		"--tls-cert-file="+p("serving.crt"), "--tls-private-key-file="+p("serving.key"),
+		"--requestheader-client-ca-file="+p("ca.crt"),
+		"--service-account-key-file="+p("sa.pub"), "--service-account-signing-key-file="+p("sa.key"),
+		"--service-cluster-ip-range=10.96.0.0/16")
+	if out := reference.Kubectl("get", "configmap", "kept", "-o", "jsonpath={.data.by}"); out != "kube-apiserver" {
+		t.Errorf("%q", out)
+	}
+	reference.Kubectl("create", "configmap", "new", "--from-literal=by=watershed")
+	reference.Kubectl("create", "serviceaccount", "ours")
+	// a token that kube-apiserver issued, and one of our own
+	for _, token := range []string{token, strings.TrimSpace(reference.Kubectl("create", "token", "ours"))} {
+		out, err := up.TryKubectl("", "--kubeconfig=/dev/null", "--server="+fmt.Sprintf("https://127.0.0.1:%d", up.Port),
+			"--insecure-skip-tls-verify", "--token="+token, "auth", "whoami", "-o", "jsonpath={.status.userInfo.username}")
+		if err != nil || !strings.HasPrefix(out, "system:serviceaccount:default:") {
+			t.Errorf("%s, %v", out, err)
+		}
+	}
+	// who the inner authority signs for is nobody to the cluster but for the services
+	if out, err := reference.TryKubectl("", "get", "namespaces", "--client-certificate="+filepath.Join(up.Dir, "pki",
+		"inner-registry.crt"), "--client-key="+filepath.Join(up.Dir, "pki", "inner-registry.key")); err == nil {
+		t.Errorf("a service of the inner network reads the cluster: %s", out)
 	}
 }

@@ -31,6 +31,7 @@ type Config struct {
 	SecurePort                 int
 	TLS                        TLSConfig
 	ClientCAFile               string
+	ServicesCAFile             string
 	RequestHeaderCAFile        string
 	MaxInFlight, MaxMutating   int
 	RequestTimeout             time.Duration
@@ -61,6 +62,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.ClientCAFile, "client-ca-file", "",
 		"Any request presenting a client certificate signed by one of the authorities in this file is authenticated "+
 			"with its common name.")
+	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
+		"The certificate authority of authn's, authz's and admission's client certificates, as authn has it.")
 	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "",
 		"Root certificate bundle for front proxies' client certificates.")
 	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400,
@@ -134,7 +137,10 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	c := s.config
 	serving, stop := context.WithCancel(context.WithoutCancel(ctx)) // until the last request has ended
 	defer stop()
-	conf, err := c.TLS.config(serving, c.ClientCAFile, c.RequestHeaderCAFile)
+	conf, err := c.TLS.config(serving,
+		clientCA{"client-ca-file", c.ClientCAFile},
+		clientCA{"requestheader-client-ca-file", c.RequestHeaderCAFile},
+		clientCA{"services-client-ca-file", c.ServicesCAFile})
 	if err != nil {
 		return err
 	}

@@ -16,10 +16,17 @@ import (
 type TLSConfig struct {
 	CertFile, KeyFile string
 	// SNI are the certificates for single names.
-	SNI          []cliflag.NamedCertKey
+	SNI []cliflag.NamedCertKey
+	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for ServicesName; empty:
+	// what everybody is.
+	ServicesCertFile, ServicesKeyFile string
+
 	MinVersion   string
 	CipherSuites []string
 }
+
+// ServicesName is the name that authn, authz and admission ask the gateway for.
+const ServicesName = "gateway"
 
 func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.CertFile, "tls-cert-file", "", "File containing the default x509 certificate for HTTPS.")
@@ -28,15 +35,21 @@ func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 	fs.Var(cliflag.NewNamedCertKeyArray(&c.SNI), "tls-sni-cert-key",
 		"A pair of x509 certificate and private key file paths, optionally suffixed with a list of domain patterns: "+
 			"cert.pem,key.pem:*.example.com. It may be given several times.")
+	fs.StringVar(&c.ServicesCertFile, "services-tls-cert-file", "",
+		"The certificate that authn, authz and admission are shown, who ask for the name gateway. Empty: the one that "+
+			"everybody is.")
+	fs.StringVar(&c.ServicesKeyFile, "services-tls-private-key-file", "", "The key of --services-tls-cert-file.")
 	fs.StringVar(&c.MinVersion, "tls-min-version", "",
 		"Minimum TLS version supported: VersionTLS12 (the default) or VersionTLS13.")
 	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil,
 		"Comma-separated list of cipher suites for TLS 1.2; Go's defaults where it is not given.")
 }
 
-// config is the server's TLS configuration, kept up to date until ctx is done. clientCA and requestHeaderCA name the
-// CAs that the handshake lists; authn verifies certificates.
-func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string) (*tls.Config, error) {
+// clientCA is a file with CAs that the handshake lists, by the flag that names it; authn verifies certificates.
+type clientCA struct{ flag, file string }
+
+// config is the server's TLS configuration, kept up to date until ctx is done.
+func (c *TLSConfig) config(ctx context.Context, listed ...clientCA) (*tls.Config, error) {
 	if c.CertFile == "" || c.KeyFile == "" {
 		return nil, errors.New("--tls-cert-file and --tls-private-key-file are required")
 	}
@@ -58,11 +71,16 @@ func (c *TLSConfig) config(ctx context.Context, clientCA, requestHeaderCA string
 		}
 		sni, providers = append(sni, p), append(providers, p)
 	}
+	if c.ServicesCertFile != "" {
+		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("services-serving-cert",
+			c.ServicesCertFile, c.ServicesKeyFile, ServicesName)
+		if err != nil {
+			return nil, fmt.Errorf("--services-tls-cert-file %q: %w", c.ServicesCertFile, err)
+		}
+		sni, providers = append(sni, p), append(providers, p)
+	}
 	var authorities []dynamiccertificates.CAContentProvider
-	for _, f := range []struct{ flag, file string }{
-		{"client-ca-file", clientCA},
-		{"requestheader-client-ca-file", requestHeaderCA},
-	} {
+	for _, f := range listed {
 		if f.file == "" {
 			continue
 		}

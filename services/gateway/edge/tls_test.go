@@ -82,7 +82,7 @@ func TestWhatTLSServesFollowsItsFiles(t *testing.T) {
 	c.SNI = []cliflag.NamedCertKey{{Names: []string{"api.example.com"}, CertFile: sniCert, KeyFile: sniKey}}
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	conf, err := c.config(ctx, clients.CertFile(), "")
+	conf, err := c.config(ctx, clientCA{"client-ca-file", clients.CertFile()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -134,12 +134,12 @@ func TestBadTLSSettingsNameTheirFlag(t *testing.T) {
 			SNI:      []cliflag.NamedCertKey{{CertFile: dir + "/none", KeyFile: key}},
 		},
 	} {
-		if _, err := c.config(t.Context(), "", ""); err == nil || !strings.Contains(err.Error(), flag) {
+		if _, err := c.config(t.Context()); err == nil || !strings.Contains(err.Error(), flag) {
 			t.Errorf("%s: %v", flag, err)
 		}
 	}
 	c := TLSConfig{CertFile: crt, KeyFile: key}
-	if _, err := c.config(t.Context(), dir+"/none", ""); err == nil ||
+	if _, err := c.config(t.Context(), clientCA{"client-ca-file", dir + "/none"}); err == nil ||
 		!strings.Contains(err.Error(), "--client-ca-file") {
 		t.Errorf("%v", err)
 	}

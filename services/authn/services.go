@@ -1,0 +1,63 @@
+package authn
+
+import (
+	"crypto/x509"
+	"fmt"
+	"net/http"
+	"slices"
+
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/server/dynamiccertificates"
+
+	"watershed.dev/platform/identity"
+)
+
+// services knows authn, authz and admission by an authority of their own. They read the cluster whatever its PKI is: a
+// cluster's client CA that is given to Watershed knows nothing of them. Nobody else is known by that authority.
+type services struct {
+	authority *dynamiccertificates.DynamicFileCAContent
+	// others are all other authenticators.
+	others authenticator.Request
+}
+
+// newServices reads the authority's file, and again when it changes.
+func newServices(file string, others authenticator.Request) (*services, error) {
+	authority, err := dynamiccertificates.NewDynamicCAContentFromFile("services-client-ca-file", file)
+	if err != nil {
+		return nil, fmt.Errorf("--services-client-ca-file %q: %w", file, err)
+	}
+	return &services{authority, others}, nil
+}
+
+// AuthenticateRequest implements authenticator.Request.
+func (s *services) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
+	if req.TLS != nil && len(req.TLS.PeerCertificates) > 0 {
+		if u := s.known(req.TLS.PeerCertificates); u != nil {
+			return &authenticator.Response{User: u}, true, nil
+		}
+	}
+	return s.others.AuthenticateRequest(req)
+}
+
+// known is whose a certificate chain is; nil where it is none of the services'.
+func (s *services) known(chain []*x509.Certificate) user.Info {
+	name := chain[0].Subject.CommonName
+	if !slices.Contains([]string{identity.Authn, identity.Authz, identity.Admission}, name) ||
+		!slices.Contains(chain[0].Subject.Organization, identity.ServicesGroup) {
+		return nil
+	}
+	opts, ok := s.authority.VerifyOptions()
+	if !ok {
+		return nil
+	}
+	opts.Intermediates = x509.NewCertPool()
+	for _, c := range chain[1:] {
+		opts.Intermediates.AddCert(c)
+	}
+	opts.KeyUsages = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
+	if _, err := chain[0].Verify(opts); err != nil {
+		return nil
+	}
+	return &user.DefaultInfo{Name: name, Groups: []string{identity.ServicesGroup, user.AllAuthenticated}}
+}
