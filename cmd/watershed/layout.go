@@ -179,8 +179,8 @@ func (l *layout) innerLeaves() error {
 	return nil
 }
 
-// clientLeaves issues what authn, authz and admission read the cluster with. The inner CA signs it, and they are shown a
-// certificate of the inner CA: so they are known whatever PKI the cluster has.
+// clientLeaves issues what authn, authz and admission read the cluster with. The inner CA signs it, and they are shown
+// a certificate of the inner CA: so they are known whatever PKI the cluster has.
 func (l *layout) clientLeaves() error {
 	for name, user := range map[string]string{
 		"authn":     identity.Authn,
@@ -237,8 +237,8 @@ func (l *layout) identity(name string) rpc.TLS {
 // kubeconfig is how one user reaches the gateway.
 type kubeconfig struct {
 	path, leaf, user string
-	// service: it is one of authn, authz and admission, whose kubeconfig names the files, which are read again when they
-	// have been renewed. Any other holds all that it takes.
+	// service: it is one of authn, authz and admission, whose kubeconfig names the files, which are read again when
+	// they have been renewed. Any other holds all that it takes.
 	service bool
 }
 

@@ -49,8 +49,8 @@ import (
 type Config struct {
 	Options    *kubeoptions.BuiltInAuthenticationOptions
 	Kubeconfig string
-	// ServicesCAFile is the authority of authn's, authz's and admission's own client certificates; empty: they are signed
-	// by the cluster's.
+	// ServicesCAFile is the authority of authn's, authz's and admission's own client certificates; empty: they are
+	// signed by the cluster's.
 	ServicesCAFile string
 	// CacheTTL is how long callers may keep an answer. A token or certificate that is revoked works on for that long.
 	CacheTTL  time.Duration

@@ -17,8 +17,8 @@ type TLSConfig struct {
 	CertFile, KeyFile string
 	// SNI are the certificates for single names.
 	SNI []cliflag.NamedCertKey
-	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for ServicesName; empty:
-	// what everybody is.
+	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for ServicesName;
+	// empty: what everybody is.
 	ServicesCertFile, ServicesKeyFile string
 
 	MinVersion   string

@@ -75,7 +75,8 @@ func (t *Set) Handler() cache.ResourceEventHandler {
 		AddFunc:    func(obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
 		UpdateFunc: func(_, obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
 		DeleteFunc: func(obj any) {
-			last, unknown := obj.(cache.DeletedFinalStateUnknown) // found by a list, at a revision that is not its deletion's
+			// a list found it gone: its revision is not its deletion's
+			last, unknown := obj.(cache.DeletedFinalStateUnknown)
 			if unknown {
 				obj = last.Obj
 			}

@@ -59,8 +59,8 @@ func (k Key) ForFields(event string) Key {
 // ErrNotInCatalog is what asks for a resource that the catalog has not come to, as the caller knows it.
 var ErrNotInCatalog = errors.New("the catalog has not come to what is asked for")
 
-// Read reads what a caller asks for, by a view of the catalog that is nil before the first; an error is ErrNotInCatalog or
-// the API's own.
+// Read reads what a caller asks for, by a view of the catalog that is nil before the first; an error is ErrNotInCatalog
+// or the API's own.
 func Read(v *catalog.View, p *watchfanoutv1.Query) (*Query, error) {
 	if v == nil {
 		return nil, ErrNotInCatalog
