@@ -297,15 +297,9 @@ func (l *layout) settings(name string) map[string]any {
 		"client-ca-file":               l.ca.CertFile(),
 		"requestheader-client-ca-file": p("front-proxy-ca.crt"),
 	}
-	merge := func(more map[string]any) map[string]any {
-		for k, v := range requestHeader {
-			more[k] = v
-		}
-		return more
-	}
 	switch name {
 	case "registry":
-		return merge(map[string]any{
+		return with(requestHeader, map[string]any{
 			"service-account-signing-key-file": p("sa.key"),
 			"service-account-issuer":           issuer,
 			"secure-port":                      l.port,
@@ -318,7 +312,7 @@ func (l *layout) settings(name string) map[string]any {
 			"kubelet-client-key": p("apiserver-kubelet-client.key"),
 		})
 	case "authn":
-		return merge(map[string]any{
+		return with(requestHeader, map[string]any{
 			"service-account-key-file":       p("sa.pub"),
 			"service-account-issuer":         issuer,
 			"requestheader-allowed-names":    "front-proxy-client",
@@ -333,7 +327,7 @@ func (l *layout) settings(name string) map[string]any {
 	case "authz", "admission":
 		return map[string]any{"kubeconfig": l.kubeconfigOf(name)}
 	case "gateway":
-		return merge(map[string]any{
+		return with(requestHeader, map[string]any{
 			"tls-cert-file":                 p("apiserver.crt"),
 			"tls-private-key-file":          p("apiserver.key"),
 			"services-tls-cert-file":        p("inner-gateway.crt"),

@@ -49,6 +49,21 @@ func (r *Readiness) get() (changed <-chan struct{}, err error) {
 	return changed, nil
 }
 
+// Wait waits until there is no reason; where ctx ends before, the error is the reason.
+func (r *Readiness) Wait(ctx context.Context) error {
+	for {
+		changed, err := r.get()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-changed:
+		}
+	}
+}
+
 // OnChange calls told with the state now, and whenever it has changed, until ctx is done.
 func (r *Readiness) OnChange(ctx context.Context, told func(err error)) {
 	for {

@@ -96,12 +96,7 @@ func chain(t *testing.T, add cluster, flags ...string) admissionv1.AdmissionClie
 	t.Cleanup(func() { cancel(); <-done })
 	waiting, stop := context.WithTimeout(t.Context(), 20*time.Second)
 	defer stop()
-	s.Policies().OnChange(waiting, func(why error) {
-		if why == nil {
-			stop()
-		}
-	})
-	if err := s.Policies().Err(); err != nil {
+	if err := s.Policies().Wait(waiting); err != nil {
 		t.Fatal(err)
 	}
 	p := rpc.NewInProcess(false)

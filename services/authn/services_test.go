@@ -42,14 +42,45 @@ func TestTheServicesHaveAnAuthorityOfTheirOwn(t *testing.T) {
 		leaf pki.Leaf
 		want string
 	}{
-		"authz":                    {inner, pki.Leaf{CommonName: identity.Authz, Organizations: services, Usage: pki.Client}, identity.Authz},
-		"a service of the network": {inner, pki.Leaf{CommonName: "registry", Usage: pki.Client}, ""},
-		"without the group":        {inner, pki.Leaf{CommonName: identity.Authz, Usage: pki.Client}, ""},
-		"an administrator":         {inner, pki.Leaf{CommonName: "admin", Organizations: []string{"system:masters"}, Usage: pki.Client}, ""},
-		"another in the group":     {inner, pki.Leaf{CommonName: "admin", Organizations: services, Usage: pki.Client}, ""},
-		"a server":                 {inner, pki.Leaf{CommonName: identity.Authz, Organizations: services, Usage: pki.Server, SANs: []string{"x"}}, ""},
-		"of another authority":     {clients, pki.Leaf{CommonName: identity.Authz, Organizations: services, Usage: pki.Client}, ""},
-		"with more than the group": {inner, pki.Leaf{CommonName: identity.Authn, Organizations: []string{"system:masters", services[0]}, Usage: pki.Client}, identity.Authn},
+		"authz": {inner, pki.Leaf{
+			CommonName:    identity.Authz,
+			Organizations: services,
+			Usage:         pki.Client,
+		}, identity.Authz},
+		"a service of the network": {inner, pki.Leaf{
+			CommonName: "registry",
+			Usage:      pki.Client,
+		}, ""},
+		"without the group": {inner, pki.Leaf{
+			CommonName: identity.Authz,
+			Usage:      pki.Client,
+		}, ""},
+		"an administrator": {inner, pki.Leaf{
+			CommonName:    "admin",
+			Organizations: []string{"system:masters"},
+			Usage:         pki.Client,
+		}, ""},
+		"another in the group": {inner, pki.Leaf{
+			CommonName:    "admin",
+			Organizations: services,
+			Usage:         pki.Client,
+		}, ""},
+		"a server": {inner, pki.Leaf{
+			CommonName:    identity.Authz,
+			Organizations: services,
+			Usage:         pki.Server,
+			SANs:          []string{"x"},
+		}, ""},
+		"of another authority": {clients, pki.Leaf{
+			CommonName:    identity.Authz,
+			Organizations: services,
+			Usage:         pki.Client,
+		}, ""},
+		"with more than the group": {inner, pki.Leaf{
+			CommonName:    identity.Authn,
+			Organizations: []string{"system:masters", services[0]},
+			Usage:         pki.Client,
+		}, identity.Authn},
 	} {
 		c.leaf.Name = "leaf"
 		file, _, _, err := c.ca.Leaf(c.leaf)

@@ -170,17 +170,12 @@ func start(t *testing.T, o *others) *Service {
 	return g
 }
 
-// ready waits until a gateway is ready.
+// awaitReady waits until a gateway is ready.
 func (g *Service) awaitReady(t *testing.T) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
-	g.Ready().OnChange(ctx, func(why error) {
-		if why == nil {
-			cancel()
-		}
-	})
-	if err := g.Ready().Err(); err != nil {
+	if err := g.Ready().Wait(ctx); err != nil {
 		t.Fatal(err)
 	}
 }

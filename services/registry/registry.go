@@ -106,6 +106,8 @@ type Service struct {
 	client     *kubernetes.Clientset
 	informers  informers.SharedInformerFactory
 	extensions extensions.SharedInformerFactory
+	// services finds the addresses of services that are called: conversion webhooks and aggregated servers.
+	services apiclient.ServiceResolver
 	// crds says whether every CRD that was read has been taken over.
 	crds cache.ResourceEventHandlerRegistration
 
@@ -196,12 +198,11 @@ func (s *Service) custom() error {
 	if customs.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
 		return err
 	}
-	services, err := apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting)
-	if err != nil {
+	if s.services, err = apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting); err != nil {
 		return err
 	}
 	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, s.loopback, noop.NewTracerProvider())
-	if customs.Converters, err = conversion.NewCRConverterFactory(services, wrapper); err != nil {
+	if customs.Converters, err = conversion.NewCRConverterFactory(s.services, wrapper); err != nil {
 		return err
 	}
 	s.resources.Custom, s.tail.Foreign = customs, customs.HistoryChanged
@@ -289,11 +290,7 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.informers.Shutdown()
 	defer s.extensions.Shutdown()
 	defer s.catalog.APIServices.Informers.Shutdown()
-	services, err := apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting)
-	if err != nil {
-		return err
-	}
-	l := s.loops(services)
+	l := s.loops()
 	if err := l.Prepare(); err != nil {
 		return err
 	}
@@ -341,7 +338,7 @@ func (s *Service) publisher() *publisher.Publisher {
 }
 
 // loops are upstream's controllers, which run while this registry is elected.
-func (s *Service) loops(services apiclient.ServiceResolver) *loops.Loops {
+func (s *Service) loops() *loops.Loops {
 	return &loops.Loops{
 		Options:    s.config.Loops,
 		Client:     s.client,
@@ -354,6 +351,6 @@ func (s *Service) loops(services apiclient.ServiceResolver) *loops.Loops {
 		Identity:   s.identity,
 		Extensions: s.extensions,
 		Customs:    s.resources.Custom,
-		Services:   services,
+		Services:   s.services,
 	}
 }

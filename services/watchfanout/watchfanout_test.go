@@ -1,6 +1,7 @@
 package watchfanout
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"net"
@@ -74,11 +75,13 @@ func TestWhatAReplicaWaitsFor(t *testing.T) {
 	done := make(chan struct{})
 	go func() { defer close(done); s.catalog.Run(t.Context()) }()
 	t.Cleanup(func() { <-done })
-	for until := time.Now().Add(10 * time.Second); s.catalog.View() == nil; time.Sleep(time.Millisecond) {
-		if time.Now().After(until) {
-			t.Fatal("no catalog comes")
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	s.Ready().OnChange(ctx, func(why error) {
+		if why == nil || !strings.HasPrefix(why.Error(), "the catalog: ") {
+			cancel()
 		}
-	}
+	})
 	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "the event log: ") {
 		t.Errorf("%v", err)
 	}

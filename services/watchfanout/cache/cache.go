@@ -4,6 +4,7 @@ package cache
 
 import (
 	"context"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -161,13 +162,14 @@ func (c *Cache) applyPending() {
 func (c *Cache) applyTo(name string, events []*logv1.Event) {
 	if err := c.tryApply(name, events); err != nil {
 		revision := events[0].Revision
+		slog.Error("Events cannot be applied; their resource is read anew", "resource", name, "revision", revision)
 		c.Resource(name).forget(max(revision, c.progress.Load()), false, revision)
 		c.resets.Add(1)
 	}
 }
 
 func (c *Cache) tryApply(name string, events []*logv1.Event) (err error) {
-	defer guard.Error("applying events of "+name, &err)
+	defer guard.Error("applying events", &err)
 	own := make([]*Event, len(events))
 	for i, p := range events {
 		own[i] = EventOf(p)

@@ -98,6 +98,8 @@ func (l *Log) Sweep() { l.backfills.sweep() }
 func (l *Log) apply(e *logv1.Event) error {
 	began := time.Now()
 	if err := l.tryApply(e); err != nil {
+		slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StoredAs,
+			"revision", e.Revision)
 		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StoredAs: e.StoredAs})
 		return nil
 	}
@@ -106,7 +108,7 @@ func (l *Log) apply(e *logv1.Event) error {
 }
 
 func (l *Log) tryApply(e *logv1.Event) (err error) {
-	defer guard.Error("applying a message of "+e.StoredAs, &err)
+	defer guard.Error("applying a message of the log", &err)
 	l.cache.Apply(e)
 	return nil
 }
