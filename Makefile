@@ -5,14 +5,20 @@ VERSION    := k8s.io/component-base/version
 STAMP      := -X $(VERSION).gitVersion=$(KUBERNETES) -X $(VERSION).gitMajor=1 -X $(VERSION).gitMinor=36 \
               -X $(VERSION).gitCommit=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) -X $(VERSION).gitTreeState=clean \
               -X $(VERSION).buildDate=1970-01-01T00:00:00Z
-LDFLAGS    := $(STAMP) -X main.release=$(RELEASE)
+LDFLAGS    := $(STAMP) -X watershed.dev/platform/version.release=$(RELEASE)
 BIN        := bin
 PEERS      := .build/bin
-MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/watershed
+MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/stores cmd/watershed
 PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
+
+# Every binary is static and says nothing of where it was built, so what one compiles serves the others. Tests are
+# compiled the same way.
+export CGO_ENABLED := 0
+export GOFLAGS     := $(GOFLAGS) -trimpath
 
 # The race detector needs a C compiler; everything else here does without.
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
+RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
 .PHONY: build up split test unit e2e lint generate contracts peers conformance differential node-peers robustness robustness-broken bench fuzz clean help
 
@@ -37,8 +43,8 @@ lint: ## formatting, vet, staticcheck and what .golangci.yml names, and the cont
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
 
 unit: ## unit tests with the race detector where things are concurrent
-	go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
-	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/watershed/...
+	$(RACE_CGO) go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
+	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/stores/... ./cmd/watershed/...
 	cd test && go test -count=1 ./rules && go test ./eventlog && go test -run EveryMistake ./robustness
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
@@ -52,7 +58,7 @@ $(PEERS)/kube-%: test/go.mod
 $(PEERS)/kubectl: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubectl
 $(PEERS)/sample-apiserver: test/go.mod
-	cd test && CGO_ENABLED=0 go build -o ../$@ k8s.io/sample-apiserver
+	cd test && go build -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
 	cd test && go build -o ../$@ sigs.k8s.io/kwok/cmd/kwok
 $(PEERS)/etcd: test/go.mod
@@ -62,18 +68,16 @@ $(PEERS)/etcdctl: test/go.mod
 $(PEERS)/etcdutl: test/go.mod
 	cd test && go build -o ../$@ go.etcd.io/etcd/etcdutl/v3
 # What a real node is made of.
-node-peers: $(addprefix $(PEERS)/,kubelet kube-proxy agnhost resource-consumer pause etcd-static sample-apiserver containerd containerd-shim-runc-v2 ctr)
+node-peers: $(addprefix $(PEERS)/,kubelet kube-proxy agnhost resource-consumer pause etcd sample-apiserver containerd containerd-shim-runc-v2 ctr)
 
 $(PEERS)/kubelet: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kubelet
 $(PEERS)/pause: test/go.mod
-	cd test && CGO_ENABLED=0 go build -o ../$@ ./peers/pause
-$(PEERS)/etcd-static: test/go.mod
-	cd test && CGO_ENABLED=0 go build -o ../$@ go.etcd.io/etcd/server/v3
+	cd test && go build -o ../$@ ./peers/pause
 $(PEERS)/agnhost $(PEERS)/resource-consumer: test/go.mod
-	cd test && CGO_ENABLED=0 go build -o ../$@ k8s.io/kubernetes/test/images/$(@F)
+	cd test && go build -o ../$@ k8s.io/kubernetes/test/images/$(@F)
 $(PEERS)/containerd $(PEERS)/containerd-shim-runc-v2 $(PEERS)/ctr: test/peers/containerd/go.mod
-	cd test/peers/containerd && GOWORK=off CGO_ENABLED=0 go build -tags "no_btrfs no_devmapper no_zfs" -o ../../../$@ github.com/containerd/containerd/v2/cmd/$(@F)
+	cd test/peers/containerd && GOWORK=off go build -tags "no_btrfs no_devmapper no_zfs" -o ../../../$@ github.com/containerd/containerd/v2/cmd/$(@F)
 $(PEERS)/e2e.test: test/go.mod
 	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
 

@@ -4,26 +4,26 @@ go 1.26.0
 
 require (
 	github.com/nats-io/nats-server/v2 v2.15.2
-	github.com/nats-io/nats.go v1.55.0
-	github.com/prometheus/client_golang v1.23.2
 	github.com/spf13/pflag v1.0.10
 	github.com/spf13/viper v1.21.0
-	go.etcd.io/etcd/client/pkg/v3 v3.6.16
-	go.etcd.io/etcd/server/v3 v3.6.16
-	go.uber.org/zap v1.27.1
 	golang.org/x/sys v0.49.0
 	google.golang.org/grpc v1.83.2
-	k8s.io/apimachinery v0.36.3
-	k8s.io/component-base v0.36.3
 	sigs.k8s.io/yaml v1.6.0
 	watershed.dev/platform v0.0.0
-	watershed.dev/proto v0.0.0
 	watershed.dev/services/admission v0.0.0
 	watershed.dev/services/authn v0.0.0
 	watershed.dev/services/authz v0.0.0
 	watershed.dev/services/gateway v0.0.0
 	watershed.dev/services/registry v0.0.0
 	watershed.dev/services/watchfanout v0.0.0
+)
+
+require (
+	github.com/nats-io/nats.go v1.55.0 // indirect
+	go.etcd.io/etcd/client/pkg/v3 v3.6.16 // indirect
+	go.etcd.io/etcd/server/v3 v3.6.16 // indirect
+	go.uber.org/zap v1.27.1 // indirect
+	watershed.dev/proto v0.0.0 // indirect
 )
 
 require (
@@ -88,6 +88,7 @@ require (
 	github.com/pelletier/go-toml/v2 v2.2.4 // indirect
 	github.com/pmezard/go-difflib v1.0.1-0.20181226105442-5d4384ee4fb2 // indirect
 	github.com/pquerna/cachecontrol v0.1.0 // indirect
+	github.com/prometheus/client_golang v1.23.2 // indirect
 	github.com/prometheus/client_model v0.6.2 // indirect
 	github.com/prometheus/common v0.67.5 // indirect
 	github.com/prometheus/procfs v0.19.2 // indirect
@@ -141,10 +142,12 @@ require (
 	gopkg.in/yaml.v3 v3.0.1 // indirect
 	k8s.io/api v0.36.3 // indirect
 	k8s.io/apiextensions-apiserver v0.36.3 // indirect
+	k8s.io/apimachinery v0.36.3 // indirect
 	k8s.io/apiserver v0.36.3 // indirect
 	k8s.io/client-go v0.36.3 // indirect
 	k8s.io/cloud-provider v0.36.3 // indirect
 	k8s.io/cluster-bootstrap v0.36.3 // indirect
+	k8s.io/component-base v0.36.3 // indirect
 	k8s.io/component-helpers v0.36.3 // indirect
 	k8s.io/controller-manager v0.36.3 // indirect
 	k8s.io/cri-api v0.36.3 // indirect
@@ -171,6 +174,7 @@ require (
 	sigs.k8s.io/json v0.0.0-20250730193827-2d320260d730 // indirect
 	sigs.k8s.io/randfill v1.0.0 // indirect
 	sigs.k8s.io/structured-merge-diff/v6 v6.3.3 // indirect
+	watershed.dev/cmd/stores v0.0.0
 )
 
 replace watershed.dev/proto => ../../proto
@@ -188,3 +192,5 @@ replace watershed.dev/services/admission => ../../services/admission
 replace watershed.dev/services/registry => ../../services/registry
 
 replace watershed.dev/services/watchfanout => ../../services/watchfanout
+
+replace watershed.dev/cmd/stores => ../stores

@@ -11,7 +11,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -19,15 +18,18 @@ import (
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/services/gateway/edge"
 )
 
 // layout is a data directory: everything that a cluster on this machine is.
 type layout struct {
-	dir  string
-	lock *os.File
-	ca   *pki.CA
+	dir string
+	// sockets is where sockets lie.
+	sockets string
+	lock    *os.File
+	ca      *pki.CA
 	// inner signs the services' identities among themselves; a client of the cluster can have none of these.
 	inner      *pki.CA
 	frontProxy *pki.CA
@@ -47,10 +49,14 @@ func openLayout(dir, bind string, port int, hosts []string) (*layout, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	if err := ownDirectory(dir); err != nil {
+	if err := process.OwnDirectory(dir); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	l := &layout{dir: dir, address: "127.0.0.1", port: port, hosts: hosts}
+	sockets, err := process.SocketDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	l := &layout{dir: dir, sockets: sockets, address: "127.0.0.1", port: port, hosts: hosts}
 	if ip := net.ParseIP(bind); ip != nil && !ip.IsUnspecified() {
 		l.address, l.hosts = bind, append(hosts, bind)
 	}
@@ -65,22 +71,6 @@ func openLayout(dir, bind string, port int, hosts []string) (*layout, error) {
 	_ = l.lock.Truncate(0)
 	_, _ = l.lock.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
 	return l, l.certificates()
-}
-
-// ownDirectory makes sure that nobody else can put anything into a directory: keys and sockets are there.
-func ownDirectory(dir string) error {
-	info, err := os.Lstat(dir)
-	if err != nil {
-		return err
-	}
-	st, ok := info.Sys().(*syscall.Stat_t)
-	if !info.IsDir() || !ok || int(st.Uid) != os.Geteuid() {
-		return errors.New("it is no directory of this user's own; choose another one")
-	}
-	if info.Mode().Perm()&0o077 != 0 {
-		return os.Chmod(dir, 0o700)
-	}
-	return nil
 }
 
 // close gives the directory up. The lock lasts as long as its file is open, and the layout keeps that from being

@@ -5,9 +5,10 @@ package main
 import (
 	"fmt"
 	"os"
-	_ "time/tzdata" // CronJobs name time zones
 
-	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
+	"watershed.dev/cmd/stores"
+	"watershed.dev/platform/process"
+	"watershed.dev/platform/version"
 )
 
 const usage = `watershed is the Kubernetes API server as services that scale apart.
@@ -23,10 +24,6 @@ const usage = `watershed is the Kubernetes API server as services that scale apa
 Every command says what it can be told with --help.
 `
 
-// Upstream's controllers end the process when they panic, and what is in etcd can make them: a CRD whose name has no
-// dot does. Their workers run under wait.Until, which starts a worker again that has panicked.
-func init() { utilruntime.ReallyCrash = false }
-
 func main() {
 	if len(os.Args) < 2 {
 		fmt.Fprint(os.Stderr, usage)
@@ -40,13 +37,13 @@ func main() {
 	case "split":
 		err = split(args)
 	case "etcd":
-		err = etcdCommand(args)
+		err = stores.EtcdCommand("watershed etcd", args)
 	case "nats":
-		err = natsCommand(args)
+		err = stores.NATSCommand("watershed nats", args)
 	case "status":
 		err = statusCommand(args)
-	case "version":
-		fmt.Println(versionLine())
+	case "version", "--version":
+		fmt.Println(version.Line("watershed"))
 	case "help", "-h", "--help":
 		fmt.Print(usage)
 	default:
@@ -55,7 +52,7 @@ func main() {
 			fmt.Fprintf(os.Stderr, "watershed: unknown command %q\n\n%s", command, usage)
 			os.Exit(2)
 		}
-		err = serviceCommand(m, args)
+		err = process.Run(m, "watershed "+m.Name, args)
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "watershed "+command+":", err)

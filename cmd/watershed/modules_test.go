@@ -25,23 +25,23 @@ func TestModulesCallWhatTheyMay(t *testing.T) {
 				allowed[c] = append(allowed[c], callee)
 			}
 		}
-		if m := moduleOf(callee); m == nil || !m.serves {
+		if m := moduleOf(callee); m == nil || !m.Serves {
 			t.Errorf("%s is offered by no module", method)
 		}
 	}
 	var before []string
 	for _, m := range modules {
-		calls, may := slices.Sorted(slices.Values(m.calls)), slices.Sorted(slices.Values(allowed[m.name]))
+		calls, may := slices.Sorted(slices.Values(m.Calls)), slices.Sorted(slices.Values(allowed[m.Name]))
 		if !slices.Equal(calls, may) {
-			t.Errorf("%s calls %v, and may call %v", m.name, calls, may)
+			t.Errorf("%s calls %v, and may call %v", m.Name, calls, may)
 		}
-		for _, c := range m.calls {
+		for _, c := range m.Calls {
 			if !slices.Contains(before, c) {
-				t.Errorf("%s comes before %s, which it calls", m.name, c)
+				t.Errorf("%s comes before %s, which it calls", m.Name, c)
 			}
 		}
-		before = append(before, m.name)
-		delete(allowed, m.name)
+		before = append(before, m.Name)
+		delete(allowed, m.Name)
 	}
 	for name := range allowed {
 		t.Errorf("%q may call and is no module", name)

@@ -8,6 +8,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"watershed.dev/platform/process"
 )
 
 // processes chooses ports and writes each process's configuration.
@@ -24,7 +26,7 @@ func (s *splitRun) processes() ([]*child, error) {
 	addresses := map[string][]string{}
 	for name, n := range s.counts {
 		for range n {
-			if m := moduleOf(name); m == nil || m.serves {
+			if m := moduleOf(name); m == nil || m.Serves {
 				addresses[name] = append(addresses[name], take())
 			}
 		}
@@ -48,11 +50,11 @@ func (s *splitRun) processes() ([]*child, error) {
 		return nil, err
 	}
 	for _, m := range modules {
-		name := m.name
+		name := m.Name
 		for n := range s.counts[name] {
-			debug := filepath.Join(socketDir(s.dir), fmt.Sprintf("%s-%d.sock", name, n))
+			debug := filepath.Join(s.sockets, fmt.Sprintf("%s-%d.sock", name, n))
 			settings := with(s.serviceSettings(m, addresses), map[string]any{"debug-address": debug})
-			if m.serves {
+			if m.Serves {
 				settings["rpc-address"] = addresses[name][n]
 			}
 			if err := add(name, n, debug, settings); err != nil {
@@ -64,12 +66,12 @@ func (s *splitRun) processes() ([]*child, error) {
 }
 
 // serviceSettings are what every process of a service is told.
-func (s *splitRun) serviceSettings(m *module, addresses map[string][]string) map[string]any {
-	settings := with(s.settings(m.name), s.identitySettings(m.name), s.common)
-	for _, peer := range m.calls {
+func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
+	settings := with(s.settings(m.Name), s.identitySettings(m.Name), s.common)
+	for _, peer := range m.Calls {
 		settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
 	}
-	switch m.name {
+	switch m.Name {
 	case "gateway":
 		settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
 	case "registry":

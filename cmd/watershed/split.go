@@ -24,6 +24,8 @@ import (
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/process"
+	"watershed.dev/platform/version"
 )
 
 // defaultReplicas is how many processes of each service split runs.
@@ -57,7 +59,7 @@ func split(args []string) error {
 	tracing := fs.String("tracing-endpoint", "", "host:port of an OTLP gRPC collector, for every process.")
 	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
 	if err := config.Load(fs, args); err != nil {
-		return help(err)
+		return process.Help(err)
 	}
 	counts, err := replicaCounts(*replicas)
 	if err != nil {
@@ -107,7 +109,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	defer cancel()
 	go s.spawner()
 	go s.renew(ctx)
-	fmt.Printf("Watershed %s starts %d processes in %s\n", release, len(processes), s.dir)
+	fmt.Printf("Watershed %s starts %d processes in %s\n", version.Release(), len(processes), s.dir)
 	for _, p := range processes {
 		p.start(s)
 	}

@@ -11,7 +11,7 @@ import (
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
 
-	"watershed.dev/platform/config"
+	"watershed.dev/platform/process"
 )
 
 // plannedSplit is what split would run in dir.
@@ -62,7 +62,7 @@ func TestWhatEveryProcessIsTold(t *testing.T) {
 		if a, ok := settings["rpc-address"].(string); ok {
 			addresses = append(addresses, a)
 		}
-		for _, peer := range m.calls {
+		for _, peer := range m.Calls {
 			if all, _ := settings[peer+"-addresses"].(string); all == "" {
 				t.Errorf("%s is not told where %s is", p.name, peer)
 			}
@@ -71,10 +71,7 @@ func TestWhatEveryProcessIsTold(t *testing.T) {
 			t.Errorf("%s: %v", p.name, settings)
 		}
 		// the service's own command takes the file
-		fs := pflag.NewFlagSet(p.name, pflag.ContinueOnError)
-		new(process).addFlags(fs, m)
-		m.settings().AddFlags(fs)
-		if err := config.Load(fs, []string{"--config", p.config}); err != nil {
+		if err := process.CheckConfig(m, p.config); err != nil {
 			t.Errorf("%s: %v", p.name, err)
 		}
 	}
@@ -115,14 +112,14 @@ func TestUpHandsFlagsOn(t *testing.T) {
 	command := pflag.NewFlagSet("up", pflag.ContinueOnError)
 	all := map[string]*built{}
 	for _, m := range modules {
-		all[m.name] = newBuilt(m, command)
+		all[m.Name] = newBuilt(m, command)
 	}
 	if err := command.Parse([]string{"--service-account-issuer=https://a", "--service-account-issuer=https://b",
 		"--secure-port=7443"}); err != nil {
 		t.Fatal(err)
 	}
 	for _, m := range modules {
-		if err := all[m.name].applyFlags(command); err != nil {
+		if err := all[m.Name].applyFlags(command); err != nil {
 			t.Fatal(err)
 		}
 	}

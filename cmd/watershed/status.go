@@ -20,6 +20,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"watershed.dev/platform/config"
+	"watershed.dev/platform/process"
 	"watershed.dev/services/watchfanout"
 )
 
@@ -34,7 +35,7 @@ func statusCommand(args []string) error {
 		"Every watchfanout replica's --debug-address, host:port or socket, in place of --data-dir.")
 	every := fs.Duration("watch", 0, "Show it again after each such time, until interrupted.")
 	if err := config.Load(fs, args); err != nil {
-		return help(err)
+		return process.Help(err)
 	}
 	targets := *addresses
 	if len(targets) == 0 {
@@ -60,7 +61,11 @@ func statusCommand(args []string) error {
 
 // tierOf finds the replicas of a data directory: `up` itself, or the processes of `split`.
 func tierOf(dir string) ([]string, error) {
-	if socket := filepath.Join(socketDir(dir), debugSocket); reachable(socket) {
+	sockets, err := process.SocketDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	if socket := filepath.Join(sockets, debugSocket); reachable(socket) {
 		return []string{socket}, nil
 	}
 	files, _ := filepath.Glob(filepath.Join(dir, "config", "watchfanout-*.yaml"))

@@ -15,11 +15,13 @@ import (
 	"github.com/spf13/viper"
 	"google.golang.org/grpc"
 
+	"watershed.dev/cmd/stores"
 	"watershed.dev/platform/config"
-	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/version"
 )
 
 // up runs everything in this process.
@@ -33,10 +35,10 @@ func up(args []string) error {
 	t.AddFlags(fs)
 	all := map[string]*built{}
 	for _, m := range modules {
-		all[m.name] = newBuilt(m, fs)
+		all[m.Name] = newBuilt(m, fs)
 	}
 	if err := config.Load(fs, args); err != nil {
-		return help(err)
+		return process.Help(err)
 	}
 	port, _ := fs.GetInt("secure-port")
 	bind, _ := fs.GetString("bind-address")
@@ -58,7 +60,7 @@ func up(args []string) error {
 	}
 	defer flush()
 	if t.DebugAddress == "" {
-		t.DebugAddress = filepath.Join(socketDir(l.dir), debugSocket)
+		t.DebugAddress = filepath.Join(l.sockets, debugSocket)
 	}
 	u := &upRun{
 		layout:    l,
@@ -72,7 +74,7 @@ func up(args []string) error {
 	}
 	go l.renew(ctx)
 	show := progress(os.Stdout)
-	show.say("Watershed %s starts in %s", release, l.dir)
+	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, parts, show.starting, func() {
 		show.done()
 		fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. "+
@@ -84,13 +86,13 @@ func up(args []string) error {
 // built is one service on its way.
 type built struct {
 	flags    *pflag.FlagSet
-	settings settings
-	run      service
+	settings process.Settings
+	run      process.Service
 }
 
 // newBuilt gives a service flags of its own and shows those that fs lacks there.
-func newBuilt(m *module, fs *pflag.FlagSet) *built {
-	b := &built{flags: pflag.NewFlagSet(m.name, pflag.ContinueOnError), settings: m.settings()}
+func newBuilt(m *process.Module, fs *pflag.FlagSet) *built {
+	b := &built{flags: pflag.NewFlagSet(m.Name, pflag.ContinueOnError), settings: m.Settings()}
 	b.settings.AddFlags(b.flags)
 	b.flags.VisitAll(func(f *pflag.Flag) {
 		if fs.Lookup(f.Name) == nil {
@@ -146,17 +148,17 @@ type upRun struct {
 func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	var parts []lifecycle.Part
 	external, _ := u.flags.GetStringSlice("etcd-servers")
-	socket := "unix://" + filepath.Join(socketDir(u.dir), "etcd.sock")
+	socket := "unix://" + filepath.Join(u.sockets, "etcd.sock")
 	if len(external) == 0 {
-		parts = append(parts, etcdPart(etcdSettings{dir: filepath.Join(u.dir, "etcd"), listen: socket}))
+		parts = append(parts, (&stores.Etcd{Dir: filepath.Join(u.dir, "etcd"), Listen: socket}).Part())
 	}
 	natsURL, _ := u.flags.GetString("nats-url")
 	if natsURL == "" {
-		parts = append(parts, natsPart(natsSettings{dir: filepath.Join(u.dir, "nats"), keyFile: u.jetStreamKey()},
-			func(s *server.Server) { u.nats = s }))
+		log := &stores.NATS{Dir: filepath.Join(u.dir, "nats"), KeyFile: u.jetStreamKey()}
+		parts = append(parts, log.Part(func(s *server.Server) { u.nats = s }))
 	}
 	for _, m := range modules {
-		if err := u.all[m.name].applyFlags(u.flags); err != nil {
+		if err := u.all[m.Name].applyFlags(u.flags); err != nil {
 			return nil, err
 		}
 	}
@@ -165,7 +167,7 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 		audiences = f.Value.(pflag.SliceValue).GetSlice()
 	}
 	for _, m := range modules {
-		name := m.name
+		name := m.Name
 		settings := u.settings(name)
 		if name == "registry" && len(external) == 0 {
 			settings["etcd-servers"] = socket
@@ -183,11 +185,11 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	}
 	parts = append(parts, u.policiesPart())
 	return append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
-		var running []service
+		var running []process.Service
 		for _, m := range modules {
-			running = append(running, u.all[m.name].run)
+			running = append(running, u.all[m.Name].run)
 		}
-		return t.ServeDebug(ctx, registerMetrics(running...), pages(u.all["watchfanout"].run))
+		return t.ServeDebug(ctx, process.Metrics(running...), process.Pages(u.all["watchfanout"].run))
 	}}), nil
 }
 
@@ -215,17 +217,9 @@ func (u *upRun) policiesPart() lifecycle.Part {
 // servicePart builds a service when its turn has come, since it may need those before it to be built.
 func (u *upRun) servicePart(name string) lifecycle.Part {
 	b := u.all[name]
-	ready := starting(name)
+	ready := lifecycle.Starting(name)
 	return lifecycle.Part{Name: name, Ready: ready, Run: func(ctx context.Context) error {
-		s, err := b.settings.build(ctx, &deps{
-			dial: func(string, rpc.Balancer) (grpc.ClientConnInterface, error) { return u.transport.Client(name), nil },
-			log: func(o *eventlog.Options) {
-				if u.nats != nil {
-					o.Conn = u.nats
-				}
-			},
-			id: u.identity(name),
-		})
+		s, err := b.settings.Build(ctx, u.deps(name))
 		if err != nil {
 			return err
 		}
@@ -234,6 +228,18 @@ func (u *upRun) servicePart(name string) lifecycle.Part {
 		go s.Ready().OnChange(ctx, func(why error) { ready.Set(name, why) })
 		return s.Run(ctx)
 	}}
+}
+
+// deps is what a service of this process is built with.
+func (u *upRun) deps(name string) *process.Deps {
+	d := &process.Deps{
+		ID:   u.identity(name),
+		Dial: func(string, rpc.Balancer) (grpc.ClientConnInterface, error) { return u.transport.Client(name), nil },
+	}
+	if u.nats != nil {
+		d.NATS = u.nats
+	}
+	return d
 }
 
 // shown tells in one line what is being started.

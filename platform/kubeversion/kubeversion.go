@@ -7,21 +7,20 @@ import (
 
 	apimachineryversion "k8s.io/apimachinery/pkg/version"
 	"k8s.io/apiserver/pkg/util/compatibility"
-	"k8s.io/component-base/version"
-)
+	componentversion "k8s.io/component-base/version"
 
-// Kubernetes is the release that this is made of. A test holds it against the modules.
-const Kubernetes = "v1.36.3"
+	"watershed.dev/platform/version"
+)
 
 // Info is the version as /version tells it. A binary that was built without the Makefile's flags, by go build or go
 // install, knows its version all the same.
 func Info() *apimachineryversion.Info {
 	info := compatibility.DefaultBuildEffectiveVersion().Info()
-	if stamped(version.Get().GitVersion) {
+	if stamped(componentversion.Get().GitVersion) {
 		return info
 	}
-	info.GitVersion = Kubernetes
-	parts := strings.SplitN(strings.TrimPrefix(Kubernetes, "v"), ".", 3)
+	info.GitVersion = version.Kubernetes
+	parts := strings.SplitN(strings.TrimPrefix(version.Kubernetes, "v"), ".", 3)
 	info.Major, info.Minor = parts[0], parts[1]
 	info.GitCommit, info.GitTreeState, info.BuildDate = "", "", "1970-01-01T00:00:00Z"
 	build, ok := debug.ReadBuildInfo()

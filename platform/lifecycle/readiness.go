@@ -2,6 +2,7 @@ package lifecycle
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -75,4 +76,11 @@ func (r *Readiness) OnChange(ctx context.Context, told func(err error)) {
 		case <-changed:
 		}
 	}
+}
+
+// Starting is a readiness that waits for one thing.
+func Starting(what string) *Readiness {
+	r := &Readiness{}
+	r.Set(what, errors.New("it is starting"))
+	return r
 }

@@ -199,7 +199,7 @@ func images(t testing.TB) []*image {
 			tags:       []string{"registry.k8s.io/etcd:3.6.8-0"},
 			entrypoint: []string{"/usr/local/bin/etcd"},
 			busybox:    true,
-			files:      map[string][]byte{"/usr/local/bin/etcd": file(harness.Peer("etcd-static"))},
+			files:      map[string][]byte{"/usr/local/bin/etcd": file(harness.Peer("etcd"))},
 		},
 		{
 			tags:       []string{suite + "resource-consumer:1.14"},

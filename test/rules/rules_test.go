@@ -100,22 +100,25 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 var floors = map[string][][]string{
 	"platform": {
 		{
-			"config", "events", "features", "frame", "guard", "identity", "kubeversion", "paths", "pki", "rpc", "telemetry",
+			"config", "events", "features", "frame", "guard", "identity", "paths", "pki", "rpc", "telemetry", "version",
 			"watchable",
 		},
+		{"kubeversion"},
 		{"apiclient", "catalog", "coalesce", "crd", "eventlog", "lifecycle"},
+		{"process"},
 	},
-	"services/authn":     {{"."}},
-	"services/authz":     {{"."}},
-	"services/admission": {{"."}},
+	"services/authn":     {{"."}, {"cmd/authn"}},
+	"services/authz":     {{"."}, {"cmd/authz"}},
+	"services/admission": {{"."}, {"cmd/admission"}},
 	"cmd/watershed":      {{"."}},
 	"services/gateway": {
 		{"answer", "wire"},
 		{"body", "access", "watch", "streaming", "aggregation"},
 		{"discovery", "openapi", "routing", "edge"},
 		{"."},
+		{"cmd/gateway"},
 	},
-	"services/watchfanout": {{"cache"}, {"form"}, {"convert", "log"}, {"lists", "streams", "internal/world"}, {"."}},
+	"services/watchfanout": {{"cache"}, {"form"}, {"convert", "log"}, {"lists", "streams", "internal/world"}, {"."}, {"cmd/watchfanout"}},
 	"services/registry": {
 		{"storage", "election"},
 		{"verbs"},
@@ -124,6 +127,7 @@ var floors = map[string][][]string{
 		{"objects", "source", "catalog", "loopback"},
 		{"policy", "internal/world"},
 		{"."},
+		{"cmd/registry"},
 	},
 }
 

@@ -1,4 +1,4 @@
-package main
+package process
 
 import (
 	"os"
@@ -17,7 +17,7 @@ func TestADirectoryIsItsOwners(t *testing.T) {
 	if err := os.Chmod(open, 0o777); err != nil {
 		t.Fatal(err)
 	}
-	if err := ownDirectory(open); err != nil {
+	if err := OwnDirectory(open); err != nil {
 		t.Error(err)
 	}
 	if info, err := os.Stat(open); err != nil || info.Mode().Perm() != 0o700 {
@@ -31,7 +31,7 @@ func TestADirectoryIsItsOwners(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, bad := range []string{link, file, filepath.Join(dir, "none")} {
-		if err := ownDirectory(bad); err == nil {
+		if err := OwnDirectory(bad); err == nil {
 			t.Errorf("%s is taken for a directory of one's own", bad)
 		}
 	}
@@ -45,7 +45,7 @@ func TestADirectoryIsItsOwners(t *testing.T) {
 	if err := os.Chown(foreign, 65534, 65534); err != nil {
 		t.Fatal(err)
 	}
-	if err := ownDirectory(foreign); err == nil {
+	if err := OwnDirectory(foreign); err == nil {
 		t.Error("another's directory is taken for one's own")
 	}
 }
@@ -56,13 +56,13 @@ func TestSocketsOfALongPathLieInAPlaceOfTheirOwn(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Setenv("XDG_RUNTIME_DIR", runtime)
-	if short := "/srv/w"; socketDir(short) != short {
-		t.Error("a short path is replaced")
+	if got, err := SocketDir("/srv/w"); got != "/srv/w" || err != nil {
+		t.Errorf("a short path is replaced by %q, %v", got, err)
 	}
 	long := "/srv/" + strings.Repeat("w", 100)
-	got := socketDir(long)
-	if filepath.Dir(got) != runtime || got == socketDir(long+"x") {
-		t.Errorf("sockets lie in %q", got)
+	got, err := SocketDir(long)
+	if other, _ := SocketDir(long + "x"); filepath.Dir(got) != runtime || got == other || err != nil {
+		t.Errorf("sockets lie in %q, %v", got, err)
 	}
 	for _, d := range []string{runtime, got} {
 		if info, err := os.Stat(d); err != nil || info.Mode().Perm() != 0o700 {

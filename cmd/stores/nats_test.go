@@ -1,4 +1,4 @@
-package main
+package stores
 
 import (
 	"fmt"
@@ -49,7 +49,7 @@ func natsServer(t *testing.T, id rpc.TLS) string {
 	if err := pki.SecretKey(key); err != nil {
 		t.Fatal(err)
 	}
-	srv, err := startNATS(natsSettings{dir: t.TempDir(), keyFile: key, address: address, id: id})
+	srv, err := (&NATS{Dir: t.TempDir(), KeyFile: key, Address: address, ID: id}).start()
 	if err != nil {
 		t.Fatal(err)
 	}

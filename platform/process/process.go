@@ -1,0 +1,155 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+	_ "time/tzdata" // CronJobs and CEL name time zones, and an image has no files
+
+	"github.com/spf13/pflag"
+	"google.golang.org/grpc"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
+
+	"watershed.dev/platform/config"
+	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/version"
+)
+
+// Upstream's controllers end the process when they panic, and what is in etcd can make them: a CRD whose name has no
+// dot does. Their workers run under wait.Until, which starts a worker again that has panicked.
+func init() { utilruntime.ReallyCrash = false }
+
+// Main is the main function of a service's own binary: it runs the service with the command line's settings until it is
+// told to stop, or prints the version.
+func Main(m *Module) {
+	if len(os.Args) == 2 && (os.Args[1] == "version" || os.Args[1] == "--version") {
+		fmt.Println(version.Line(m.Name))
+		return
+	}
+	if err := Run(m, m.Name, os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, m.Name+":", err)
+		os.Exit(1)
+	}
+}
+
+// Run runs one service with settings until it is told to stop. command is what it was called as.
+func Run(m *Module, command string, args []string) error {
+	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+	p := &process{}
+	settings := p.addFlags(fs, m)
+	if err := config.Load(fs, args); err != nil {
+		return Help(err)
+	}
+	ctx, cancel := lifecycle.Signalled()
+	defer cancel()
+	flush, err := p.telemetry.Start(ctx, m.Name, os.Stderr)
+	if err != nil {
+		return err
+	}
+	defer flush()
+	defer p.close()
+	s, err := settings.Build(ctx, &Deps{ID: p.id, Dial: p.dial})
+	if err != nil {
+		return err
+	}
+	parts := []lifecycle.Part{{Name: m.Name, Run: s.Run, StopTimeout: stopTimeout(s)}}
+	if m.Serves {
+		server, err := rpc.NewServer(p.id)
+		if err != nil {
+			return err
+		}
+		s.Register(server)
+		parts = append(parts, lifecycle.Part{
+			Name: "rpc",
+			Run:  func(ctx context.Context) error { return p.serve(ctx, s, server) },
+		})
+	}
+	metrics := Metrics(s)
+	parts = append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
+		return p.telemetry.ServeDebug(ctx, metrics, Pages(s))
+	}})
+	return lifecycle.Run(ctx, parts, nil, nil)
+}
+
+// CheckConfig says whether a process of the service takes a file of settings.
+func CheckConfig(m *Module, file string) error {
+	fs := pflag.NewFlagSet(m.Name, pflag.ContinueOnError)
+	new(process).addFlags(fs, m)
+	return config.Load(fs, []string{"--config", file})
+}
+
+// Help makes --help end well.
+func Help(err error) error {
+	if errors.Is(err, pflag.ErrHelp) {
+		os.Exit(0)
+	}
+	return err
+}
+
+// process is what a process of one service is told beside the service's own settings.
+type process struct {
+	telemetry telemetry.Options
+	id        rpc.TLS
+	address   string
+	peers     map[string]*[]string
+	drain     time.Duration
+	conns     []*grpc.ClientConn
+}
+
+// addFlags adds the process's flags and the service's, which it returns.
+func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
+	p.telemetry.AddFlags(fs)
+	p.id.AddFlags(fs)
+	if m.Serves {
+		fs.StringVar(&p.address, "rpc-address", "", "host:port to serve RPCs on.")
+	}
+	p.peers = map[string]*[]string{}
+	for _, peer := range m.Calls {
+		p.peers[peer] = fs.StringSlice(peer+"-addresses", nil,
+			"host:port of every replica of "+peer+", comma separated.")
+	}
+	fs.DurationVar(&p.drain, "drain-timeout", 10*time.Second, "How long RPCs in flight may take to end at shutdown.")
+	settings := m.Settings()
+	settings.AddFlags(fs)
+	return settings
+}
+
+// dial connects to the replicas of another service.
+func (p *process) dial(peer string, b rpc.Balancer) (grpc.ClientConnInterface, error) {
+	if len(*p.peers[peer]) == 0 {
+		return nil, fmt.Errorf("--%s-addresses is required", peer)
+	}
+	c, err := rpc.Dial(p.id, *p.peers[peer], peer, b)
+	if err != nil {
+		return nil, err
+	}
+	p.conns = append(p.conns, c)
+	return c, nil
+}
+
+func (p *process) close() {
+	for _, c := range p.conns {
+		c.Close()
+	}
+}
+
+// serve offers a service's RPCs until ctx is done.
+func (p *process) serve(ctx context.Context, s Service, server *rpc.Server) error {
+	go s.Ready().OnChange(ctx, func(why error) { server.SetReady(why == nil) })
+	if d, ok := s.(interface{ Drain() }); ok {
+		defer context.AfterFunc(ctx, d.Drain)()
+	}
+	return server.Serve(ctx, p.address, p.drain)
+}
+
+// stopTimeout is how long a service says that it takes to stop; 0 where it does not say.
+func stopTimeout(s Service) time.Duration {
+	if t, ok := s.(interface{ StopTimeout() time.Duration }); ok {
+		return t.StopTimeout()
+	}
+	return 0
+}

@@ -1,0 +1,18 @@
+package admission
+
+import (
+	"context"
+
+	"watershed.dev/platform/process"
+)
+
+// Module is admission as whoever runs it sees it.
+var Module = &process.Module{
+	Name:     "admission",
+	Serves:   true,
+	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+}
+
+func build(ctx context.Context, c *Config, _ *process.Deps) (process.Service, error) {
+	return New(ctx, c)
+}

@@ -1,0 +1,18 @@
+package authn
+
+import (
+	"context"
+
+	"watershed.dev/platform/process"
+)
+
+// Module is authn as whoever runs it sees it.
+var Module = &process.Module{
+	Name:     "authn",
+	Serves:   true,
+	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+}
+
+func build(ctx context.Context, c *Config, _ *process.Deps) (process.Service, error) {
+	return New(ctx, c)
+}

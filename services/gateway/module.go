@@ -1,0 +1,50 @@
+package gateway
+
+import (
+	"context"
+	"errors"
+
+	"google.golang.org/grpc"
+
+	"watershed.dev/platform/process"
+	"watershed.dev/platform/rpc"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// Module is the gateway as whoever runs it sees it.
+var Module = &process.Module{
+	Name:     "gateway",
+	Calls:    []string{"authn", "authz", "admission", "registry", "watchfanout"},
+	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+}
+
+func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {
+	var errs []error
+	dial := func(name string, b rpc.Balancer) grpc.ClientConnInterface {
+		conn, err := d.Dial(name, b)
+		errs = append(errs, err)
+		return conn
+	}
+	authnConn := dial("authn", rpc.TakeTurns)
+	authzConn := dial("authz", rpc.TakeTurns)
+	admissionConn := dial("admission", rpc.TakeTurns)
+	registryConn := dial("registry", rpc.TakeTurns)
+	watchfanoutConn := dial("watchfanout", rpc.ByKey)
+	if err := errors.Join(errs...); err != nil {
+		return nil, err
+	}
+	return New(ctx, c, Deps{
+		Authn:     authnv1.NewAuthnClient(authnConn),
+		Authz:     authzv1.NewAuthzClient(authzConn),
+		Admission: admissionv1.NewAdmissionClient(admissionConn),
+		Objects:   registryv1.NewObjectsClient(registryConn),
+		Catalog:   registryv1.NewCatalogClient(registryConn),
+		Source:    registryv1.NewSourceClient(registryConn),
+		Policy:    watchfanoutv1.NewPolicyClient(registryConn),
+		Watch:     watchfanoutv1.NewWatchClient(watchfanoutConn),
+	})
+}

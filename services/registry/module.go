@@ -1,0 +1,19 @@
+package registry
+
+import (
+	"context"
+
+	"watershed.dev/platform/process"
+)
+
+// Module is registry as whoever runs it sees it.
+var Module = &process.Module{
+	Name:     "registry",
+	Serves:   true,
+	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+}
+
+func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {
+	c.Log.Conn = d.NATS
+	return New(ctx, c, Deps{ID: d.ID})
+}

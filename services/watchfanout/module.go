@@ -1,0 +1,30 @@
+package watchfanout
+
+import (
+	"context"
+
+	"watershed.dev/platform/process"
+	"watershed.dev/platform/rpc"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Module is watchfanout as whoever runs it sees it.
+var Module = &process.Module{
+	Name:     "watchfanout",
+	Serves:   true,
+	Calls:    []string{"registry"},
+	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+}
+
+func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {
+	c.Log.Conn = d.NATS
+	conn, err := d.Dial("registry", rpc.TakeTurns)
+	if err != nil {
+		return nil, err
+	}
+	return New(ctx, c, Deps{
+		ID:      d.ID,
+		Source:  registryv1.NewSourceClient(conn),
+		Catalog: registryv1.NewCatalogClient(conn),
+	})
+}
