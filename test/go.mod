@@ -27,7 +27,14 @@ require (
 	watershed.dev/proto v0.0.0
 )
 
-require go.etcd.io/etcd/etcdutl/v3 v3.6.16 // indirect
+require (
+	github.com/cncf/xds/go v0.0.0-20260202195803-dba9d589def2 // indirect
+	github.com/envoyproxy/go-control-plane/envoy v1.39.0 // indirect
+	github.com/envoyproxy/protoc-gen-validate v1.3.3 // indirect
+	github.com/planetscale/vtprotobuf v0.6.1-0.20240319094008-0393e58bdf10 // indirect
+	go.etcd.io/etcd/etcdutl/v3 v3.6.16
+	go.uber.org/goleak v1.3.0 // indirect
+)
 
 require (
 	cel.dev/expr v0.25.2 // indirect

@@ -19,7 +19,13 @@ require (
 )
 
 require (
+	github.com/cncf/xds/go v0.0.0-20260202195803-dba9d589def2 // indirect
+	github.com/envoyproxy/go-control-plane v0.14.0 // indirect
+	github.com/envoyproxy/go-control-plane/envoy v1.39.0 // indirect
+	github.com/envoyproxy/go-control-plane/ratelimit v0.1.0 // indirect
+	github.com/envoyproxy/protoc-gen-validate v1.3.3 // indirect
 	github.com/nats-io/nats.go v1.55.0 // indirect
+	github.com/planetscale/vtprotobuf v0.6.1-0.20240319094008-0393e58bdf10 // indirect
 	go.etcd.io/etcd/client/pkg/v3 v3.6.16 // indirect
 	go.etcd.io/etcd/server/v3 v3.6.16 // indirect
 	go.uber.org/zap v1.27.1 // indirect
@@ -175,6 +181,7 @@ require (
 	sigs.k8s.io/randfill v1.0.0 // indirect
 	sigs.k8s.io/structured-merge-diff/v6 v6.3.3 // indirect
 	watershed.dev/cmd/stores v0.0.0
+	watershed.dev/cmd/xds v0.0.0
 )
 
 replace watershed.dev/proto => ../../proto
@@ -194,3 +201,5 @@ replace watershed.dev/services/registry => ../../services/registry
 replace watershed.dev/services/watchfanout => ../../services/watchfanout
 
 replace watershed.dev/cmd/stores => ../stores
+
+replace watershed.dev/cmd/xds => ../xds

@@ -108,6 +108,7 @@ var innerUsage = map[string]pki.Usage{
 	"watchfanout": pki.Server | pki.Client,
 	"etcd":        pki.Server | pki.Client, // its members call each other
 	"nats":        pki.Server | pki.Client,
+	"xds":         pki.Server,
 }
 
 // leaves makes the certificates that are missing, or old enough to be made anew. Whoever uses one reads it again when

@@ -7,6 +7,7 @@ import (
 	"os"
 
 	"watershed.dev/cmd/stores"
+	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/version"
 )
@@ -15,9 +16,12 @@ const usage = `watershed is the Kubernetes API server as services that scale apa
 
   watershed up        everything in this process, on this machine
   watershed split     every service as a process of its own, on this machine
+  watershed split scale watchfanout=4
+                      more or fewer processes of a service, while split runs
   watershed SERVICE   one service: gateway, authn, authz, admission, registry or watchfanout
   watershed etcd      an etcd member, as split runs it
   watershed nats      a NATS server, as split runs it
+  watershed xds       where the replicas of each service are, as split runs it
   watershed status    the watch tier of a running Watershed
   watershed version
 
@@ -40,6 +44,8 @@ func main() {
 		err = stores.EtcdCommand("watershed etcd", args)
 	case "nats":
 		err = stores.NATSCommand("watershed nats", args)
+	case "xds":
+		err = xds.Command("watershed xds", args)
 	case "status":
 		err = statusCommand(args)
 	case "version", "--version":

@@ -12,8 +12,8 @@ import (
 	"watershed.dev/platform/process"
 )
 
-// processes chooses ports and writes each process's configuration.
-func (s *splitRun) processes() ([]*child, error) {
+// plan chooses ports and writes each process's configuration.
+func (s *splitRun) plan() ([]*child, error) {
 	ports, err := freePorts(3 * total(s.counts))
 	if err != nil {
 		return nil, err
@@ -33,36 +33,89 @@ func (s *splitRun) processes() ([]*child, error) {
 	}
 	var all []*child
 	add := func(command string, n int, debug string, settings map[string]any) error {
-		p := &child{
-			name:    fmt.Sprintf("%s-%d", command, n),
-			command: command,
-			dir:     s.dir,
-			debug:   debug,
-		}
-		p.config = filepath.Join(s.dir, "config", p.name+".yaml")
+		p, err := s.planned(command, n, debug, settings)
 		all = append(all, p)
-		if err := os.MkdirAll(filepath.Dir(p.config), 0o700); err != nil {
-			return err
-		}
-		return writeYAML(p.config, settings)
+		return err
 	}
+	s.addresses = addresses
 	if err := s.planStores(addresses, take, add); err != nil {
 		return nil, err
 	}
-	for _, m := range modules {
-		name := m.Name
-		for n := range s.counts[name] {
-			debug := filepath.Join(s.sockets, fmt.Sprintf("%s-%d.sock", name, n))
-			settings := with(s.serviceSettings(m, addresses), map[string]any{"debug-address": debug})
-			if m.Serves {
-				settings["rpc-address"] = addresses[name][n]
-			}
-			if err := add(name, n, debug, settings); err != nil {
-				return nil, err
-			}
+	for n := range s.counts["xds"] {
+		debug := s.debugSocket("xds", n)
+		if err := add("xds", n, debug, with(s.identitySettings("xds"), s.common, map[string]any{
+			"rpc-address":   addresses["xds"][n],
+			"debug-address": debug,
+			"replicas-file": s.replicasFile(),
+			"state-file":    filepath.Join(s.dir, "xds", fmt.Sprintf("state-%d.json", n)),
+		})); err != nil {
+			return nil, err
 		}
 	}
-	return all, nil
+	for _, m := range modules {
+		for n := range s.counts[m.Name] {
+			address := ""
+			if m.Serves {
+				address = addresses[m.Name][n]
+			}
+			p, err := s.plannedService(m, n, address)
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, p)
+		}
+	}
+	return all, s.writeReplicas()
+}
+
+// planned is a process with its configuration written.
+func (s *splitRun) planned(command string, n int, debug string, settings map[string]any) (*child, error) {
+	p := &child{
+		name:    fmt.Sprintf("%s-%d", command, n),
+		command: command,
+		dir:     s.dir,
+		debug:   debug,
+	}
+	p.config = filepath.Join(s.dir, "config", p.name+".yaml")
+	if err := os.MkdirAll(filepath.Dir(p.config), 0o700); err != nil {
+		return nil, err
+	}
+	return p, writeYAML(p.config, settings)
+}
+
+// plannedService is the n-th process of a service, which serves on address.
+func (s *splitRun) plannedService(m *process.Module, n int, address string) (*child, error) {
+	debug := s.debugSocket(m.Name, n)
+	settings := with(s.serviceSettings(m, s.addresses), map[string]any{"debug-address": debug})
+	if m.Serves {
+		settings["rpc-address"] = address
+	}
+	if len(m.Calls) > 0 {
+		settings["xds-servers"] = strings.Join(s.addresses["xds"], ",")
+		settings["xds-cache-dir"] = filepath.Join(s.dir, "xds", fmt.Sprintf("%s-%d", m.Name, n))
+	}
+	return s.planned(m.Name, n, debug, settings)
+}
+
+func (s *splitRun) debugSocket(name string, n int) string {
+	return filepath.Join(s.sockets, fmt.Sprintf("%s-%d.sock", name, n))
+}
+
+// replicasFile is what the xDS server reads.
+func (s *splitRun) replicasFile() string { return filepath.Join(s.dir, "xds", "replicas.yaml") }
+
+// writeReplicas tells the xDS server where the replicas of every service are.
+func (s *splitRun) writeReplicas() error {
+	all := map[string]any{}
+	for _, m := range modules {
+		if m.Serves {
+			all[m.Name] = s.addresses[m.Name]
+		}
+	}
+	if err := os.MkdirAll(filepath.Dir(s.replicasFile()), 0o700); err != nil {
+		return err
+	}
+	return writeYAML(s.replicasFile(), all)
 }
 
 // serviceSettings are what every process of a service is told.

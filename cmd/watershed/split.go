@@ -32,6 +32,7 @@ import (
 var defaultReplicas = map[string]int{
 	"etcd":        1,
 	"nats":        1,
+	"xds":         1,
 	"gateway":     2,
 	"registry":    2,
 	"watchfanout": 2,
@@ -46,6 +47,9 @@ const restartPause = 200 * time.Millisecond
 // split runs every service as a process of its own, with mutual TLS between them, from configuration files as a
 // deployment would use, and starts again what dies.
 func split(args []string) error {
+	if len(args) > 0 && args[0] == "scale" {
+		return scaleCommand(args[1:])
+	}
 	began := time.Now()
 	fs := pflag.NewFlagSet("watershed split", pflag.ContinueOnError)
 	dataDir := fs.String("data-dir", ".watershed",
@@ -77,7 +81,7 @@ func split(args []string) error {
 		bind:   *bind,
 		spawn:  make(chan spawnRequest),
 	}
-	processes, err := s.processes()
+	processes, err := s.plan()
 	if err != nil {
 		return err
 	}
@@ -110,11 +114,13 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	go s.spawner()
 	go s.renew(ctx)
 	fmt.Printf("Watershed %s starts %d processes in %s\n", version.Release(), len(processes), s.dir)
+	s.processes = processes
 	for _, p := range processes {
 		p.start(s)
 	}
 	defer func() {
-		for _, p := range slices.Backward(processes) {
+		s.mu.Lock() // nothing is scaled any more
+		for _, p := range slices.Backward(s.processes) {
 			p.stop()
 		}
 	}()
@@ -129,8 +135,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	}
 	fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nCtrl-C stops.\n",
 		time.Since(began).Seconds(), filepath.Join(s.dir, "admin.kubeconfig"))
-	<-ctx.Done()
-	return nil
+	return s.serveControl(ctx)
 }
 
 type splitRun struct {
@@ -139,6 +144,11 @@ type splitRun struct {
 	common map[string]any
 	bind   string
 	spawn  chan spawnRequest
+	// addresses are where the processes of each service serve.
+	addresses map[string][]string
+
+	mu        sync.Mutex
+	processes []*child
 }
 
 // child is one child process and its place.

@@ -27,7 +27,7 @@ func plannedSplit(t *testing.T, replicas map[string]int) []*child {
 	}
 	t.Cleanup(l.close)
 	s := &splitRun{layout: l, counts: counts, common: map[string]any{"v": 2}, bind: "127.0.0.1"}
-	processes, err := s.processes()
+	processes, err := s.plan()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -77,7 +77,7 @@ func TestWhatEveryProcessIsTold(t *testing.T) {
 	}
 	slices.Sort(names)
 	want := "admission-0 authn-0 authz-0 etcd-0 etcd-1 etcd-2 gateway-0 gateway-1 nats-0 registry-0 registry-1 " +
-		"watchfanout-0 watchfanout-1 watchfanout-2"
+		"watchfanout-0 watchfanout-1 watchfanout-2 xds-0"
 	if got := strings.Join(names, " "); got != want {
 		t.Errorf("%s", got)
 	}

@@ -52,6 +52,9 @@ func Run(m *Module, command string, args []string) error {
 	}
 	defer flush()
 	defer p.close()
+	if err := p.findReplicas(ctx); err != nil {
+		return err
+	}
 	s, err := settings.Build(ctx, &Deps{ID: p.id, Dial: p.dial})
 	if err != nil {
 		return err
@@ -96,8 +99,12 @@ type process struct {
 	id        rpc.TLS
 	address   string
 	peers     map[string]*[]string
-	drain     time.Duration
-	conns     []*grpc.ClientConn
+	// xds finds replicas in place of peers, where there are servers.
+	xdsServers  []string
+	xdsCacheDir string
+	xds         *rpc.XDS
+	drain       time.Duration
+	conns       []*grpc.ClientConn
 }
 
 // addFlags adds the process's flags and the service's, which it returns.
@@ -110,7 +117,13 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
 	p.peers = map[string]*[]string{}
 	for _, peer := range m.Calls {
 		p.peers[peer] = fs.StringSlice(peer+"-addresses", nil,
-			"host:port of every replica of "+peer+", comma separated.")
+			"host:port of every replica of "+peer+", comma separated. With --xds-servers: until one of those has answered.")
+	}
+	if len(m.Calls) > 0 {
+		fs.StringSliceVar(&p.xdsServers, "xds-servers", nil,
+			"host:port of every replica of the xDS server that says where the replicas of other services are.")
+		fs.StringVar(&p.xdsCacheDir, "xds-cache-dir", "",
+			"Where what the xDS server said is kept for the next start. Empty: nowhere.")
 	}
 	fs.DurationVar(&p.drain, "drain-timeout", 10*time.Second, "How long RPCs in flight may take to end at shutdown.")
 	settings := m.Settings()
@@ -118,12 +131,31 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
 	return settings
 }
 
+// findReplicas asks xDS servers for the replicas of other services, where there are such servers.
+func (p *process) findReplicas(ctx context.Context) (err error) {
+	if len(p.xdsServers) == 0 {
+		return nil
+	}
+	host, _ := os.Hostname()
+	c := rpc.XDSConfig{Servers: p.xdsServers, Dir: p.xdsCacheDir, Node: host, Fallback: map[string][]string{}}
+	for peer, addresses := range p.peers {
+		c.Fallback[peer] = *addresses
+	}
+	if p.xds, err = rpc.NewXDS(p.id, c); err == nil {
+		go p.xds.Run(context.WithoutCancel(ctx)) // until the process ends: whoever drains still calls
+	}
+	return err
+}
+
 // dial connects to the replicas of another service.
 func (p *process) dial(peer string, b rpc.Balancer) (grpc.ClientConnInterface, error) {
-	if len(*p.peers[peer]) == 0 {
-		return nil, fmt.Errorf("--%s-addresses is required", peer)
+	var replicas rpc.Replicas = rpc.Addresses(*p.peers[peer])
+	if p.xds != nil {
+		replicas = p.xds
+	} else if len(*p.peers[peer]) == 0 {
+		return nil, fmt.Errorf("--%s-addresses or --xds-servers is required", peer)
 	}
-	c, err := rpc.Dial(p.id, *p.peers[peer], peer, b)
+	c, err := rpc.Dial(p.id, peer, b, replicas)
 	if err != nil {
 		return nil, err
 	}

@@ -1,5 +1,7 @@
 package rpc
 
+import discovery "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
+
 // Callers names, for every method that a service offers, the services that may call it: the common names of their
 // certificates on the inner network. What is not here may be called by nobody. docs/security.md is made from it, and a
 // test holds it against the contracts.
@@ -34,6 +36,8 @@ var Callers = map[string][]string{
 
 	"/watershed.watchfanout.v1.Policy/List":  {"gateway"},
 	"/watershed.watchfanout.v1.Policy/Watch": {"gateway"},
+
+	discovery.AggregatedDiscoveryService_StreamAggregatedResources_FullMethodName: {"gateway", "watchfanout"},
 }
 
 // Once names the methods whose calls are never sent twice: a replica that was lost before it answered may have written.

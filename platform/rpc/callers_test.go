@@ -48,7 +48,7 @@ func TestEveryMethodNamesItsCallers(t *testing.T) {
 		}
 	}
 	for m := range Callers {
-		if !methods[m] {
+		if !methods[m] && strings.HasPrefix(m, "/watershed.") {
 			t.Errorf("there is no %s", m)
 		}
 	}

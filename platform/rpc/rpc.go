@@ -24,6 +24,8 @@ import (
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/resolver"
 	"google.golang.org/grpc/resolver/manual"
+
+	"watershed.dev/platform/version"
 )
 
 // MaxMessageBytes bounds one message: an object may be 3 MB in a request and is sent with the object it replaces.
@@ -177,7 +179,9 @@ var handled = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 }, []string{"method", "code"})
 
 // Metrics are this package's collectors, for a service's registry.
-func Metrics() []prometheus.Collector { return []prometheus.Collector{handled} }
+func Metrics() []prometheus.Collector {
+	return []prometheus.Collector{handled, xdsUpdates, xdsConnected}
+}
 
 // Server is one service's gRPC endpoint.
 type Server struct {
@@ -290,25 +294,34 @@ const (
 	ByKey Balancer = rendezvousName
 )
 
-// Dial connects to every address of one service. Close the connection to end it.
-func Dial(id TLS, addresses []string, serverName string, b Balancer) (*grpc.ClientConn, error) {
-	if len(addresses) == 0 {
-		return nil, errors.New("no address for service " + serverName)
+// Replicas says where the replicas of services are: Addresses or XDS.
+type Replicas interface{ builder() resolver.Builder }
+
+// Addresses are all the replicas of one service, host:port each; they stay what they are.
+type Addresses []string
+
+func (a Addresses) builder() resolver.Builder {
+	r := manual.NewBuilderWithScheme("replicas")
+	r.InitialState(stateOf(a))
+	return r
+}
+
+// Dial connects to every replica of one service, whose certificates have its name. Close the connection to end it.
+func Dial(id TLS, service string, b Balancer, replicas Replicas) (*grpc.ClientConn, error) {
+	if a, ok := replicas.(Addresses); ok && len(a) == 0 {
+		return nil, errors.New("no address for service " + service)
 	}
-	conf, err := id.ClientConfig(serverName)
+	conf, err := id.ClientConfig(service)
 	if err != nil {
 		return nil, err
 	}
-	r := manual.NewBuilderWithScheme("replicas")
-	var endpoints []resolver.Address
-	for _, a := range addresses {
-		endpoints = append(endpoints, resolver.Address{Addr: a})
-	}
-	r.InitialState(resolver.State{Addresses: endpoints})
-	return grpc.NewClient(r.Scheme()+":///"+serverName,
+	r := replicas.builder()
+	return grpc.NewClient(r.Scheme()+":///"+service,
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
 		grpc.WithDefaultServiceConfig(serviceConfig(b)),
+		grpc.WithIdleTimeout(0), // what is known of replicas is not forgotten
+		grpc.WithUserAgent("watershed/"+version.Release()),
 		grpc.WithStatsHandler(otelgrpc.NewClientHandler()),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
 		grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(4<<20),

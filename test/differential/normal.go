@@ -38,6 +38,9 @@ var masks = []struct {
 	{regexp.MustCompile(`X509SHA256=[0-9a-f]+`), "CREDENTIAL"},
 	{regexp.MustCompile(`\bkubernetes-admin\b`), "admin"},
 	{regexp.MustCompile(`(resourceVersion\\*":\\*")\d+`), "${1}RV"},
+	// An object in the text of an error: the order of its managers is by the second. Where it is an object itself they
+	// are sorted and compared (normal).
+	{regexp.MustCompile(`(managedFields\\*":\[)[^\]]*\]`), "${1}…]"},
 	{regexp.MustCompile(`\b10\.9[67]\.\d+\.\d+\b`), "CLUSTERIP"},
 }
 

@@ -83,6 +83,10 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			return nil, err
 		}
 		name := strings.TrimSuffix(filepath.Base(f), ".yaml")
+		if strings.HasPrefix(name, "xds-") {
+			continue // it would tell of addresses past the links that are cut
+		}
+		delete(conf, "xds-servers")
 		configs[name] = conf
 		for _, key := range []string{"rpc-address", "listen-address", "listen-client-urls"} {
 			if a, ok := conf[key].(string); ok {

@@ -51,6 +51,8 @@ func TestModulesImportOnlyWhatTheyMay(t *testing.T) {
 		"services/authz":     {"github.com/nats-io"},
 		"services/admission": {"github.com/nats-io"},
 		"platform":           {"k8s.io/kubernetes", "go.etcd.io/etcd"},
+		"cmd/stores":         {"k8s.io/kubernetes", "k8s.io/apiserver", "k8s.io/client-go"},
+		"cmd/xds":            {"k8s.io/kubernetes", "k8s.io/apiserver", "github.com/nats-io", "go.etcd.io/etcd"},
 		"proto":              {"k8s.io/"},
 	} {
 		t.Run(dir, func(t *testing.T) {
@@ -100,10 +102,9 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 var floors = map[string][][]string{
 	"platform": {
 		{
-			"config", "events", "features", "frame", "guard", "identity", "paths", "pki", "rpc", "telemetry", "version",
-			"watchable",
+			"config", "events", "features", "frame", "guard", "identity", "paths", "pki", "telemetry", "version", "watchable",
 		},
-		{"kubeversion"},
+		{"kubeversion", "rpc"},
 		{"apiclient", "catalog", "coalesce", "crd", "eventlog", "lifecycle"},
 		{"process"},
 	},
@@ -111,6 +112,8 @@ var floors = map[string][][]string{
 	"services/authz":     {{"."}, {"cmd/authz"}},
 	"services/admission": {{"."}, {"cmd/admission"}},
 	"cmd/watershed":      {{"."}},
+	"cmd/stores":         {{"."}, {"cmd/etcd", "cmd/nats"}},
+	"cmd/xds":            {{"."}, {"cmd/xds"}},
 	"services/gateway": {
 		{"answer", "wire"},
 		{"body", "access", "watch", "streaming", "aggregation"},

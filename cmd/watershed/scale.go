@@ -1,0 +1,165 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"watershed.dev/platform/config"
+	"watershed.dev/platform/process"
+)
+
+// controlSocket is where a running split is told to scale; whoever runs it may.
+const controlSocket = "split.sock"
+
+// maxScale is how many processes of one service there may be on one machine.
+const maxScale = 64
+
+// scaleCommand has a running split run another number of processes of services.
+func scaleCommand(args []string) error {
+	fs := pflag.NewFlagSet("watershed split scale", pflag.ContinueOnError)
+	dataDir := fs.String("data-dir", ".watershed", "The directory of the running split.")
+	to, flags := url.Values{}, []string{}
+	for _, a := range args {
+		if name, n, ok := strings.Cut(a, "="); ok && !strings.HasPrefix(a, "-") {
+			to.Set(name, n)
+			continue
+		}
+		flags = append(flags, a)
+	}
+	if err := config.Load(fs, flags); err != nil {
+		return process.Help(err)
+	}
+	if len(to) == 0 {
+		return errors.New("say what to scale: watershed split scale watchfanout=4")
+	}
+	dir, err := filepath.Abs(*dataDir)
+	if err != nil {
+		return err
+	}
+	sockets, err := process.SocketDir(dir)
+	if err != nil {
+		return err
+	}
+	client := &http.Client{Transport: &http.Transport{
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(sockets, controlSocket))
+		},
+	}}
+	resp, err := client.PostForm("http://split/scale", to)
+	if err != nil {
+		return fmt.Errorf("--data-dir %q: no split runs there: %w", *dataDir, err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if resp.StatusCode != http.StatusOK {
+		return errors.Join(errors.New(strings.TrimSpace(string(body))), err)
+	}
+	fmt.Print(string(body))
+	return err
+}
+
+// serveControl takes what scaleCommand says, until ctx is done.
+func (s *splitRun) serveControl(ctx context.Context) error {
+	path := filepath.Join(s.sockets, controlSocket)
+	_ = os.Remove(path) // what a killed process left
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		return err
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return err
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /scale", func(w http.ResponseWriter, r *http.Request) {
+		if err := r.ParseForm(); err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		for name := range r.PostForm {
+			if err := s.scale(name, r.PostForm.Get(name)); err != nil {
+				http.Error(w, err.Error(), http.StatusBadRequest)
+				return
+			}
+			fmt.Fprintf(w, "%s: %d\n", name, s.counts[name])
+		}
+	})
+	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	defer context.AfterFunc(ctx, func() { srv.Close() })()
+	if err := srv.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+// scale has a service run in a number of processes. A process that comes is told of once it has been started, and takes
+// calls once its health says so; one that goes is no longer told of before it is stopped, so that what comes next comes
+// to another, and drains.
+func (s *splitRun) scale(name, number string) error {
+	m := moduleOf(name)
+	n, err := strconv.Atoi(number)
+	if m == nil || err != nil || n < 1 || n > maxScale {
+		return fmt.Errorf("%s=%s: want a service (%s) and a number from 1 to %d", name, number,
+			strings.Join(moduleNames(), ", "), maxScale)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for s.counts[name] < n {
+		if err := s.more(m); err != nil {
+			return err
+		}
+	}
+	for s.counts[name] > n {
+		if err := s.fewer(m); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *splitRun) more(m *process.Module) error {
+	address := ""
+	if m.Serves {
+		ports, err := freePorts(1)
+		if err != nil {
+			return err
+		}
+		address = fmt.Sprintf("127.0.0.1:%d", ports[0])
+		s.addresses[m.Name] = append(s.addresses[m.Name], address)
+	}
+	p, err := s.plannedService(m, s.counts[m.Name], address)
+	if err != nil {
+		return err
+	}
+	s.counts[m.Name]++
+	s.processes = append(s.processes, p)
+	p.start(s)
+	return s.writeReplicas()
+}
+
+func (s *splitRun) fewer(m *process.Module) error {
+	s.counts[m.Name]--
+	last := fmt.Sprintf("%s-%d", m.Name, s.counts[m.Name])
+	if m.Serves {
+		s.addresses[m.Name] = s.addresses[m.Name][:s.counts[m.Name]]
+	}
+	if err := s.writeReplicas(); err != nil {
+		return err
+	}
+	i := slices.IndexFunc(s.processes, func(p *child) bool { return p.name == last })
+	s.processes[i].stop()
+	s.processes = slices.Delete(s.processes, i, i+1)
+	return os.Remove(filepath.Join(s.dir, "config", last+".yaml"))
+}

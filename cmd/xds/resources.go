@@ -1,0 +1,166 @@
+package xds
+
+import (
+	"time"
+
+	xdstype "github.com/cncf/xds/go/xds/type/v3"
+	cluster "github.com/envoyproxy/go-control-plane/envoy/config/cluster/v3"
+	core "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	endpoint "github.com/envoyproxy/go-control-plane/envoy/config/endpoint/v3"
+	listener "github.com/envoyproxy/go-control-plane/envoy/config/listener/v3"
+	route "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
+	routerfilter "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/router/v3"
+	hcm "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
+	least "github.com/envoyproxy/go-control-plane/envoy/extensions/load_balancing_policies/least_request/v3"
+	roundrobin "github.com/envoyproxy/go-control-plane/envoy/extensions/load_balancing_policies/round_robin/v3"
+	"github.com/envoyproxy/go-control-plane/pkg/cache/types"
+	"github.com/envoyproxy/go-control-plane/pkg/resource/v3"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/anypb"
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/structpb"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"watershed.dev/platform/rpc"
+)
+
+// resourcesOf are what a client of gRPC's own xDS needs for xds:///service, by type. Watershed's own clients ask for the
+// endpoints alone (rpc.XDS).
+func resourcesOf(service string, replicas []Replica) map[string]types.Resource {
+	return map[string]types.Resource{
+		resource.ListenerType: listenerOf(service),
+		resource.RouteType:    routesOf(service),
+		resource.ClusterType:  clusterOf(service),
+		resource.EndpointType: endpointsOf(service, replicas),
+	}
+}
+
+func listenerOf(service string) *listener.Listener {
+	return &listener.Listener{
+		Name: service,
+		ApiListener: &listener.ApiListener{ApiListener: pack(&hcm.HttpConnectionManager{
+			RouteSpecifier: &hcm.HttpConnectionManager_Rds{
+				Rds: &hcm.Rds{ConfigSource: aggregated(), RouteConfigName: service},
+			},
+			HttpFilters: []*hcm.HttpFilter{{
+				Name:       "router",
+				ConfigType: &hcm.HttpFilter_TypedConfig{TypedConfig: pack(&routerfilter.Router{})},
+			}},
+		})},
+	}
+}
+
+// routesOf sends everything to the one cluster, and again what may be sent twice (rpc.Once).
+func routesOf(service string) *route.RouteConfiguration {
+	to := func(retry *route.RetryPolicy) *route.Route_Route {
+		return &route.Route_Route{Route: &route.RouteAction{
+			ClusterSpecifier: &route.RouteAction_Cluster{Cluster: service},
+			RetryPolicy:      retry,
+		}}
+	}
+	var routes []*route.Route
+	for _, method := range rpc.Once {
+		routes = append(routes, &route.Route{
+			Match:  &route.RouteMatch{PathSpecifier: &route.RouteMatch_Path{Path: method}},
+			Action: to(nil),
+		})
+	}
+	routes = append(routes, &route.Route{
+		Match: &route.RouteMatch{PathSpecifier: &route.RouteMatch_Prefix{Prefix: ""}},
+		Action: to(&route.RetryPolicy{
+			RetryOn:    "unavailable",
+			NumRetries: wrapperspb.UInt32(4),
+			RetryBackOff: &route.RetryPolicy_RetryBackOff{
+				BaseInterval: durationpb.New(20 * time.Millisecond),
+				MaxInterval:  durationpb.New(500 * time.Millisecond),
+			},
+		}),
+	})
+	return &route.RouteConfiguration{
+		Name: service,
+		// any host: a client's authority is the name in the service's certificate
+		VirtualHosts: []*route.VirtualHost{{Name: service, Domains: []string{"*"}, Routes: routes}},
+	}
+}
+
+// unlimited is more calls than there ever are: gRPC's default of 1,024 counts streams, and a watch is one for as long as
+// it lasts.
+const unlimited = 1<<32 - 1
+
+// clusterOf names the policy by which replicas share calls: rendezvous for the watch tier, where the client has it, and
+// the least loaded of two for the others, which are all alike. There is no outlier detection: gRPC's counts whatever is
+// not OK as a failure, a watch that its client cancels too, and has ejected replicas that were well.
+func clusterOf(service string) *cluster.Cluster {
+	policies := []*cluster.LoadBalancingPolicy_Policy{
+		policy("least_request", &least.LeastRequest{ChoiceCount: wrapperspb.UInt32(2)}),
+		policy("round_robin", &roundrobin.RoundRobin{}),
+	}
+	if service == "watchfanout" {
+		policies[0] = policy(string(rpc.ByKey), &xdstype.TypedStruct{
+			TypeUrl: "type.googleapis.com/" + string(rpc.ByKey),
+			Value:   &structpb.Struct{},
+		})
+	}
+	return &cluster.Cluster{
+		Name:                 service,
+		ClusterDiscoveryType: &cluster.Cluster_Type{Type: cluster.Cluster_EDS},
+		EdsClusterConfig:     &cluster.Cluster_EdsClusterConfig{EdsConfig: aggregated()},
+		LoadBalancingPolicy:  &cluster.LoadBalancingPolicy{Policies: policies},
+		CircuitBreakers: &cluster.CircuitBreakers{Thresholds: []*cluster.CircuitBreakers_Thresholds{{
+			MaxRequests: wrapperspb.UInt32(unlimited),
+		}}},
+	}
+}
+
+func policy(name string, config proto.Message) *cluster.LoadBalancingPolicy_Policy {
+	return &cluster.LoadBalancingPolicy_Policy{
+		TypedExtensionConfig: &core.TypedExtensionConfig{Name: name, TypedConfig: pack(config)},
+	}
+}
+
+// endpointsOf are a service's replicas by zone.
+func endpointsOf(service string, replicas []Replica) *endpoint.ClusterLoadAssignment {
+	zones := map[string]*endpoint.LocalityLbEndpoints{}
+	a := &endpoint.ClusterLoadAssignment{ClusterName: service}
+	for _, r := range replicas {
+		host, port, err := splitAddress(r.Address)
+		if err != nil { // sources have looked
+			continue
+		}
+		l := zones[r.Zone]
+		if l == nil {
+			l = &endpoint.LocalityLbEndpoints{
+				Locality:            &core.Locality{Zone: r.Zone},
+				LoadBalancingWeight: wrapperspb.UInt32(0),
+			}
+			zones[r.Zone] = l
+			a.Endpoints = append(a.Endpoints, l)
+		}
+		l.LoadBalancingWeight.Value++ // a zone's share of calls is that of its replicas
+		l.LbEndpoints = append(l.LbEndpoints, &endpoint.LbEndpoint{
+			HealthStatus: core.HealthStatus_HEALTHY,
+			HostIdentifier: &endpoint.LbEndpoint_Endpoint{Endpoint: &endpoint.Endpoint{
+				Address: &core.Address{Address: &core.Address_SocketAddress{SocketAddress: &core.SocketAddress{
+					Address:       host,
+					PortSpecifier: &core.SocketAddress_PortValue{PortValue: port},
+				}}},
+			}},
+		})
+	}
+	return a
+}
+
+func aggregated() *core.ConfigSource {
+	return &core.ConfigSource{
+		ConfigSourceSpecifier: &core.ConfigSource_Ads{Ads: &core.AggregatedConfigSource{}},
+		ResourceApiVersion:    core.ApiVersion_V3,
+	}
+}
+
+func pack(m proto.Message) *anypb.Any {
+	a, err := anypb.New(m)
+	if err != nil { // messages of our own always marshal
+		panic(err)
+	}
+	return a
+}

@@ -1,0 +1,240 @@
+package xds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	listers "k8s.io/client-go/listers/discovery/v1"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/yaml"
+)
+
+// file is a source that names replicas in a file.
+type file struct {
+	path   string
+	server *server
+	at     time.Time
+}
+
+// filePeriod is how often it is looked whether the file has changed.
+const filePeriod = 200 * time.Millisecond
+
+// read tells what the file names, if it has changed.
+func (f *file) read() error {
+	info, err := os.Stat(f.path)
+	if err != nil {
+		return fmt.Errorf("--replicas-file: %w", err)
+	}
+	if info.ModTime().Equal(f.at) {
+		return nil
+	}
+	data, err := os.ReadFile(f.path)
+	if err != nil {
+		return fmt.Errorf("--replicas-file: %w", err)
+	}
+	var all map[string][]string
+	if err := yaml.UnmarshalStrict(data, &all); err != nil {
+		return fmt.Errorf("--replicas-file %q: %w", f.path, err)
+	}
+	told := map[string][]Replica{}
+	for service, addresses := range all {
+		for _, a := range addresses {
+			told[service] = append(told[service], Replica{Address: a})
+		}
+		if err := checkAll(told[service]); err != nil {
+			return fmt.Errorf("--replicas-file %q: %s: %w", f.path, service, err)
+		}
+	}
+	for service, replicas := range told {
+		f.server.set(service, replicas)
+	}
+	f.at = info.ModTime()
+	return nil
+}
+
+// follow reads the file again whenever it has changed. What cannot be read changes nothing.
+func (f *file) follow(ctx context.Context) error {
+	said := ""
+	return every(ctx, filePeriod, func() {
+		err := f.read()
+		if err != nil && err.Error() != said {
+			slog.Error("Replicas stay as they were", "error", err)
+		}
+		said = fmt.Sprint(err)
+	})
+}
+
+// names is a source that looks a name up.
+type names struct {
+	service, address string
+	period           time.Duration
+	server           *server
+}
+
+// follow tells every address of the name. A name that is not found changes nothing.
+func (n *names) follow(ctx context.Context) error {
+	host, port, err := splitAddress(n.address)
+	if err != nil {
+		return fmt.Errorf("--dns %s=%s: want host:port", n.service, n.address)
+	}
+	said := ""
+	return every(ctx, n.period, func() {
+		lookup, cancel := context.WithTimeout(ctx, 5*time.Second)
+		defer cancel()
+		addresses, err := net.DefaultResolver.LookupHost(lookup, host)
+		if err != nil {
+			if err.Error() != said && ctx.Err() == nil {
+				slog.Warn("Replicas stay as they were", "of", n.service, "error", err)
+			}
+			said = err.Error()
+			return
+		}
+		said = ""
+		var all []Replica
+		for _, a := range addresses {
+			all = append(all, Replica{Address: net.JoinHostPort(a, strconv.Itoa(int(port)))})
+		}
+		n.server.set(n.service, all)
+	})
+}
+
+func every(ctx context.Context, period time.Duration, do func()) error {
+	tick := time.NewTicker(period)
+	defer tick.Stop()
+	for {
+		do()
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-tick.C:
+		}
+	}
+}
+
+// endpointSlices is a source that follows the EndpointSlices of Services.
+type endpointSlices struct {
+	of      map[string]string
+	server  *server
+	factory informers.SharedInformerFactory
+	lister  listers.EndpointSliceNamespaceLister
+	synced  cache.InformerSynced
+	changed chan struct{}
+}
+
+func newSlices(c *Config, s *server) (*endpointSlices, error) {
+	conf, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
+	if err != nil {
+		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
+	}
+	conf.UserAgent = "watershed-xds"
+	client, err := kubernetes.NewForConfig(conf)
+	if err != nil {
+		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
+	}
+	e := &endpointSlices{of: c.Slices, server: s, changed: make(chan struct{}, 1)}
+	e.factory = informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithNamespace(c.SlicesNamespace))
+	informer := e.factory.Discovery().V1().EndpointSlices()
+	e.lister, e.synced = informer.Lister().EndpointSlices(c.SlicesNamespace), informer.Informer().HasSynced
+	something := func(any) {
+		select {
+		case e.changed <- struct{}{}:
+		default:
+		}
+	}
+	_, err = informer.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    something,
+		UpdateFunc: func(_, o any) { something(o) },
+		DeleteFunc: something,
+	})
+	for name := range c.Slices {
+		s.waitFor(name)
+	}
+	return e, err
+}
+
+// follow tells replicas as EndpointSlices have them, once all have been read: half of a list is no reason to take
+// replicas away.
+func (e *endpointSlices) follow(ctx context.Context) error {
+	e.factory.Start(ctx.Done())
+	defer e.factory.Shutdown()
+	if !cache.WaitForCacheSync(ctx.Done(), e.synced) {
+		return ctx.Err()
+	}
+	for {
+		for service, of := range e.of {
+			name, port, _ := strings.Cut(of, ":")
+			replicas, err := e.replicas(name, port)
+			if err != nil {
+				slog.Error("Replicas stay as they were", "of", service, "error", err)
+				continue
+			}
+			e.server.set(service, replicas)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-e.changed:
+		}
+	}
+}
+
+// replicas are those of a Service that serve and are not on their way out; whether one can take calls its health says,
+// which clients ask it themselves.
+func (e *endpointSlices) replicas(service, port string) ([]Replica, error) {
+	all, err := e.lister.List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service}))
+	if err != nil {
+		return nil, err
+	}
+	var out []Replica
+	for _, slice := range all {
+		number, ok := portOf(slice, port)
+		if !ok {
+			continue
+		}
+		for _, at := range slice.Endpoints {
+			if !yes(at.Conditions.Ready, true) || yes(at.Conditions.Terminating, false) {
+				continue
+			}
+			for _, a := range at.Addresses {
+				r := Replica{Address: net.JoinHostPort(a, strconv.Itoa(int(number)))}
+				if at.Zone != nil {
+					r.Zone = *at.Zone
+				}
+				out = append(out, r)
+			}
+		}
+	}
+	return out, errors.Join(checkAll(out))
+}
+
+func yes(b *bool, unset bool) bool {
+	if b == nil {
+		return unset
+	}
+	return *b
+}
+
+// portOf is the number of a slice's port, by its name or number.
+func portOf(slice *discoveryv1.EndpointSlice, port string) (int32, bool) {
+	for _, p := range slice.Ports {
+		if p.Port == nil {
+			continue
+		}
+		if p.Name != nil && *p.Name == port || strconv.Itoa(int(*p.Port)) == port {
+			return *p.Port, true
+		}
+	}
+	return 0, false
+}

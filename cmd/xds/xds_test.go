@@ -1,0 +1,274 @@
+package xds
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	endpoint "github.com/envoyproxy/go-control-plane/envoy/config/endpoint/v3"
+	"github.com/envoyproxy/go-control-plane/pkg/resource/v3"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	healthv1 "google.golang.org/grpc/health/grpc_health_v1"
+	"google.golang.org/grpc/peer"
+	grpcxds "google.golang.org/grpc/xds"
+	"google.golang.org/grpc/xds/bootstrap"
+
+	"watershed.dev/platform/pki"
+	"watershed.dev/platform/rpc"
+)
+
+// identities issues certificates of one inner network.
+func identities(t *testing.T) func(name string) rpc.TLS {
+	t.Helper()
+	dir := t.TempDir()
+	ca, err := pki.OpenCA(dir, "inner-ca", "test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func(name string) rpc.TLS {
+		crt, key, _, err := ca.Leaf(pki.Leaf{
+			Name:       name,
+			CommonName: name,
+			SANs:       []string{name},
+			Usage:      pki.Client | pki.Server,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return rpc.TLS{CertFile: crt, KeyFile: key, CAFile: ca.CertFile()}
+	}
+}
+
+// serve runs a server until the test ends, and returns its address.
+func serve(t *testing.T, id rpc.TLS, address string, register func(context.Context, *rpc.Server)) string {
+	t.Helper()
+	s, err := rpc.NewServer(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if register != nil {
+		register(t.Context(), s)
+	}
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.SetReady(true)
+	go func() { _ = s.Server.Serve(l) }()
+	t.Cleanup(s.Stop)
+	return l.Addr().String()
+}
+
+// world is an xDS server with its clients' identities and the replicas that it can name.
+type world struct {
+	id       func(string) rpc.TLS
+	server   *server
+	address  string
+	replicas []Replica
+}
+
+func newWorld(t *testing.T, replicas int) *world {
+	t.Helper()
+	w := &world{id: identities(t), server: newServer("")}
+	w.address = serve(t, w.id("xds"), "127.0.0.1:0", func(ctx context.Context, s *rpc.Server) { w.server.register(ctx, s) })
+	for range replicas {
+		w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), "127.0.0.1:0", nil)})
+	}
+	return w
+}
+
+// client dials registry by an xDS client of its own.
+func (w *world) client(t *testing.T, c rpc.XDSConfig) *grpc.ClientConn {
+	t.Helper()
+	c.Node = t.Name()
+	if c.Servers == nil {
+		c.Servers = []string{w.address}
+	}
+	x, err := rpc.NewXDS(w.id("gateway"), c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	go x.Run(ctx)
+	conn, err := rpc.Dial(w.id("gateway"), "registry", rpc.TakeTurns, x)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close(); cancel() })
+	return conn
+}
+
+// answering are the replicas that answer a number of calls.
+func answering(t *testing.T, conn *grpc.ClientConn) []string {
+	t.Helper()
+	var all []string
+	for range 20 {
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		var p peer.Peer
+		_, err := healthv1.NewHealthClient(conn).Check(ctx, &healthv1.HealthCheckRequest{}, grpc.Peer(&p), grpc.WaitForReady(true))
+		cancel()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if a := p.Addr.String(); !slices.Contains(all, a) {
+			all = append(all, a)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+// becomes waits until the calls are answered by certain replicas and no other.
+func becomes(t *testing.T, conn *grpc.ClientConn, replicas ...Replica) {
+	t.Helper()
+	var want []string
+	for _, r := range replicas {
+		want = append(want, r.Address)
+	}
+	slices.Sort(want)
+	deadline := time.Now().Add(20 * time.Second)
+	for got := answering(t, conn); !slices.Equal(got, want); got = answering(t, conn) {
+		if time.Now().After(deadline) {
+			t.Fatalf("%q answer, want %q", got, want)
+		}
+	}
+}
+
+// Clients call what the server names, follow it as it changes, and believe it neither that nothing is left nor rubbish.
+func TestClientsFollowReplicas(t *testing.T) {
+	w := newWorld(t, 3)
+	conn := w.client(t, rpc.XDSConfig{})
+	go w.server.set("registry", slices.Clone(w.replicas[:1])) // the first call waits for it
+	becomes(t, conn, w.replicas[0])
+	w.server.set("registry", slices.Clone(w.replicas))
+	becomes(t, conn, w.replicas...)
+	w.server.set("registry", slices.Clone(w.replicas[1:]))
+	becomes(t, conn, w.replicas[1:]...)
+
+	w.server.set("registry", nil)
+	if n := testutil.ToFloat64(w.server.empties.WithLabelValues("registry")); n != 1 {
+		t.Errorf("%v times a source named nothing", n)
+	}
+	eds := w.server.caches[resource.EndpointType]
+	nothing := &endpoint.ClusterLoadAssignment{ClusterName: "registry"}
+	rubbish := endpointsOf("registry", w.replicas)
+	rubbish.Endpoints[0].LbEndpoints[0].GetEndpoint().Address = nil
+	for _, bad := range []*endpoint.ClusterLoadAssignment{nothing, rubbish} {
+		if err := eds.UpdateResource("registry", bad); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for deadline := time.Now().Add(10 * time.Second); testutil.ToFloat64(w.server.refused) == 0; {
+		if time.Now().After(deadline) {
+			t.Fatal("rubbish is not refused")
+		}
+		time.Sleep(time.Millisecond)
+	}
+	becomes(t, conn, w.replicas[1:]...)
+	w.server.replicas["registry"] = nil
+	w.server.set("registry", slices.Clone(w.replicas[:2]))
+	becomes(t, conn, w.replicas[:2]...)
+}
+
+// What a server said is good while it is away, for the next process too; until one has answered for the first time, the
+// addresses of the flags are.
+func TestClientsGoOnWithoutAServer(t *testing.T) {
+	w := newWorld(t, 2)
+	dir := t.TempDir()
+	w.server.set("registry", slices.Clone(w.replicas[:1]))
+	first := w.client(t, rpc.XDSConfig{Dir: dir})
+	becomes(t, first, w.replicas[0])
+	nobody := []string{"127.0.0.1:1"}
+	becomes(t, w.client(t, rpc.XDSConfig{Dir: dir, Servers: nobody}), w.replicas[0])
+	becomes(t, w.client(t, rpc.XDSConfig{
+		Servers:  nobody,
+		Fallback: map[string][]string{"registry": {w.replicas[1].Address}},
+	}), w.replicas[1])
+}
+
+// A server begins with what the one before it knew, and leaves out what it cannot read.
+func TestAServerRemembers(t *testing.T) {
+	state := filepath.Join(t.TempDir(), "state.json")
+	s := newServer(state)
+	s.waitFor("registry")
+	if s.ready.Err() == nil {
+		t.Error("it is ready without a replica")
+	}
+	s.set("registry", []Replica{{Address: "192.0.2.2:1", Zone: "b"}, {Address: "192.0.2.1:1"}})
+	s.set("authz", []Replica{{Address: "192.0.2.3:1"}})
+	again := newServer(state)
+	again.waitFor("registry")
+	if got := fmt.Sprint(again.replicas); again.ready.Err() != nil ||
+		got != "map[authz:[{192.0.2.3:1 }] registry:[{192.0.2.1:1 } {192.0.2.2:1 b}]]" {
+		t.Errorf("%s, %v", got, again.ready.Err())
+	}
+	for _, odd := range []string{"", "{", `{"registry":[{"address":"nowhere"}]}`, `{"registry":[]}`} {
+		if err := os.WriteFile(state, []byte(odd), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if s := newServer(state); len(s.replicas) != 0 {
+			t.Errorf("%q: %v", odd, s.replicas)
+		}
+	}
+}
+
+// A client of gRPC's own xDS finds the replicas too, and takes the policy that the cluster names.
+func TestGRPCsOwnClientIsServed(t *testing.T) {
+	w := newWorld(t, 2)
+	bootstrap.RegisterChannelCredentials(innerCredentials{w.id("gateway")})
+	config, err := json.Marshal(map[string]any{
+		"node": map[string]any{"id": "test"},
+		"xds_servers": []any{map[string]any{
+			"server_uri":      "passthrough:///" + w.address,
+			"server_features": []string{"xds_v3"},
+			"channel_creds":   []any{map[string]any{"type": "inner"}},
+		}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	builder, err := grpcxds.NewXDSResolverWithConfigForTesting(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tls, err := w.id("gateway").ClientConfig("registry")
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn, err := grpc.NewClient("xds:///registry", grpc.WithResolvers(builder),
+		grpc.WithTransportCredentials(credentials.NewTLS(tls)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	w.server.set("registry", slices.Clone(w.replicas))
+	becomes(t, conn, w.replicas...)
+	w.server.set("registry", slices.Clone(w.replicas[:1]))
+	becomes(t, conn, w.replicas[0])
+}
+
+// innerCredentials are the channel to the xDS server's.
+type innerCredentials struct{ id rpc.TLS }
+
+func (innerCredentials) Name() string { return "inner" }
+
+func (c innerCredentials) Build(json.RawMessage) (credentials.Bundle, func(), error) {
+	conf, err := c.id.ClientConfig("xds")
+	return bundle{credentials.NewTLS(conf)}, func() {}, err
+}
+
+type bundle struct {
+	own credentials.TransportCredentials
+}
+
+func (b bundle) TransportCredentials() credentials.TransportCredentials { return b.own }
+func (bundle) PerRPCCredentials() credentials.PerRPCCredentials         { return nil }
+func (b bundle) NewWithMode(string) (credentials.Bundle, error)         { return b, nil }

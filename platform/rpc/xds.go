@@ -1,0 +1,324 @@
+package rpc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	core "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
+	endpoint "github.com/envoyproxy/go-control-plane/envoy/config/endpoint/v3"
+	discovery "github.com/envoyproxy/go-control-plane/envoy/service/discovery/v3"
+	"github.com/prometheus/client_golang/prometheus"
+	rpcstatus "google.golang.org/genproto/googleapis/rpc/status"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/resolver"
+	"google.golang.org/protobuf/proto"
+)
+
+// XDS finds the replicas of services by an xDS server: endpoints alone (EDS, by aggregated discovery, state of the
+// world). How replicas share calls, what is sent again, who they are and whether they are healthy stays with each
+// connection, as it does with Addresses; so a call costs the same by either, which it does not by gRPC's own xDS client
+// (docs/dependencies.md).
+//
+// What is known stays good until something better is: while no server answers, when one answers nothing or rubbish, and
+// over a start, from a file.
+type XDS struct {
+	config XDSConfig
+	conn   *grpc.ClientConn
+
+	mu       sync.Mutex
+	services map[string]*found
+	// asked has a token when a service is asked for that the stream has not asked for yet.
+	asked chan struct{}
+}
+
+// XDSConfig says where xDS servers are.
+type XDSConfig struct {
+	// Servers are host:port of the xDS server's replicas, which are all alike.
+	Servers []string
+	// Dir keeps what was found, a file for each service; empty: nothing is kept.
+	Dir string
+	// Node is what this process is called where xDS servers count their clients.
+	Node string
+	// Fallback are addresses to go by until a server has answered.
+	Fallback map[string][]string
+}
+
+const (
+	// xdsName is the xDS server's name in its certificate.
+	xdsName = "xds"
+	// endpointType is the only type of resource that is asked for (type.googleapis.com/…).
+	endpointType = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+	// maxReplicas is how many replicas of one service are believed.
+	maxReplicas = 10_000
+	// xdsPause is how long a stream that ended stays down.
+	xdsPause = 200 * time.Millisecond
+)
+
+var (
+	xdsUpdates = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "watershed_xds_updates_total",
+		Help: "Sets of replicas that an xDS server sent, by service and result: taken, empty (the last one is kept) or refused.",
+	}, []string{"service", "result"})
+	xdsConnected = prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "watershed_xds_connected",
+		Help: "1 while a stream of an xDS server is open.",
+	})
+)
+
+// found is what is known of one service's replicas.
+type found struct {
+	addresses []string
+	followers map[resolver.ClientConn]bool
+}
+
+// NewXDS returns a client of xDS servers, which Run connects.
+func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
+	conn, err := Dial(id, xdsName, TakeTurns, Addresses(c.Servers))
+	if err != nil {
+		return nil, err
+	}
+	if c.Dir != "" {
+		if err := os.MkdirAll(c.Dir, 0o700); err != nil {
+			return nil, fmt.Errorf("--xds-cache-dir %q: %w", c.Dir, err)
+		}
+	}
+	return &XDS{config: c, conn: conn, services: map[string]*found{}, asked: make(chan struct{}, 1)}, nil
+}
+
+// Run follows the servers until ctx is done.
+func (x *XDS) Run(ctx context.Context) {
+	defer x.conn.Close()
+	for ctx.Err() == nil {
+		err := x.stream(ctx)
+		xdsConnected.Set(0)
+		if ctx.Err() == nil {
+			slog.Warn("The stream of the xDS server ended; replicas stay as they are known", "error", err)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(xdsPause):
+		}
+	}
+}
+
+// stream asks one server for every service that is dialled, and takes what it answers.
+func (x *XDS) stream(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := discovery.NewAggregatedDiscoveryServiceClient(x.conn).StreamAggregatedResources(ctx)
+	if err != nil {
+		return err
+	}
+	xdsConnected.Set(1)
+	answers, ended := make(chan *discovery.DiscoveryResponse), make(chan error, 1)
+	go func() {
+		for {
+			m, err := stream.Recv()
+			if err != nil {
+				ended <- err
+				return
+			}
+			select {
+			case answers <- m:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}()
+	request := &discovery.DiscoveryRequest{Node: &core.Node{Id: x.config.Node}, TypeUrl: endpointType}
+	for {
+		request.ResourceNames = x.names()
+		if len(request.ResourceNames) > 0 {
+			if err := stream.Send(proto.CloneOf(request)); err != nil {
+				return errors.Join(err, <-ended)
+			}
+		}
+		select {
+		case err := <-ended:
+			return err
+		case <-x.asked:
+		case m := <-answers:
+			request.ResponseNonce, request.ErrorDetail = m.GetNonce(), nil
+			if err := x.take(m); err != nil {
+				slog.Error("The xDS server's answer is refused in part", "error", err)
+				request.ErrorDetail = &rpcstatus.Status{Code: int32(codes.InvalidArgument), Message: err.Error()}
+			} else {
+				request.VersionInfo = m.GetVersionInfo()
+			}
+		}
+	}
+}
+
+// take keeps what is good of an answer; the error says what is not.
+func (x *XDS) take(m *discovery.DiscoveryResponse) error {
+	if m.GetTypeUrl() != endpointType {
+		return fmt.Errorf("it is of type %q", m.GetTypeUrl())
+	}
+	var errs []error
+	for _, r := range m.GetResources() {
+		a := &endpoint.ClusterLoadAssignment{}
+		if err := r.UnmarshalTo(a); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		addresses, err := addressesOf(a)
+		switch service := a.GetClusterName(); {
+		case !slices.Contains(x.names(), service): // a server may send more than it is asked for
+		case err != nil:
+			xdsUpdates.WithLabelValues(service, "refused").Inc()
+			errs = append(errs, fmt.Errorf("%s: %w", service, err))
+		case len(addresses) == 0:
+			xdsUpdates.WithLabelValues(service, "empty").Inc()
+			slog.Warn("No replica is left by the xDS server; the last ones are kept", "of", service)
+		default:
+			xdsUpdates.WithLabelValues(service, "taken").Inc()
+			x.set(service, addresses)
+			x.keep(service, addresses)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// addressesOf are the endpoints that may be called, sorted.
+func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
+	var all []string
+	for _, l := range a.GetEndpoints() {
+		for _, e := range l.GetLbEndpoints() {
+			switch e.GetHealthStatus() {
+			case core.HealthStatus_UNKNOWN, core.HealthStatus_HEALTHY:
+			default:
+				continue
+			}
+			s := e.GetEndpoint().GetAddress().GetSocketAddress()
+			if s.GetAddress() == "" || s.GetPortValue() == 0 || s.GetPortValue() > 65535 {
+				return nil, fmt.Errorf("an endpoint is no address and port: %v", e.GetEndpoint().GetAddress())
+			}
+			all = append(all, net.JoinHostPort(s.GetAddress(), strconv.Itoa(int(s.GetPortValue()))))
+		}
+	}
+	if len(all) > maxReplicas {
+		return nil, fmt.Errorf("%d endpoints are more than %d", len(all), maxReplicas)
+	}
+	slices.Sort(all)
+	return slices.Compact(all), nil
+}
+
+// names are the services that are dialled.
+func (x *XDS) names() []string {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	var all []string
+	for name, f := range x.services {
+		if len(f.followers) > 0 {
+			all = append(all, name)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+// set tells a service's connections of its replicas.
+func (x *XDS) set(service string, addresses []string) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	f := x.services[service]
+	if slices.Equal(f.addresses, addresses) {
+		return
+	}
+	slog.Info("Replicas are found", "of", service, "addresses", strings.Join(addresses, " "))
+	f.addresses = addresses
+	for cc := range f.followers {
+		_ = cc.UpdateState(stateOf(addresses))
+	}
+}
+
+// keep writes a service's replicas down for the next start.
+func (x *XDS) keep(service string, addresses []string) {
+	if x.config.Dir == "" {
+		return
+	}
+	path := filepath.Join(x.config.Dir, service)
+	err := os.WriteFile(path+".new", []byte(strings.Join(addresses, "\n")+"\n"), 0o600)
+	if err == nil {
+		err = os.Rename(path+".new", path)
+	}
+	if err != nil {
+		slog.Error("Replicas are not kept for the next start", "of", service, "error", err)
+	}
+}
+
+// kept are a service's replicas as the last process found them, or else as its flags have them.
+func (x *XDS) kept(service string) []string {
+	if x.config.Dir != "" {
+		if data, err := os.ReadFile(filepath.Join(x.config.Dir, service)); err == nil {
+			if all := strings.Fields(string(data)); len(all) > 0 {
+				return all
+			}
+		}
+	}
+	return x.config.Fallback[service]
+}
+
+// builder implements Replicas: connections to xds:///service follow x.
+func (x *XDS) builder() resolver.Builder { return xdsBuilder{x} }
+
+type xdsBuilder struct{ *XDS }
+
+// Scheme implements resolver.Builder.
+func (xdsBuilder) Scheme() string { return "xds" }
+
+// Build implements resolver.Builder.
+func (b xdsBuilder) Build(t resolver.Target, cc resolver.ClientConn, _ resolver.BuildOptions) (resolver.Resolver, error) {
+	service := t.Endpoint()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	f := b.services[service]
+	if f == nil {
+		f = &found{addresses: b.kept(service), followers: map[resolver.ClientConn]bool{}}
+		b.services[service] = f
+	}
+	f.followers[cc] = true
+	if len(f.addresses) > 0 { // else calls wait, as long as their contexts let them
+		_ = cc.UpdateState(stateOf(f.addresses))
+	}
+	select {
+	case b.asked <- struct{}{}:
+	default:
+	}
+	return &xdsResolver{b.XDS, service, cc}, nil
+}
+
+type xdsResolver struct {
+	*XDS
+	service string
+	cc      resolver.ClientConn
+}
+
+// ResolveNow implements resolver.Resolver; what changes is sent without asking.
+func (*xdsResolver) ResolveNow(resolver.ResolveNowOptions) {}
+
+// Close implements resolver.Resolver.
+func (r *xdsResolver) Close() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.services[r.service].followers, r.cc)
+}
+
+func stateOf(addresses []string) resolver.State {
+	var s resolver.State
+	for _, a := range addresses {
+		s.Addresses = append(s.Addresses, resolver.Address{Addr: a})
+	}
+	return s
+}
