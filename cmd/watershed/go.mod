@@ -180,6 +180,7 @@ require (
 	sigs.k8s.io/json v0.0.0-20250730193827-2d320260d730 // indirect
 	sigs.k8s.io/randfill v1.0.0 // indirect
 	sigs.k8s.io/structured-merge-diff/v6 v6.3.3 // indirect
+	watershed.dev/cmd/certgen v0.0.0
 	watershed.dev/cmd/stores v0.0.0
 	watershed.dev/cmd/xds v0.0.0
 )
@@ -203,3 +204,5 @@ replace watershed.dev/services/watchfanout => ../../services/watchfanout
 replace watershed.dev/cmd/stores => ../stores
 
 replace watershed.dev/cmd/xds => ../xds
+
+replace watershed.dev/cmd/certgen => ../certgen

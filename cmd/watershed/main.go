@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 
+	"watershed.dev/cmd/certgen"
 	"watershed.dev/cmd/stores"
 	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/process"
@@ -22,6 +23,7 @@ const usage = `watershed is the Kubernetes API server as services that scale apa
   watershed etcd      an etcd member, as split runs it
   watershed nats      a NATS server, as split runs it
   watershed xds       where the replicas of each service are, as split runs it
+  watershed certgen   certificates and keys, in the Secrets of a namespace
   watershed status    the watch tier of a running Watershed
   watershed version
 
@@ -44,6 +46,8 @@ func main() {
 		err = stores.EtcdCommand("watershed etcd", args)
 	case "nats":
 		err = stores.NATSCommand("watershed nats", args)
+	case "certgen":
+		err = certgen.Command("watershed certgen", args)
 	case "xds":
 		err = xds.Command("watershed xds", args)
 	case "status":

@@ -16,6 +16,9 @@ func TestModulesCallWhatTheyMay(t *testing.T) {
 	allowed := map[string][]string{}
 	for method, callers := range rpc.Callers {
 		contract := method[:strings.LastIndexByte(method, '/')]
+		if !strings.HasPrefix(contract, "/watershed.") {
+			continue // of the xDS server, which is no service
+		}
 		callee := offered[contract]
 		if callee == "" {
 			callee = strings.Split(contract, ".")[1]

@@ -128,7 +128,7 @@ func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]str
 	case "gateway":
 		settings["permit-port-sharing"], settings["bind-address"] = true, s.bind
 	case "registry":
-		id := s.identity("registry")
+		id := s.pki.Identity("registry")
 		settings["etcd-servers"] = urls("https", addresses["etcd"])
 		settings["nats-url"] = urls("tls", addresses["nats"])
 		settings["log-replicas"] = s.counts["nats"]
@@ -171,7 +171,7 @@ func (s *splitRun) planStores(addresses map[string][]string, take func() string,
 		}
 	}
 	for n, address := range addresses["nats"] {
-		dir, settings := "nats", map[string]any{"listen-address": address, "jetstream-key-file": s.jetStreamKey()}
+		dir, settings := "nats", map[string]any{"listen-address": address, "jetstream-key-file": s.pki.JetStreamKey()}
 		if len(routes) > 1 {
 			dir = fmt.Sprintf("nats-%d", n)
 			settings = with(settings, map[string]any{
@@ -212,7 +212,7 @@ func with(all ...map[string]any) map[string]any {
 }
 
 func (s *splitRun) identitySettings(name string) map[string]any {
-	id := s.identity(name)
+	id := s.pki.Identity(name)
 	return map[string]any{"rpc-cert-file": id.CertFile, "rpc-key-file": id.KeyFile, "rpc-ca-file": id.CAFile}
 }
 

@@ -112,7 +112,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
 	go s.spawner()
-	go s.renew(ctx)
+	go s.pki.Renew(ctx)
 	fmt.Printf("Watershed %s starts %d processes in %s\n", version.Release(), len(processes), s.dir)
 	s.processes = processes
 	for _, p := range processes {
@@ -134,7 +134,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 		fmt.Printf("  %-14s pid %-8d %s\n", p.name, p.pid(), p.debug)
 	}
 	fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nCtrl-C stops.\n",
-		time.Since(began).Seconds(), filepath.Join(s.dir, "admin.kubeconfig"))
+		time.Since(began).Seconds(), s.pki.AdminKubeconfig())
 	return s.serveControl(ctx)
 }
 
@@ -257,7 +257,7 @@ func (p *child) stop() {
 
 // ready waits until a gateway says that everything is.
 func (s *splitRun) ready(ctx context.Context) error {
-	pem, err := os.ReadFile(s.ca.CertFile())
+	pem, err := os.ReadFile(s.pki.CA.CertFile())
 	if err != nil {
 		return err
 	}

@@ -3,7 +3,6 @@ package main
 import (
 	"fmt"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -155,11 +154,11 @@ func TestKubeconfigsAreTheirOwners(t *testing.T) {
 	}
 	defer l.close()
 	for _, name := range []string{"authn", "authz", "admission"} {
-		if info, err := os.Stat(l.kubeconfigOf(name)); err != nil || info.Mode().Perm() != 0o600 {
+		if info, err := os.Stat(l.pki.Kubeconfig(name)); err != nil || info.Mode().Perm() != 0o600 {
 			t.Errorf("%s: %v, %v", name, info, err)
 		}
 	}
-	if info, err := os.Stat(filepath.Join(l.dir, "admin.kubeconfig")); err != nil || info.Mode().Perm() != 0o600 {
+	if info, err := os.Stat(l.pki.AdminKubeconfig()); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", info, err)
 	}
 }

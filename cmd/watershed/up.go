@@ -72,14 +72,14 @@ func up(args []string) error {
 	if err != nil {
 		return err
 	}
-	go l.renew(ctx)
+	go l.pki.Renew(ctx)
 	show := progress(os.Stdout)
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, parts, show.starting, func() {
 		show.done()
 		fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. "+
 			"Ctrl-C stops.\n",
-			time.Since(began).Seconds(), filepath.Join(l.dir, "admin.kubeconfig"), logFile.Name())
+			time.Since(began).Seconds(), l.pki.AdminKubeconfig(), logFile.Name())
 	})
 }
 
@@ -154,7 +154,7 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	}
 	natsURL, _ := u.flags.GetString("nats-url")
 	if natsURL == "" {
-		log := &stores.NATS{Dir: filepath.Join(u.dir, "nats"), KeyFile: u.jetStreamKey()}
+		log := &stores.NATS{Dir: filepath.Join(u.dir, "nats"), KeyFile: u.pki.JetStreamKey()}
 		parts = append(parts, log.Part(func(s *server.Server) { u.nats = s }))
 	}
 	for _, m := range modules {
@@ -233,7 +233,7 @@ func (u *upRun) servicePart(name string) lifecycle.Part {
 // deps is what a service of this process is built with.
 func (u *upRun) deps(name string) *process.Deps {
 	d := &process.Deps{
-		ID:   u.identity(name),
+		ID:   u.pki.Identity(name),
 		Dial: func(string, rpc.Balancer) (grpc.ClientConnInterface, error) { return u.transport.Client(name), nil },
 	}
 	if u.nats != nil {

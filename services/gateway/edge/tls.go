@@ -9,6 +9,8 @@ import (
 	"github.com/spf13/pflag"
 	"k8s.io/apiserver/pkg/server/dynamiccertificates"
 	cliflag "k8s.io/component-base/cli/flag"
+
+	"watershed.dev/platform/identity"
 )
 
 // TLSConfig is how the gateway serves TLS. Certificates and authorities are read again when their files change, by the
@@ -17,16 +19,13 @@ type TLSConfig struct {
 	CertFile, KeyFile string
 	// SNI are the certificates for single names.
 	SNI []cliflag.NamedCertKey
-	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for ServicesName;
+	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for identity.Gateway;
 	// empty: what everybody is.
 	ServicesCertFile, ServicesKeyFile string
 
 	MinVersion   string
 	CipherSuites []string
 }
-
-// ServicesName is the name that authn, authz and admission ask the gateway for.
-const ServicesName = "gateway"
 
 func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.CertFile, "tls-cert-file", "", "File containing the default x509 certificate for HTTPS.")
@@ -73,7 +72,7 @@ func (c *TLSConfig) config(ctx context.Context, listed ...clientCA) (*tls.Config
 	}
 	if c.ServicesCertFile != "" {
 		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("services-serving-cert",
-			c.ServicesCertFile, c.ServicesKeyFile, ServicesName)
+			c.ServicesCertFile, c.ServicesKeyFile, identity.Gateway)
 		if err != nil {
 			return nil, fmt.Errorf("--services-tls-cert-file %q: %w", c.ServicesCertFile, err)
 		}

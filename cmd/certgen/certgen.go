@@ -1,0 +1,265 @@
+package certgen
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"watershed.dev/platform/config"
+	"watershed.dev/platform/process"
+)
+
+// authorities is the Secret that holds what nobody mounts: the CAs' keys, and all that is made.
+const authorities = "watershed-pki"
+
+// mounts are the Secrets that pods mount, by name, and what is in each: what the process needs and nothing else.
+var mounts = map[string][]string{
+	"watershed-gateway": {"ca.crt", "front-proxy-ca.crt", "inner-ca.crt", "inner-gateway.crt", "inner-gateway.key", "apiserver.crt",
+		"apiserver.key", "front-proxy-client.crt", "front-proxy-client.key", "apiserver-kubelet-client.crt",
+		"apiserver-kubelet-client.key"},
+	"watershed-registry": {"ca.crt", "front-proxy-ca.crt", "inner-ca.crt", "inner-registry.crt", "inner-registry.key", "sa.key",
+		"front-proxy-client.crt", "front-proxy-client.key", "apiserver-kubelet-client.crt", "apiserver-kubelet-client.key"},
+	"watershed-authn": {"ca.crt", "front-proxy-ca.crt", "inner-ca.crt", "inner-authn.crt", "inner-authn.key", "sa.pub",
+		"client-authn.crt", "client-authn.key", "authn.kubeconfig"},
+	"watershed-authz": {"inner-ca.crt", "inner-authz.crt", "inner-authz.key", "client-authz.crt", "client-authz.key",
+		"authz.kubeconfig"},
+	"watershed-admission": {"inner-ca.crt", "inner-admission.crt", "inner-admission.key", "client-admission.crt",
+		"client-admission.key", "admission.kubeconfig"},
+	"watershed-watchfanout": {"inner-ca.crt", "inner-watchfanout.crt", "inner-watchfanout.key"},
+	"watershed-etcd":        {"inner-ca.crt", "inner-etcd.crt", "inner-etcd.key"},
+	"watershed-nats":        {"inner-ca.crt", "inner-nats.crt", "inner-nats.key", "jetstream.key"},
+	"watershed-xds":         {"inner-ca.crt", "inner-xds.crt", "inner-xds.key"},
+	// for people and controllers
+	"watershed-admin": {"admin.kubeconfig", "ca.crt", "ca.key", "sa.key"},
+}
+
+// Config is the command's settings.
+type Config struct {
+	// Namespace has the Secrets, in the cluster of Kubeconfig; empty: of the cluster that this runs in.
+	Namespace, Kubeconfig string
+	// ImportDir holds a PKI to begin with, such as kubeadm's; empty: everything is made.
+	ImportDir string
+	// MountPath is where pods mount their Secret.
+	MountPath string
+	// Hosts are further names and addresses for the gateway's certificate; the first is that of admin.kubeconfig.
+	Hosts []string
+	// Port is where clients reach the gateway.
+	Port int
+}
+
+// AddFlags adds the command's flags, with their defaults.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&c.Namespace, "namespace", "", "The namespace of the Secrets.")
+	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "The cluster of the Secrets. Empty: the one that this runs in.")
+	fs.StringVar(&c.ImportDir, "import-dir", "",
+		"A directory with a PKI to begin with, by kubeadm's names: ca.crt, ca.key, sa.key, sa.pub, front-proxy-ca.crt, …. "+
+			"It counts where there are no Secrets yet.")
+	fs.StringVar(&c.MountPath, "mount-path", "/etc/watershed/pki", "Where pods mount their Secret.")
+	fs.StringSliceVar(&c.Hosts, "tls-sans", nil,
+		"Further names and addresses for the gateway's certificate; the first is where admin.kubeconfig points.")
+	fs.IntVar(&c.Port, "secure-port", 443, "The port at which clients reach the gateway.")
+}
+
+// Command makes what is missing in the Secrets of a namespace, and renews what is old. It may run as often as one likes,
+// and beside itself.
+func Command(command string, args []string) error {
+	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+	c := &Config{}
+	c.AddFlags(fs)
+	if err := config.Load(fs, args); err != nil {
+		return process.Help(err)
+	}
+	if c.Namespace == "" {
+		return errors.New("--namespace is required")
+	}
+	conf, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
+	if err != nil {
+		return fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
+	}
+	conf.UserAgent = "watershed-certgen"
+	client, err := kubernetes.NewForConfig(conf)
+	if err != nil {
+		return fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
+	}
+	changed, err := c.Run(context.Background(), client.CoreV1().Secrets(c.Namespace))
+	if err != nil {
+		return err
+	}
+	if len(changed) == 0 {
+		fmt.Println("Every certificate and key is there and young enough.")
+	}
+	for _, name := range changed {
+		fmt.Println("secret/" + name + " written")
+	}
+	return nil
+}
+
+// attempts is how often it is begun anew where somebody else has written meanwhile.
+const attempts = 10
+
+// Run makes what is missing, and answers which Secrets it wrote.
+func (c *Config) Run(ctx context.Context, secrets typedcorev1.SecretInterface) (changed []string, err error) {
+	for range attempts {
+		if changed, err = c.once(ctx, secrets); !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) {
+			return changed, err
+		}
+	}
+	return nil, err
+}
+
+// once writes the authorities first: whoever is second finds them, and what was made in vain is forgotten.
+func (c *Config) once(ctx context.Context, secrets typedcorev1.SecretInterface) ([]string, error) {
+	dir, err := os.MkdirTemp("", "certgen")
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir)
+	all, err := get(ctx, secrets, authorities)
+	if err != nil {
+		return nil, err
+	}
+	if err := c.begin(dir, all); err != nil {
+		return nil, err
+	}
+	if err := c.pki(dir).Open(); err != nil {
+		return nil, err
+	}
+	names, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var files []string
+	for _, n := range names {
+		if !strings.HasSuffix(n.Name(), ".kubeconfig") { // made of the rest
+			files = append(files, n.Name())
+		}
+	}
+	var changed []string
+	put := func(secret *corev1.Secret, name string, files []string) error {
+		wrote, err := put(ctx, secrets, secret, name, dir, files)
+		if wrote {
+			changed = append(changed, name)
+		}
+		return err
+	}
+	if err := put(all, authorities, files); err != nil {
+		return nil, err
+	}
+	for name, files := range mounts {
+		secret, err := get(ctx, secrets, name)
+		if err == nil {
+			err = put(secret, name, files)
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+	slices.Sort(changed)
+	return changed, nil
+}
+
+// begin lays what there is into dir: the Secret's files, or else those to import.
+func (c *Config) begin(dir string, all *corev1.Secret) error {
+	if all != nil {
+		for name, data := range all.Data {
+			if name != filepath.Base(name) {
+				return fmt.Errorf("secret %s holds %q, which is no file's name", authorities, name)
+			}
+			if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	if c.ImportDir == "" {
+		return nil
+	}
+	found, err := os.ReadDir(c.ImportDir)
+	if err != nil {
+		return fmt.Errorf("--import-dir: %w", err)
+	}
+	for _, f := range found {
+		if f.IsDir() { // kubeadm keeps etcd's there; ours has another
+			continue
+		}
+		data, err := os.ReadFile(filepath.Join(c.ImportDir, f.Name()))
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, f.Name()), data, 0o600)
+		}
+		if err != nil {
+			return fmt.Errorf("--import-dir: %w", err)
+		}
+	}
+	return nil
+}
+
+// pki is what is in dir, for the Services of deploy/k8s.
+func (c *Config) pki(dir string) *PKI {
+	gateway := "gateway." + c.Namespace + ".svc"
+	host := gateway
+	if len(c.Hosts) > 0 {
+		host = c.Hosts[0]
+	}
+	return &PKI{
+		Dir:             dir,
+		Gateway:         URL(host, c.Port),
+		ServicesGateway: URL(gateway, 443),
+		MountedAt:       c.MountPath,
+		Hosts: append([]string{"gateway", "gateway." + c.Namespace, gateway, gateway + ".cluster.local"},
+			c.Hosts...),
+		StoreHosts: []string{
+			"etcd." + c.Namespace + ".svc",
+			"*.etcd." + c.Namespace + ".svc",
+			"*.etcd." + c.Namespace + ".svc.cluster.local",
+		},
+	}
+}
+
+func get(ctx context.Context, secrets typedcorev1.SecretInterface, name string) (*corev1.Secret, error) {
+	s, err := secrets.Get(ctx, name, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	return s, err
+}
+
+// put writes files of dir into a Secret where they differ; secret is as it was read, nil where there is none.
+func put(ctx context.Context, secrets typedcorev1.SecretInterface, secret *corev1.Secret, name, dir string,
+	files []string) (wrote bool, err error) {
+	data := map[string][]byte{}
+	for _, f := range files {
+		if data[f], err = os.ReadFile(filepath.Join(dir, f)); err != nil {
+			return false, err
+		}
+	}
+	if secret == nil {
+		_, err := secrets.Create(ctx, &corev1.Secret{
+			ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"app.kubernetes.io/part-of": "watershed"}},
+			Data:       data,
+		}, metav1.CreateOptions{})
+		return err == nil, err
+	}
+	same := len(secret.Data) == len(data)
+	for f, b := range data {
+		same = same && bytes.Equal(secret.Data[f], b)
+	}
+	if same {
+		return false, nil
+	}
+	secret.Data = data
+	_, err = secrets.Update(ctx, secret, metav1.UpdateOptions{}) // of the revision that was read
+	return err == nil, err
+}

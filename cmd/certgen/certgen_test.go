@@ -1,0 +1,183 @@
+package certgen
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"watershed.dev/platform/pki"
+)
+
+func secretsOf(t *testing.T, c *fake.Clientset) map[string]map[string][]byte {
+	t.Helper()
+	list, err := c.CoreV1().Secrets("ws").List(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := map[string]map[string][]byte{}
+	for _, s := range list.Items {
+		all[s.Name] = s.Data
+	}
+	return all
+}
+
+// The first run makes everything, the second nothing; one that finds a Secret gone or altered mends that one.
+func TestSecretsAreMadeOnceAndMended(t *testing.T) {
+	client := fake.NewClientset()
+	c := &Config{Namespace: "ws", MountPath: "/etc/watershed/pki", Hosts: []string{"api.example.com"}, Port: 6443}
+	secrets := client.CoreV1().Secrets("ws")
+	first, err := c.Run(t.Context(), secrets)
+	if err != nil || len(first) != len(mounts)+1 {
+		t.Fatalf("%q, %v", first, err)
+	}
+	before := secretsOf(t, client)
+	if again, err := c.Run(t.Context(), secrets); err != nil || len(again) != 0 {
+		t.Errorf("written again: %q, %v", again, err)
+	}
+	if err := secrets.Delete(t.Context(), "watershed-authn", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	altered, err := secrets.Get(t.Context(), "watershed-nats", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	altered.Data["inner-nats.crt"] = []byte("odd")
+	if _, err := secrets.Update(t.Context(), altered, metav1.UpdateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	mended, err := c.Run(t.Context(), secrets)
+	if err != nil || !slices.Equal(mended, []string{"watershed-authn", "watershed-nats"}) {
+		t.Errorf("mended: %q, %v", mended, err)
+	}
+	after := secretsOf(t, client)
+	for name, data := range before {
+		for f, b := range data {
+			if string(after[name][f]) != string(b) {
+				t.Errorf("%s of %s is another", f, name)
+			}
+		}
+	}
+}
+
+// A pod gets what it needs: no key of a CA, and of identities its own.
+func TestAPodGetsItsOwnKeysAlone(t *testing.T) {
+	client := fake.NewClientset()
+	c := &Config{Namespace: "ws", MountPath: "/mnt", Port: 443}
+	if _, err := c.Run(t.Context(), client.CoreV1().Secrets("ws")); err != nil {
+		t.Fatal(err)
+	}
+	for name, data := range secretsOf(t, client) {
+		service := strings.TrimPrefix(name, "watershed-")
+		if service == "pki" || service == "admin" {
+			continue
+		}
+		for f := range data {
+			if strings.HasSuffix(f, "ca.key") || strings.HasPrefix(f, "inner-") && strings.HasSuffix(f, ".key") &&
+				f != "inner-"+service+".key" {
+				t.Errorf("%s holds %s", name, f)
+			}
+		}
+		pair, err := tls.X509KeyPair(data["inner-"+service+".crt"], data["inner-"+service+".key"])
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		pool := x509.NewCertPool()
+		pool.AppendCertsFromPEM(data["inner-ca.crt"])
+		if _, err := pair.Leaf.Verify(x509.VerifyOptions{DNSName: service, Roots: pool}); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if service == "etcd" {
+			if err := pair.Leaf.VerifyHostname("etcd-2.etcd.ws.svc"); err != nil {
+				t.Error(err)
+			}
+		}
+		if conf := data[service+".kubeconfig"]; conf != nil {
+			k, err := clientcmd.Load(conf)
+			if err != nil || k.Clusters["watershed"].Server != "https://gateway.ws.svc:443" ||
+				k.Clusters["watershed"].CertificateAuthority != "/mnt/inner-ca.crt" {
+				t.Errorf("%s: %v\n%s", name, err, conf)
+			}
+		}
+	}
+}
+
+// A cluster's own PKI is taken as it is.
+func TestAPKIIsImported(t *testing.T) {
+	dir := t.TempDir()
+	if _, err := pki.OpenCA(dir, "ca", "theirs"); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := pki.ServiceAccountKeys(dir); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(filepath.Join(dir, "etcd"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	client := fake.NewClientset()
+	c := &Config{Namespace: "ws", ImportDir: dir}
+	if _, err := c.Run(t.Context(), client.CoreV1().Secrets("ws")); err != nil {
+		t.Fatal(err)
+	}
+	all := secretsOf(t, client)
+	for name, files := range map[string][]string{
+		"watershed-gateway":  {"ca.crt"},
+		"watershed-registry": {"ca.crt", "sa.key"},
+		"watershed-authn":    {"sa.pub"},
+	} {
+		for _, f := range files {
+			want, err := os.ReadFile(filepath.Join(dir, f))
+			if err != nil || string(all[name][f]) != string(want) {
+				t.Errorf("%s of %s is not the one that was imported: %v", f, name, err)
+			}
+		}
+	}
+	c.ImportDir = "/does/not/exist"
+	if _, err := c.Run(t.Context(), fake.NewClientset().CoreV1().Secrets("ws")); err == nil ||
+		!strings.Contains(err.Error(), "--import-dir") {
+		t.Errorf("%v", err)
+	}
+}
+
+// Who is second, of two that run at once, takes what the first has made.
+func TestTwoRunsAgree(t *testing.T) {
+	client, other := fake.NewClientset(), fake.NewClientset()
+	c := &Config{Namespace: "ws", MountPath: "/mnt"}
+	if _, err := c.Run(t.Context(), other.CoreV1().Secrets("ws")); err != nil {
+		t.Fatal(err)
+	}
+	raced := false
+	client.PrependReactor("create", "secrets", func(a clienttesting.Action) (bool, runtime.Object, error) {
+		s := a.(clienttesting.CreateAction).GetObject().(*corev1.Secret)
+		if raced || s.Name != authorities {
+			return false, nil, nil
+		}
+		raced = true
+		list, err := other.CoreV1().Secrets("ws").List(t.Context(), metav1.ListOptions{})
+		if err != nil {
+			t.Error(err)
+		}
+		for _, made := range list.Items { // by the other one
+			if err := client.Tracker().Add(&made); err != nil {
+				t.Error(err)
+			}
+		}
+		return true, nil, apierrors.NewAlreadyExists(corev1.Resource("secrets"), authorities)
+	})
+	changed, err := c.Run(t.Context(), client.CoreV1().Secrets("ws"))
+	if err != nil || len(changed) != 0 {
+		t.Errorf("%q, %v", changed, err)
+	}
+}
