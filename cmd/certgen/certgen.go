@@ -216,11 +216,12 @@ func (c *Config) pki(dir string) *PKI {
 	return &PKI{
 		Dir:             dir,
 		Gateway:         URL(host, c.Port),
-		ServicesGateway: URL(gateway, 443),
+		ServicesGateway: URL("gateway-internal."+c.Namespace+".svc", 6443), // which has the gateways that are not ready yet
 		MountedAt:       c.MountPath,
 		Hosts: append([]string{"gateway", "gateway." + c.Namespace, gateway, gateway + ".cluster.local"},
 			c.Hosts...),
 		StoreHosts: []string{
+			"*.etcd",
 			"etcd." + c.Namespace + ".svc",
 			"*.etcd." + c.Namespace + ".svc",
 			"*.etcd." + c.Namespace + ".svc.cluster.local",

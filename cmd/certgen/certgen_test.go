@@ -100,13 +100,15 @@ func TestAPodGetsItsOwnKeysAlone(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 		if service == "etcd" {
-			if err := pair.Leaf.VerifyHostname("etcd-2.etcd.ws.svc"); err != nil {
-				t.Error(err)
+			for _, host := range []string{"etcd-2.etcd", "etcd-2.etcd.ws.svc"} {
+				if err := pair.Leaf.VerifyHostname(host); err != nil {
+					t.Error(err)
+				}
 			}
 		}
 		if conf := data[service+".kubeconfig"]; conf != nil {
 			k, err := clientcmd.Load(conf)
-			if err != nil || k.Clusters["watershed"].Server != "https://gateway.ws.svc:443" ||
+			if err != nil || k.Clusters["watershed"].Server != "https://gateway-internal.ws.svc:6443" ||
 				k.Clusters["watershed"].CertificateAuthority != "/mnt/inner-ca.crt" {
 				t.Errorf("%s: %v\n%s", name, err, conf)
 			}

@@ -185,11 +185,12 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 	}
 	parts = append(parts, u.policiesPart())
 	return append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
-		var running []process.Service
+		metrics, pages := process.NewMetrics(), &process.Built{Name: "watchfanout"}
 		for _, m := range modules {
-			running = append(running, u.all[m.Name].run)
+			metrics.Add(u.all[m.Name].run)
 		}
-		return t.ServeDebug(ctx, process.Metrics(running...), process.Pages(u.all["watchfanout"].run))
+		pages.Set(u.all["watchfanout"].run)
+		return t.ServeDebug(ctx, metrics, pages.Pages())
 	}}), nil
 }
 

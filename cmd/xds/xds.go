@@ -119,11 +119,15 @@ func (c *Config) run(ctx context.Context) error {
 	s.register(ctx, server)
 	sources := []lifecycle.Part{
 		{Name: "rpc", Run: func(ctx context.Context) error {
-			go s.ready.OnChange(ctx, func(why error) { server.SetReady(why == nil) })
+			// It tells what it knows from the beginning: what it does not know yet may wait for what it does.
+			server.SetReady(true)
 			return server.Serve(ctx, c.Address, 0)
 		}},
 		{Name: "debug", Run: func(ctx context.Context) error {
-			return c.telemetry.ServeDebug(ctx, process.Metrics(s), process.Pages(s))
+			metrics, pages := process.NewMetrics(), &process.Built{Name: "xds"}
+			metrics.Add(s)
+			pages.Set(s)
+			return c.telemetry.ServeDebug(ctx, metrics, pages.Pages())
 		}},
 	}
 	if c.File != "" {

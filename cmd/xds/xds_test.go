@@ -272,3 +272,34 @@ type bundle struct {
 func (b bundle) TransportCredentials() credentials.TransportCredentials { return b.own }
 func (bundle) PerRPCCredentials() credentials.PerRPCCredentials         { return nil }
 func (b bundle) NewWithMode(string) (credentials.Bundle, error)         { return b, nil }
+
+// A server that knows nothing of one service tells of the others: what it waits for may wait for these.
+func TestAServerTellsWhatItKnows(t *testing.T) {
+	w := &world{id: identities(t)}
+	replica := Replica{Address: serve(t, w.id("registry"), "127.0.0.1:0", nil)}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.address = l.Addr().String()
+	l.Close()
+	file := filepath.Join(t.TempDir(), "replicas.yaml")
+	if err := os.WriteFile(file, fmt.Appendf(nil, "registry: [%q]\n", replica.Address), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c := &Config{
+		ID:        w.id("xds"),
+		Address:   w.address,
+		File:      file,
+		DNS:       map[string]string{"watchfanout": "nobody.invalid:1"},
+		DNSPeriod: time.Second,
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- c.run(ctx) }()
+	becomes(t, w.client(t, rpc.XDSConfig{}), replica)
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}

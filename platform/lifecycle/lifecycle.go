@@ -21,8 +21,8 @@ type Part struct {
 	Run func(ctx context.Context) error
 	// Ready is waited for before the next part starts; nil means ready at once.
 	Ready *Readiness
-	// StopTimeout bounds how long it may take to stop; 0: StopTimeout of the package.
-	StopTimeout time.Duration
+	// StopTimeout says, when it is told to stop, how long that may take; nil or 0: StopTimeout of the package.
+	StopTimeout func() time.Duration
 }
 
 // StopTimeout bounds how long a part may take to stop that does not say.
@@ -35,16 +35,20 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 		name   string
 		cancel context.CancelFunc
 		done   chan struct{}
-		stop   time.Duration
+		stop   func() time.Duration
 	}
 	var all []running
 	failed := make(chan error, len(parts))
 	defer func() {
 		for i := len(all) - 1; i >= 0; i-- {
+			timeout := StopTimeout
+			if all[i].stop != nil {
+				timeout = cmp.Or(all[i].stop(), StopTimeout)
+			}
 			all[i].cancel()
 			select {
 			case <-all[i].done:
-			case <-time.After(all[i].stop):
+			case <-time.After(timeout):
 				slog.Error("A part does not stop", "part", all[i].name)
 			}
 		}
@@ -54,7 +58,7 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 			starting(p.Name)
 		}
 		partCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
-		r := running{p.Name, cancel, make(chan struct{}), cmp.Or(p.StopTimeout, StopTimeout)}
+		r := running{p.Name, cancel, make(chan struct{}), p.StopTimeout}
 		all = append(all, r)
 		go func() {
 			defer close(r.done)

@@ -81,7 +81,7 @@ func TestAPartThatEndsEndsTheProcess(t *testing.T) {
 func TestAPartThatDoesNotStopIsLeftBehind(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hangs := make(chan struct{})
-		stuck := Part{Name: "stuck", StopTimeout: time.Minute, Run: func(context.Context) error { <-hangs; return nil }}
+		stuck := Part{Name: "stuck", StopTimeout: func() time.Duration { return time.Minute }, Run: func(context.Context) error { <-hangs; return nil }}
 		ctx, cancel := context.WithCancel(t.Context())
 		began := time.Now()
 		if err := Run(ctx, []Part{stuck}, nil, cancel); err != nil || time.Since(began) != time.Minute {

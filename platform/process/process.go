@@ -55,27 +55,46 @@ func Run(m *Module, command string, args []string) error {
 	if err := p.findReplicas(ctx); err != nil {
 		return err
 	}
-	s, err := settings.Build(ctx, &Deps{ID: p.id, Dial: p.dial})
+	parts, err := p.parts(m, settings)
 	if err != nil {
 		return err
 	}
-	parts := []lifecycle.Part{{Name: m.Name, Run: s.Run, StopTimeout: stopTimeout(s)}}
+	return lifecycle.Run(ctx, parts, nil, nil)
+}
+
+// parts are the process's pages, the service, and its RPCs. The pages come first: a service that waits for what it is
+// built on, as registry does for etcd, is alive and says why it is not ready.
+func (p *process) parts(m *Module, settings Settings) ([]lifecycle.Part, error) {
+	server, err := rpc.NewServer(p.id)
+	if err != nil {
+		return nil, err
+	}
+	own := &Built{Name: m.Name}
+	metrics := NewMetrics()
+	ready := lifecycle.Starting(m.Name)
+	parts := []lifecycle.Part{
+		{Name: "debug", Run: func(ctx context.Context) error {
+			return p.telemetry.ServeDebug(ctx, metrics, own.Pages())
+		}},
+		{Name: m.Name, Ready: ready, StopTimeout: own.stopTimeout, Run: func(ctx context.Context) error {
+			s, err := settings.Build(ctx, &Deps{ID: p.id, Dial: p.dial})
+			if err != nil {
+				return err
+			}
+			s.Register(server)
+			metrics.Add(s)
+			own.Set(s)
+			ready.Set(m.Name, nil)
+			return s.Run(ctx)
+		}},
+	}
 	if m.Serves {
-		server, err := rpc.NewServer(p.id)
-		if err != nil {
-			return err
-		}
-		s.Register(server)
 		parts = append(parts, lifecycle.Part{
 			Name: "rpc",
-			Run:  func(ctx context.Context) error { return p.serve(ctx, s, server) },
+			Run:  func(ctx context.Context) error { return p.serve(ctx, own.Get(), server) },
 		})
 	}
-	metrics := Metrics(s)
-	parts = append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
-		return p.telemetry.ServeDebug(ctx, metrics, Pages(s))
-	}})
-	return lifecycle.Run(ctx, parts, nil, nil)
+	return parts, nil
 }
 
 // CheckConfig says whether a process of the service takes a file of settings.
@@ -178,10 +197,3 @@ func (p *process) serve(ctx context.Context, s Service, server *rpc.Server) erro
 	return server.Serve(ctx, p.address, p.drain)
 }
 
-// stopTimeout is how long a service says that it takes to stop; 0 where it does not say.
-func stopTimeout(s Service) time.Duration {
-	if t, ok := s.(interface{ StopTimeout() time.Duration }); ok {
-		return t.StopTimeout()
-	}
-	return 0
-}

@@ -3,6 +3,7 @@ package telemetry
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -35,6 +36,7 @@ type Options struct {
 	TracingEndpoint string
 	SamplingRatio   float64
 	DebugAddress    string
+	HealthAddress   string
 }
 
 // AddFlags registers the flags of logs, traces and the debug pages, with their defaults.
@@ -50,6 +52,9 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress,
 		"host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or "+
 			"an inner network only; or the path of a socket. Empty: none.")
+	fs.StringVar(&o.HealthAddress, "health-address", o.HealthAddress,
+		"host:port of /healthz (whether it can serve, for readiness probes), /livez (whether it runs) and /metrics, "+
+			"without authentication. Empty: none.")
 }
 
 // Start sets up logging to w and tracing for the named service. stop flushes.
@@ -107,30 +112,53 @@ func Profiles(mux *http.ServeMux) {
 	mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
 }
 
-// ServeDebug serves the process's own state until ctx is done. extra adds pages.
+// ServeDebug serves the process's own state until ctx is done: everything at the debug address, health and metrics at
+// the health address. extra adds pages.
 func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, extra map[string]http.Handler) error {
-	if o.DebugAddress == "" {
+	health, debug := http.NewServeMux(), http.NewServeMux()
+	for _, mux := range []*http.ServeMux{health, debug} {
+		mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
+		mux.HandleFunc("/livez", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
+		if h := extra["/healthz"]; h != nil {
+			mux.Handle("/healthz", h)
+		}
+	}
+	Profiles(debug)
+	for path, h := range extra {
+		if path != "/healthz" {
+			debug.Handle(path, h)
+		}
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	failed := make(chan error, 1)
+	go func() {
+		failed <- servePages(ctx, "health-address", o.HealthAddress, health)
+		cancel()
+	}()
+	err := servePages(ctx, "debug-address", o.DebugAddress, debug)
+	cancel()
+	return errors.Join(err, <-failed)
+}
+
+// servePages serves pages at the address that a flag names, or nowhere, until ctx is done.
+func servePages(ctx context.Context, flag, address string, mux *http.ServeMux) error {
+	if address == "" {
 		<-ctx.Done()
 		return nil
 	}
-	mux := http.NewServeMux()
-	mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
-	Profiles(mux)
-	for path, h := range extra {
-		mux.Handle(path, h)
-	}
 	network := "tcp"
-	if strings.HasPrefix(o.DebugAddress, "/") {
+	if strings.HasPrefix(address, "/") {
 		network = "unix"
-		_ = os.Remove(o.DebugAddress) // what a killed process left
+		_ = os.Remove(address) // what a killed process left
 	}
-	l, err := net.Listen(network, o.DebugAddress)
+	l, err := net.Listen(network, address)
 	if err != nil {
-		return fmt.Errorf("--debug-address %q: %w", o.DebugAddress, err)
+		return fmt.Errorf("--%s %q: %w", flag, address, err)
 	}
 	if network == "unix" { // whoever runs it, and nobody else
-		if err := os.Chmod(o.DebugAddress, 0o600); err != nil {
-			return fmt.Errorf("--debug-address %q: %w", o.DebugAddress, err)
+		if err := os.Chmod(address, 0o600); err != nil {
+			return fmt.Errorf("--%s %q: %w", flag, address, err)
 		}
 	}
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}

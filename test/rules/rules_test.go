@@ -51,7 +51,7 @@ func TestModulesImportOnlyWhatTheyMay(t *testing.T) {
 		"services/authz":     {"github.com/nats-io"},
 		"services/admission": {"github.com/nats-io"},
 		"platform":           {"k8s.io/kubernetes", "go.etcd.io/etcd"},
-		"cmd/certgen":        {"k8s.io/kubernetes", "k8s.io/apiserver", "github.com/nats-io", "go.etcd.io/etcd"},
+		"cmd/certgen":        {"k8s.io/kubernetes", "github.com/nats-io", "go.etcd.io/etcd"},
 		"cmd/stores":         {"k8s.io/kubernetes", "k8s.io/apiserver", "k8s.io/client-go"},
 		"cmd/xds":            {"k8s.io/kubernetes", "k8s.io/apiserver", "github.com/nats-io", "go.etcd.io/etcd"},
 		"proto":              {"k8s.io/"},

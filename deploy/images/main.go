@@ -1,0 +1,426 @@
+// Command images builds Watershed's images: one for each binary, FROM scratch, as OCI layouts in tar files that
+// containerd imports and docker loads. It needs no daemon, and the same commit makes the same bytes.
+package main
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"debug/buildinfo"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/layout"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/static"
+	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/google/go-containerregistry/pkg/v1/types"
+)
+
+// packages are the main packages by the name of their image.
+var packages = map[string]string{
+	"gateway":     "./services/gateway/cmd/gateway",
+	"authn":       "./services/authn/cmd/authn",
+	"authz":       "./services/authz/cmd/authz",
+	"admission":   "./services/admission/cmd/admission",
+	"registry":    "./services/registry/cmd/registry",
+	"watchfanout": "./services/watchfanout/cmd/watchfanout",
+	"etcd":        "./cmd/stores/cmd/etcd",
+	"nats":        "./cmd/stores/cmd/nats",
+	"xds":         "./cmd/xds/cmd/xds",
+	"certgen":     "./cmd/certgen/cmd/certgen",
+	"watershed":   "./cmd/watershed",
+}
+
+// user is nobody's: whoever runs the image needs no root.
+const user = "65532:65532"
+
+type options struct {
+	out, registry, tag, ldflags, load string
+	only                              []string
+	release, revision                 string
+	created                           time.Time
+}
+
+func main() {
+	o, err := parse(os.Args[1:])
+	if err == nil {
+		err = o.run()
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "images:", err)
+		os.Exit(1)
+	}
+}
+
+func parse(args []string) (*options, error) {
+	o := &options{}
+	fs := flag.NewFlagSet("images", flag.ContinueOnError)
+	fs.StringVar(&o.out, "out", ".build/images", "Where the tar files go.")
+	fs.StringVar(&o.registry, "registry", "watershed.dev", "What the images' names begin with.")
+	fs.StringVar(&o.tag, "tag", "dev", "The images' tag.")
+	fs.StringVar(&o.ldflags, "ldflags", "", "Flags of the linker, beside -s -w.")
+	fs.StringVar(&o.load, "load", "", `Load the images too: "docker", or "containerd" (ctr, namespace k8s.io).`)
+	only := fs.String("only", "", "Images to build, comma separated. Empty: all.")
+	if err := fs.Parse(args); err != nil {
+		return nil, err
+	}
+	for name := range strings.SplitSeq(*only, ",") {
+		if name == "" {
+			continue
+		}
+		if packages[name] == "" {
+			return nil, fmt.Errorf("-only %q: there is no such image", name)
+		}
+		o.only = append(o.only, name)
+	}
+	if len(o.only) == 0 {
+		for name := range packages {
+			o.only = append(o.only, name)
+		}
+	}
+	slices.Sort(o.only)
+	if o.load != "" && o.load != "docker" && o.load != "containerd" {
+		return nil, fmt.Errorf("-load %q: want docker or containerd", o.load)
+	}
+	o.release, o.revision = git("describe", "--tags", "--always", "--dirty"), git("rev-parse", "HEAD")
+	seconds, _ := strconv.ParseInt(git("log", "-1", "--format=%ct"), 10, 64)
+	o.created = time.Unix(seconds, 0).UTC() // the commit's: the same tree, the same bytes
+	return o, nil
+}
+
+// git answers what git says, or nothing where there is none.
+func git(args ...string) string {
+	out, err := exec.Command("git", args...).Output()
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(out))
+}
+
+func (o *options) run() error {
+	if err := os.MkdirAll(o.out, 0o755); err != nil {
+		return err
+	}
+	work, err := os.MkdirTemp("", "images")
+	if err != nil {
+		return err
+	}
+	defer os.RemoveAll(work)
+	for _, name := range o.only {
+		if err := o.image(name, work); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// image builds one image, and loads it where that is asked for.
+func (o *options) image(name, work string) error {
+	binary := filepath.Join(work, name)
+	build := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w "+o.ldflags, "-o", binary, packages[name])
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	build.Stderr = os.Stderr
+	if err := build.Run(); err != nil {
+		return err
+	}
+	sbom, err := billOfMaterials(name, o.release, binary, o.created)
+	if err != nil {
+		return err
+	}
+	image, err := o.assemble(name, binary)
+	if err != nil {
+		return err
+	}
+	full := o.registry + "/" + name + ":" + o.tag
+	file := filepath.Join(o.out, name+".tar")
+	if err := write(file, filepath.Join(work, name+".layout"), full, image, sbom); err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(o.out, name+".spdx.json"), sbom, 0o644); err != nil {
+		return err
+	}
+	digest, err := image.Digest()
+	if err != nil {
+		return err
+	}
+	info, err := os.Stat(file)
+	if err != nil {
+		return err
+	}
+	fmt.Printf("%-40s %6.1f MB  %s\n", full, float64(info.Size())/1e6, digest)
+	return o.loadInto(file)
+}
+
+// assemble makes an image of one file.
+func (o *options) assemble(name, binary string) (v1.Image, error) {
+	content, err := os.ReadFile(binary)
+	if err != nil {
+		return nil, err
+	}
+	var files bytes.Buffer
+	w := tar.NewWriter(&files)
+	header := &tar.Header{Name: name, Mode: 0o555, Size: int64(len(content)), ModTime: time.Unix(0, 0), Format: tar.FormatPAX}
+	if err := w.WriteHeader(header); err != nil {
+		return nil, err
+	}
+	if _, err := w.Write(content); err != nil {
+		return nil, err
+	}
+	if err := w.Close(); err != nil {
+		return nil, err
+	}
+	open := func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(files.Bytes())), nil }
+	layer, err := tarball.LayerFromOpener(open, tarball.WithMediaType(types.OCILayer),
+		tarball.WithCompressionLevel(gzip.BestSpeed), tarball.WithCompressedCaching)
+	if err != nil {
+		return nil, err
+	}
+	base := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
+	image, err := mutate.AppendLayers(base, layer)
+	if err != nil {
+		return nil, err
+	}
+	config, err := image.ConfigFile()
+	if err != nil {
+		return nil, err
+	}
+	config = config.DeepCopy()
+	config.Architecture, config.OS = goEnv("GOARCH"), goEnv("GOOS")
+	config.Created = v1.Time{Time: o.created}
+	config.Config = v1.Config{
+		User:       user,
+		Entrypoint: []string{"/" + name},
+		WorkingDir: "/",
+		Labels: map[string]string{
+			"org.opencontainers.image.title":    "watershed " + name,
+			"org.opencontainers.image.version":  o.release,
+			"org.opencontainers.image.revision": o.revision,
+			"org.opencontainers.image.created":  o.created.Format(time.RFC3339),
+			"org.opencontainers.image.licenses": "Apache-2.0",
+		},
+	}
+	return mutate.ConfigFile(image, config)
+}
+
+func goEnv(name string) string {
+	out, err := exec.Command("go", "env", name).Output()
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// write makes a tar file of an OCI layout with the image and, as a referrer of it, its SBOM. containerd names the image
+// by an annotation of its descriptor, docker by a manifest of its own (docker save, format of 25.0).
+func write(file, dir, name string, image v1.Image, sbom []byte) error {
+	l, err := layout.Write(dir, empty.Index)
+	if err != nil {
+		return err
+	}
+	if err := l.AppendImage(image, layout.WithAnnotations(map[string]string{
+		"io.containerd.image.name":          name,
+		"org.opencontainers.image.ref.name": name,
+	})); err != nil {
+		return err
+	}
+	bill, err := referrer(image, sbom)
+	if err != nil {
+		return err
+	}
+	if err := l.WriteImage(bill); err != nil {
+		return err
+	}
+	digest, err := bill.Digest()
+	if err != nil {
+		return err
+	}
+	size, err := bill.Size()
+	if err != nil {
+		return err
+	}
+	if err := l.AppendDescriptor(v1.Descriptor{
+		MediaType:    types.OCIManifestSchema1,
+		Digest:       digest,
+		Size:         size,
+		ArtifactType: spdx,
+	}); err != nil {
+		return err
+	}
+	if err := dockerManifest(dir, name, image); err != nil {
+		return err
+	}
+	return pack(file, dir)
+}
+
+// spdx is the media type of an SBOM.
+const spdx = "application/spdx+json"
+
+// referrer is the SBOM as an artifact that refers to the image (OCI image spec 1.1, subject).
+func referrer(image v1.Image, sbom []byte) (v1.Image, error) {
+	base := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), spdx)
+	bill, err := mutate.AppendLayers(base, static.NewLayer(sbom, spdx))
+	if err != nil {
+		return nil, err
+	}
+	digest, err := image.Digest()
+	if err != nil {
+		return nil, err
+	}
+	size, err := image.Size()
+	if err != nil {
+		return nil, err
+	}
+	of, ok := mutate.Subject(bill, v1.Descriptor{
+		MediaType: types.OCIManifestSchema1,
+		Digest:    digest,
+		Size:      size,
+	}).(v1.Image)
+	if !ok {
+		return nil, errors.New("an image with a subject is no image")
+	}
+	return of, nil
+}
+
+// dockerManifest lays beside the layout what docker load reads.
+func dockerManifest(dir, name string, image v1.Image) error {
+	config, err := image.ConfigName()
+	if err != nil {
+		return err
+	}
+	layers, err := image.Layers()
+	if err != nil {
+		return err
+	}
+	blob := func(h v1.Hash) string { return "blobs/" + h.Algorithm + "/" + h.Hex }
+	manifest := tarball.Descriptor{Config: blob(config), RepoTags: []string{name}}
+	for _, l := range layers {
+		d, err := l.Digest()
+		if err != nil {
+			return err
+		}
+		manifest.Layers = append(manifest.Layers, blob(d))
+	}
+	data, err := json.Marshal(tarball.Manifest{manifest})
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, "manifest.json"), data, 0o644)
+}
+
+// pack writes a directory's files into a tar file, in order and without times.
+func pack(file, dir string) error {
+	var buf bytes.Buffer
+	w := tar.NewWriter(&buf)
+	err := filepath.WalkDir(dir, func(path string, d os.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		name, err := filepath.Rel(dir, path)
+		if err != nil {
+			return err
+		}
+		data, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		header := &tar.Header{Name: filepath.ToSlash(name), Mode: 0o644, Size: int64(len(data)), ModTime: time.Unix(0, 0)}
+		if err := w.WriteHeader(header); err != nil {
+			return err
+		}
+		_, err = w.Write(data)
+		return err
+	})
+	if err = errors.Join(err, w.Close()); err != nil {
+		return err
+	}
+	return os.WriteFile(file, buf.Bytes(), 0o644)
+}
+
+// loadInto hands the file to a daemon.
+func (o *options) loadInto(file string) error {
+	var cmd *exec.Cmd
+	switch o.load {
+	case "docker":
+		cmd = exec.Command("docker", "load", "--input", file)
+	case "containerd":
+		cmd = exec.Command("ctr", "--namespace", "k8s.io", "images", "import", file)
+	default:
+		return nil
+	}
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	return cmd.Run()
+}
+
+// billOfMaterials is the SBOM of a binary, by what the Go linker wrote into it (SPDX 2.3).
+func billOfMaterials(name, release, binary string, created time.Time) ([]byte, error) {
+	info, err := buildinfo.ReadFile(binary)
+	if err != nil {
+		return nil, err
+	}
+	type reference struct {
+		Category string `json:"referenceCategory"`
+		Type     string `json:"referenceType"`
+		Locator  string `json:"referenceLocator"`
+	}
+	type module struct {
+		ID       string      `json:"SPDXID"`
+		Name     string      `json:"name"`
+		Version  string      `json:"versionInfo,omitempty"`
+		Location string      `json:"downloadLocation"`
+		Refs     []reference `json:"externalRefs,omitempty"`
+	}
+	type relation struct {
+		From string `json:"spdxElementId"`
+		Type string `json:"relationshipType"`
+		To   string `json:"relatedSpdxElement"`
+	}
+	const document, root = "SPDXRef-DOCUMENT", "SPDXRef-watershed"
+	modules := []module{{ID: root, Name: "watershed-" + name, Version: release, Location: "NOASSERTION"}}
+	relations := []relation{{document, "DESCRIBES", root}}
+	add := func(path, version, purl string) {
+		id := fmt.Sprintf("SPDXRef-module-%d", len(modules))
+		modules = append(modules, module{
+			ID:       id,
+			Name:     path,
+			Version:  version,
+			Location: "NOASSERTION",
+			Refs:     []reference{{"PACKAGE-MANAGER", "purl", purl}},
+		})
+		relations = append(relations, relation{root, "DEPENDS_ON", id})
+	}
+	add("stdlib", info.GoVersion, "pkg:golang/stdlib@"+strings.TrimPrefix(info.GoVersion, "go"))
+	for _, d := range info.Deps {
+		if d.Replace != nil && d.Replace.Version != "" {
+			d = d.Replace
+		}
+		if !strings.HasPrefix(d.Path, "watershed.dev/") {
+			add(d.Path, d.Version, "pkg:golang/"+d.Path+"@"+d.Version)
+		}
+	}
+	return json.MarshalIndent(map[string]any{
+		"spdxVersion":       "SPDX-2.3",
+		"dataLicense":       "CC0-1.0",
+		"SPDXID":            document,
+		"name":              "watershed-" + name,
+		"documentNamespace": "https://watershed.dev/sbom/" + name + "/" + release,
+		"creationInfo": map[string]any{
+			"created":  created.Format(time.RFC3339),
+			"creators": []string{"Tool: watershed-images"},
+		},
+		"packages":      modules,
+		"relationships": relations,
+	}, "", "  ")
+}
