@@ -8,7 +8,7 @@ STAMP      := -X $(VERSION).gitVersion=$(KUBERNETES) -X $(VERSION).gitMajor=1 -X
 LDFLAGS    := $(STAMP) -X watershed.dev/platform/version.release=$(RELEASE)
 BIN        := bin
 PEERS      := .build/bin
-MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/certgen cmd/stores cmd/xds cmd/watershed
+MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/certgen cmd/stores cmd/xds cmd/watershed deploy/images
 PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 
 # Every binary is static and says nothing of where it was built, so what one compiles serves the others. Tests are
@@ -20,7 +20,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up split test unit e2e lint generate contracts peers conformance differential node-peers robustness robustness-broken bench fuzz clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential node-peers images manifests e2e-cluster robustness robustness-broken bench fuzz clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -31,27 +31,30 @@ build: ## bin/watershed, the one binary
 up: build ## everything in one process, in .watershed/
 	$(BIN)/watershed up --data-dir .watershed $(ARGS)
 
+cluster: build peers ## up, with kube-controller-manager, kube-scheduler and nodes without containers
+	$(BIN)/watershed up --with-controllers --data-dir .watershed $(ARGS)
+
 split: build ## every service as a process of its own, in .watershed/
 	$(BIN)/watershed split --data-dir .watershed $(ARGS)
 
 test: lint unit e2e ## what CI runs
 
 lint: ## formatting, vet, staticcheck and what .golangci.yml names, and the contracts' form
-	@test -z "$$(gofmt -l proto platform services cmd test)" || { gofmt -l proto platform services cmd test; echo 'run gofmt -w on these'; exit 1; }
+	@test -z "$$(gofmt -l proto platform services cmd deploy test)" || { gofmt -l proto platform services cmd test; echo 'run gofmt -w on these'; exit 1; }
 	cd proto/tools/lint && GOWORK=off go build -o ../../../.build/bin/golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 	@for m in $(MODULES) test; do (cd $$m && $(CURDIR)/.build/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
 
 unit: ## unit tests with the race detector where things are concurrent
 	$(RACE_CGO) go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
-	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/stores/... ./cmd/xds/... ./cmd/watershed/...
+	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/stores/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
 	cd test && go test -count=1 ./rules && go test ./eventlog && go test -run EveryMistake ./robustness
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them
 	cd test && go test -count=1 -timeout 30m ./...
 
 # What the tests run against, each from its own module.
-peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kwok etcd etcdctl etcdutl sample-apiserver) ## real peers for the tests
+peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kwok kwok-stages.yaml etcd etcdctl etcdutl sample-apiserver) ## real peers for the tests
 
 $(PEERS)/kube-%: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kube-$*
@@ -61,6 +64,10 @@ $(PEERS)/sample-apiserver: test/go.mod
 	cd test && go build -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
 	cd test && go build -o ../$@ sigs.k8s.io/kwok/cmd/kwok
+# What kwok's nodes and pods do: kwok's own stages.
+$(PEERS)/kwok-stages.yaml: test/go.mod
+	cd test && d=$$(go list -m -f '{{.Dir}}' sigs.k8s.io/kwok)/kustomize/stage && for s in node/fast node/heartbeat-with-lease pod/fast; do \
+	  for f in $$(ls $$d/$$s/*.yaml | grep -v kustomization); do echo ---; cat $$f; done; done > ../$@
 $(PEERS)/etcd: test/go.mod
 	cd test && go build -o ../$@ go.etcd.io/etcd/server/v3
 $(PEERS)/etcdctl: test/go.mod
@@ -78,8 +85,24 @@ $(PEERS)/agnhost $(PEERS)/resource-consumer: test/go.mod
 	cd test && go build -o ../$@ k8s.io/kubernetes/test/images/$(@F)
 $(PEERS)/containerd $(PEERS)/containerd-shim-runc-v2 $(PEERS)/ctr: test/peers/containerd/go.mod
 	cd test/peers/containerd && GOWORK=off go build -tags "no_btrfs no_devmapper no_zfs" -o ../../../$@ github.com/containerd/containerd/v2/cmd/$(@F)
+$(PEERS)/coredns: test/peers/coredns/go.mod
+	cd test/peers/coredns && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ .
+$(PEERS)/jaeger: test/peers/jaeger/go.mod
+	cd test/peers/jaeger && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ github.com/jaegertracing/jaeger/cmd/all-in-one
 $(PEERS)/e2e.test: test/go.mod
 	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
+
+images: ## images of every binary as OCI layouts in .build/images; LOAD=docker or LOAD=containerd loads them too
+	go run ./deploy/images -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
+
+manifests: $(PEERS)/kubectl ## deploy/k8s/rendered, which a test holds against the overlays
+	@for o in dev ha; do $(PEERS)/kubectl kustomize deploy/k8s/overlays/$$o > deploy/k8s/rendered/$$o.yaml || exit 1; done
+
+# The images of the next commit are the same with another version in them.
+e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger) ## Watershed as workloads on this machine as a real node (as root); ARGS="-watchers 50"
+	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
+	  -only gateway,registry,watchfanout,authn,authz,admission,xds
+	cd test && go test -count=1 -timeout 30m -v ./cluster -cluster $(ARGS)
 
 conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
 	cd test && go run ./conformance -out ../.build/conformance -node real $(ARGS)

@@ -70,13 +70,19 @@ func (s *splitRun) plan() ([]*child, error) {
 
 // planned is a process with its configuration written.
 func (s *splitRun) planned(command string, n int, debug string, settings map[string]any) (*child, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
 	p := &child{
 		name:    fmt.Sprintf("%s-%d", command, n),
-		command: command,
 		dir:     s.dir,
+		program: self,
+		command: command,
 		debug:   debug,
 	}
 	p.config = filepath.Join(s.dir, "config", p.name+".yaml")
+	p.args = []string{command, "--config", p.config}
 	if err := os.MkdirAll(filepath.Dir(p.config), 0o700); err != nil {
 		return nil, err
 	}

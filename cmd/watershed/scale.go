@@ -145,7 +145,7 @@ func (s *splitRun) more(m *process.Module) error {
 	}
 	s.counts[m.Name]++
 	s.processes = append(s.processes, p)
-	p.start(s)
+	p.start(s.spawn)
 	return s.writeReplicas()
 }
 

@@ -10,14 +10,10 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
-	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -79,7 +75,7 @@ func split(args []string) error {
 		counts: counts,
 		common: map[string]any{"v": *verbosity, "tracing-endpoint": *tracing},
 		bind:   *bind,
-		spawn:  make(chan spawnRequest),
+		spawn:  make(spawner),
 	}
 	processes, err := s.plan()
 	if err != nil {
@@ -111,12 +107,12 @@ func replicaCounts(replicas map[string]int) (map[string]int, error) {
 func (s *splitRun) run(processes []*child, began time.Time) error {
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
-	go s.spawner()
+	go s.spawn.run()
 	go s.pki.Renew(ctx)
 	fmt.Printf("Watershed %s starts %d processes in %s\n", version.Release(), len(processes), s.dir)
 	s.processes = processes
 	for _, p := range processes {
-		p.start(s)
+		p.start(s.spawn)
 	}
 	defer func() {
 		s.mu.Lock() // nothing is scaled any more
@@ -143,116 +139,12 @@ type splitRun struct {
 	counts map[string]int
 	common map[string]any
 	bind   string
-	spawn  chan spawnRequest
+	spawn  spawner
 	// addresses are where the processes of each service serve.
 	addresses map[string][]string
 
 	mu        sync.Mutex
 	processes []*child
-}
-
-// child is one child process and its place.
-type child struct {
-	name, command, config, dir, debug string
-
-	mu      sync.Mutex
-	cmd     *exec.Cmd
-	stopped bool
-	done    chan struct{}
-}
-
-func (p *child) pid() int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.cmd == nil || p.cmd.Process == nil {
-		return 0
-	}
-	return p.cmd.Process.Pid
-}
-
-type spawnRequest struct {
-	cmd  *exec.Cmd
-	done chan error
-}
-
-// spawner starts the children from one thread that never ends: they are to die with their parent, and the kernel
-// means by that the thread.
-func (s *splitRun) spawner() {
-	runtime.LockOSThread()
-	for r := range s.spawn {
-		r.done <- r.cmd.Start()
-	}
-}
-
-// start runs the process, and again whenever it ends, until stop.
-func (p *child) start(s *splitRun) {
-	p.done = make(chan struct{})
-	go func() {
-		defer close(p.done)
-		for {
-			err := p.once(s)
-			p.mu.Lock()
-			stopped := p.stopped
-			p.mu.Unlock()
-			if stopped {
-				return
-			}
-			fmt.Fprintf(os.Stderr, "%s ended (%v); starting it again\n", p.name, err)
-			time.Sleep(restartPause)
-		}
-	}()
-}
-
-func (p *child) once(s *splitRun) error {
-	log, err := os.OpenFile(filepath.Join(p.dir, p.name+".log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
-	if err != nil {
-		return err
-	}
-	defer log.Close()
-	self, err := os.Executable()
-	if err != nil {
-		return err
-	}
-	cmd := exec.Command(self, p.command, "--config", p.config)
-	cmd.Stdout, cmd.Stderr = log, log
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
-	p.mu.Lock()
-	if p.stopped {
-		p.mu.Unlock()
-		return nil
-	}
-	r := spawnRequest{cmd, make(chan error)}
-	s.spawn <- r
-	err = <-r.done
-	p.cmd = cmd
-	p.mu.Unlock()
-	if err != nil {
-		return err
-	}
-	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n",
-		cmd.Process.Pid), 0o600); err != nil {
-		return err
-	}
-	return cmd.Wait()
-}
-
-// stop asks the process to end and waits until it has.
-func (p *child) stop() {
-	p.mu.Lock()
-	p.stopped = true
-	if p.cmd != nil && p.cmd.Process != nil {
-		_ = p.cmd.Process.Signal(syscall.SIGTERM)
-	}
-	p.mu.Unlock()
-	select {
-	case <-p.done:
-	case <-time.After(lifecycle.StopTimeout):
-		p.mu.Lock()
-		_ = p.cmd.Process.Kill()
-		p.mu.Unlock()
-		<-p.done
-	}
-	_ = os.Remove(filepath.Join(p.dir, p.name+".pid"))
 }
 
 // ready waits until a gateway says that everything is.

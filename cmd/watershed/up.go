@@ -33,6 +33,8 @@ func up(args []string) error {
 	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
 	var t telemetry.Options
 	t.AddFlags(fs)
+	var with controllers
+	with.addFlags(fs)
 	all := map[string]*built{}
 	for _, m := range modules {
 		all[m.Name] = newBuilt(m, fs)
@@ -71,6 +73,13 @@ func up(args []string) error {
 	parts, err := u.parts(&t)
 	if err != nil {
 		return err
+	}
+	if with.wanted {
+		p, err := with.part(l)
+		if err != nil {
+			return err
+		}
+		parts = append(parts, p)
 	}
 	go l.pki.Renew(ctx)
 	show := progress(os.Stdout)

@@ -69,7 +69,7 @@ func main() {
 				node.Prepare(t)
 				s := start(t)
 				s.Managers()
-				node.Join(t, s)
+				node.Join(t, s, node.Options{})
 				results[name] = run(name, s.Kubeconfig, wanted(name, list, results))
 				return
 			}

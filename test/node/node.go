@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -25,6 +26,17 @@ const (
 	bridge  = "watershed0"
 	pods    = "10.244.77.0/24"
 )
+
+// Options are what a test wants of the node beside what the upstream suite needs.
+type Options struct {
+	// DNS is the address of the cluster's DNS; without one pods have the machine's resolv.conf.
+	DNS string
+	// Archives are tar files of images, and Programs static binaries to make images of, by the image's name.
+	Archives []string
+	Programs map[string]string
+	// Lean leaves out the suite's own images but pause.
+	Lean bool
+}
 
 // Flags are those that an API server needs for the node.
 func Flags() []string {
@@ -63,11 +75,21 @@ func run(t testing.TB, command string, args ...string) {
 	}
 }
 
+// Node is a running one.
+type Node struct{ socket string }
+
+// Import hands a tar file of images to the node's containerd.
+func (n *Node) Import(t testing.TB, archive string) {
+	t.Helper()
+	run(t, harness.Peer("ctr"), "-a", n.socket, "-n", "k8s.io", "images", "import", archive)
+}
+
 // Join starts the node; it is gone when the test ends.
-func Join(t testing.TB, s *harness.Server) {
+func Join(t testing.TB, s *harness.Server, o Options) *Node {
 	t.Helper()
 	dir := harness.TempDir(t)
 	socket := filepath.Join(dir, "containerd.sock")
+	n := &Node{socket}
 	write := func(name, text string) string {
 		path := filepath.Join(dir, name)
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -109,6 +131,7 @@ containerRuntimeEndpoint: unix://%[2]s
 authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: %[3]q}}
 authorization: {mode: Webhook}
 clusterDomain: cluster.local
+%[5]s
 address: %[4]s
 healthzPort: 0
 evictionHard: {memory.available: 50Mi, nodefs.available: 1%%, imagefs.available: 1%%}
@@ -118,7 +141,7 @@ localStorageCapacityIsolation: false
 resolvConf: /etc/resolv.conf
 podLogsDir: %[1]s/podlogs
 maxPods: 200
-`, dir, socket, s.CA+".crt", Address))
+`, dir, socket, s.CA+".crt", Address, dnsOf(o)))
 	t.Cleanup(func() { sweep(dir) })
 	t.Setenv("PATH", filepath.Dir(harness.Peer("containerd"))+":"+
 		os.Getenv("PATH")) // containerd looks for its shim there
@@ -126,7 +149,10 @@ maxPods: 200
 	harness.Eventually(t, 30*time.Second, func() error {
 		return exec.Command(harness.Peer("ctr"), "-a", socket, "version").Run()
 	})
-	for _, i := range images(t) {
+	for _, path := range o.Archives {
+		n.Import(t, path)
+	}
+	for _, i := range images(t, o) {
 		archive, err := i.archive()
 		if err != nil {
 			t.Fatal(err)
@@ -135,7 +161,7 @@ maxPods: 200
 		if err := os.WriteFile(path, archive, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		run(t, harness.Peer("ctr"), "-a", socket, "-n", "k8s.io", "images", "import", path)
+		n.Import(t, path)
 	}
 	harness.Start(t, dir, "kubelet", harness.Peer("kubelet"), "--config", kubelet, "--kubeconfig", s.Kubeconfig,
 		"--hostname-override", Name, "--root-dir", filepath.Join(dir, "kubelet"),
@@ -151,10 +177,47 @@ maxPods: 200
 		}
 		return nil
 	})
+	return n
 }
 
-// images are what the upstream suite runs: its own agnhost, and stand-ins of busybox for servers.
-func images(t testing.TB) []*image {
+// dnsOf is a line of kubelet's configuration.
+func dnsOf(o Options) string {
+	if o.DNS == "" {
+		return ""
+	}
+	return "clusterDNS: [" + o.DNS + "]"
+}
+
+// images are pause, what the test adds, and what the upstream suite runs.
+func images(t testing.TB, o Options) []*image {
+	t.Helper()
+	file := func(path string) []byte {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return data
+	}
+	all := []*image{{
+		tags:       []string{"registry.k8s.io/pause:3.10", "registry.k8s.io/pause:3.10.1", "registry.k8s.io/pause:3.10.2"},
+		entrypoint: []string{"/pause"},
+		files:      map[string][]byte{"/pause": file(harness.Peer("pause"))},
+	}}
+	for name, path := range o.Programs {
+		all = append(all, &image{
+			tags:       []string{name},
+			entrypoint: []string{"/" + filepath.Base(path)},
+			files:      map[string][]byte{"/" + filepath.Base(path): file(path)},
+		})
+	}
+	if o.Lean {
+		return all
+	}
+	return append(all, suite(t)...)
+}
+
+// suite is what the upstream suite runs: its own agnhost, and stand-ins of busybox for servers.
+func suite(t testing.TB) []*image {
 	t.Helper()
 	file := func(path string) []byte {
 		data, err := os.ReadFile(path)
@@ -166,12 +229,6 @@ func images(t testing.TB) []*image {
 	const suite = "registry.k8s.io/e2e-test-images/"
 	certificates := filepath.Join(module(t, "k8s.io/kubernetes"), "test", "images", "agnhost", "porter")
 	return []*image{
-		{
-			tags: []string{"registry.k8s.io/pause:3.10", "registry.k8s.io/pause:3.10.1",
-				"registry.k8s.io/pause:3.10.2"},
-			entrypoint: []string{"/pause"},
-			files:      map[string][]byte{"/pause": file(harness.Peer("pause"))},
-		},
 		{
 			tags:       []string{suite + "agnhost:2.63.0", suite + "agnhost:2.55"},
 			entrypoint: []string{"/agnhost"},
@@ -233,6 +290,7 @@ func sweep(dir string) {
 			_ = syscall.Kill(pid, syscall.SIGKILL)
 		}
 	}
+	endPods()
 	mounts, _ := os.ReadFile("/proc/mounts")
 	lines := strings.Split(string(mounts), "\n")
 	for i := len(lines) - 1; i >= 0; i-- { // the innermost first
@@ -242,5 +300,28 @@ func sweep(dir string) {
 	}
 	_ = exec.Command("ip", "link", "del", "watershed1").Run()
 }
+
+// endPods ends what still runs in kubelet's control groups, and removes these and pods' network namespaces.
+func endPods() {
+	const groups = "/sys/fs/cgroup/*/kubepods"
+	procs := exec.Command("sh", "-c", "find "+groups+" -name cgroup.procs -exec cat {} + 2>/dev/null | sort -u")
+	for _, pid := range strings.Fields(string(output(procs))) {
+		if n, err := strconv.Atoi(pid); err == nil {
+			_ = syscall.Kill(n, syscall.SIGKILL)
+		}
+	}
+	for _, ns := range must(filepath.Glob("/run/netns/cni-*")) {
+		_ = syscall.Unmount(ns, syscall.MNT_DETACH)
+		_ = os.Remove(ns)
+	}
+	for range 50 { // the last process leaves its group a moment after it was killed
+		if exec.Command("sh", "-c", "! ls -d "+groups+" 2>/dev/null || find "+groups+" -depth -type d -exec rmdir {} +").Run() == nil {
+			return
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+func output(c *exec.Cmd) []byte { out, _ := c.Output(); return out }
 
 func must(all []string, _ error) []string { return all }

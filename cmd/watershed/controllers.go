@@ -1,0 +1,187 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"watershed.dev/platform/lifecycle"
+)
+
+// controllers make an API server a cluster: kube-controller-manager, kube-scheduler, and kwok, whose nodes run pods
+// without containers. They are upstream's own programs.
+type controllers struct {
+	wanted bool
+	path   string
+	nodes  int
+}
+
+func (c *controllers) addFlags(fs *pflag.FlagSet) {
+	fs.BoolVar(&c.wanted, "with-controllers", false,
+		"Run kube-controller-manager, kube-scheduler and kwok too, which `make peers` builds.")
+	fs.StringVar(&c.path, "controllers-path", "",
+		"The directory of their programs. Empty: beside this one, in .build/bin, or on the PATH.")
+	fs.IntVar(&c.nodes, "fake-nodes", 3, "How many nodes kwok plays.")
+}
+
+// find is the path of a program.
+func (c *controllers) find(program string) (string, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return "", err
+	}
+	beside := filepath.Dir(self)
+	places := []string{beside, filepath.Join(beside, "..", ".build", "bin"), filepath.Join(".build", "bin")}
+	if c.path != "" {
+		places = []string{c.path}
+	}
+	for _, dir := range places {
+		if path, err := filepath.Abs(filepath.Join(dir, program)); err == nil {
+			if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() {
+				return path, nil
+			}
+		}
+	}
+	if c.path == "" {
+		if path, err := exec.LookPath(program); err == nil {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("--with-controllers: there is no %s; `make peers` builds it, and --controllers-path says where it is",
+		program)
+}
+
+// part runs them beside the parts before it, and starts again what ends.
+func (c *controllers) part(l *layout) (lifecycle.Part, error) {
+	if c.nodes < 0 {
+		return lifecycle.Part{}, fmt.Errorf("--fake-nodes %d: want 0 at least", c.nodes)
+	}
+	ports, err := freePorts(1)
+	if err != nil {
+		return lifecycle.Part{}, err
+	}
+	stages, err := c.find("kwok-stages.yaml")
+	if err != nil {
+		return lifecycle.Part{}, err
+	}
+	admin, kwok := l.pki.AdminKubeconfig(), "127.0.0.1:"+strconv.Itoa(ports[0])
+	var all []*child
+	for _, of := range []struct {
+		program string
+		args    []string
+	}{
+		{"kube-controller-manager", []string{"--kubeconfig", admin, "--controllers", "*",
+			"--use-service-account-credentials", "--leader-elect=false", "--secure-port=0",
+			"--service-account-private-key-file", l.pki.File("sa.key"), "--root-ca-file", l.pki.File("ca.crt"),
+			"--cluster-signing-cert-file", l.pki.File("ca.crt"), "--cluster-signing-key-file", l.pki.File("ca.key")}},
+		{"kube-scheduler", []string{"--kubeconfig", admin, "--leader-elect=false", "--secure-port=0"}},
+		{"kwok", []string{"--kubeconfig", admin, "--config", stages, "--manage-all-nodes=false", "--manage-nodes-with-annotation-selector",
+			fakeNode + "=fake", "--node-ip", "127.0.0.1", "--node-port", strconv.Itoa(ports[0]), "--cidr", "10.244.0.0/16",
+			"--server-address", kwok, "--node-lease-duration-seconds", "40"}},
+	} {
+		path, err := c.find(of.program)
+		if err != nil {
+			return lifecycle.Part{}, err
+		}
+		all = append(all, &child{name: of.program, dir: l.dir, program: path, args: of.args})
+	}
+	ready := lifecycle.Starting("controllers")
+	return lifecycle.Part{Name: "controllers", Ready: ready, Run: func(ctx context.Context) error {
+		spawn := make(spawner)
+		go spawn.run()
+		for _, p := range all {
+			p.start(spawn)
+		}
+		defer func() {
+			for _, p := range slices.Backward(all) {
+				p.stop()
+			}
+		}()
+		if err := c.makeNodes(ctx, admin); err != nil {
+			return err
+		}
+		ready.Set("controllers", nil)
+		<-ctx.Done()
+		return nil
+	}}, nil
+}
+
+// fakeNode is the annotation of the nodes that kwok plays.
+const fakeNode = "kwok.x-k8s.io/node"
+
+// makeNodes creates kwok's nodes, and waits until one of them is ready.
+func (c *controllers) makeNodes(ctx context.Context, kubeconfig string) error {
+	conf, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+	if err != nil {
+		return err
+	}
+	client, err := kubernetes.NewForConfig(conf)
+	if err != nil {
+		return err
+	}
+	holds := corev1.ResourceList{
+		corev1.ResourceCPU:    resource.MustParse("32"),
+		corev1.ResourceMemory: resource.MustParse("256Gi"),
+		corev1.ResourcePods:   resource.MustParse("110"),
+	}
+	nodes := client.CoreV1().Nodes()
+	for i := range c.nodes {
+		name := fmt.Sprintf("fake-%d", i)
+		_, err := nodes.Create(ctx, &corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{
+				Name:        name,
+				Annotations: map[string]string{fakeNode: "fake"},
+				Labels: map[string]string{
+					corev1.LabelHostname:   name,
+					corev1.LabelOSStable:   "linux",
+					corev1.LabelArchStable: "amd64",
+				},
+			},
+			Status: corev1.NodeStatus{Allocatable: holds, Capacity: holds},
+		}, metav1.CreateOptions{})
+		if err != nil && !apierrors.IsAlreadyExists(err) {
+			return err
+		}
+	}
+	if c.nodes == 0 {
+		return nil
+	}
+	watch, err := nodes.Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=fake-0"})
+	if err != nil {
+		return err
+	}
+	defer watch.Stop()
+	late := time.After(time.Minute)
+	for {
+		select {
+		case e, open := <-watch.ResultChan():
+			node, ok := e.Object.(*corev1.Node)
+			if !open {
+				return errors.New("the watch of nodes ended")
+			}
+			if ok && slices.ContainsFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool {
+				return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+			}) {
+				return nil
+			}
+		case <-late:
+			return errors.New("no fake node is ready after a minute; kwok.log says why")
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}

@@ -1,0 +1,298 @@
+package cluster
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"text/tabwriter"
+	"time"
+
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+
+	"watershed.dev/test/harness"
+	"watershed.dev/test/node"
+)
+
+var (
+	run      = flag.Bool("cluster", false, "run: this machine becomes a node (as root)")
+	watchers = flag.Int("watchers", 200, "how many clients watch")
+)
+
+// programs are what `make e2e-cluster` builds beside the images.
+var programs = []string{"kubelet", "kube-proxy", "containerd", "containerd-shim-runc-v2", "ctr", "pause", "coredns", "jaeger"}
+
+// services are what a rolling upgrade replaces, in the order of docs/deploying.md.
+var services = []string{"registry", "gateway", "watchfanout", "authn", "authz", "admission", "xds"}
+
+// hosted is the second Watershed, and the first that hosts it.
+type hosted struct {
+	*testing.T
+	outer *harness.Server
+	node  *node.Node
+	inner *rest.Config
+	table *tabwriter.Writer
+}
+
+// Watershed runs as workloads of a cluster; what of it is scaled, deleted or replaced its clients do not notice.
+func TestWatershedAsWorkloads(t *testing.T) {
+	if !*run {
+		t.Skip("it makes this machine a node, as root, and takes what `make e2e-cluster` builds: run that")
+	}
+	for _, p := range programs {
+		if _, err := os.Stat(harness.Peer(p)); err != nil {
+			t.Fatalf("%v: `make e2e-cluster` builds it", err)
+		}
+	}
+	h := &hosted{T: t, table: tabwriter.NewWriter(os.Stdout, 0, 4, 2, ' ', 0)}
+	h.host()
+	h.deploy()
+	h.kubectl()
+	dial := func() kubernetes.Interface { return kubernetes.NewForConfigOrDie(rest.CopyConfig(h.inner)) }
+	c, err := start(t.Context(), dial(), dial, *watchers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fmt.Fprintln(h.table, "PHASE\tTOOK\tWRITES\tTRIED AGAIN\tFAILED\tEVENTS\tRESUMED\tRELISTS\tOLDEST EVENT")
+	h.phase(c, "nothing happens", false, func() { time.Sleep(5 * time.Second) })
+	h.phase(c, "watchfanout 1 to 3", true, func() { h.scale("watchfanout", 3) })
+	h.phase(c, "watchfanout 3 to 1", true, func() { h.scale("watchfanout", 1) })
+	for _, s := range services {
+		h.phase(c, "a pod of "+s+" deleted", true, func() { h.deletePod(s) })
+	}
+	h.phase(c, "the pod of nats deleted", false, func() { h.deletePod("nats") }) // the log goes with it: clients list again
+	h.phase(c, "the pod of etcd deleted", true, func() { h.deletePod("etcd") })
+	if next, _ := filepath.Glob(filepath.Join(harness.Root(), ".build", "images-next", "*.tar")); len(next) > 0 {
+		for _, archive := range next {
+			h.node.Import(t, archive)
+		}
+		h.phase(c, "rolling upgrade", true, h.upgrade)
+	}
+	for _, w := range c.stop() {
+		t.Error(w)
+	}
+	h.table.Flush()
+	h.traces()
+}
+
+// host starts a Watershed with a node, DNS and a volume.
+func (h *hosted) host() {
+	node.Prepare(h)
+	h.outer = harness.Up(h, "", append(node.Flags(), "--bind-address=0.0.0.0", "--tls-sans="+node.Address)...)
+	h.outer.Managers()
+	archives, err := filepath.Glob(filepath.Join(harness.Root(), ".build", "images", "*.tar"))
+	if err != nil || len(archives) == 0 {
+		h.Fatalf("no images: `make e2e-cluster` builds them (%v)", err)
+	}
+	h.node = node.Join(h, h.outer, node.Options{
+		DNS:      "10.96.0.10",
+		Archives: archives,
+		Lean:     true,
+		Programs: map[string]string{
+			"watershed.dev/coredns:test": harness.Peer("coredns"),
+			"watershed.dev/jaeger:test":  harness.Peer("jaeger"),
+		},
+	})
+	h.Cleanup(func() { // pods do not outlive their node's processes in an orderly way by themselves
+		_, _ = h.outer.TryKubectl("", "delete", "deployments,statefulsets,jobs,pods", "--all", "--all-namespaces", "--timeout=60s")
+	})
+	dns, err := os.ReadFile("dns.yaml")
+	if err != nil {
+		h.Fatal(err)
+	}
+	h.outer.Apply(string(dns))
+	h.outer.Apply(`
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata: {name: local, annotations: {storageclass.kubernetes.io/is-default-class: "true"}}
+provisioner: kubernetes.io/no-provisioner
+volumeBindingMode: WaitForFirstConsumer
+---
+apiVersion: v1
+kind: PersistentVolume
+metadata: {name: etcd}
+spec:
+  capacity: {storage: 20Gi}
+  accessModes: [ReadWriteOnce]
+  storageClassName: local
+  local: {path: ` + harness.TempDir(h) + `}
+  nodeAffinity: {required: {nodeSelectorTerms: [{matchExpressions: [{key: kubernetes.io/hostname, operator: In, values: [` + node.Name + `]}]}]}}
+`)
+	h.rollout("kube-system", "deployment/coredns")
+}
+
+// deploy applies overlays/dev as it is, but for Jaeger's image, which cannot be pulled here.
+func (h *hosted) deploy() {
+	dir, err := os.MkdirTemp(filepath.Join(harness.Root(), ".build"), "cluster")
+	if err != nil {
+		h.Fatal(err)
+	}
+	h.Cleanup(func() { os.RemoveAll(dir) })
+	overlay := `
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+resources: [../../deploy/k8s/overlays/dev]
+images:
+- {name: jaegertracing/all-in-one, newName: watershed.dev/jaeger, newTag: test}
+`
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(overlay), 0o600); err != nil {
+		h.Fatal(err)
+	}
+	began := time.Now()
+	h.outer.Kubectl("apply", "-k", dir)
+	h.rollout("watershed", "deployment/gateway")
+	fmt.Printf("\noverlays/dev is ready %.1f s after kubectl apply.\n", time.Since(began).Seconds())
+	secret := h.outer.Kubectl("-n", "watershed", "get", "secret", "watershed-admin", "-o", `jsonpath={.data.admin\.kubeconfig}`)
+	kubeconfig, err := base64.StdEncoding.DecodeString(secret)
+	if err != nil {
+		h.Fatal(err)
+	}
+	if h.inner, err = clientcmd.RESTConfigFromKubeConfig(kubeconfig); err != nil {
+		h.Fatal(err)
+	}
+	address := h.outer.Kubectl("-n", "watershed", "get", "service", "gateway", "-o", "jsonpath={.spec.clusterIP}")
+	h.inner.Host, h.inner.ServerName, h.inner.QPS = "https://"+address, "gateway.watershed.svc", -1
+	if err := os.WriteFile(filepath.Join(h.outer.Dir, "inner.kubeconfig"), kubeconfig, 0o600); err != nil {
+		h.Fatal(err)
+	}
+}
+
+// kubectl uses the inner gateway's Service as a user does.
+func (h *hosted) kubectl() {
+	cmd := exec.Command(harness.Peer("kubectl"), "--kubeconfig", filepath.Join(h.outer.Dir, "inner.kubeconfig"), "--server",
+		h.inner.Host, "--tls-server-name", h.inner.ServerName, "apply", "-f", "-")
+	cmd.Stdin = strings.NewReader(deployment)
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		h.Fatalf("kubectl apply through the inner gateway: %v\n%s", err, out)
+	}
+	fmt.Printf("kubectl apply through its Service: %s", out)
+	fmt.Print(h.outer.Kubectl("-n", "watershed", "get", "pods"))
+	fmt.Println(memory())
+}
+
+const deployment = `
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: web, namespace: default}
+spec:
+  selector: {matchLabels: {app: web}}
+  template:
+    metadata: {labels: {app: web}}
+    spec: {containers: [{name: web, image: web}]}
+`
+
+// memory is what the processes of the pods have resident.
+func memory() string {
+	all := "Resident, MB:"
+	sum := 0.0
+	procs, _ := exec.Command("sh", "-c", "find /sys/fs/cgroup/*/kubepods -name cgroup.procs -exec cat {} + | sort -u").Output()
+	for pid := range strings.FieldsSeq(string(procs)) {
+		exe, err := os.Readlink("/proc/" + pid + "/exe")
+		status, serr := os.ReadFile("/proc/" + pid + "/status")
+		if err != nil || serr != nil || strings.HasSuffix(exe, "/pause") {
+			continue
+		}
+		var kb float64
+		if _, rss, ok := strings.Cut(string(status), "VmRSS:"); ok {
+			_, _ = fmt.Sscan(rss, &kb)
+		}
+		program := filepath.Base(exe)
+		all += fmt.Sprintf(" %s %.0f", program, kb/1024)
+		if program != "etcd" && program != "coredns" {
+			sum += kb / 1024
+		}
+	}
+	return all + fmt.Sprintf("; all but etcd %.0f", sum)
+}
+
+// phase does something while clients watch and write, lets them see it for a moment, and tells what they noticed.
+func (h *hosted) phase(c *clients, what string, quiet bool, do func()) {
+	h.Helper()
+	c.phase()
+	began := time.Now()
+	do()
+	time.Sleep(2 * time.Second) // for what comes late
+	n := c.phase()
+	fmt.Fprintf(h.table, "%s\t%.1f s\t%d\t%d\t%d\t%d\t%d\t%d\t%d ms\n", what, time.Since(began).Seconds(), n.writes, n.retried,
+		n.failed, n.events, n.resumed, n.relisted, n.oldest.Milliseconds())
+	if n.failed > 0 || quiet && n.relisted > 0 {
+		h.Errorf("%s: %d writes failed, %d relists", what, n.failed, n.relisted)
+	}
+}
+
+func (h *hosted) rollout(namespace, what string) {
+	h.Helper()
+	out, err := h.outer.TryKubectl("", "-n", namespace, "rollout", "status", what, "--timeout=110s")
+	if err != nil {
+		pods, _ := h.outer.TryKubectl("", "-n", namespace, "get", "pods,events")
+		h.Fatalf("%s: %v\n%s\n%s", what, err, out, pods)
+	}
+}
+
+func (h *hosted) scale(service string, replicas int) {
+	h.Helper()
+	h.outer.Kubectl("-n", "watershed", "scale", "deployment/"+service, fmt.Sprintf("--replicas=%d", replicas))
+	h.rollout("watershed", "deployment/"+service)
+	selector := "app.kubernetes.io/name=" + service
+	harness.Eventually(h, 2*time.Minute, func() error { // those that go have gone
+		pods := h.outer.Kubectl("-n", "watershed", "get", "pods", "-l", selector, "-o", "name")
+		if n := len(strings.Fields(pods)); n != replicas {
+			return fmt.Errorf("%d pods of %s", n, service)
+		}
+		return nil
+	})
+}
+
+// deletePod deletes the service's pods and waits for those that come in their place.
+func (h *hosted) deletePod(service string) {
+	h.Helper()
+	h.outer.Kubectl("-n", "watershed", "delete", "pod", "-l", "app.kubernetes.io/name="+service)
+	kind := "deployment/"
+	if service == "etcd" || service == "nats" {
+		kind = "statefulset/"
+	}
+	h.rollout("watershed", kind+service)
+	h.rollout("watershed", "deployment/gateway") // which is ready when everything is
+}
+
+// upgrade replaces every service's image by the next one.
+func (h *hosted) upgrade() {
+	h.Helper()
+	for _, s := range services {
+		container := "watershed=watershed.dev/" + s + ":next"
+		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, container)
+		h.rollout("watershed", "deployment/"+s)
+	}
+}
+
+// traces asks Jaeger which services sent spans.
+func (h *hosted) traces() {
+	address := h.outer.Kubectl("-n", "watershed", "get", "service", "jaeger", "-o", "jsonpath={.spec.clusterIP}")
+	harness.Eventually(h, 30*time.Second, func() error {
+		resp, err := http.Get("http://" + address + ":16686/api/services")
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		var answer struct{ Data []string }
+		if err := json.NewDecoder(resp.Body).Decode(&answer); err != nil {
+			return err
+		}
+		for _, s := range []string{"gateway", "registry", "watchfanout"} {
+			if !strings.Contains(" "+strings.Join(answer.Data, " ")+" ", " "+s+" ") {
+				return fmt.Errorf("Jaeger knows %q, not %s", answer.Data, s)
+			}
+		}
+		fmt.Printf("Jaeger has spans of %s.\n", strings.Join(answer.Data, ", "))
+		return nil
+	})
+}

@@ -1,0 +1,143 @@
+package e2e
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"watershed.dev/test/harness"
+)
+
+// overlays are those of deploy/k8s.
+var overlays = []string{"dev", "ha"}
+
+// rendered is what kustomize makes of an overlay.
+func rendered(t *testing.T, overlay string) string {
+	t.Helper()
+	out, err := exec.Command(harness.Peer("kubectl"), "kustomize",
+		filepath.Join(harness.Root(), "deploy", "k8s", "overlays", overlay)).Output()
+	if err != nil {
+		t.Fatalf("%s: %v", overlay, err)
+	}
+	return string(out)
+}
+
+// What is checked in as rendered is what the overlays make: a change of a base shows what becomes of it.
+func TestManifestsAreRendered(t *testing.T) {
+	for _, overlay := range overlays {
+		file := filepath.Join(harness.Root(), "deploy", "k8s", "rendered", overlay+".yaml")
+		want, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if rendered(t, overlay) != string(want) {
+			t.Errorf("%s is not what the overlay makes: `make manifests`", file)
+		}
+	}
+}
+
+// Both overlays are taken by Watershed and by kube-apiserver, by strict validation and where Pod security is enforced,
+// without a warning.
+func TestManifestsAreTaken(t *testing.T) {
+	for name, s := range map[string]*harness.Server{"watershed": harness.Up(t, ""), "kube-apiserver": harness.Oracle(t)} {
+		s.Kubectl("apply", "-f", filepath.Join(harness.Root(), "deploy", "k8s", "overlays", "dev", "namespace.yaml"))
+		s.Kubectl("label", "namespace", "watershed", "pod-security.kubernetes.io/warn=restricted")
+		for _, overlay := range overlays {
+			out, err := s.TryKubectl(rendered(t, overlay), "apply", "--dry-run=server", "--validate=strict", "-f", "-")
+			if err != nil || strings.Contains(out, "Warning") {
+				t.Errorf("%s, %s: %v\n%s", name, overlay, err, out)
+			}
+		}
+	}
+}
+
+// Services of a running split are scaled while a client watches; an xDS server that dies does not matter.
+func TestSplitScales(t *testing.T) {
+	s := harness.Split(t, "", "--replicas=watchfanout=1")
+	scale := func(to ...string) {
+		t.Helper()
+		args := append([]string{"split", "scale", "--data-dir", s.Dir}, to...)
+		if out, err := exec.Command(harness.Watershed(), args...).CombinedOutput(); err != nil {
+			t.Fatalf("%v: %v\n%s", to, err, out)
+		}
+	}
+	seen := filepath.Join(s.Dir, "seen")
+	out, err := os.Create(seen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer out.Close()
+	watch := exec.Command(harness.Peer("kubectl"), "--kubeconfig", s.Kubeconfig, "get", "configmaps", "-w", "-o", "name")
+	watch.Stdout = out
+	if err := watch.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = watch.Process.Kill(); _ = watch.Wait() }()
+	create := func(name string) {
+		t.Helper()
+		s.Kubectl("create", "configmap", name)
+		harness.Eventually(t, 20*time.Second, func() error {
+			text, err := os.ReadFile(seen)
+			if !strings.Contains(string(text), "configmap/"+name+"\n") {
+				return fmt.Errorf("%s is not seen: %q, %v", name, text, err)
+			}
+			return nil
+		})
+	}
+	found := func(n int) {
+		t.Helper()
+		harness.Eventually(t, 20*time.Second, func() error {
+			files, err := filepath.Glob(filepath.Join(s.Dir, "xds", "gateway-*", "watchfanout")) // of gateways that have asked
+			if len(files) == 0 {
+				return fmt.Errorf("no gateway knows a replica: %v", err)
+			}
+			for _, f := range files {
+				text, err := os.ReadFile(f)
+				if got := len(strings.Fields(string(text))); got != n {
+					return fmt.Errorf("%s has %d replicas, want %d (%v)", f, got, n, err)
+				}
+			}
+			return nil
+		})
+	}
+	create("one")
+	scale("watchfanout=3")
+	found(3)
+	create("two")
+	scale("watchfanout=1", "authz=2")
+	found(1)
+	create("three")
+	pid, err := os.ReadFile(filepath.Join(s.Dir, "xds-0.pid"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := exec.Command("kill", "-9", strings.TrimSpace(string(pid))).Run(); err != nil {
+		t.Fatal(err)
+	}
+	create("four")
+	scale("watchfanout=2")
+	found(2)
+	create("five")
+	for _, odd := range []string{"watchfanout=0", "nobody=2", "watchfanout=x", "watchfanout=1000"} {
+		out, err := exec.Command(harness.Watershed(), "split", "scale", "--data-dir", s.Dir, odd).CombinedOutput()
+		if err == nil || !strings.Contains(string(out), odd) {
+			t.Errorf("%s is taken: %s", odd, out)
+		}
+	}
+}
+
+// The README's first Deployment gets its pods.
+func TestUpWithControllers(t *testing.T) {
+	s := harness.Up(t, "", "--with-controllers", "--controllers-path", filepath.Join(harness.Root(), ".build", "bin"))
+	s.Kubectl("create", "deployment", "web", "--image=web", "--replicas=2")
+	s.Kubectl("rollout", "status", "deployment/web", "--timeout=60s")
+	out, err := exec.Command(harness.Watershed(), "up", "--with-controllers", "--controllers-path=/does/not/exist",
+		"--data-dir", t.TempDir()).CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "--with-controllers: there is no ") {
+		t.Errorf("%v: %s", err, out)
+	}
+}
