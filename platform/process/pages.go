@@ -33,7 +33,9 @@ func NewMetrics() *Metrics {
 }
 
 // Add adds a service's.
-func (m *Metrics) Add(s interface{ Collectors() []prometheus.Collector }) { m.own.MustRegister(s.Collectors()...) }
+func (m *Metrics) Add(s interface{ Collectors() []prometheus.Collector }) {
+	m.own.MustRegister(s.Collectors()...)
+}
 
 // Built is a service that is being built, or has been. Its methods may be called by any number of goroutines.
 type Built struct {

@@ -196,4 +196,3 @@ func (p *process) serve(ctx context.Context, s Service, server *rpc.Server) erro
 	}
 	return server.Serve(ctx, p.address, p.drain)
 }
-

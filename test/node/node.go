@@ -65,7 +65,12 @@ func Prepare(t testing.TB) {
 		run(t, "ip", "addr", "add", Address+"/24", "dev", bridge)
 	}
 	run(t, "ip", "link", "set", bridge, "up")
-	t.Cleanup(func() { _ = exec.Command("ip", "link", "del", bridge).Run() })
+	const forwards = "/proc/sys/net/ipv4/ip_forward" // which the CNI plugins set
+	before, _ := os.ReadFile(forwards)
+	t.Cleanup(func() {
+		_ = exec.Command("ip", "link", "del", bridge).Run()
+		_ = os.WriteFile(forwards, before, 0o644)
+	})
 }
 
 func run(t testing.TB, command string, args ...string) {
@@ -299,6 +304,10 @@ func sweep(dir string) {
 		}
 	}
 	_ = exec.Command("ip", "link", "del", "watershed1").Run()
+	for _, tables := range []string{"iptables", "ip6tables"} { // kube-proxy's rules and the CNI plugins'
+		const text = "%[1]s-save | grep -v 'KUBE-\\|CNI-' | %[1]s-restore"
+		_ = exec.Command("sh", "-c", fmt.Sprintf(text, tables)).Run()
+	}
 }
 
 // endPods ends what still runs in kubelet's control groups, and removes these and pods' network namespaces.
