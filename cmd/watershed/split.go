@@ -57,6 +57,7 @@ func split(args []string) error {
 		"How many processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
 	verbosity := fs.IntP("v", "v", 0, "Log verbosity of every process.")
 	tracing := fs.String("tracing-endpoint", "", "host:port of an OTLP gRPC collector, for every process.")
+	ratio := fs.Float64("tracing-sampling-ratio", 0, "The share of requests, and of events, to trace: 0 to 1.")
 	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
 	if err := config.Load(fs, args); err != nil {
 		return process.Help(err)
@@ -73,7 +74,7 @@ func split(args []string) error {
 	s := &splitRun{
 		layout: l,
 		counts: counts,
-		common: map[string]any{"v": *verbosity, "tracing-endpoint": *tracing},
+		common: map[string]any{"v": *verbosity, "tracing-endpoint": *tracing, "tracing-sampling-ratio": *ratio},
 		bind:   *bind,
 		spawn:  make(spawner),
 	}

@@ -68,7 +68,7 @@ func up(args []string) error {
 		layout:    l,
 		flags:     fs,
 		all:       all,
-		transport: rpc.NewInProcess(t.TracingEndpoint != ""),
+		transport: rpc.NewInProcess(telemetry.Traced()),
 	}
 	parts, err := u.parts(&t)
 	if err != nil {

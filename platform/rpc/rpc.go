@@ -16,7 +16,6 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
-	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/health"
@@ -197,9 +196,8 @@ func NewServer(id TLS) (*Server, error) {
 		return nil, err
 	}
 	s := &Server{health: health.NewServer()}
-	s.Server = grpc.NewServer(
+	options := append(tracedServer(),
 		grpc.Creds(credentials.NewTLS(conf)),
-		grpc.StatsHandler(otelgrpc.NewServerHandler()),
 		grpc.MaxRecvMsgSize(MaxMessageBytes), grpc.MaxSendMsgSize(MaxMessageBytes),
 		grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(4<<20),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
@@ -210,6 +208,7 @@ func NewServer(id TLS) (*Server, error) {
 		grpc.UnaryInterceptor(unary),
 		grpc.StreamInterceptor(stream),
 	)
+	s.Server = grpc.NewServer(options...)
 	healthv1.RegisterHealthServer(s.Server, s.health)
 	s.health.SetServingStatus("", healthv1.HealthCheckResponse_NOT_SERVING)
 	return s, nil
@@ -316,13 +315,12 @@ func Dial(id TLS, service string, b Balancer, replicas Replicas) (*grpc.ClientCo
 		return nil, err
 	}
 	r := replicas.builder()
-	return grpc.NewClient(r.Scheme()+":///"+service,
+	options := append(TracedClient(),
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
 		grpc.WithDefaultServiceConfig(serviceConfig(b)),
 		grpc.WithIdleTimeout(0), // what is known of replicas is not forgotten
 		grpc.WithUserAgent("watershed/"+version.Release()),
-		grpc.WithStatsHandler(otelgrpc.NewClientHandler()),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
 		grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(4<<20),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
@@ -332,4 +330,5 @@ func Dial(id TLS, service string, b Balancer, replicas Replicas) (*grpc.ClientCo
 		}),
 		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoffConfig, MinConnectTimeout: 2 * time.Second}),
 	)
+	return grpc.NewClient(r.Scheme()+":///"+service, options...)
 }

@@ -279,7 +279,8 @@ type xdsBuilder struct{ *XDS }
 func (xdsBuilder) Scheme() string { return "xds" }
 
 // Build implements resolver.Builder.
-func (b xdsBuilder) Build(t resolver.Target, cc resolver.ClientConn, _ resolver.BuildOptions) (resolver.Resolver, error) {
+func (b xdsBuilder) Build(t resolver.Target, cc resolver.ClientConn,
+	_ resolver.BuildOptions) (resolver.Resolver, error) {
 	service := t.Endpoint()
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -4,7 +4,6 @@ import (
 	"context"
 	"time"
 
-	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
@@ -18,7 +17,7 @@ const (
 // BeginEvent starts the trace of one event of etcd, and answers what of it travels with the event: empty where events
 // are not traced. End the span when the event is in the log.
 func BeginEvent(ctx context.Context, resource string, revision int64) (trace.Span, string) {
-	ctx, span := otel.Tracer(tracerName).Start(ctx, "publish "+resource, trace.WithNewRoot(),
+	ctx, span := current.events.Tracer(tracerName).Start(ctx, "publish "+resource, trace.WithNewRoot(),
 		trace.WithSpanKind(trace.SpanKindProducer),
 		trace.WithAttributes(attribute.String("resource", resource), attribute.Int64("revision", revision)))
 	if !span.IsRecording() {
@@ -35,7 +34,7 @@ func StartEventSpan(traced, name string, since time.Time, attributes ...attribut
 		return trace.SpanFromContext(context.Background())
 	}
 	ctx := propagation.TraceContext{}.Extract(context.Background(), propagation.MapCarrier{traceparent: traced})
-	_, span := otel.Tracer(tracerName).Start(ctx, name, trace.WithSpanKind(trace.SpanKindConsumer),
+	_, span := current.events.Tracer(tracerName).Start(ctx, name, trace.WithSpanKind(trace.SpanKindConsumer),
 		trace.WithTimestamp(since), trace.WithAttributes(attributes...))
 	return span
 }

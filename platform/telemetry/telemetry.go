@@ -19,24 +19,17 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/pflag"
-	"go.opentelemetry.io/otel"
-	"go.opentelemetry.io/otel/exporters/otlp/otlptrace/otlptracegrpc"
-	"go.opentelemetry.io/otel/propagation"
-	"go.opentelemetry.io/otel/sdk/resource"
-	sdktrace "go.opentelemetry.io/otel/sdk/trace"
-	semconv "go.opentelemetry.io/otel/semconv/v1.26.0"
 	"k8s.io/klog/v2"
 )
 
 // Options are the flags that every service has.
 type Options struct {
-	Verbosity       int
-	VModule         string
-	LogFormat       string
-	TracingEndpoint string
-	SamplingRatio   float64
-	DebugAddress    string
-	HealthAddress   string
+	Verbosity     int
+	VModule       string
+	LogFormat     string
+	Tracing       Tracing
+	DebugAddress  string
+	HealthAddress string
 }
 
 // AddFlags registers the flags of logs, traces and the debug pages, with their defaults.
@@ -45,10 +38,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		"Log verbosity: 0 says what an operator must know, 4 is for debugging.")
 	fs.StringVar(&o.VModule, "vmodule", o.VModule, "Comma-separated pattern=N settings for file-filtered verbosity.")
 	fs.StringVar(&o.LogFormat, "logging-format", "text", `"text" or "json".`)
-	fs.StringVar(&o.TracingEndpoint, "tracing-endpoint", o.TracingEndpoint,
-		"host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
-	fs.Float64Var(&o.SamplingRatio, "tracing-sampling-ratio", 1,
-		"The share of events, and of calls between services, to trace: 0 to 1.")
+	o.Tracing.addFlags(fs)
 	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress,
 		"host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or "+
 			"an inner network only; or the path of a socket. Empty: none.")
@@ -85,23 +75,7 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	}
 	klog.SetSlogLogger(slog.Default().With("logger", "kubernetes"))
 
-	if o.SamplingRatio < 0 || o.SamplingRatio > 1 {
-		return nil, fmt.Errorf("--tracing-sampling-ratio %v: want a number from 0 to 1", o.SamplingRatio)
-	}
-	otel.SetTextMapPropagator(propagation.NewCompositeTextMapPropagator(propagation.TraceContext{},
-		propagation.Baggage{}))
-	if o.TracingEndpoint == "" {
-		return func() {}, nil
-	}
-	exp, err := otlptracegrpc.New(ctx, otlptracegrpc.WithEndpoint(o.TracingEndpoint), otlptracegrpc.WithInsecure())
-	if err != nil {
-		return nil, fmt.Errorf("--tracing-endpoint %q: %w", o.TracingEndpoint, err)
-	}
-	tp := sdktrace.NewTracerProvider(sdktrace.WithBatcher(exp),
-		sdktrace.WithSampler(sdktrace.ParentBased(sdktrace.TraceIDRatioBased(o.SamplingRatio))),
-		sdktrace.WithResource(resource.NewSchemaless(semconv.ServiceName(service))))
-	otel.SetTracerProvider(tp)
-	return func() { _ = tp.Shutdown(context.WithoutCancel(ctx)) }, nil
+	return o.Tracing.start(ctx, service)
 }
 
 // Profiles serves the process's profiles below /debug/pprof/.

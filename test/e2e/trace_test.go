@@ -5,6 +5,8 @@ import (
 	"encoding/hex"
 	"fmt"
 	"net"
+	"net/http"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -13,6 +15,7 @@ import (
 	"google.golang.org/grpc"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
 )
@@ -21,7 +24,7 @@ import (
 type collector struct {
 	collectorv1.UnimplementedTraceServiceServer
 	mu     sync.Mutex
-	traces map[string]map[string]string // trace → span → service
+	traces map[string]map[string]bool // trace → "service: span"
 }
 
 // Export implements the collector's service.
@@ -40,9 +43,9 @@ func (c *collector) Export(_ context.Context,
 			for _, s := range ss.Spans {
 				id := hex.EncodeToString(s.TraceId)
 				if c.traces[id] == nil {
-					c.traces[id] = map[string]string{}
+					c.traces[id] = map[string]bool{}
 				}
-				c.traces[id][s.Name] = service
+				c.traces[id][service+": "+s.Name] = true
 			}
 		}
 	}
@@ -55,12 +58,12 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &collector{traces: map[string]map[string]string{}}
+	c := &collector{traces: map[string]map[string]bool{}}
 	srv := grpc.NewServer()
 	collectorv1.RegisterTraceServiceServer(srv, c)
 	go func() { _ = srv.Serve(l) }()
 	t.Cleanup(srv.Stop)
-	s := harness.Split(t, "", "--tracing-endpoint="+l.Addr().String())
+	s := harness.Split(t, "", "--tracing-endpoint="+l.Addr().String(), "--tracing-sampling-ratio=1")
 	maps := s.Client().CoreV1().ConfigMaps("default")
 	w, err := maps.Watch(t.Context(), metav1.ListOptions{})
 	if err != nil {
@@ -79,11 +82,96 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		for _, spans := range c.traces {
-			if spans["publish configmaps"] == "registry" && spans["apply"] == "watchfanout" &&
-				spans["deliver"] == "gateway" {
+			if spans["registry: publish configmaps"] && spans["watchfanout: apply"] && spans["gateway: deliver"] {
 				return nil
 			}
 		}
 		return fmt.Errorf("%d traces, none with publish, apply and deliver", len(c.traces))
 	})
+}
+
+// A request whose administrator asks for it is one trace through every process that it passes, to etcd; one of anybody
+// else is not, whatever its traceparent says, and nothing else is traced.
+func TestARequestIsOneTrace(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &collector{traces: map[string]map[string]bool{}}
+	srv := grpc.NewServer()
+	collectorv1.RegisterTraceServiceServer(srv, c)
+	go func() { _ = srv.Serve(l) }()
+	t.Cleanup(srv.Stop)
+	s := harness.Split(t, "", "--tracing-endpoint="+l.Addr().String())
+	s.Kubectl("create", "serviceaccount", "someone")
+	token := strings.TrimSpace(s.Kubectl("create", "token", "someone"))
+	ask := func(token, trace, method, path, body string) *http.Response {
+		t.Helper()
+		conf := s.Config()
+		if token != "" {
+			conf = rest.AnonymousClientConfig(conf)
+			conf.BearerToken = token
+		}
+		client, err := rest.HTTPClientFor(conf)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req, err := http.NewRequestWithContext(t.Context(), method, conf.Host+path, strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Content-Type", "application/json")
+		if trace != "" {
+			req.Header.Set("traceparent", "00-"+trace+"-00f067aa0ba902b7-01")
+		}
+		resp, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
+		if resp.StatusCode >= 300 {
+			t.Fatalf("%s %s: %s", method, path, resp.Status)
+		}
+		return resp
+	}
+	const maps = "/api/v1/namespaces/default/configmaps"
+	body := func(name string) string { return `{"metadata":{"name":"` + name + `"}}` }
+	const write, list, none = "4bf92f3577b34da6a3ce929d0e0e4736", "4bf92f3577b34da6a3ce929d0e0e4737", "unsampled"
+	if got := ask("", write, "POST", maps, body("traced")).Header.Get("Traceresponse"); !strings.HasPrefix(got, "00-"+write) {
+		t.Errorf("the response says %q", got)
+	}
+	ask("", list, "GET", maps, "")
+	ask(token, "4bf92f3577b34da6a3ce929d0e0e4738", "GET", "/api", "")
+	if got := ask("", "", "POST", maps, body(none)).Header.Get("Traceresponse"); got != "" {
+		t.Errorf("a request that nobody asked to trace says %q", got)
+	}
+	harness.Eventually(t, 20*time.Second, func() error {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		for trace, spans := range map[string][]string{
+			write: {
+				"gateway: POST /api/v1/namespaces/{:namespace}/configmaps",
+				"gateway: watershed.registry.v1.Objects/Write",
+				"registry: watershed.registry.v1.Objects/Write",
+				"registry: Create etcd3",
+				"registry: etcdserverpb.KV/Txn",
+			},
+			list: {
+				"gateway: GET /api/v1/namespaces/{:namespace}/configmaps",
+				"watchfanout: watershed.watchfanout.v1.Watch/List",
+			},
+		} {
+			for _, name := range spans {
+				if !c.traces[trace][name] {
+					return fmt.Errorf("trace %s has %v, not %s", trace, c.traces[trace], name)
+				}
+			}
+		}
+		return nil
+	})
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.traces) != 2 {
+		t.Errorf("%d traces: %v", len(c.traces), c.traces)
+	}
 }

@@ -103,9 +103,10 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 var floors = map[string][][]string{
 	"platform": {
 		{
-			"config", "events", "features", "frame", "guard", "identity", "paths", "pki", "telemetry", "version", "watchable",
+			"config", "events", "features", "frame", "guard", "identity", "paths", "pki", "version", "watchable",
 		},
-		{"kubeversion", "rpc"},
+		{"kubeversion", "telemetry"},
+		{"rpc"},
 		{"apiclient", "catalog", "coalesce", "crd", "eventlog", "lifecycle"},
 		{"process"},
 	},

@@ -41,6 +41,7 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 		h = impersonation.WithImpersonation(h, authz, answer.Codecs)
 	}
 	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
+	h = traced(h)
 	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{},
 		authenticator.Audiences(c.APIAudiences), nil)
 	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")

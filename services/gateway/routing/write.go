@@ -1,6 +1,8 @@
 package routing
 
 import (
+	"go.opentelemetry.io/otel/trace"
+
 	"context"
 	"errors"
 	"io"
@@ -78,6 +80,9 @@ func (c *call) converse(r *registryv1.WriteRequest,
 			break
 		}
 		if m.GetResult() != nil || m.GetConnection() != nil {
+			if trace.SpanContextFromContext(ctx).IsSampled() {
+				_, _ = stream.Recv() // its end: a call that is given up is shown as failed
+			}
 			return m, nil
 		}
 		err = stream.Send(c.resolve(ctx, m))

@@ -31,6 +31,8 @@ import (
 	"k8s.io/apiserver/pkg/storage/value/encrypt/identity"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kubernetes/pkg/kubeapiserver"
+
+	"watershed.dev/platform/rpc"
 )
 
 // Options say where etcd is. The names are kube-apiserver's.
@@ -92,13 +94,15 @@ func Open(o Options, resources *serverstorage.ResourceConfig) (*Storage, error) 
 		DialKeepAliveTime:    10 * time.Second,
 		DialKeepAliveTimeout: 5 * time.Second,
 		MaxCallRecvMsgSize:   256 << 20,
-		DialOptions: []grpc.DialOption{grpc.WithConnectParams(grpc.ConnectParams{MinConnectTimeout: 3 * time.Second,
+		DialOptions: append(rpc.TracedClient(), grpc.WithConnectParams(grpc.ConnectParams{
+			MinConnectTimeout: 3 * time.Second,
 			Backoff: backoff.Config{
 				BaseDelay:  50 * time.Millisecond,
 				Multiplier: 1.6,
 				Jitter:     0.2,
 				MaxDelay:   time.Second,
-			}})},
+			},
+		})),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("--etcd-servers %v: %w", o.Servers, err)

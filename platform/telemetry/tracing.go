@@ -1,0 +1,163 @@
+package telemetry
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/exporters/otlp/otlptrace/otlptracegrpc"
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/sdk/resource"
+	sdktrace "go.opentelemetry.io/otel/sdk/trace"
+	semconv "go.opentelemetry.io/otel/semconv/v1.26.0"
+	"go.opentelemetry.io/otel/trace"
+	"go.opentelemetry.io/otel/trace/noop"
+	"google.golang.org/grpc/credentials"
+	tracingapi "k8s.io/component-base/tracing/api/v1"
+	"sigs.k8s.io/yaml"
+
+	"watershed.dev/platform/version"
+)
+
+// Tracing says where spans go, and of which requests and events. Off without an endpoint.
+type Tracing struct {
+	// ConfigFile is a TracingConfiguration, as kube-apiserver's.
+	ConfigFile string
+	// Endpoint is the host:port of an OTLP gRPC collector.
+	Endpoint string
+	// Ratio is the share of requests, and of events, that are traced: 0 to 1. A request of system:masters or
+	// system:monitoring whose traceparent says so is traced whatever it is.
+	Ratio float64
+	// CAFile makes the connection to the collector TLS.
+	CAFile string
+}
+
+func (o *Tracing) addFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&o.ConfigFile, "tracing-config-file", o.ConfigFile,
+		"File with apiserver tracing configuration (TracingConfiguration). It goes before --tracing-endpoint and "+
+			"--tracing-sampling-ratio.")
+	fs.StringVar(&o.Endpoint, "tracing-endpoint", o.Endpoint,
+		"host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
+	fs.Float64Var(&o.Ratio, "tracing-sampling-ratio", o.Ratio,
+		"The share of requests, and of events, to trace: 0 to 1. With 0 only requests of system:masters and "+
+			"system:monitoring that ask for it by their traceparent are.")
+	fs.StringVar(&o.CAFile, "tracing-ca-file", o.CAFile,
+		"The certificate authority of the collector. Empty: it is spoken to without TLS.")
+}
+
+// tracer is what this process traces with. Nothing but requests and events begins a trace: what runs in the background
+// has no root to be a part of.
+type tracer struct {
+	// requests samples all that it is asked for: whether a request is traced is decided before (Sampled).
+	requests, events trace.TracerProvider
+	ratio            float64
+}
+
+// off is the tracer of a process that traces nothing.
+var off = &tracer{requests: noop.NewTracerProvider(), events: noop.NewTracerProvider()}
+
+var current = off
+
+// Traced says whether this process traces anything at all. It is known once Start has returned, and stays.
+func Traced() bool { return current != off }
+
+// Requests makes the spans of requests that Sampled chose.
+func Requests() trace.TracerProvider { return current.requests }
+
+// Sampled chooses the share of requests that is traced.
+func Sampled() bool { return current.ratio > 0 && rand.Float64() < current.ratio }
+
+// readConfig takes what the configuration file says, with kube-apiserver's errors
+// (k8s.io/apiserver/pkg/server/options/tracing.go).
+func (o *Tracing) readConfig() error {
+	if o.ConfigFile == "" {
+		return nil
+	}
+	data, err := os.ReadFile(o.ConfigFile)
+	if err != nil {
+		const text = "failed to read tracing config: unable to read tracing configuration from %q: %w"
+		return fmt.Errorf(text, o.ConfigFile, err)
+	}
+	var c struct {
+		APIVersion string `json:"apiVersion"`
+		Kind       string `json:"kind"`
+		tracingapi.TracingConfiguration
+	}
+	err = yaml.UnmarshalStrict(data, &c)
+	versions := []string{"apiserver.config.k8s.io/v1", "apiserver.config.k8s.io/v1beta1", "apiserver.config.k8s.io/v1alpha1"}
+	if err == nil && (c.Kind != "TracingConfiguration" || !slices.Contains(versions, c.APIVersion)) {
+		err = fmt.Errorf("no kind %q is registered for version %q", c.Kind, c.APIVersion)
+	}
+	if err != nil {
+		return fmt.Errorf("failed to read tracing config: unable to decode tracing configuration data: %w", err)
+	}
+	if errs := tracingapi.ValidateTracingConfiguration(&c.TracingConfiguration, nil, nil); len(errs) > 0 {
+		return fmt.Errorf("failed to validate tracing configuration: %w", errs.ToAggregate())
+	}
+	o.Endpoint, o.Ratio = "localhost:4317", 0
+	if c.Endpoint != nil {
+		o.Endpoint = *c.Endpoint
+	}
+	if c.SamplingRatePerMillion != nil {
+		o.Ratio = float64(*c.SamplingRatePerMillion) / 1e6
+	}
+	return nil
+}
+
+// flushTimeout bounds how long spans are waited for at the end of a process: a collector may be away.
+const flushTimeout = 5 * time.Second
+
+// start connects to the collector; stop flushes.
+func (o *Tracing) start(ctx context.Context, service string) (stop func(), err error) {
+	if err := o.readConfig(); err != nil {
+		return nil, err
+	}
+	if o.Ratio < 0 || o.Ratio > 1 {
+		return nil, fmt.Errorf("--tracing-sampling-ratio %v: want a number from 0 to 1", o.Ratio)
+	}
+	otel.SetTextMapPropagator(propagation.NewCompositeTextMapPropagator(propagation.TraceContext{},
+		propagation.Baggage{}))
+	if o.Endpoint == "" {
+		return func() {}, nil
+	}
+	secure := otlptracegrpc.WithInsecure()
+	if o.CAFile != "" {
+		pem, err := os.ReadFile(o.CAFile)
+		if err != nil {
+			return nil, fmt.Errorf("--tracing-ca-file: %w", err)
+		}
+		pool := x509.NewCertPool()
+		if !pool.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("--tracing-ca-file %q holds no PEM certificate", o.CAFile)
+		}
+		secure = otlptracegrpc.WithTLSCredentials(credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool}))
+	}
+	export, err := otlptracegrpc.New(ctx, otlptracegrpc.WithEndpoint(strings.TrimPrefix(o.Endpoint, "dns://")), secure)
+	if err != nil {
+		return nil, fmt.Errorf("--tracing-endpoint %q: %w", o.Endpoint, err)
+	}
+	host, _ := os.Hostname()
+	batch := sdktrace.NewBatchSpanProcessor(export)
+	provider := func(root sdktrace.Sampler) *sdktrace.TracerProvider {
+		return sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(batch), sdktrace.WithSampler(sdktrace.ParentBased(root)),
+			sdktrace.WithResource(resource.NewSchemaless(semconv.ServiceName(service), semconv.ServiceInstanceID(host),
+				semconv.ServiceVersion(version.Release()))))
+	}
+	inner, events := provider(sdktrace.NeverSample()), provider(sdktrace.TraceIDRatioBased(o.Ratio))
+	otel.SetTracerProvider(inner)
+	current = &tracer{requests: provider(sdktrace.AlwaysSample()), events: events, ratio: o.Ratio}
+	return func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), flushTimeout)
+		defer cancel()
+		_ = errors.Join(batch.Shutdown(ctx))
+	}, nil
+}
