@@ -27,11 +27,31 @@ const authorities = "watershed-pki"
 
 // mounts are the Secrets that pods mount, by name, and what is in each: what the process needs and nothing else.
 var mounts = map[string][]string{
-	"watershed-gateway": {"ca.crt", "front-proxy-ca.crt", "inner-ca.crt", "inner-gateway.crt", "inner-gateway.key", "apiserver.crt",
-		"apiserver.key", "front-proxy-client.crt", "front-proxy-client.key", "apiserver-kubelet-client.crt",
-		"apiserver-kubelet-client.key"},
-	"watershed-registry": {"ca.crt", "front-proxy-ca.crt", "inner-ca.crt", "inner-registry.crt", "inner-registry.key", "sa.key",
-		"front-proxy-client.crt", "front-proxy-client.key", "apiserver-kubelet-client.crt", "apiserver-kubelet-client.key"},
+	"watershed-gateway": {
+		"ca.crt",
+		"front-proxy-ca.crt",
+		"inner-ca.crt",
+		"inner-gateway.crt",
+		"inner-gateway.key",
+		"apiserver.crt",
+		"apiserver.key",
+		"front-proxy-client.crt",
+		"front-proxy-client.key",
+		"apiserver-kubelet-client.crt",
+		"apiserver-kubelet-client.key",
+	},
+	"watershed-registry": {
+		"ca.crt",
+		"front-proxy-ca.crt",
+		"inner-ca.crt",
+		"inner-registry.crt",
+		"inner-registry.key",
+		"sa.key",
+		"front-proxy-client.crt",
+		"front-proxy-client.key",
+		"apiserver-kubelet-client.crt",
+		"apiserver-kubelet-client.key",
+	},
 	"watershed-authn": {"ca.crt", "front-proxy-ca.crt", "inner-ca.crt", "inner-authn.crt", "inner-authn.key", "sa.pub",
 		"client-authn.crt", "client-authn.key", "authn.kubeconfig"},
 	"watershed-authz": {"inner-ca.crt", "inner-authz.crt", "inner-authz.key", "client-authz.crt", "client-authz.key",
@@ -64,17 +84,21 @@ type Config struct {
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.Namespace, "namespace", "", "The namespace of the Secrets.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "The cluster of the Secrets. Empty: the one that this runs in.")
-	fs.StringVar(&c.ImportDir, "import-dir", "",
+	fs.StringVar(
+		&c.ImportDir,
+		"import-dir",
+		"",
 		"A directory with a PKI to begin with, by kubeadm's names: ca.crt, ca.key, sa.key, sa.pub, front-proxy-ca.crt, …. "+
-			"It counts where there are no Secrets yet.")
+			"It counts where there are no Secrets yet.",
+	)
 	fs.StringVar(&c.MountPath, "mount-path", "/etc/watershed/pki", "Where pods mount their Secret.")
 	fs.StringSliceVar(&c.Hosts, "tls-sans", nil,
 		"Further names and addresses for the gateway's certificate; the first is where admin.kubeconfig points.")
 	fs.IntVar(&c.Port, "secure-port", 443, "The port at which clients reach the gateway.")
 }
 
-// Command makes what is missing in the Secrets of a namespace, and renews what is old. It may run as often as one likes,
-// and beside itself.
+// Command makes what is missing in the Secrets of a namespace, and renews what is old. It may run as often as one
+// likes, and beside itself.
 func Command(command string, args []string) error {
 	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	c := &Config{}
@@ -214,10 +238,13 @@ func (c *Config) pki(dir string) *PKI {
 		host = c.Hosts[0]
 	}
 	return &PKI{
-		Dir:             dir,
-		Gateway:         URL(host, c.Port),
-		ServicesGateway: URL("gateway-internal."+c.Namespace+".svc", 6443), // which has the gateways that are not ready yet
-		MountedAt:       c.MountPath,
+		Dir:     dir,
+		Gateway: URL(host, c.Port),
+		ServicesGateway: URL(
+			"gateway-internal."+c.Namespace+".svc",
+			6443,
+		), // which has the gateways that are not ready yet
+		MountedAt: c.MountPath,
 		Hosts: append([]string{"gateway", "gateway." + c.Namespace, gateway, gateway + ".cluster.local"},
 			c.Hosts...),
 		StoreHosts: []string{
@@ -248,8 +275,11 @@ func put(ctx context.Context, secrets typedcorev1.SecretInterface, secret *corev
 	}
 	if secret == nil {
 		_, err := secrets.Create(ctx, &corev1.Secret{
-			ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"app.kubernetes.io/part-of": "watershed"}},
-			Data:       data,
+			ObjectMeta: metav1.ObjectMeta{
+				Name:   name,
+				Labels: map[string]string{"app.kubernetes.io/part-of": "watershed"},
+			},
+			Data: data,
 		}, metav1.CreateOptions{})
 		return err == nil, err
 	}

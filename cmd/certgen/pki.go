@@ -36,12 +36,12 @@ type PKI struct {
 	MountedAt string
 	// Admin is where admin.kubeconfig goes; empty: into Dir.
 	Admin string
-	// Hosts are further names and addresses for the gateway's certificate, and StoreHosts for etcd's, whose clients look
-	// for it by where it is.
+	// Hosts are further names and addresses for the gateway's certificate, and StoreHosts for etcd's, whose clients
+	// look for it by where it is.
 	Hosts, StoreHosts []string
 
-	// CA signs what the cluster's clients show, inner the services' identities among themselves: a client of the cluster
-	// can have none of these.
+	// CA signs what the cluster's clients show, inner the services' identities among themselves: a client of the
+	// cluster can have none of these.
 	CA, inner, frontProxy *pki.CA
 }
 

@@ -142,8 +142,10 @@ func (e *Etcd) clients(c *embed.Config) (err error) {
 		return err
 	}
 	if c.ListenClientUrls[0].Scheme != "https" {
-		return fmt.Errorf("--listen-client-urls %q: want an https URL, or a unix socket: etcd's clients show certificates",
-			e.Listen)
+		return fmt.Errorf(
+			"--listen-client-urls %q: want an https URL, or a unix socket: etcd's clients show certificates",
+			e.Listen,
+		)
 	}
 	c.ClientTLSInfo = e.mutualTLS("registry")
 	return nil

@@ -61,8 +61,10 @@ func (c *controllers) find(program string) (string, error) {
 			return path, nil
 		}
 	}
-	return "", fmt.Errorf("--with-controllers: there is no %s; `make peers` builds it, and --controllers-path says where it is",
-		program)
+	return "", fmt.Errorf(
+		"--with-controllers: there is no %s; `make peers` builds it, and --controllers-path says where it is",
+		program,
+	)
 }
 
 // part runs them beside the parts before it, and starts again what ends.

@@ -24,8 +24,8 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// resourcesOf are what a client of gRPC's own xDS needs for xds:///service, by type. Watershed's own clients ask for the
-// endpoints alone (rpc.XDS).
+// resourcesOf are what a client of gRPC's own xDS needs for xds:///service, by type. Watershed's own clients ask for
+// the endpoints alone (rpc.XDS).
 func resourcesOf(service string, replicas []Replica) map[string]types.Resource {
 	return map[string]types.Resource{
 		resource.ListenerType: listenerOf(service),
@@ -83,8 +83,8 @@ func routesOf(service string) *route.RouteConfiguration {
 	}
 }
 
-// unlimited is more calls than there ever are: gRPC's default of 1,024 counts streams, and a watch is one for as long as
-// it lasts.
+// unlimited is more calls than there ever are: gRPC's default of 1,024 counts streams, and a watch is one for as long
+// as it lasts.
 const unlimited = 1<<32 - 1
 
 // clusterOf names the policy by which replicas share calls: rendezvous for the watch tier, where the client has it, and

@@ -69,7 +69,10 @@ func TestEndpointSlicesNameReplicas(t *testing.T) {
 			Endpoints: endpoints,
 		}
 	}
-	index := cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc})
+	index := cache.NewIndexer(
+		cache.MetaNamespaceKeyFunc,
+		cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc},
+	)
 	for _, s := range []*discoveryv1.EndpointSlice{
 		slice("one", "registry", at("192.0.2.1", nil, nil), at("192.0.2.2", ptr.To(false), nil)),
 		slice("two", "registry", at("2001:db8::1", ptr.To(true), ptr.To(false)), at("192.0.2.3", ptr.To(true), ptr.To(true))),
@@ -84,7 +87,8 @@ func TestEndpointSlicesNameReplicas(t *testing.T) {
 		s := newServer("")
 		all, err := e.replicas("registry", port)
 		s.set("registry", all)
-		if got := fmt.Sprint(s.replicas["registry"]); got != "[{192.0.2.1:7001 a} {[2001:db8::1]:7001 a}]" || err != nil {
+		if got := fmt.Sprint(s.replicas["registry"]); got != "[{192.0.2.1:7001 a} {[2001:db8::1]:7001 a}]" ||
+			err != nil {
 			t.Errorf("%s: %s, %v", port, got, err)
 		}
 	}

@@ -2,8 +2,8 @@
 // go-control-plane, fed by EndpointSlices, by DNS or by a file.
 //
 // It depends on nothing that it helps to find, and nothing stops while it is away: its clients go on by what they know,
-// and so does a server that starts, by what the one before it wrote down. It is told by Kubernetes where a cluster hosts
-// Watershed; the API server that it serves is never asked.
+// and so does a server that starts, by what the one before it wrote down. It is told by Kubernetes where a cluster
+// hosts Watershed; the API server that it serves is never asked.
 package xds
 
 import (

@@ -78,7 +78,12 @@ type world struct {
 func newWorld(t *testing.T, replicas int) *world {
 	t.Helper()
 	w := &world{id: identities(t), server: newServer("")}
-	w.address = serve(t, w.id("xds"), "127.0.0.1:0", func(ctx context.Context, s *rpc.Server) { w.server.register(ctx, s) })
+	w.address = serve(
+		t,
+		w.id("xds"),
+		"127.0.0.1:0",
+		func(ctx context.Context, s *rpc.Server) { w.server.register(ctx, s) },
+	)
 	for range replicas {
 		w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), "127.0.0.1:0", nil)})
 	}
@@ -113,7 +118,8 @@ func answering(t *testing.T, conn *grpc.ClientConn) []string {
 	for range 20 {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		var p peer.Peer
-		_, err := healthv1.NewHealthClient(conn).Check(ctx, &healthv1.HealthCheckRequest{}, grpc.Peer(&p), grpc.WaitForReady(true))
+		_, err := healthv1.NewHealthClient(conn).
+			Check(ctx, &healthv1.HealthCheckRequest{}, grpc.Peer(&p), grpc.WaitForReady(true))
 		cancel()
 		if err != nil {
 			t.Fatal(err)

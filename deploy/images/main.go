@@ -172,7 +172,13 @@ func (o *options) assemble(name, binary string) (v1.Image, error) {
 	}
 	var files bytes.Buffer
 	w := tar.NewWriter(&files)
-	header := &tar.Header{Name: name, Mode: 0o555, Size: int64(len(content)), ModTime: time.Unix(0, 0), Format: tar.FormatPAX}
+	header := &tar.Header{
+		Name:    name,
+		Mode:    0o555,
+		Size:    int64(len(content)),
+		ModTime: time.Unix(0, 0),
+		Format:  tar.FormatPAX,
+	}
 	if err := w.WriteHeader(header); err != nil {
 		return nil, err
 	}
@@ -336,7 +342,12 @@ func pack(file, dir string) error {
 		if err != nil {
 			return err
 		}
-		header := &tar.Header{Name: filepath.ToSlash(name), Mode: 0o644, Size: int64(len(data)), ModTime: time.Unix(0, 0)}
+		header := &tar.Header{
+			Name:    filepath.ToSlash(name),
+			Mode:    0o644,
+			Size:    int64(len(data)),
+			ModTime: time.Unix(0, 0),
+		}
 		if err := w.WriteHeader(header); err != nil {
 			return err
 		}

@@ -51,7 +51,11 @@ func TestAnImage(t *testing.T) {
 	if err == nil {
 		err = json.Unmarshal(data, &bill)
 	}
-	if err != nil || !slices.ContainsFunc(bill.Packages, func(p struct{ Name string }) bool { return p.Name == "k8s.io/client-go" }) {
+	if err != nil ||
+		!slices.ContainsFunc(
+			bill.Packages,
+			func(p struct{ Name string }) bool { return p.Name == "k8s.io/client-go" },
+		) {
 		t.Errorf("the SBOM lacks k8s.io/client-go: %v", err)
 	}
 	for _, odd := range [][]string{{"-only", "nothing"}, {"-load", "rkt"}} {

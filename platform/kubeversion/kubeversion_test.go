@@ -17,7 +17,10 @@ func TestAPlainBuildKnowsItsVersion(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := "k8s.io/apiserver v0" + strings.TrimPrefix(version.Kubernetes, "v1"); !strings.Contains(string(mod), want) {
+	if want := "k8s.io/apiserver v0" + strings.TrimPrefix(version.Kubernetes, "v1"); !strings.Contains(
+		string(mod),
+		want,
+	) {
 		t.Errorf("go.mod does not have %s", want)
 	}
 }

@@ -59,7 +59,11 @@ func TestPartsStartInOrderAndStopInTheOpposite(t *testing.T) {
 func TestAPartThatEndsEndsTheProcess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &said{}
-		fails := Part{Name: "nats", Ready: &Readiness{}, Run: func(context.Context) error { return errors.New("no disk") }}
+		fails := Part{
+			Name:  "nats",
+			Ready: &Readiness{},
+			Run:   func(context.Context) error { return errors.New("no disk") },
+		}
 		fails.Ready.Set("nats", errors.New("not yet"))
 		err := Run(t.Context(), []Part{s.part("etcd", 0), fails, s.part("registry", 0)}, nil, nil)
 		if err == nil || err.Error() != "nats: no disk" || strings.Join(s.all, ", ") != "etcd runs, etcd ends" {
@@ -81,7 +85,11 @@ func TestAPartThatEndsEndsTheProcess(t *testing.T) {
 func TestAPartThatDoesNotStopIsLeftBehind(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hangs := make(chan struct{})
-		stuck := Part{Name: "stuck", StopTimeout: func() time.Duration { return time.Minute }, Run: func(context.Context) error { <-hangs; return nil }}
+		stuck := Part{
+			Name:        "stuck",
+			StopTimeout: func() time.Duration { return time.Minute },
+			Run:         func(context.Context) error { <-hangs; return nil },
+		}
 		ctx, cancel := context.WithCancel(t.Context())
 		began := time.Now()
 		if err := Run(ctx, []Part{stuck}, nil, cancel); err != nil || time.Since(began) != time.Minute {

@@ -135,8 +135,11 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
 	}
 	p.peers = map[string]*[]string{}
 	for _, peer := range m.Calls {
-		p.peers[peer] = fs.StringSlice(peer+"-addresses", nil,
-			"host:port of every replica of "+peer+", comma separated. With --xds-servers: until one of those has answered.")
+		p.peers[peer] = fs.StringSlice(
+			peer+"-addresses",
+			nil,
+			"host:port of every replica of "+peer+", comma separated. With --xds-servers: until one of those has answered.",
+		)
 	}
 	if len(m.Calls) > 0 {
 		fs.StringSliceVar(&p.xdsServers, "xds-servers", nil,

@@ -93,7 +93,11 @@ func (o *Tracing) readConfig() error {
 		tracingapi.TracingConfiguration
 	}
 	err = yaml.UnmarshalStrict(data, &c)
-	versions := []string{"apiserver.config.k8s.io/v1", "apiserver.config.k8s.io/v1beta1", "apiserver.config.k8s.io/v1alpha1"}
+	versions := []string{
+		"apiserver.config.k8s.io/v1",
+		"apiserver.config.k8s.io/v1beta1",
+		"apiserver.config.k8s.io/v1alpha1",
+	}
 	if err == nil && (c.Kind != "TracingConfiguration" || !slices.Contains(versions, c.APIVersion)) {
 		err = fmt.Errorf("no kind %q is registered for version %q", c.Kind, c.APIVersion)
 	}
@@ -139,7 +143,9 @@ func (o *Tracing) start(ctx context.Context, service string) (stop func(), err e
 		if !pool.AppendCertsFromPEM(pem) {
 			return nil, fmt.Errorf("--tracing-ca-file %q holds no PEM certificate", o.CAFile)
 		}
-		secure = otlptracegrpc.WithTLSCredentials(credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool}))
+		secure = otlptracegrpc.WithTLSCredentials(
+			credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool}),
+		)
 	}
 	export, err := otlptracegrpc.New(ctx, otlptracegrpc.WithEndpoint(strings.TrimPrefix(o.Endpoint, "dns://")), secure)
 	if err != nil {
@@ -148,9 +154,12 @@ func (o *Tracing) start(ctx context.Context, service string) (stop func(), err e
 	host, _ := os.Hostname()
 	batch := sdktrace.NewBatchSpanProcessor(export)
 	provider := func(root sdktrace.Sampler) *sdktrace.TracerProvider {
-		return sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(batch), sdktrace.WithSampler(sdktrace.ParentBased(root)),
+		return sdktrace.NewTracerProvider(
+			sdktrace.WithSpanProcessor(batch),
+			sdktrace.WithSampler(sdktrace.ParentBased(root)),
 			sdktrace.WithResource(resource.NewSchemaless(semconv.ServiceName(service), semconv.ServiceInstanceID(host),
-				semconv.ServiceVersion(version.Release()))))
+				semconv.ServiceVersion(version.Release()))),
+		)
 	}
 	inner, events := provider(sdktrace.NeverSample()), provider(sdktrace.TraceIDRatioBased(o.Ratio))
 	otel.SetTracerProvider(inner)

@@ -46,7 +46,12 @@ type clients struct {
 }
 
 // start begins to write and to watch.
-func start(ctx context.Context, client kubernetes.Interface, dial func() kubernetes.Interface, watchers int) (*clients, error) {
+func start(
+	ctx context.Context,
+	client kubernetes.Interface,
+	dial func() kubernetes.Interface,
+	watchers int,
+) (*clients, error) {
 	c := &clients{client: client}
 	for i := range objects {
 		cm := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: name(i)}, Data: map[string]string{"n": "0"}}
@@ -118,8 +123,8 @@ func (c *clients) writeOne(ctx context.Context, i, n int) (retried bool, err err
 	return retried, err
 }
 
-// watch watches until ctx is done, as an informer does: a watch that ends goes on from the last revision, and only where
-// that is gone is everything listed again.
+// watch watches until ctx is done, as an informer does: a watch that ends goes on from the last revision, and only
+// where that is gone is everything listed again.
 func (c *clients) watch(ctx context.Context, client kubernetes.Interface, seen *[objects]int) {
 	revision := ""
 	for ctx.Err() == nil {

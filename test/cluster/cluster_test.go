@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"encoding/base64"
 	"encoding/json"
 	"flag"
@@ -9,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"text/tabwriter"
@@ -28,7 +30,16 @@ var (
 )
 
 // programs are what `make e2e-cluster` builds beside the images.
-var programs = []string{"kubelet", "kube-proxy", "containerd", "containerd-shim-runc-v2", "ctr", "pause", "coredns", "jaeger"}
+var programs = []string{
+	"kubelet",
+	"kube-proxy",
+	"containerd",
+	"containerd-shim-runc-v2",
+	"ctr",
+	"pause",
+	"coredns",
+	"jaeger",
+}
 
 // services are what a rolling upgrade replaces, in the order of docs/deploying.md.
 var services = []string{"registry", "gateway", "watchfanout", "authn", "authz", "admission", "xds"}
@@ -68,7 +79,12 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	for _, s := range services {
 		h.phase(c, "a pod of "+s+" deleted", true, func() { h.deletePod(s) })
 	}
-	h.phase(c, "the pod of nats deleted", false, func() { h.deletePod("nats") }) // the log goes with it: clients list again
+	h.phase(
+		c,
+		"the pod of nats deleted",
+		false,
+		func() { h.deletePod("nats") },
+	) // the log goes with it: clients list again
 	h.phase(c, "the pod of etcd deleted", true, func() { h.deletePod("etcd") })
 	if next, _ := filepath.Glob(filepath.Join(harness.Root(), ".build", "images-next", "*.tar")); len(next) > 0 {
 		for _, archive := range next {
@@ -102,7 +118,14 @@ func (h *hosted) host() {
 		},
 	})
 	h.Cleanup(func() { // pods do not outlive their node's processes in an orderly way by themselves
-		_, _ = h.outer.TryKubectl("", "delete", "deployments,statefulsets,jobs,pods", "--all", "--all-namespaces", "--timeout=60s")
+		_, _ = h.outer.TryKubectl(
+			"",
+			"delete",
+			"deployments,statefulsets,jobs,pods",
+			"--all",
+			"--all-namespaces",
+			"--timeout=60s",
+		)
 	})
 	dns, err := os.ReadFile("dns.yaml")
 	if err != nil {
@@ -150,7 +173,15 @@ images:
 	h.outer.Kubectl("apply", "-k", dir)
 	h.rollout("watershed", "deployment/gateway")
 	fmt.Printf("\noverlays/dev is ready %.1f s after kubectl apply.\n", time.Since(began).Seconds())
-	secret := h.outer.Kubectl("-n", "watershed", "get", "secret", "watershed-admin", "-o", `jsonpath={.data.admin\.kubeconfig}`)
+	secret := h.outer.Kubectl(
+		"-n",
+		"watershed",
+		"get",
+		"secret",
+		"watershed-admin",
+		"-o",
+		`jsonpath={.data.admin\.kubeconfig}`,
+	)
 	kubeconfig, err := base64.StdEncoding.DecodeString(secret)
 	if err != nil {
 		h.Fatal(err)
@@ -167,8 +198,18 @@ images:
 
 // kubectl uses the inner gateway's Service as a user does.
 func (h *hosted) kubectl() {
-	cmd := exec.Command(harness.Peer("kubectl"), "--kubeconfig", filepath.Join(h.outer.Dir, "inner.kubeconfig"), "--server",
-		h.inner.Host, "--tls-server-name", h.inner.ServerName, "apply", "-f", "-")
+	cmd := exec.Command(
+		harness.Peer("kubectl"),
+		"--kubeconfig",
+		filepath.Join(h.outer.Dir, "inner.kubeconfig"),
+		"--server",
+		h.inner.Host,
+		"--tls-server-name",
+		h.inner.ServerName,
+		"apply",
+		"-f",
+		"-",
+	)
 	cmd.Stdin = strings.NewReader(deployment)
 	out, err := cmd.CombinedOutput()
 	if err != nil {
@@ -194,7 +235,8 @@ spec:
 func memory() string {
 	all := "Resident, MB:"
 	sum := 0.0
-	procs, _ := exec.Command("sh", "-c", "find /sys/fs/cgroup/*/kubepods -name cgroup.procs -exec cat {} + | sort -u").Output()
+	procs, _ := exec.Command("sh", "-c", "find /sys/fs/cgroup/*/kubepods -name cgroup.procs -exec cat {} + | sort -u").
+		Output()
 	for pid := range strings.FieldsSeq(string(procs)) {
 		exe, err := os.Readlink("/proc/" + pid + "/exe")
 		status, serr := os.ReadFile("/proc/" + pid + "/status")
@@ -222,8 +264,19 @@ func (h *hosted) phase(c *clients, what string, quiet bool, do func()) {
 	do()
 	time.Sleep(2 * time.Second) // for what comes late
 	n := c.phase()
-	fmt.Fprintf(h.table, "%s\t%.1f s\t%d\t%d\t%d\t%d\t%d\t%d\t%d ms\n", what, time.Since(began).Seconds(), n.writes, n.retried,
-		n.failed, n.events, n.resumed, n.relisted, n.oldest.Milliseconds())
+	fmt.Fprintf(
+		h.table,
+		"%s\t%.1f s\t%d\t%d\t%d\t%d\t%d\t%d\t%d ms\n",
+		what,
+		time.Since(began).Seconds(),
+		n.writes,
+		n.retried,
+		n.failed,
+		n.events,
+		n.resumed,
+		n.relisted,
+		n.oldest.Milliseconds(),
+	)
 	if n.failed > 0 || quiet && n.relisted > 0 {
 		h.Errorf("%s: %d writes failed, %d relists", what, n.failed, n.relisted)
 	}
@@ -274,25 +327,93 @@ func (h *hosted) upgrade() {
 	}
 }
 
-// traces asks Jaeger which services sent spans.
+// trace is a request's, by Jaeger's API.
+type trace struct {
+	Spans     []span
+	Processes map[string]struct{ ServiceName string }
+}
+
+// span is a part of it; times are in µs.
+type span struct {
+	SpanID, OperationName string
+	References            []struct{ RefType, SpanID string }
+	StartTime, Duration   int64
+	ProcessID             string
+}
+
+// traces has a write traced, and shows it as Jaeger has it.
 func (h *hosted) traces() {
+	const id = "4bf92f3577b34da6a3ce929d0e0e4736"
+	client, err := rest.HTTPClientFor(h.inner)
+	if err != nil {
+		h.Fatal(err)
+	}
+	req, err := http.NewRequestWithContext(h.Context(), http.MethodPost, h.inner.Host+"/api/v1/namespaces/default/pods",
+		strings.NewReader(`{"metadata":{"name":"traced"},"spec":{"containers":[{"name":"traced","image":"traced"}]}}`))
+	if err != nil {
+		h.Fatal(err)
+	}
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set("Traceparent", "00-"+id+"-00f067aa0ba902b7-01")
+	resp, err := client.Do(req)
+	if err != nil {
+		h.Fatal(err)
+	}
+	resp.Body.Close()
+	if resp.StatusCode != http.StatusCreated { // and traced all the same: nobody has made its service account
+		fmt.Println("The pod that is traced:", resp.Status)
+	}
 	address := h.outer.Kubectl("-n", "watershed", "get", "service", "jaeger", "-o", "jsonpath={.spec.clusterIP}")
+	var t trace
 	harness.Eventually(h, 30*time.Second, func() error {
-		resp, err := http.Get("http://" + address + ":16686/api/services")
+		resp, err := http.Get("http://" + address + ":16686/api/traces/" + id)
 		if err != nil {
 			return err
 		}
 		defer resp.Body.Close()
-		var answer struct{ Data []string }
+		var answer struct{ Data []trace }
 		if err := json.NewDecoder(resp.Body).Decode(&answer); err != nil {
 			return err
 		}
-		for _, s := range []string{"gateway", "registry", "watchfanout"} {
-			if !strings.Contains(" "+strings.Join(answer.Data, " ")+" ", " "+s+" ") {
-				return fmt.Errorf("Jaeger knows %q, not %s", answer.Data, s)
-			}
+		if len(answer.Data) != 1 {
+			return fmt.Errorf("Jaeger has %d traces", len(answer.Data))
 		}
-		fmt.Printf("Jaeger has spans of %s.\n", strings.Join(answer.Data, ", "))
+		t = answer.Data[0]
+		services := map[string]bool{}
+		for _, p := range t.Processes {
+			services[p.ServiceName] = true
+		}
+		if !services["gateway"] || !services["admission"] || !services["registry"] {
+			return fmt.Errorf("Jaeger has spans of %v", services)
+		}
 		return nil
 	})
+	fmt.Print(t.picture())
+}
+
+// picture draws a trace: when each span began and how long it took, in ms, below the one that it is a part of.
+func (t *trace) picture() string {
+	slices.SortFunc(t.Spans, func(a, b span) int { return cmp.Compare(a.StartTime, b.StartTime) })
+	depth := map[string]int{}
+	var out strings.Builder
+	for _, s := range t.Spans {
+		for _, r := range s.References {
+			if parent, ok := depth[r.SpanID]; ok && r.RefType == "CHILD_OF" {
+				depth[s.SpanID] = parent + 1
+			}
+		}
+		if _, ok := depth[s.SpanID]; !ok {
+			depth[s.SpanID] = 0
+		}
+		fmt.Fprintf(
+			&out,
+			"%7.2f %7.2f  %-11s %s%s\n",
+			float64(s.StartTime-t.Spans[0].StartTime)/1e3,
+			float64(s.Duration)/1e3,
+			t.Processes[s.ProcessID].ServiceName,
+			strings.Repeat("  ", depth[s.SpanID]),
+			s.OperationName,
+		)
+	}
+	return out.String()
 }

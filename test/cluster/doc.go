@@ -1,4 +1,4 @@
-// Package cluster runs Watershed as Kubernetes workloads: a first Watershed with a real node hosts a second one as pods,
-// from the images and manifests that users get, and clients watch and write while its pods are scaled, deleted and
-// upgraded.
+// Package cluster runs Watershed as Kubernetes workloads: a first Watershed with a real node hosts a second one as
+// pods, from the images and manifests that users get, and clients watch and write while its pods are scaled, deleted
+// and upgraded.
 package cluster

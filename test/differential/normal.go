@@ -33,7 +33,12 @@ var masks = []struct {
 	{regexp.MustCompile(`eyJ[A-Za-z0-9_-]{10,}(\.[A-Za-z0-9_-]*)*`), "TOKEN"},
 	{regexp.MustCompile(`resource version: \d+( \(\d+\))?(, current: \d+)?`), "resource version: RV"},
 	{regexp.MustCompile(`\b\d+m?\d*s\b`), "AGE"},
-	{regexp.MustCompile(`(precondition failed: UID in precondition: |ResourceVersion in record \(|ResourceVersion in the precondition \(|ResourceVersion in precondition: |in object meta: )\S+`), "$1ID"},
+	{
+		regexp.MustCompile(
+			`(precondition failed: UID in precondition: |ResourceVersion in record \(|ResourceVersion in the precondition \(|ResourceVersion in precondition: |in object meta: )\S+`,
+		),
+		"$1ID",
+	},
 	{regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: ).*`), "$1…"}, // in no order
 	{regexp.MustCompile(`X509SHA256=[0-9a-f]+`), "CREDENTIAL"},
 	{regexp.MustCompile(`\bkubernetes-admin\b`), "admin"},

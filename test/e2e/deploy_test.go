@@ -71,7 +71,16 @@ func TestSplitScales(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer out.Close()
-	watch := exec.Command(harness.Peer("kubectl"), "--kubeconfig", s.Kubeconfig, "get", "configmaps", "-w", "-o", "name")
+	watch := exec.Command(
+		harness.Peer("kubectl"),
+		"--kubeconfig",
+		s.Kubeconfig,
+		"get",
+		"configmaps",
+		"-w",
+		"-o",
+		"name",
+	)
 	watch.Stdout = out
 	if err := watch.Start(); err != nil {
 		t.Fatal(err)
@@ -91,7 +100,9 @@ func TestSplitScales(t *testing.T) {
 	found := func(n int) {
 		t.Helper()
 		harness.Eventually(t, 20*time.Second, func() error {
-			files, err := filepath.Glob(filepath.Join(s.Dir, "xds", "gateway-*", "watchfanout")) // of gateways that have asked
+			files, err := filepath.Glob(
+				filepath.Join(s.Dir, "xds", "gateway-*", "watchfanout"),
+			) // of gateways that have asked
 			if len(files) == 0 {
 				return fmt.Errorf("no gateway knows a replica: %v", err)
 			}

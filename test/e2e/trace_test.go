@@ -137,7 +137,10 @@ func TestARequestIsOneTrace(t *testing.T) {
 	const maps = "/api/v1/namespaces/default/configmaps"
 	body := func(name string) string { return `{"metadata":{"name":"` + name + `"}}` }
 	const write, list, none = "4bf92f3577b34da6a3ce929d0e0e4736", "4bf92f3577b34da6a3ce929d0e0e4737", "unsampled"
-	if got := ask("", write, "POST", maps, body("traced")).Header.Get("Traceresponse"); !strings.HasPrefix(got, "00-"+write) {
+	if got := ask("", write, "POST", maps, body("traced")).Header.Get("Traceresponse"); !strings.HasPrefix(
+		got,
+		"00-"+write,
+	) {
 		t.Errorf("the response says %q", got)
 	}
 	ask("", list, "GET", maps, "")

@@ -204,7 +204,11 @@ func images(t testing.TB, o Options) []*image {
 		return data
 	}
 	all := []*image{{
-		tags:       []string{"registry.k8s.io/pause:3.10", "registry.k8s.io/pause:3.10.1", "registry.k8s.io/pause:3.10.2"},
+		tags: []string{
+			"registry.k8s.io/pause:3.10",
+			"registry.k8s.io/pause:3.10.1",
+			"registry.k8s.io/pause:3.10.2",
+		},
 		entrypoint: []string{"/pause"},
 		files:      map[string][]byte{"/pause": file(harness.Peer("pause"))},
 	}}
@@ -250,7 +254,9 @@ func suite(t testing.TB) []*image {
 			entrypoint: []string{"/bin/busybox", "httpd", "-f", "-p", "80", "-h", "/usr/local/apache2/htdocs"},
 
 			busybox: true,
-			files:   map[string][]byte{"/usr/local/apache2/htdocs/index.html": []byte("<html><body><h1>It works!</h1></body></html>\n")},
+			files: map[string][]byte{
+				"/usr/local/apache2/htdocs/index.html": []byte("<html><body><h1>It works!</h1></body></html>\n"),
+			},
 		},
 		{
 			tags:       []string{suite + "sample-apiserver:1.29.2"},
@@ -324,7 +330,9 @@ func endPods() {
 		_ = os.Remove(ns)
 	}
 	for range 50 { // the last process leaves its group a moment after it was killed
-		if exec.Command("sh", "-c", "! ls -d "+groups+" 2>/dev/null || find "+groups+" -depth -type d -exec rmdir {} +").Run() == nil {
+		if exec.Command("sh", "-c", "! ls -d "+groups+" 2>/dev/null || find "+groups+" -depth -type d -exec rmdir {} +").
+			Run() ==
+			nil {
 			return
 		}
 		time.Sleep(20 * time.Millisecond)

@@ -124,7 +124,14 @@ var floors = map[string][][]string{
 		{"."},
 		{"cmd/gateway"},
 	},
-	"services/watchfanout": {{"cache"}, {"form"}, {"convert", "log"}, {"lists", "streams", "internal/world"}, {"."}, {"cmd/watchfanout"}},
+	"services/watchfanout": {
+		{"cache"},
+		{"form"},
+		{"convert", "log"},
+		{"lists", "streams", "internal/world"},
+		{"."},
+		{"cmd/watchfanout"},
+	},
 	"services/registry": {
 		{"storage", "election"},
 		{"verbs"},

@@ -19,8 +19,8 @@ type TLSConfig struct {
 	CertFile, KeyFile string
 	// SNI are the certificates for single names.
 	SNI []cliflag.NamedCertKey
-	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for identity.Gateway;
-	// empty: what everybody is.
+	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for
+	// identity.Gateway; empty: what everybody is.
 	ServicesCertFile, ServicesKeyFile string
 
 	MinVersion   string
