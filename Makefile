@@ -31,7 +31,7 @@ build: ## bin/watershed, the one binary
 up: build ## everything in one process, in .watershed/
 	$(BIN)/watershed up --data-dir .watershed $(ARGS)
 
-cluster: build peers ## up, with kube-controller-manager, kube-scheduler and nodes without containers
+cluster: build $(addprefix $(PEERS)/,kubectl kube-controller-manager kube-scheduler kwok kwok-stages.yaml) ## up, with kube-controller-manager, kube-scheduler and nodes without containers
 	$(BIN)/watershed up --with-controllers --data-dir .watershed $(ARGS)
 
 split: build ## every service as a process of its own, in .watershed/
@@ -40,7 +40,7 @@ split: build ## every service as a process of its own, in .watershed/
 test: lint unit e2e ## what CI runs
 
 lint: ## formatting, vet, staticcheck and what .golangci.yml names, and the contracts' form
-	@test -z "$$(gofmt -l proto platform services cmd deploy test)" || { gofmt -l proto platform services cmd test; echo 'run gofmt -w on these'; exit 1; }
+	@f=$$(gofmt -l proto platform services cmd deploy test); test -z "$$f" || { echo "$$f"; echo 'run gofmt -w on these'; exit 1; }
 	cd proto/tools/lint && GOWORK=off go build -o ../../../.build/bin/golangci-lint github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 	@for m in $(MODULES) test; do (cd $$m && $(CURDIR)/.build/bin/golangci-lint run --config $(CURDIR)/.golangci.yml ./...) || exit 1; done
 	cd proto && GOWORK=off go tool -modfile=tools/go.mod buf lint && GOWORK=off go tool -modfile=tools/go.mod buf breaking --against baseline.binpb
@@ -65,9 +65,9 @@ $(PEERS)/sample-apiserver: test/go.mod
 $(PEERS)/kwok: test/go.mod
 	cd test && go build -o ../$@ sigs.k8s.io/kwok/cmd/kwok
 # What kwok's nodes and pods do: kwok's own stages.
-$(PEERS)/kwok-stages.yaml: test/go.mod
+$(PEERS)/kwok-stages.yaml: test/go.mod | $(PEERS)/kwok
 	cd test && d=$$(go list -m -f '{{.Dir}}' sigs.k8s.io/kwok)/kustomize/stage && for s in node/fast node/heartbeat-with-lease pod/fast; do \
-	  for f in $$(ls $$d/$$s/*.yaml | grep -v kustomization); do echo ---; cat $$f; done; done > ../$@
+	  for f in $$(ls $$d/$$s/*.yaml | grep -v kustomization); do echo ---; cat $$f; done; done > ../$@.new && test -s ../$@.new && mv ../$@.new ../$@
 $(PEERS)/etcd: test/go.mod
 	cd test && go build -o ../$@ go.etcd.io/etcd/server/v3
 $(PEERS)/etcdctl: test/go.mod
@@ -92,7 +92,7 @@ $(PEERS)/jaeger: test/peers/jaeger/go.mod
 $(PEERS)/e2e.test: test/go.mod
 	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
 
-images: ## images of every binary as OCI layouts in .build/images; LOAD=docker or LOAD=containerd loads them too
+images: ## images of every binary, tar files of OCI layouts in .build/images; LOAD=docker or LOAD=containerd loads them too
 	go run ./deploy/images -ldflags "$(LDFLAGS)" $(if $(LOAD),-load $(LOAD))
 
 manifests: $(PEERS)/kubectl ## deploy/k8s/rendered, which a test holds against the overlays

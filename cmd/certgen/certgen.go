@@ -20,6 +20,7 @@ import (
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/version"
 )
 
 // authorities is the Secret that holds what nobody mounts: the CAs' keys, and all that is made.
@@ -113,7 +114,7 @@ func Command(command string, args []string) error {
 	if err != nil {
 		return fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
 	}
-	conf.UserAgent = "watershed-certgen"
+	conf.UserAgent = "watershed-certgen/" + version.Release()
 	client, err := kubernetes.NewForConfig(conf)
 	if err != nil {
 		return fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
@@ -137,11 +138,15 @@ const attempts = 10
 // Run makes what is missing, and answers which Secrets it wrote.
 func (c *Config) Run(ctx context.Context, secrets typedcorev1.SecretInterface) (changed []string, err error) {
 	for range attempts {
-		if changed, err = c.once(ctx, secrets); !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) {
-			return changed, err
+		var wrote []string
+		wrote, err = c.once(ctx, secrets)
+		changed = append(changed, wrote...)
+		if !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) {
+			break
 		}
 	}
-	return nil, err
+	slices.Sort(changed)
+	return slices.Compact(changed), err
 }
 
 // once writes the authorities first: whoever is second finds them, and what was made in vain is forgotten.
@@ -172,26 +177,25 @@ func (c *Config) once(ctx context.Context, secrets typedcorev1.SecretInterface) 
 		}
 	}
 	var changed []string
-	put := func(secret *corev1.Secret, name string, files []string) error {
+	keep := func(secret *corev1.Secret, name string, files []string) error {
 		wrote, err := put(ctx, secrets, secret, name, dir, files)
 		if wrote {
 			changed = append(changed, name)
 		}
 		return err
 	}
-	if err := put(all, authorities, files); err != nil {
-		return nil, err
+	if err := keep(all, authorities, files); err != nil {
+		return changed, err
 	}
 	for name, files := range mounts {
 		secret, err := get(ctx, secrets, name)
 		if err == nil {
-			err = put(secret, name, files)
+			err = keep(secret, name, files)
 		}
 		if err != nil {
-			return nil, err
+			return changed, err
 		}
 	}
-	slices.Sort(changed)
 	return changed, nil
 }
 

@@ -98,6 +98,8 @@ func (p *child) once(s spawner) error {
 	}
 	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n",
 		cmd.Process.Pid), 0o600); err != nil {
+		_ = cmd.Process.Kill() // there is never a second one beside it
+		_ = cmd.Wait()
 		return err
 	}
 	return cmd.Wait()

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"time"
@@ -38,7 +39,7 @@ func (c *controllers) addFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&c.nodes, "fake-nodes", 3, "How many nodes kwok plays.")
 }
 
-// find is the path of a program.
+// find is the path of a program, or of kwok's stages.
 func (c *controllers) find(program string) (string, error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -150,7 +151,7 @@ func (c *controllers) makeNodes(ctx context.Context, kubeconfig string) error {
 				Labels: map[string]string{
 					corev1.LabelHostname:   name,
 					corev1.LabelOSStable:   "linux",
-					corev1.LabelArchStable: "amd64",
+					corev1.LabelArchStable: runtime.GOARCH,
 				},
 			},
 			Status: corev1.NodeStatus{Allocatable: holds, Capacity: holds},

@@ -17,6 +17,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
 )
@@ -60,7 +61,7 @@ func scaleCommand(args []string) error {
 	}}
 	resp, err := client.PostForm("http://split/scale", to)
 	if err != nil {
-		return fmt.Errorf("--data-dir %q: no split runs there: %w", *dataDir, err)
+		return fmt.Errorf("--data-dir %q: no split that is ready runs there: %w", *dataDir, err)
 	}
 	defer resp.Body.Close()
 	body, err := io.ReadAll(resp.Body)
@@ -93,7 +94,7 @@ func (s *splitRun) serveControl(ctx context.Context) error {
 				http.Error(w, err.Error(), http.StatusBadRequest)
 				return
 			}
-			fmt.Fprintf(w, "%s: %d\n", name, s.counts[name])
+			fmt.Fprintf(w, "%s: %s\n", name, r.PostForm.Get(name))
 		}
 	})
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
@@ -104,9 +105,12 @@ func (s *splitRun) serveControl(ctx context.Context) error {
 	return nil
 }
 
+// toldWithin is how long it takes until everybody knows of a change of the replicas' file.
+const toldWithin = 2 * xds.FilePeriod
+
 // scale has a service run in a number of processes. A process that comes is told of once it has been started, and takes
-// calls once its health says so; one that goes is no longer told of before it is stopped, so that what comes next comes
-// to another, and drains.
+// calls once its health says so; one that goes is struck from the replicas first, and told to stop once that is known:
+// it turns its health, and ends what it still serves.
 func (s *splitRun) scale(name, number string) error {
 	m := moduleOf(name)
 	n, err := strconv.Atoi(number)
@@ -137,11 +141,13 @@ func (s *splitRun) more(m *process.Module) error {
 			return err
 		}
 		address = fmt.Sprintf("127.0.0.1:%d", ports[0])
-		s.addresses[m.Name] = append(s.addresses[m.Name], address)
 	}
 	p, err := s.plannedService(m, s.counts[m.Name], address)
 	if err != nil {
 		return err
+	}
+	if m.Serves {
+		s.addresses[m.Name] = append(s.addresses[m.Name], address)
 	}
 	s.counts[m.Name]++
 	s.processes = append(s.processes, p)
@@ -158,6 +164,7 @@ func (s *splitRun) fewer(m *process.Module) error {
 	if err := s.writeReplicas(); err != nil {
 		return err
 	}
+	time.Sleep(toldWithin)
 	i := slices.IndexFunc(s.processes, func(p *child) bool { return p.name == last })
 	s.processes[i].stop()
 	s.processes = slices.Delete(s.processes, i, i+1)

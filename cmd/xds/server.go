@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc"
 
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/pki"
 )
 
 // Replica is one process of a service.
@@ -160,10 +161,7 @@ func (s *server) keep() {
 	}
 	data, err := json.MarshalIndent(s.replicas, "", "  ")
 	if err == nil {
-		err = os.WriteFile(s.state+".new", append(data, '\n'), 0o600)
-	}
-	if err == nil {
-		err = os.Rename(s.state+".new", s.state)
+		err = pki.WriteFile(s.state, append(data, '\n'), 0o600)
 	}
 	if err != nil {
 		slog.Error("What is known is not kept for the next start", "file", s.state, "error", err)

@@ -2,7 +2,6 @@ package xds
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -19,6 +18,8 @@ import (
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/yaml"
+
+	"watershed.dev/platform/version"
 )
 
 // file is a source that names replicas in a file.
@@ -28,8 +29,8 @@ type file struct {
 	at     time.Time
 }
 
-// filePeriod is how often it is looked whether the file has changed.
-const filePeriod = 200 * time.Millisecond
+// FilePeriod is how often it is looked whether the replicas' file has changed.
+const FilePeriod = 200 * time.Millisecond
 
 // read tells what the file names, if it has changed.
 func (f *file) read() error {
@@ -67,7 +68,7 @@ func (f *file) read() error {
 // follow reads the file again whenever it has changed. What cannot be read changes nothing.
 func (f *file) follow(ctx context.Context) error {
 	said := ""
-	return every(ctx, filePeriod, func() {
+	return every(ctx, FilePeriod, func() {
 		err := f.read()
 		if err != nil && err.Error() != said {
 			slog.Error("Replicas stay as they were", "error", err)
@@ -86,8 +87,8 @@ type names struct {
 // follow tells every address of the name. A name that is not found changes nothing.
 func (n *names) follow(ctx context.Context) error {
 	host, port, err := splitAddress(n.address)
-	if err != nil {
-		return fmt.Errorf("--dns %s=%s: want host:port", n.service, n.address)
+	if err != nil { // Config.validate has looked
+		return err
 	}
 	said := ""
 	return every(ctx, n.period, func() {
@@ -138,7 +139,7 @@ func newSlices(c *Config, s *server) (*endpointSlices, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
 	}
-	conf.UserAgent = "watershed-xds"
+	conf.UserAgent = "watershed-xds/" + version.Release()
 	client, err := kubernetes.NewForConfig(conf)
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
@@ -190,8 +191,8 @@ func (e *endpointSlices) follow(ctx context.Context) error {
 	}
 }
 
-// replicas are those of a Service that serve and are not on their way out; whether one can take calls its health says,
-// which clients ask it themselves.
+// replicas are those of a Service whose readiness probe passes and that are not on their way out. Clients ask each one's
+// health as well.
 func (e *endpointSlices) replicas(service, port string) ([]Replica, error) {
 	all, err := e.lister.List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service}))
 	if err != nil {
@@ -216,7 +217,7 @@ func (e *endpointSlices) replicas(service, port string) ([]Replica, error) {
 			}
 		}
 	}
-	return out, errors.Join(checkAll(out))
+	return out, checkAll(out)
 }
 
 func yes(b *bool, unset bool) bool {

@@ -31,7 +31,8 @@ type Config struct {
 	Address string
 	// StateFile keeps what is known for the next start; empty: nothing is kept.
 	StateFile string
-	// File names the replicas of each service, and is read again when it has changed.
+	// File names the replicas of each service, and is read again when it has changed. A service is to be in one source
+	// alone: of two the one that speaks last is told.
 	File string
 	// DNS are host:port of each service, by name: a headless Service's name has all its replicas.
 	DNS map[string]string
@@ -77,6 +78,11 @@ func (c *Config) validate() error {
 	}
 	if len(c.Slices) > 0 && c.SlicesNamespace == "" {
 		errs = append(errs, errors.New("--endpoint-slices-namespace is required with --endpoint-slices"))
+	}
+	for name, address := range c.DNS {
+		if _, _, err := splitAddress(address); err != nil {
+			errs = append(errs, fmt.Errorf("--dns %s=%s: want host:port", name, address))
+		}
 	}
 	for name, of := range c.Slices {
 		if service, port, ok := strings.Cut(of, ":"); !ok || service == "" || port == "" {

@@ -11,6 +11,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+
+	"watershed.dev/platform/version"
 )
 
 // resync is how often informers hand everything to their handlers again, kube-apiserver's.
@@ -25,7 +27,7 @@ func Config(kubeconfig, service string) (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", kubeconfig, err)
 	}
-	c.UserAgent, c.QPS = "watershed-"+service, -1
+	c.UserAgent, c.QPS = "watershed-"+service+"/"+version.Release(), -1
 	return c, nil
 }
 

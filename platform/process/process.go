@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"time"
 	_ "time/tzdata" // CronJobs and CEL name time zones, and an image has no files
@@ -26,14 +27,7 @@ func init() { utilruntime.ReallyCrash = false }
 // Main is the main function of a service's own binary: it runs the service with the command line's settings until it is
 // told to stop, or prints the version.
 func Main(m *Module) {
-	if len(os.Args) == 2 && (os.Args[1] == "version" || os.Args[1] == "--version") {
-		fmt.Println(version.Line(m.Name))
-		return
-	}
-	if err := Run(m, m.Name, os.Args[1:]); err != nil {
-		fmt.Fprintln(os.Stderr, m.Name+":", err)
-		os.Exit(1)
-	}
+	MainOf(m.Name, func(name string, args []string) error { return Run(m, name, args) })
 }
 
 // Run runs one service with settings until it is told to stop. command is what it was called as.
@@ -51,6 +45,7 @@ func Run(m *Module, command string, args []string) error {
 		return err
 	}
 	defer flush()
+	slog.Info("Starting", "version", version.Release())
 	defer p.close()
 	if err := p.findReplicas(ctx); err != nil {
 		return err
@@ -90,8 +85,9 @@ func (p *process) parts(m *Module, settings Settings) ([]lifecycle.Part, error) 
 	}
 	if m.Serves {
 		parts = append(parts, lifecycle.Part{
-			Name: "rpc",
-			Run:  func(ctx context.Context) error { return p.serve(ctx, own.Get(), server) },
+			Name:        "rpc",
+			StopTimeout: func() time.Duration { return p.drain + time.Second },
+			Run:         func(ctx context.Context) error { return p.serve(ctx, own.Get(), server) },
 		})
 	}
 	return parts, nil

@@ -23,6 +23,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/resolver"
 	"google.golang.org/protobuf/proto"
+
+	"watershed.dev/platform/pki"
 )
 
 // XDS finds the replicas of services by an xDS server: endpoints alone (EDS, by aggregated discovery, state of the
@@ -249,11 +251,7 @@ func (x *XDS) keep(service string, addresses []string) {
 		return
 	}
 	path := filepath.Join(x.config.Dir, service)
-	err := os.WriteFile(path+".new", []byte(strings.Join(addresses, "\n")+"\n"), 0o600)
-	if err == nil {
-		err = os.Rename(path+".new", path)
-	}
-	if err != nil {
+	if err := pki.WriteFile(path, []byte(strings.Join(addresses, "\n")+"\n"), 0o600); err != nil {
 		slog.Error("Replicas are not kept for the next start", "of", service, "error", err)
 	}
 }

@@ -39,7 +39,11 @@ func commit() string {
 
 // Line is what `version` prints.
 func Line(command string) string {
-	return command + " " + Release() + " (Kubernetes " + Kubernetes + ")"
+	text := command + " " + Release()
+	if c := commit(); c != "" && c != Release() {
+		text += ", commit " + c
+	}
+	return text + " (Kubernetes " + Kubernetes + ")"
 }
 
 // Metrics are the package's collectors: watershed_build_info, 1, whose labels are the versions.
@@ -47,7 +51,7 @@ func Metrics() []prometheus.Collector {
 	g := prometheus.NewGauge(prometheus.GaugeOpts{
 		Name:        "watershed_build_info",
 		Help:        "1; its labels are the versions of Watershed and of Kubernetes that this process is made of.",
-		ConstLabels: prometheus.Labels{"version": Release(), "kubernetes": Kubernetes},
+		ConstLabels: prometheus.Labels{"version": Release(), "commit": commit(), "kubernetes": Kubernetes},
 	})
 	g.Set(1)
 	return []prometheus.Collector{g}

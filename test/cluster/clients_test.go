@@ -43,6 +43,9 @@ type clients struct {
 	seen   []*[objects]int // by watcher
 	finish context.CancelFunc
 	done   sync.WaitGroup
+	// endWrites ends the writer alone, and written waits for it.
+	endWrites context.CancelFunc
+	written   sync.WaitGroup
 }
 
 // start begins to write and to watch.
@@ -66,7 +69,9 @@ func start(
 		own := dial()
 		c.done.Go(func() { c.watch(ctx, own, seen) })
 	}
-	c.done.Go(func() { c.write(ctx) })
+	writes, end := context.WithCancel(ctx)
+	c.endWrites = end
+	c.written.Go(func() { c.write(writes) })
 	return c, nil
 }
 
@@ -210,29 +215,40 @@ func (c *clients) saw(cm *corev1.ConfigMap, seen *[objects]int, listed bool) {
 
 // stop ends the writer, waits until every watcher has seen its last writes, and answers what was wrong.
 func (c *clients) stop() []string {
-	missing := ""
+	c.endWrites()
+	c.written.Wait()
+	wrote := c.writes()
+	var missing error
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
-		if missing = c.missing(); missing == "" || time.Now().After(deadline) {
+		if missing = c.missing(wrote); missing == nil || time.Now().After(deadline) {
 			break
 		}
 	}
 	c.finish()
 	c.done.Wait()
-	if missing != "" {
-		c.wrong = append(c.wrong, missing)
+	if missing != nil {
+		c.wrong = append(c.wrong, missing.Error())
 	}
 	return c.wrong
 }
 
-func (c *clients) missing() string {
+// writes are how often each object has been written.
+func (c *clients) writes() [objects]int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.wrote
+}
+
+// missing says which watcher has not seen what was written.
+func (c *clients) missing(wrote [objects]int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for w, seen := range c.seen {
 		for i, n := range seen {
-			if n < c.wrote[i]-1 { // the writer goes on
-				return fmt.Sprintf("watcher %d has seen %d of %d writes of %s", w, n, c.wrote[i], name(i))
+			if n < wrote[i] {
+				return fmt.Errorf("watcher %d has seen %d of %d writes of %s", w, n, wrote[i], name(i))
 			}
 		}
 	}
-	return ""
+	return nil
 }

@@ -16,6 +16,8 @@ import (
 	"text/tabwriter"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -86,12 +88,14 @@ func TestWatershedAsWorkloads(t *testing.T) {
 		func() { h.deletePod("nats") },
 	) // the log goes with it: clients list again
 	h.phase(c, "the pod of etcd deleted", true, func() { h.deletePod("etcd") })
-	if next, _ := filepath.Glob(filepath.Join(harness.Root(), ".build", "images-next", "*.tar")); len(next) > 0 {
-		for _, archive := range next {
-			h.node.Import(t, archive)
-		}
-		h.phase(c, "rolling upgrade", true, h.upgrade)
+	next, _ := filepath.Glob(filepath.Join(harness.Root(), ".build", "images-next", "*.tar"))
+	if len(next) == 0 {
+		t.Fatal("no images of the next commit: `make e2e-cluster` builds them")
 	}
+	for _, archive := range next {
+		h.node.Import(t, archive)
+	}
+	h.phase(c, "rolling upgrade", true, h.upgrade)
 	for _, w := range c.stop() {
 		t.Error(w)
 	}
@@ -235,7 +239,7 @@ spec:
 func memory() string {
 	all := "Resident, MB:"
 	sum := 0.0
-	procs, _ := exec.Command("sh", "-c", "find /sys/fs/cgroup/*/kubepods -name cgroup.procs -exec cat {} + | sort -u").
+	procs, _ := exec.Command("sh", "-c", "find /sys/fs/cgroup/kubepods /sys/fs/cgroup/*/kubepods -name cgroup.procs -exec cat {} + 2>/dev/null | sort -u").
 		Output()
 	for pid := range strings.FieldsSeq(string(procs)) {
 		exe, err := os.Readlink("/proc/" + pid + "/exe")
@@ -256,29 +260,20 @@ func memory() string {
 	return all + fmt.Sprintf("; all but etcd %.0f", sum)
 }
 
-// phase does something while clients watch and write, lets them see it for a moment, and tells what they noticed.
+// phase does something while clients watch and write, waits until every watcher has seen all that was written meanwhile,
+// and tells what they noticed.
 func (h *hosted) phase(c *clients, what string, quiet bool, do func()) {
 	h.Helper()
 	c.phase()
 	began := time.Now()
 	do()
-	time.Sleep(2 * time.Second) // for what comes late
+	wrote := c.writes()
+	harness.Eventually(h, 2*time.Minute, func() error { return c.missing(wrote) })
 	n := c.phase()
-	fmt.Fprintf(
-		h.table,
-		"%s\t%.1f s\t%d\t%d\t%d\t%d\t%d\t%d\t%d ms\n",
-		what,
-		time.Since(began).Seconds(),
-		n.writes,
-		n.retried,
-		n.failed,
-		n.events,
-		n.resumed,
-		n.relisted,
-		n.oldest.Milliseconds(),
-	)
-	if n.failed > 0 || quiet && n.relisted > 0 {
-		h.Errorf("%s: %d writes failed, %d relists", what, n.failed, n.relisted)
+	fmt.Fprintf(h.table, "%s\t%.1f s\t%d\t%d\t%d\t%d\t%d\t%d\t%d ms\n", what, time.Since(began).Seconds(), n.writes,
+		n.retried, n.failed, n.events, n.resumed, n.relisted, n.oldest.Milliseconds())
+	if n.events == 0 || n.failed > 0 || quiet && n.relisted > 0 {
+		h.Errorf("%s: %d events, %d writes failed, %d relists", what, n.events, n.failed, n.relisted)
 	}
 }
 
@@ -348,6 +343,11 @@ func (h *hosted) traces() {
 	if err != nil {
 		h.Fatal(err)
 	}
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default"}} // without which there is no pod
+	accounts := kubernetes.NewForConfigOrDie(h.inner).CoreV1().ServiceAccounts("default")
+	if _, err := accounts.Create(h.Context(), account, metav1.CreateOptions{}); err != nil {
+		h.Fatal(err)
+	}
 	req, err := http.NewRequestWithContext(h.Context(), http.MethodPost, h.inner.Host+"/api/v1/namespaces/default/pods",
 		strings.NewReader(`{"metadata":{"name":"traced"},"spec":{"containers":[{"name":"traced","image":"traced"}]}}`))
 	if err != nil {
@@ -360,8 +360,8 @@ func (h *hosted) traces() {
 		h.Fatal(err)
 	}
 	resp.Body.Close()
-	if resp.StatusCode != http.StatusCreated { // and traced all the same: nobody has made its service account
-		fmt.Println("The pod that is traced:", resp.Status)
+	if resp.StatusCode != http.StatusCreated {
+		h.Fatalf("the pod that is traced: %s", resp.Status)
 	}
 	address := h.outer.Kubectl("-n", "watershed", "get", "service", "jaeger", "-o", "jsonpath={.spec.clusterIP}")
 	var t trace
@@ -383,7 +383,7 @@ func (h *hosted) traces() {
 		for _, p := range t.Processes {
 			services[p.ServiceName] = true
 		}
-		if !services["gateway"] || !services["admission"] || !services["registry"] {
+		if !services["gateway"] || !services["admission"] || !services["registry"] || !services["authz"] {
 			return fmt.Errorf("Jaeger has spans of %v", services)
 		}
 		return nil

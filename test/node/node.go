@@ -318,7 +318,7 @@ func sweep(dir string) {
 
 // endPods ends what still runs in kubelet's control groups, and removes these and pods' network namespaces.
 func endPods() {
-	const groups = "/sys/fs/cgroup/*/kubepods"
+	const groups = "/sys/fs/cgroup/kubepods /sys/fs/cgroup/*/kubepods" // of cgroup v2, and of v1
 	procs := exec.Command("sh", "-c", "find "+groups+" -name cgroup.procs -exec cat {} + 2>/dev/null | sort -u")
 	for _, pid := range strings.Fields(string(output(procs))) {
 		if n, err := strconv.Atoi(pid); err == nil {
@@ -330,7 +330,7 @@ func endPods() {
 		_ = os.Remove(ns)
 	}
 	for range 50 { // the last process leaves its group a moment after it was killed
-		if exec.Command("sh", "-c", "! ls -d "+groups+" 2>/dev/null || find "+groups+" -depth -type d -exec rmdir {} +").
+		if exec.Command("sh", "-c", "for g in "+groups+"; do ! test -d $g || find $g -depth -type d -exec rmdir {} + || exit 1; done").
 			Run() ==
 			nil {
 			return

@@ -70,7 +70,7 @@ type Options struct {
 func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.AdvertiseAddress, "advertise-address", "",
 		"The IP address of the gateway (or its load balancer) that the kubernetes Service points to. Empty: the "+
-			"host's default interface.")
+			"host's default interface. none: the Service has no endpoints of ours.")
 	fs.IntVar(&o.SecurePort, "secure-port", 6443, "The port of the gateway that the kubernetes Service points to.")
 	fs.StringVar(&o.ClientCAFile, "client-ca-file", "",
 		"The clients' certificate authority, published in extension-apiserver-authentication.")
@@ -120,9 +120,12 @@ func (l *Loops) Prepare() error {
 	l.Informers.Core().V1().Namespaces().Informer()
 	l.Informers.Core().V1().Services().Informer()
 	l.Informers.Discovery().V1().EndpointSlices().Informer()
+	if l.AdvertiseAddress == "none" {
+		return nil
+	}
 	l.address = net.ParseIP(l.AdvertiseAddress)
 	if l.AdvertiseAddress != "" && l.address == nil {
-		return fmt.Errorf("--advertise-address %q: not an IP address", l.AdvertiseAddress)
+		return fmt.Errorf("--advertise-address %q: not an IP address, nor none", l.AdvertiseAddress)
 	}
 	if l.address == nil {
 		ip, err := utilnet.ResolveBindAddress(net.IPv4zero)

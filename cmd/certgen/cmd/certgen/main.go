@@ -2,15 +2,8 @@
 package main
 
 import (
-	"fmt"
-	"os"
-
 	"watershed.dev/cmd/certgen"
+	"watershed.dev/platform/process"
 )
 
-func main() {
-	if err := certgen.Command("certgen", os.Args[1:]); err != nil {
-		fmt.Fprintln(os.Stderr, "certgen:", err)
-		os.Exit(1)
-	}
-}
+func main() { process.MainOf("certgen", certgen.Command) }

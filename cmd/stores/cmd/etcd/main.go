@@ -2,15 +2,8 @@
 package main
 
 import (
-	"fmt"
-	"os"
-
 	"watershed.dev/cmd/stores"
+	"watershed.dev/platform/process"
 )
 
-func main() {
-	if err := stores.EtcdCommand("etcd", os.Args[1:]); err != nil {
-		fmt.Fprintln(os.Stderr, "etcd:", err)
-		os.Exit(1)
-	}
-}
+func main() { process.MainOf("etcd", stores.EtcdCommand) }

@@ -2,15 +2,8 @@
 package main
 
 import (
-	"fmt"
-	"os"
-
 	"watershed.dev/cmd/stores"
+	"watershed.dev/platform/process"
 )
 
-func main() {
-	if err := stores.NATSCommand("nats", os.Args[1:]); err != nil {
-		fmt.Fprintln(os.Stderr, "nats:", err)
-		os.Exit(1)
-	}
-}
+func main() { process.MainOf("nats", stores.NATSCommand) }

@@ -2,15 +2,8 @@
 package main
 
 import (
-	"fmt"
-	"os"
-
 	"watershed.dev/cmd/xds"
+	"watershed.dev/platform/process"
 )
 
-func main() {
-	if err := xds.Command("xds", os.Args[1:]); err != nil {
-		fmt.Fprintln(os.Stderr, "xds:", err)
-		os.Exit(1)
-	}
-}
+func main() { process.MainOf("xds", xds.Command) }

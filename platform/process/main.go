@@ -1,0 +1,21 @@
+package process
+
+import (
+	"fmt"
+	"os"
+
+	"watershed.dev/platform/version"
+)
+
+// MainOf is the main function of a binary that has one command: it runs it with the command line's arguments, or prints
+// the version.
+func MainOf(name string, command func(name string, args []string) error) {
+	if len(os.Args) == 2 && (os.Args[1] == "version" || os.Args[1] == "--version") {
+		fmt.Println(version.Line(name))
+		return
+	}
+	if err := command(name, os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, name+":", err)
+		os.Exit(1)
+	}
+}
