@@ -191,8 +191,8 @@ func (e *endpointSlices) follow(ctx context.Context) error {
 	}
 }
 
-// replicas are those of a Service whose readiness probe passes and that are not on their way out. Clients ask each one's
-// health as well.
+// replicas are those of a Service whose readiness probe passes and that are not on their way out. Clients ask the health
+// of each as well.
 func (e *endpointSlices) replicas(service, port string) ([]Replica, error) {
 	all, err := e.lister.List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service}))
 	if err != nil {

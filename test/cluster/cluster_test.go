@@ -151,7 +151,10 @@ spec:
   accessModes: [ReadWriteOnce]
   storageClassName: local
   local: {path: ` + harness.TempDir(h) + `}
-  nodeAffinity: {required: {nodeSelectorTerms: [{matchExpressions: [{key: kubernetes.io/hostname, operator: In, values: [` + node.Name + `]}]}]}}
+  nodeAffinity:
+    required:
+      nodeSelectorTerms:
+      - matchExpressions: [{key: kubernetes.io/hostname, operator: In, values: [` + node.Name + `]}]
 `)
 	h.rollout("kube-system", "deployment/coredns")
 }
@@ -260,8 +263,8 @@ func memory() string {
 	return all + fmt.Sprintf("; all but etcd %.0f", sum)
 }
 
-// phase does something while clients watch and write, waits until every watcher has seen all that was written meanwhile,
-// and tells what they noticed.
+// phase does something while clients watch and write, waits until every watcher has seen all that was written
+// meanwhile, and tells what they noticed.
 func (h *hosted) phase(c *clients, what string, quiet bool, do func()) {
 	h.Helper()
 	c.phase()
