@@ -160,6 +160,11 @@ func (c *Config) once(ctx context.Context, secrets typedcorev1.SecretInterface) 
 	if err != nil {
 		return nil, err
 	}
+	if all == nil || len(all.Data) == 0 {
+		if err := nothingMade(ctx, secrets); err != nil {
+			return nil, err
+		}
+	}
 	if err := c.begin(dir, all); err != nil {
 		return nil, err
 	}
@@ -199,9 +204,26 @@ func (c *Config) once(ctx context.Context, secrets typedcorev1.SecretInterface) 
 	return changed, nil
 }
 
+// nothingMade says that there is no Secret of a pod's while the one that all are made of is not there: a new one would
+// be another cluster's, whose tokens, certificates and log nobody could use.
+func nothingMade(ctx context.Context, secrets typedcorev1.SecretInterface) error {
+	for name := range mounts {
+		s, err := get(ctx, secrets, name)
+		if err != nil {
+			return err
+		}
+		if s != nil {
+			const text = "secret %s is gone or empty, and %s is there: put its copy back, or delete every Secret of " +
+				"Watershed's to begin a new cluster"
+			return fmt.Errorf(text, authorities, name)
+		}
+	}
+	return nil
+}
+
 // begin lays what there is into dir: the Secret's files, or else those to import.
 func (c *Config) begin(dir string, all *corev1.Secret) error {
-	if all != nil {
+	if all != nil && len(all.Data) > 0 {
 		for name, data := range all.Data {
 			if name != filepath.Base(name) {
 				return fmt.Errorf("secret %s holds %q, which is no file's name", authorities, name)

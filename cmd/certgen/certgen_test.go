@@ -71,6 +71,44 @@ func TestSecretsAreMadeOnceAndMended(t *testing.T) {
 	}
 }
 
+// A Secret that all others are made of is not made anew while these are there: what is gone is told.
+func TestALostAuthorityIsNotReplaced(t *testing.T) {
+	for what, lose := range map[string]func(s *corev1.Secret){
+		"all":    func(s *corev1.Secret) { s.Data = nil },
+		"ca.crt": func(s *corev1.Secret) { delete(s.Data, "ca.crt") },
+		"ca.key": func(s *corev1.Secret) { delete(s.Data, "ca.key") },
+		"sa.key": func(s *corev1.Secret) { delete(s.Data, "sa.key") },
+		"sa.pub": func(s *corev1.Secret) { delete(s.Data, "sa.pub") },
+	} {
+		client := fake.NewClientset()
+		c := &Config{Namespace: "ws", MountPath: "/mnt"}
+		secrets := client.CoreV1().Secrets("ws")
+		if _, err := c.Run(t.Context(), secrets); err != nil {
+			t.Fatal(err)
+		}
+		s, err := secrets.Get(t.Context(), authorities, metav1.GetOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		lose(s)
+		if _, err := secrets.Update(t.Context(), s, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		before := secretsOf(t, client)
+		if changed, err := c.Run(t.Context(), secrets); err == nil || len(changed) > 0 {
+			t.Errorf("without %s: %q, %v", what, changed, err)
+		}
+		after := secretsOf(t, client)
+		for name, data := range before {
+			for f, b := range data {
+				if string(after[name][f]) != string(b) {
+					t.Errorf("without %s: %s of %s is another", what, f, name)
+				}
+			}
+		}
+	}
+}
+
 // A pod gets what it needs: no key of a CA, and of identities its own.
 func TestAPodGetsItsOwnKeysAlone(t *testing.T) {
 	client := fake.NewClientset()

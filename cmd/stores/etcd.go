@@ -6,13 +6,17 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"net/http"
 	"net/url"
 	"os"
 	"path/filepath"
+	"time"
 
 	"github.com/spf13/pflag"
 	"go.etcd.io/etcd/client/pkg/v3/transport"
+	"go.etcd.io/etcd/client/pkg/v3/types"
 	"go.etcd.io/etcd/server/v3/embed"
+	"go.etcd.io/etcd/server/v3/etcdserver/api/membership"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
 
@@ -83,6 +87,9 @@ func (e *Etcd) Part() lifecycle.Part {
 		}
 		conf, err := e.config()
 		if err != nil {
+			return err
+		}
+		if err := e.sameCluster(conf); err != nil {
 			return err
 		}
 		member, err := embed.StartEtcd(conf)
@@ -200,4 +207,49 @@ func alone(p lifecycle.Part) error {
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
 	return lifecycle.Run(ctx, []lifecycle.Part{p}, nil, nil)
+}
+
+// sameCluster says whether the other members that run are of the cluster that this one is to begin with them. A member
+// without data that is given a list which those with data do not know of makes a second, empty cluster beside theirs.
+func (e *Etcd) sameCluster(c *embed.Config) error {
+	if c.ClusterState != embed.ClusterStateFlagNew || e.Peer == "" || hasData(e.Dir) {
+		return nil
+	}
+	members, err := types.NewURLsMap(c.InitialCluster)
+	if err != nil {
+		return fmt.Errorf("--initial-cluster %q: %w", c.InitialCluster, err)
+	}
+	own, err := membership.NewClusterFromURLsMap(zap.NewNop(), c.InitialClusterToken, members)
+	if err != nil {
+		return fmt.Errorf("--initial-cluster %q: %w", c.InitialCluster, err)
+	}
+	rt, err := transport.NewTransport(c.PeerTLSInfo, peerTimeout)
+	if err != nil {
+		return err
+	}
+	client := &http.Client{Transport: rt, Timeout: peerTimeout}
+	for name, at := range members {
+		if name == c.Name {
+			continue
+		}
+		resp, err := client.Get(at[0].String() + "/members")
+		if err != nil {
+			continue // it does not run yet
+		}
+		resp.Body.Close()
+		if id := resp.Header.Get("X-Etcd-Cluster-ID"); id != "" && id != own.ID().String() {
+			const text = "--initial-cluster %q: %s is a member of another cluster, %s: add this member there " +
+				"(etcdctl member add) and start it with --initial-cluster-state=existing"
+			return fmt.Errorf(text, c.InitialCluster, name, id)
+		}
+	}
+	return nil
+}
+
+// peerTimeout is how long another member may take to say which cluster it is of.
+const peerTimeout = 3 * time.Second
+
+func hasData(dir string) bool {
+	_, err := os.Stat(filepath.Join(dir, "member"))
+	return err == nil
 }

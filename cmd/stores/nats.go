@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
 	"net/url"
 	"os"
 	"slices"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/nats-io/nats-server/v2/server"
 	"github.com/spf13/pflag"
+	"golang.org/x/net/netutil"
 
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/eventlog"
@@ -31,7 +33,7 @@ type NATS struct {
 	Dir, KeyFile string
 	// Address is the host:port that it serves clients on, by mutual TLS; empty: it serves this process alone.
 	Address string
-	// Monitor is the host:port to serve /healthz and /varz on without TLS; empty: none.
+	// Monitor is the host:port to serve /healthz on without TLS; empty: none.
 	Monitor string
 	// ID is its identity on the inner network.
 	ID rpc.TLS
@@ -46,6 +48,8 @@ const (
 	maxStoreBytes   = 16 << 30
 	maxPayloadBytes = 32 << 20
 	maxPendingBytes = 256 << 20
+
+	maxMonitorConnections = 64
 )
 
 // AddFlags adds the server's flags, with their defaults.
@@ -55,7 +59,7 @@ func (n *NATS) AddFlags(fs *pflag.FlagSet) {
 		"A file with the key that what JetStream stores is encrypted with. Empty: it is not encrypted.")
 	fs.StringVar(&n.Address, "listen-address", "127.0.0.1:4222", "host:port to serve clients on.")
 	fs.StringVar(&n.Monitor, "monitor-address", "",
-		"host:port to serve /healthz and /varz on without TLS: loopback or an inner network only.")
+		"host:port to serve /healthz on without TLS, and nothing else. Empty: none.")
 	fs.StringVar(&n.Name, "name", "watershed", "This server's name in its cluster.")
 	fs.StringVar(&n.Cluster, "cluster-listen-address", "",
 		"host:port to serve the other servers of a cluster on. Empty: it is the only one.")
@@ -82,6 +86,9 @@ func (n *NATS) Part(started func(*server.Server)) lifecycle.Part {
 		if err != nil {
 			return err
 		}
+		if err := n.monitor(ctx, srv); err != nil {
+			return err
+		}
 		started(srv)
 		ready.Set("nats", nil)
 		<-ctx.Done()
@@ -106,7 +113,7 @@ func (n *NATS) start() (*server.Server, error) {
 		DontListen:         n.Address == "",
 		WriteDeadline:      10 * time.Second,
 	}
-	for _, set := range []func(*server.Options) error{n.encrypt, n.listen, n.monitor, n.join} {
+	for _, set := range []func(*server.Options) error{n.encrypt, n.listen, n.join} {
 		if err := set(o); err != nil {
 			return nil, err
 		}
@@ -151,11 +158,29 @@ func (n *NATS) listen(o *server.Options) (err error) {
 	return err
 }
 
-func (n *NATS) monitor(o *server.Options) (err error) {
-	if n.Monitor != "" {
-		o.HTTPHost, o.HTTPPort, err = hostPort("monitor-address", n.Monitor)
+// monitor says whether the server serves until ctx is done. NATS' own monitoring tells anybody who its clients are and
+// what its goroutines do.
+func (n *NATS) monitor(ctx context.Context, srv *server.Server) error {
+	if n.Monitor == "" {
+		return nil
 	}
-	return err
+	l, err := net.Listen("tcp", n.Monitor)
+	if err != nil {
+		return fmt.Errorf("--monitor-address %q: %w", n.Monitor, err)
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("/healthz", func(w http.ResponseWriter, _ *http.Request) {
+		if !srv.Running() || !srv.JetStreamEnabled() {
+			http.Error(w, "it is not running, or JetStream is not", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprint(w, "ok")
+	})
+	pages := &http.Server{Handler: mux, ReadHeaderTimeout: time.Second, ReadTimeout: 5 * time.Second}
+	pages.SetKeepAlivesEnabled(false)
+	context.AfterFunc(ctx, func() { pages.Close() })
+	go func() { _ = pages.Serve(netutil.LimitListener(l, maxMonitorConnections)) }()
+	return nil
 }
 
 // join makes it one server of a cluster.

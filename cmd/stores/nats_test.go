@@ -27,7 +27,7 @@ func inner(t *testing.T) func(name string) rpc.TLS {
 		crt, key, _, err := ca.Leaf(pki.Leaf{
 			Name:       name,
 			CommonName: name,
-			SANs:       []string{name},
+			SANs:       []string{name, "127.0.0.1"},
 			Usage:      pki.Client | pki.Server,
 		})
 		if err != nil {

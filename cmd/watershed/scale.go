@@ -118,19 +118,33 @@ func (s *splitRun) scale(name, number string) error {
 		return fmt.Errorf("%s=%s: want a service (%s) and a number from 1 to %d", name, number,
 			strings.Join(moduleNames(), ", "), maxScale)
 	}
+	for {
+		done, err := s.step(m, n)
+		if done || err != nil {
+			return err
+		}
+	}
+}
+
+// step brings a service one process nearer to n. Nothing is waited for under the lock.
+func (s *splitRun) step(m *process.Module, n int) (done bool, err error) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	for s.counts[name] < n {
-		if err := s.more(m); err != nil {
-			return err
-		}
+	var gone *child
+	switch count := s.counts[m.Name]; {
+	case count < n:
+		err = s.more(m)
+	case count > n:
+		gone, err = s.fewer(m)
+	default:
+		done = true
 	}
-	for s.counts[name] > n {
-		if err := s.fewer(m); err != nil {
-			return err
-		}
+	s.mu.Unlock()
+	if gone != nil {
+		time.Sleep(toldWithin)
+		gone.stop()
+		err = errors.Join(err, os.Remove(gone.config))
 	}
-	return nil
+	return done, err
 }
 
 func (s *splitRun) more(m *process.Module) error {
@@ -155,18 +169,21 @@ func (s *splitRun) more(m *process.Module) error {
 	return s.writeReplicas()
 }
 
-func (s *splitRun) fewer(m *process.Module) error {
-	s.counts[m.Name]--
-	last := fmt.Sprintf("%s-%d", m.Name, s.counts[m.Name])
+// fewer strikes a service's last process from what is told and run, and answers it, to be stopped.
+func (s *splitRun) fewer(m *process.Module) (*child, error) {
+	left := s.counts[m.Name] - 1
+	before := s.addresses[m.Name]
 	if m.Serves {
-		s.addresses[m.Name] = s.addresses[m.Name][:s.counts[m.Name]]
+		s.addresses[m.Name] = before[:left:left]
 	}
 	if err := s.writeReplicas(); err != nil {
-		return err
+		s.addresses[m.Name] = before
+		return nil, err
 	}
-	time.Sleep(toldWithin)
+	s.counts[m.Name] = left
+	last := fmt.Sprintf("%s-%d", m.Name, left)
 	i := slices.IndexFunc(s.processes, func(p *child) bool { return p.name == last })
-	s.processes[i].stop()
+	p := s.processes[i]
 	s.processes = slices.Delete(s.processes, i, i+1)
-	return os.Remove(filepath.Join(s.dir, "config", last+".yaml"))
+	return p, nil
 }

@@ -42,6 +42,10 @@ type server struct {
 	ready  lifecycle.Readiness
 	state  string
 
+	// something is closed when the replicas of any service are known.
+	something chan struct{}
+	once      sync.Once
+
 	mu       sync.Mutex
 	replicas map[string][]Replica
 
@@ -53,9 +57,10 @@ type server struct {
 
 func newServer(stateFile string) *server {
 	s := &server{
-		caches:   map[string]*cache.LinearCache{},
-		state:    stateFile,
-		replicas: map[string][]Replica{},
+		caches:    map[string]*cache.LinearCache{},
+		state:     stateFile,
+		something: make(chan struct{}),
+		replicas:  map[string][]Replica{},
 		refused: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "watershed_xds_refused_total",
 			Help: "Answers that a client refused (NACK). It goes on by what it had.",
@@ -150,6 +155,7 @@ func (s *server) publish(service string, replicas []Replica) error {
 	}
 	s.known.WithLabelValues(service).Set(float64(len(replicas)))
 	s.ready.Set(service, nil)
+	s.once.Do(func() { close(s.something) })
 	slog.Info("Replicas are told", "of", service, "number", len(replicas))
 	return nil
 }

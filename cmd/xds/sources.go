@@ -26,7 +26,7 @@ import (
 type file struct {
 	path   string
 	server *server
-	at     time.Time
+	last   os.FileInfo
 }
 
 // FilePeriod is how often it is looked whether the replicas' file has changed.
@@ -38,7 +38,7 @@ func (f *file) read() error {
 	if err != nil {
 		return fmt.Errorf("--replicas-file: %w", err)
 	}
-	if info.ModTime().Equal(f.at) {
+	if f.last != nil && os.SameFile(info, f.last) && info.ModTime().Equal(f.last.ModTime()) {
 		return nil
 	}
 	data, err := os.ReadFile(f.path)
@@ -61,7 +61,7 @@ func (f *file) read() error {
 	for service, replicas := range told {
 		f.server.set(service, replicas)
 	}
-	f.at = info.ModTime()
+	f.last = info
 	return nil
 }
 
@@ -191,8 +191,8 @@ func (e *endpointSlices) follow(ctx context.Context) error {
 	}
 }
 
-// replicas are those of a Service whose readiness probe passes and that are not on their way out. Clients ask the health
-// of each as well.
+// replicas are those of a Service that are ready by their EndpointSlices and not on their way out. Clients ask the
+// health of each as well.
 func (e *endpointSlices) replicas(service, port string) ([]Replica, error) {
 	all, err := e.lister.List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service}))
 	if err != nil {

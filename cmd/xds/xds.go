@@ -116,6 +116,9 @@ func Command(command string, args []string) error {
 	return c.run(ctx)
 }
 
+// ignorance is how long a server that knows nothing leaves its clients to others.
+const ignorance = 10 * time.Second
+
 func (c *Config) run(ctx context.Context) error {
 	s := newServer(c.StateFile)
 	server, err := rpc.NewServer(c.ID)
@@ -125,8 +128,16 @@ func (c *Config) run(ctx context.Context) error {
 	s.register(ctx, server)
 	sources := []lifecycle.Part{
 		{Name: "rpc", Run: func(ctx context.Context) error {
-			// It tells what it knows from the beginning: what it does not know yet may wait for what it does.
-			server.SetReady(true)
+			// What it does not know yet may wait for what it knows, so it serves as soon as it knows anything; and
+			// after a while in any case, since nobody else may know more.
+			go func() {
+				select {
+				case <-ctx.Done():
+				case <-s.something:
+				case <-time.After(ignorance):
+				}
+				server.SetReady(true)
+			}()
 			return server.Serve(ctx, c.Address, 0)
 		}},
 		{Name: "debug", Run: func(ctx context.Context) error {

@@ -309,3 +309,26 @@ func TestAServerTellsWhatItKnows(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A server that knows nothing is left for one that does; a cache that is no list of addresses, or an old one, does not
+// keep the flags' addresses from being called.
+func TestIgnoranceAndOldCachesAreNoHindrance(t *testing.T) {
+	w := newWorld(t, 1)
+	empty := newServer("")
+	ignorant := serve(t, w.id("xds"), "127.0.0.1:0", func(ctx context.Context, s *rpc.Server) { empty.register(ctx, s) })
+	w.server.set("registry", slices.Clone(w.replicas))
+	for range 4 {
+		becomes(t, w.client(t, rpc.XDSConfig{Servers: []string{ignorant, w.address}}), w.replicas[0])
+	}
+	for _, cached := range []string{"\x00\x00\x00", "nonsense", "127.0.0.1:1\n", ""} {
+		dir := t.TempDir()
+		if err := os.WriteFile(filepath.Join(dir, "registry"), []byte(cached), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		becomes(t, w.client(t, rpc.XDSConfig{
+			Servers:  []string{"127.0.0.1:1"},
+			Dir:      dir,
+			Fallback: map[string][]string{"registry": {w.replicas[0].Address}},
+		}), w.replicas[0])
+	}
+}

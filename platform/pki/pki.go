@@ -42,6 +42,9 @@ func OpenCA(dir, name, commonName string) (*CA, error) {
 	ca := &CA{Dir: dir, Name: name}
 	crt, key := filepath.Join(dir, name+".crt"), filepath.Join(dir, name+".key")
 	if !exists(crt) {
+		if exists(key) {
+			return nil, fmt.Errorf("%s is there and %s is not: put it back, or take both away to make a new CA", key, crt)
+		}
 		k, err := rsa.GenerateKey(rand.Reader, 2048) // RSA: some clients of a cluster's CA know nothing else
 		if err != nil {
 			return nil, err
@@ -185,6 +188,10 @@ func ServiceAccountKeys(dir string) (keyFile, pubFile string, err error) {
 	keyFile, pubFile = filepath.Join(dir, "sa.key"), filepath.Join(dir, "sa.pub")
 	if exists(keyFile) && exists(pubFile) {
 		return keyFile, pubFile, nil
+	}
+	if exists(keyFile) || exists(pubFile) {
+		const text = "of %s and %s one is missing: put it back, or take both away, which ends every token"
+		return "", "", fmt.Errorf(text, keyFile, pubFile)
 	}
 	k, err := rsa.GenerateKey(rand.Reader, 2048)
 	if err != nil {

@@ -2,6 +2,7 @@ package process
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"sync/atomic"
@@ -11,6 +12,7 @@ import (
 	"k8s.io/component-base/metrics/legacyregistry"
 
 	"watershed.dev/platform/guard"
+	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
 )
@@ -63,16 +65,21 @@ func (b *Built) stopTimeout() time.Duration {
 	return 0
 }
 
-// Pages are the service's own pages of the debug address: /healthz, and what it shows of itself.
+// Pages are the service's own pages of the debug address: /healthz (everything that it needs answers), /readyz (it is
+// to be called), and what it shows of itself.
 func (b *Built) Pages() map[string]http.Handler {
-	return map[string]http.Handler{
-		"/healthz": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-			if err := b.check(r.Context()); err != nil {
+	page := func(check func(context.Context) error) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if err := check(r.Context()); err != nil {
 				http.Error(w, err.Error(), http.StatusServiceUnavailable)
 				return
 			}
 			fmt.Fprint(w, "ok")
-		}),
+		})
+	}
+	return map[string]http.Handler{
+		"/healthz": page(b.check),
+		"/readyz":  page(b.ready),
 		"/": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if h, ok := b.Get().(http.Handler); ok {
 				h.ServeHTTP(w, r)
@@ -81,6 +88,25 @@ func (b *Built) Pages() map[string]http.Handler {
 			http.NotFound(w, r)
 		}),
 	}
+}
+
+// ready says why the service is not to be called: it has not read what it decides by, or it is on its way out. That
+// another service is away is no reason, since no replica would be better.
+func (b *Built) ready(context.Context) error {
+	s := b.Get()
+	if s == nil {
+		return fmt.Errorf("%s is being built; its log says what it waits for", b.Name)
+	}
+	if err := s.Ready().Err(); err != nil {
+		return err
+	}
+	if p, ok := s.(interface{ Policies() *lifecycle.Readiness }); ok {
+		return p.Policies().Err()
+	}
+	if d, ok := s.(interface{ Draining() bool }); ok && d.Draining() {
+		return errors.New("it is told to stop")
+	}
+	return nil
 }
 
 // check says why the service cannot serve.

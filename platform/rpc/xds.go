@@ -65,6 +65,8 @@ const (
 	maxReplicas = 10_000
 	// xdsPause is how long a stream that ended stays down.
 	xdsPause = 200 * time.Millisecond
+	// xdsPatience is how long a server may have no answer at all, before the next one is asked.
+	xdsPatience = 3 * time.Second
 )
 
 var (
@@ -74,7 +76,7 @@ var (
 	}, []string{"service", "result"})
 	xdsConnected = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_xds_connected",
-		Help: "1 while a stream of an xDS server is open.",
+		Help: "1 while an xDS server that has answered is followed.",
 	})
 )
 
@@ -92,7 +94,8 @@ func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
 	}
 	if c.Dir != "" {
 		if err := os.MkdirAll(c.Dir, 0o700); err != nil {
-			return nil, fmt.Errorf("--xds-cache-dir %q: %w", c.Dir, err)
+			slog.Error("Replicas are not kept for the next start", "flag", "--xds-cache-dir", "error", err)
+			c.Dir = ""
 		}
 	}
 	return &XDS{config: c, conn: conn, services: map[string]*found{}, asked: make(chan struct{}, 1)}, nil
@@ -122,7 +125,6 @@ func (x *XDS) stream(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	xdsConnected.Set(1)
 	answers, ended := make(chan *discovery.DiscoveryResponse), make(chan error, 1)
 	go func() {
 		for {
@@ -138,6 +140,8 @@ func (x *XDS) stream(ctx context.Context) error {
 			}
 		}
 	}()
+	nothing := time.NewTimer(xdsPatience)
+	defer nothing.Stop()
 	request := &discovery.DiscoveryRequest{Node: &core.Node{Id: x.config.Node}, TypeUrl: endpointType}
 	for {
 		request.ResourceNames = x.names()
@@ -149,8 +153,17 @@ func (x *XDS) stream(ctx context.Context) error {
 		select {
 		case err := <-ended:
 			return err
+		case <-nothing.C:
+			if len(request.ResourceNames) > 0 {
+				return errors.New("it knows nothing")
+			}
+			nothing.Reset(xdsPatience)
 		case <-x.asked:
 		case m := <-answers:
+			if len(m.GetResources()) > 0 { // a server that knows nothing may say so
+				nothing.Stop()
+				xdsConnected.Set(1)
+			}
 			request.ResponseNonce, request.ErrorDetail = m.GetNonce(), nil
 			if err := x.take(m); err != nil {
 				slog.Error("The xDS server's answer is refused in part", "error", err)
@@ -256,16 +269,24 @@ func (x *XDS) keep(service string, addresses []string) {
 	}
 }
 
-// kept are a service's replicas as the last process found them, or else as its flags have them.
+// kept are a service's replicas as the last process found them, and as its flags have them: what is not there any more
+// is not called, since it does not answer. A file that does not hold addresses counts for nothing.
 func (x *XDS) kept(service string) []string {
+	all := slices.Clone(x.config.Fallback[service])
 	if x.config.Dir != "" {
-		if data, err := os.ReadFile(filepath.Join(x.config.Dir, service)); err == nil {
-			if all := strings.Fields(string(data)); len(all) > 0 {
-				return all
-			}
+		data, err := os.ReadFile(filepath.Join(x.config.Dir, service))
+		found := strings.Fields(string(data))
+		for _, a := range found {
+			_, port, serr := net.SplitHostPort(a)
+			_, perr := strconv.ParseUint(port, 10, 16)
+			err = errors.Join(err, serr, perr)
+		}
+		if err == nil {
+			all = append(all, found...)
 		}
 	}
-	return x.config.Fallback[service]
+	slices.Sort(all)
+	return slices.Compact(all)
 }
 
 // builder implements Replicas: connections to xds:///service follow x.

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/http/pprof"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -19,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/pflag"
+	"golang.org/x/net/netutil"
 	"k8s.io/klog/v2"
 )
 
@@ -43,7 +45,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		"host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or "+
 			"an inner network only; or the path of a socket. Empty: none.")
 	fs.StringVar(&o.HealthAddress, "health-address", o.HealthAddress,
-		"host:port of /healthz (whether it can serve, for readiness probes), /livez (whether it runs) and /metrics, "+
+		"host:port of /readyz (for readiness probes), /healthz (whether it serves), /livez (whether it runs) and /metrics, "+
 			"without authentication. Empty: none.")
 }
 
@@ -86,20 +88,34 @@ func Profiles(mux *http.ServeMux) {
 	mux.HandleFunc("/debug/pprof/trace", pprof.Trace)
 }
 
+// healthPages are what the health address serves of the service's pages.
+var healthPages = []string{"/healthz", "/readyz"}
+
+// The health address is anybody's who reaches it, so nobody may hold much of it: a connection is for one request, and
+// there are only so many of both.
+const (
+	maxPageConnections = 512
+	maxScrapes         = 2
+	pageTimeout        = 30 * time.Second
+	maxPageHeaderBytes = 8 << 10
+)
+
 // ServeDebug serves the process's own state until ctx is done: everything at the debug address, health and metrics at
 // the health address. extra adds pages.
 func (o *Options) ServeDebug(ctx context.Context, gatherer prometheus.Gatherer, extra map[string]http.Handler) error {
 	health, debug := http.NewServeMux(), http.NewServeMux()
 	for _, mux := range []*http.ServeMux{health, debug} {
-		mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{}))
+		mux.Handle("/metrics", promhttp.HandlerFor(gatherer, promhttp.HandlerOpts{MaxRequestsInFlight: maxScrapes}))
 		mux.HandleFunc("/livez", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })
-		if h := extra["/healthz"]; h != nil {
-			mux.Handle("/healthz", h)
+		for _, path := range healthPages {
+			if h := extra[path]; h != nil {
+				mux.Handle(path, h)
+			}
 		}
 	}
 	Profiles(debug)
 	for path, h := range extra {
-		if path != "/healthz" {
+		if !slices.Contains(healthPages, path) {
 			debug.Handle(path, h)
 		}
 	}
@@ -136,6 +152,12 @@ func servePages(ctx context.Context, flag, address string, mux *http.ServeMux) e
 		}
 	}
 	srv := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	if flag == "health-address" {
+		l = netutil.LimitListener(l, maxPageConnections)
+		srv.ReadHeaderTimeout, srv.ReadTimeout, srv.WriteTimeout = time.Second, pageTimeout, pageTimeout
+		srv.MaxHeaderBytes = maxPageHeaderBytes
+		srv.SetKeepAlivesEnabled(false)
+	}
 	go func() { <-ctx.Done(); srv.Close() }()
 	if err := srv.Serve(l); err != http.ErrServerClosed {
 		return err

@@ -265,6 +265,16 @@ func (g *Service) Collectors() []prometheus.Collector {
 // StopTimeout is how long the gateway takes to stop at most.
 func (g *Service) StopTimeout() time.Duration { return g.config.Edge.StopTimeout() }
 
+// Draining says whether the gateway has been told to stop: no new client is to come.
+func (g *Service) Draining() bool {
+	select {
+	case <-g.server.ShuttingDown:
+		return true
+	default:
+		return false
+	}
+}
+
 // Run serves until ctx is done.
 func (g *Service) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
