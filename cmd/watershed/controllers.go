@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -114,8 +115,11 @@ func (c *controllers) part(l *layout) (lifecycle.Part, error) {
 				p.stop()
 			}
 		}()
-		if err := c.makeNodes(ctx, admin); err != nil {
-			return err
+		for c.makeNodes(ctx, admin) != nil && ctx.Err() == nil {
+			select {
+			case <-ctx.Done():
+			case <-time.After(time.Second):
+			}
 		}
 		ready.Set("controllers", nil)
 		<-ctx.Done()
@@ -126,8 +130,13 @@ func (c *controllers) part(l *layout) (lifecycle.Part, error) {
 // fakeNode is the annotation of the nodes that kwok plays.
 const fakeNode = "kwok.x-k8s.io/node"
 
-// makeNodes creates kwok's nodes, and waits until one of them is ready.
-func (c *controllers) makeNodes(ctx context.Context, kubeconfig string) error {
+// makeNodes creates kwok's nodes, and waits until one of them is ready. Why it fails it logs.
+func (c *controllers) makeNodes(ctx context.Context, kubeconfig string) (err error) {
+	defer func() {
+		if err != nil && ctx.Err() == nil {
+			slog.Warn("kwok's nodes are not ready; trying again. kwok.log may say why", "error", err)
+		}
+	}()
 	conf, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
 	if err != nil {
 		return err
@@ -136,55 +145,49 @@ func (c *controllers) makeNodes(ctx context.Context, kubeconfig string) error {
 	if err != nil {
 		return err
 	}
-	holds := corev1.ResourceList{
-		corev1.ResourceCPU:    resource.MustParse("32"),
-		corev1.ResourceMemory: resource.MustParse("256Gi"),
-		corev1.ResourcePods:   resource.MustParse("110"),
-	}
 	nodes := client.CoreV1().Nodes()
 	for i := range c.nodes {
-		name := fmt.Sprintf("fake-%d", i)
-		_, err := nodes.Create(ctx, &corev1.Node{
-			ObjectMeta: metav1.ObjectMeta{
-				Name:        name,
-				Annotations: map[string]string{fakeNode: "fake"},
-				Labels: map[string]string{
-					corev1.LabelHostname:   name,
-					corev1.LabelOSStable:   "linux",
-					corev1.LabelArchStable: runtime.GOARCH,
-				},
-			},
-			Status: corev1.NodeStatus{Allocatable: holds, Capacity: holds},
-		}, metav1.CreateOptions{})
-		if err != nil && !apierrors.IsAlreadyExists(err) {
+		if _, err := nodes.Create(ctx, newNode(i), metav1.CreateOptions{}); err != nil && !apierrors.IsAlreadyExists(err) {
 			return err
 		}
 	}
 	if c.nodes == 0 {
 		return nil
 	}
-	watch, err := nodes.Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=fake-0"})
+	w, err := nodes.Watch(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + newNode(0).Name})
 	if err != nil {
 		return err
 	}
-	defer watch.Stop()
-	late := time.After(time.Minute)
-	for {
-		select {
-		case e, open := <-watch.ResultChan():
-			node, ok := e.Object.(*corev1.Node)
-			if !open {
-				return errors.New("the watch of nodes ended")
-			}
-			if ok && slices.ContainsFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool {
-				return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
-			}) {
-				return nil
-			}
-		case <-late:
-			return errors.New("no fake node is ready after a minute; kwok.log says why")
-		case <-ctx.Done():
+	defer w.Stop()
+	for e := range w.ResultChan() {
+		node, ok := e.Object.(*corev1.Node)
+		if ok && slices.ContainsFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool {
+			return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+		}) {
 			return nil
 		}
+	}
+	return errors.New("the watch of nodes ended")
+}
+
+// newNode is one that kwok plays.
+func newNode(i int) *corev1.Node {
+	name := fmt.Sprintf("fake-%d", i)
+	holds := corev1.ResourceList{
+		corev1.ResourceCPU:    resource.MustParse("32"),
+		corev1.ResourceMemory: resource.MustParse("256Gi"),
+		corev1.ResourcePods:   resource.MustParse("110"),
+	}
+	return &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{
+			Name:        name,
+			Annotations: map[string]string{fakeNode: "fake"},
+			Labels: map[string]string{
+				corev1.LabelHostname:   name,
+				corev1.LabelOSStable:   "linux",
+				corev1.LabelArchStable: runtime.GOARCH,
+			},
+		},
+		Status: corev1.NodeStatus{Allocatable: holds, Capacity: holds},
 	}
 }

@@ -70,24 +70,16 @@ func up(args []string) error {
 		all:       all,
 		transport: rpc.NewInProcess(telemetry.Traced()),
 	}
-	parts, err := u.parts(&t)
+	parts, err := u.parts(&t, &with)
 	if err != nil {
 		return err
-	}
-	if with.wanted {
-		p, err := with.part(l)
-		if err != nil {
-			return err
-		}
-		parts = append(parts, p)
 	}
 	go l.pki.Renew(ctx)
 	show := progress(os.Stdout)
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, parts, show.starting, func() {
 		show.done()
-		fmt.Printf("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. "+
-			"Ctrl-C stops.\n",
+		show.say("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.",
 			time.Since(began).Seconds(), l.pki.AdminKubeconfig(), logFile.Name())
 	})
 }
@@ -154,7 +146,7 @@ type upRun struct {
 	nats      *server.Server
 }
 
-func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
+func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part, error) {
 	var parts []lifecycle.Part
 	external, _ := u.flags.GetStringSlice("etcd-servers")
 	socket := "unix://" + filepath.Join(u.sockets, "etcd.sock")
@@ -193,6 +185,13 @@ func (u *upRun) parts(t *telemetry.Options) ([]lifecycle.Part, error) {
 		parts = append(parts, u.servicePart(name))
 	}
 	parts = append(parts, u.policiesPart())
+	if with.wanted {
+		p, err := with.part(u.layout)
+		if err != nil {
+			return nil, err
+		}
+		parts = append(parts, p)
+	}
 	return append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
 		metrics, pages := process.NewMetrics(), &process.Built{Name: "watchfanout"}
 		for _, m := range modules {

@@ -26,7 +26,7 @@ import (
 )
 
 // identities issues certificates of one inner network.
-func identities(t *testing.T) func(name string) rpc.TLS {
+func identities(t testing.TB) func(name string) rpc.TLS {
 	t.Helper()
 	dir := t.TempDir()
 	ca, err := pki.OpenCA(dir, "inner-ca", "test")
@@ -48,7 +48,7 @@ func identities(t *testing.T) func(name string) rpc.TLS {
 }
 
 // serve runs a server until the test ends, and returns its address.
-func serve(t *testing.T, id rpc.TLS, address string, register func(context.Context, *rpc.Server)) string {
+func serve(t testing.TB, id rpc.TLS, address string, register func(context.Context, *rpc.Server)) string {
 	t.Helper()
 	s, err := rpc.NewServer(id)
 	if err != nil {
@@ -75,7 +75,7 @@ type world struct {
 	replicas []Replica
 }
 
-func newWorld(t *testing.T, replicas int) *world {
+func newWorld(t testing.TB, replicas int) *world {
 	t.Helper()
 	w := &world{id: identities(t), server: newServer("")}
 	w.address = serve(
@@ -91,7 +91,7 @@ func newWorld(t *testing.T, replicas int) *world {
 }
 
 // client dials registry by an xDS client of its own.
-func (w *world) client(t *testing.T, c rpc.XDSConfig) *grpc.ClientConn {
+func (w *world) client(t testing.TB, c rpc.XDSConfig) *grpc.ClientConn {
 	t.Helper()
 	c.Node = t.Name()
 	if c.Servers == nil {
@@ -330,5 +330,28 @@ func TestIgnoranceAndOldCachesAreNoHindrance(t *testing.T) {
 			Dir:      dir,
 			Fallback: map[string][]string{"registry": {w.replicas[0].Address}},
 		}), w.replicas[0])
+	}
+}
+
+// A call costs the same whether its replica is found by addresses or by an xDS server.
+func BenchmarkHop(b *testing.B) {
+	w := newWorld(b, 1)
+	w.server.set("registry", slices.Clone(w.replicas))
+	direct, err := rpc.Dial(w.id("gateway"), "registry", rpc.TakeTurns, rpc.Addresses{w.replicas[0].Address})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer direct.Close()
+	found := w.client(b, rpc.XDSConfig{})
+	for name, conn := range map[string]*grpc.ClientConn{"addresses": direct, "xds": found} {
+		client := healthv1.NewHealthClient(conn)
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if _, err := client.Check(b.Context(), &healthv1.HealthCheckRequest{}); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -22,6 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
 )
@@ -78,6 +80,25 @@ func define(t *testing.T, s *harness.Server, definition string) {
 	// fails on null at once, whichever server answers it.
 	s.Kubectl("wait", "--for=jsonpath={.status.acceptedNames.kind}=Widget", "crd/widgets.e2e.example.com")
 	s.Kubectl("wait", "--for=condition=Established", "crd/widgets.e2e.example.com")
+	// Established is told by one gateway; another may hear of the resource a moment later (docs/compatibility.md).
+	conf, err := rest.TLSConfigFor(s.Config())
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := &http.Client{Transport: &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true}}
+	harness.Eventually(t, 10*time.Second, func() error {
+		for range 10 { // connections of their own: to both gateways of split
+			resp, err := client.Get(s.Config().Host + "/apis/e2e.example.com/v1/widgets")
+			if err != nil {
+				return err
+			}
+			resp.Body.Close()
+			if resp.StatusCode != http.StatusOK {
+				return errors.New(resp.Status)
+			}
+		}
+		return nil
+	})
 }
 
 func widget(version, name string, spec map[string]any) *unstructured.Unstructured {

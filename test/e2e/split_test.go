@@ -75,7 +75,7 @@ func TestAnyProcessOfSplitMayBeKilled(t *testing.T) {
 		}
 	}()
 	pids, err := filepath.Glob(filepath.Join(s.Dir, "*.pid"))
-	if err != nil || len(pids) != 11 {
+	if err != nil || len(pids) != 12 {
 		t.Fatalf("%d pid files (%v)", len(pids), err)
 	}
 	for _, f := range pids {
