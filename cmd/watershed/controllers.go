@@ -147,7 +147,8 @@ func (c *controllers) makeNodes(ctx context.Context, kubeconfig string) (err err
 	}
 	nodes := client.CoreV1().Nodes()
 	for i := range c.nodes {
-		if _, err := nodes.Create(ctx, newNode(i), metav1.CreateOptions{}); err != nil && !apierrors.IsAlreadyExists(err) {
+		_, err := nodes.Create(ctx, newNode(i), metav1.CreateOptions{})
+		if err != nil && !apierrors.IsAlreadyExists(err) {
 			return err
 		}
 	}
