@@ -85,13 +85,9 @@ type Config struct {
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.Namespace, "namespace", "", "The namespace of the Secrets.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "The cluster of the Secrets. Empty: the one that this runs in.")
-	fs.StringVar(
-		&c.ImportDir,
-		"import-dir",
-		"",
-		"A directory with a PKI to begin with, by kubeadm's names: ca.crt, ca.key, sa.key, sa.pub, front-proxy-ca.crt, …. "+
-			"It counts where there are no Secrets yet.",
-	)
+	fs.StringVar(&c.ImportDir, "import-dir", "",
+		"A directory with a PKI to begin with, by kubeadm's names: ca.crt, ca.key, sa.key, sa.pub, front-proxy-ca.crt, "+
+			"and so on. It counts where there are no Secrets yet.")
 	fs.StringVar(&c.MountPath, "mount-path", "/etc/watershed/pki", "Where pods mount their Secret.")
 	fs.StringSliceVar(&c.Hosts, "tls-sans", nil,
 		"Further names and addresses for the gateway's certificate; the first is where admin.kubeconfig points.")
@@ -266,10 +262,9 @@ func (c *Config) pki(dir string) *PKI {
 	return &PKI{
 		Dir:     dir,
 		Gateway: URL(host, c.Port),
-		ServicesGateway: URL(
-			"gateway-internal."+c.Namespace+".svc",
-			6443,
-		), // which has the gateways that are not ready yet
+		// a Service that has the gateways that are not ready yet
+		ServicesGateway: URL("gateway-internal."+c.Namespace+".svc", 6443),
+
 		MountedAt: c.MountPath,
 		Hosts: append([]string{"gateway", "gateway." + c.Namespace, gateway, gateway + ".cluster.local"},
 			c.Hosts...),

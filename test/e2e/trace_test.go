@@ -52,18 +52,25 @@ func (c *collector) Export(_ context.Context,
 	return &collectorv1.ExportTraceServiceResponse{}, nil
 }
 
-// One trace tells an event's way, through three processes: from etcd into the log, into a replica, to the clients.
-func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
+// collect runs a collector until the test ends, and answers where.
+func collect(t *testing.T) (c *collector, endpoint string) {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &collector{traces: map[string]map[string]bool{}}
+	c = &collector{traces: map[string]map[string]bool{}}
 	srv := grpc.NewServer()
 	collectorv1.RegisterTraceServiceServer(srv, c)
 	go func() { _ = srv.Serve(l) }()
 	t.Cleanup(srv.Stop)
-	s := harness.Split(t, "", "--tracing-endpoint="+l.Addr().String(), "--tracing-sampling-ratio=1")
+	return c, l.Addr().String()
+}
+
+// One trace tells an event's way, through three processes: from etcd into the log, into a replica, to the clients.
+func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
+	c, endpoint := collect(t)
+	s := harness.Split(t, "", "--tracing-endpoint="+endpoint, "--tracing-sampling-ratio=1")
 	maps := s.Client().CoreV1().ConfigMaps("default")
 	w, err := maps.Watch(t.Context(), metav1.ListOptions{})
 	if err != nil {
@@ -93,16 +100,8 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 // A request whose administrator asks for it is one trace through every process that it passes, to etcd; one of anybody
 // else is not, whatever its traceparent says, and nothing else is traced.
 func TestARequestIsOneTrace(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := &collector{traces: map[string]map[string]bool{}}
-	srv := grpc.NewServer()
-	collectorv1.RegisterTraceServiceServer(srv, c)
-	go func() { _ = srv.Serve(l) }()
-	t.Cleanup(srv.Stop)
-	s := harness.Split(t, "", "--tracing-endpoint="+l.Addr().String())
+	c, endpoint := collect(t)
+	s := harness.Split(t, "", "--tracing-endpoint="+endpoint)
 	s.Kubectl("create", "serviceaccount", "someone")
 	token := strings.TrimSpace(s.Kubectl("create", "token", "someone"))
 	ask := func(token, trace, method, path, body string) *http.Response {
