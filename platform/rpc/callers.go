@@ -45,3 +45,12 @@ var Callers = map[string][]string{
 var Once = []string{
 	"/watershed.registry.v1.Objects/Write",
 }
+
+// Lasting names the streams that a server's drain ends: they last until their caller ends them, and lose nothing when
+// another replica goes on with them. A watch of the watch tier is none: it says first how far it has come.
+var Lasting = []string{
+	"/watershed.authz.v1.Authz/Generations",
+	"/watershed.admission.v1.Admission/Interests",
+	"/watershed.registry.v1.Catalog/Follow",
+	"/watershed.watchfanout.v1.Policy/Watch",
+}

@@ -2,6 +2,7 @@ package rpc
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"runtime/debug"
@@ -37,6 +38,30 @@ func stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, h grpc.S
 	}
 	return ToStatus(h(srv, ss))
 }
+
+// lasting ends the streams named in Lasting with ErrDraining when the server drains.
+func (s *Server) lasting(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, h grpc.StreamHandler) error {
+	if !slices.Contains(Lasting, info.FullMethod) {
+		return h(srv, ss)
+	}
+	ctx, cancel := context.WithCancelCause(ss.Context())
+	defer cancel(nil)
+	defer context.AfterFunc(s.draining, func() { cancel(ErrDraining) })()
+	err := h(srv, &streamWithContext{ss, ctx})
+	if errors.Is(context.Cause(ctx), ErrDraining) {
+		return ErrDraining
+	}
+	return err
+}
+
+// streamWithContext is a stream whose handler sees another context.
+type streamWithContext struct {
+	grpc.ServerStream
+	ctx context.Context
+}
+
+// Context is the handler's.
+func (s *streamWithContext) Context() context.Context { return s.ctx }
 
 func observe(method string, since time.Time, err *error) {
 	handled.WithLabelValues(method, status.Code(*err).String()).Observe(time.Since(since).Seconds())

@@ -186,6 +186,9 @@ func Metrics() []prometheus.Collector {
 type Server struct {
 	*grpc.Server
 	health *health.Server
+	// draining ends with ErrDraining when calls in flight are to end.
+	draining context.Context
+	drain    context.CancelCauseFunc
 }
 
 // NewServer returns a server whose methods only the services named in Callers may call. It reports health, traces,
@@ -196,6 +199,7 @@ func NewServer(id TLS) (*Server, error) {
 		return nil, err
 	}
 	s := &Server{health: health.NewServer()}
+	s.draining, s.drain = context.WithCancelCause(context.Background())
 	options := append(tracedServer(),
 		grpc.Creds(credentials.NewTLS(conf)),
 		grpc.MaxRecvMsgSize(MaxMessageBytes), grpc.MaxSendMsgSize(MaxMessageBytes),
@@ -206,7 +210,7 @@ func NewServer(id TLS) (*Server, error) {
 			PermitWithoutStream: true,
 		}),
 		grpc.UnaryInterceptor(unary),
-		grpc.StreamInterceptor(stream),
+		grpc.ChainStreamInterceptor(stream, s.lasting),
 	)
 	s.Server = grpc.NewServer(options...)
 	healthv1.RegisterHealthServer(s.Server, s.health)
@@ -223,13 +227,19 @@ func (s *Server) SetReady(ready bool) {
 	s.health.SetServingStatus("", st)
 }
 
-// Serve listens on addr until ctx is done, then drains: health turns first, calls in flight get up to drain to end.
+// Serve listens on addr until ctx is done, then drains: health turns first, streams that last end, and calls in flight
+// get up to drain to end.
 func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) error {
 	l, err := net.Listen("tcp", addr)
 	if err != nil {
 		return fmt.Errorf("--rpc-address %q: %w", addr, err)
 	}
 	slog.Info("Serving RPCs", "address", l.Addr().String())
+	return s.serve(ctx, l, drain)
+}
+
+// serve is Serve on a listener.
+func (s *Server) serve(ctx context.Context, l net.Listener, drain time.Duration) error {
 	ended := make(chan error, 1)
 	go func() { ended <- s.Server.Serve(l) }()
 	select {
@@ -238,6 +248,7 @@ func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) er
 	case <-ctx.Done():
 	}
 	s.health.Shutdown() // whatever is said of readiness from now on
+	s.drain(ErrDraining)
 	stopped := make(chan struct{})
 	go func() { s.GracefulStop(); close(stopped) }()
 	select {

@@ -1,0 +1,86 @@
+package rpc
+
+import (
+	"context"
+	"net"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+
+	"watershed.dev/platform/pki"
+)
+
+// news has something to say once, and then nothing more.
+type news struct {
+	registryv1.UnimplementedCatalogServer
+}
+
+func (news) Follow(_ *registryv1.CatalogRequest,
+	stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+	if err := stream.Send(&registryv1.CatalogResponse{}); err != nil {
+		return err
+	}
+	<-stream.Context().Done()
+	return stream.Context().Err()
+}
+
+// A server that drains ends the streams that have nothing to lose at once; it does not wait for who listens to them.
+func TestADrainEndsWhatLasts(t *testing.T) {
+	ca, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := NewServer(identityOf(t, ca, "registry", pki.Server))
+	if err != nil {
+		t.Fatal(err)
+	}
+	registryv1.RegisterCatalogServer(server, news{})
+	server.SetReady(true)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	served := make(chan error, 1)
+	go func() { served <- server.serve(ctx, l, time.Hour) }()
+
+	conn, err := Dial(identityOf(t, ca, "gateway", pki.Client), "registry", TakeTurns, Addresses{l.Addr().String()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	stream, err := registryv1.NewCatalogClient(conn).Follow(t.Context(), &registryv1.CatalogRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := stream.Recv(); err != nil {
+		t.Fatal(err)
+	}
+	stop()
+	if _, err := stream.Recv(); status.Code(err) != codes.Unavailable || status.Convert(err).Message() !=
+		status.Convert(ErrDraining).Message() {
+		t.Errorf("the stream ends with %v", err)
+	}
+	select {
+	case err := <-served:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(30 * time.Second):
+		t.Error("the server waits for its listeners")
+	}
+}
+
+// What is said to last is offered.
+func TestWhatLastsHasCallers(t *testing.T) {
+	for _, m := range Lasting {
+		if len(Callers[m]) == 0 {
+			t.Errorf("there is no %s", m)
+		}
+	}
+}
