@@ -357,7 +357,7 @@ func (r *reader) read(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		if err := r.deliver(m); err != nil {
+		if err := r.deliver(ctx, m); err != nil {
 			return err
 		}
 	}
@@ -397,8 +397,22 @@ func (r *reader) watch(ctx context.Context, stop func()) {
 	}
 }
 
+// errAnotherStream: the stream was deleted and made anew. It is read from its beginning, which says what is missed.
+var errAnotherStream = errors.New("the event log's stream was made anew")
+
+// another says whether the stream is not the one any more.
+func (r *reader) another(ctx context.Context) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, watchdog)
+	defer cancel()
+	stream, err := r.js.Stream(ctx, StreamName)
+	if err != nil {
+		return false, err
+	}
+	return !stream.CachedInfo().Created.Equal(r.created), nil
+}
+
 // deliver hands on one message, after a reset if it does not follow the last one.
-func (r *reader) deliver(m jetstream.Msg) error {
+func (r *reader) deliver(ctx context.Context, m jetstream.Msg) error {
 	meta, err := m.Metadata()
 	if err != nil {
 		return err
@@ -412,6 +426,11 @@ func (r *reader) deliver(m jetstream.Msg) error {
 	}
 	if (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "") &&
 		(r.lost || r.id != "" && m.Headers().Get(jetstream.ExpectedLastMsgIDHeader) != r.id) {
+		if another, err := r.another(ctx); err != nil {
+			return err
+		} else if another { // a consumer goes on in it by itself, amid its messages
+			return errAnotherStream
+		}
 		gap := &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision}
 		if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET && e.Index == 0 {
 			gap.Revision--

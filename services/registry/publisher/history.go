@@ -36,6 +36,9 @@ const (
 type history struct {
 	ID   string `json:"id"`
 	Mark string `json:"mark"`
+	// Since is the revision after which etcd's events are this history's: those before may be other than what clients
+	// have seen. 0: nobody knows.
+	Since int64 `json:"since,omitempty"`
 }
 
 var errHistory = errors.New("etcd has another history than the log, or somebody else publishes")
@@ -131,26 +134,73 @@ func (p *Publisher) holds(ctx context.Context, stream jetstream.Stream) (bool, e
 		if err != nil || e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET {
 			continue
 		}
-		st, ok := p.Storage.ByName(e.StoredAs)
-		if !ok {
-			continue // a custom resource's, whose definition would have to be known as it was
+		if key, ok := p.keyOf(e); ok {
+			return p.happened(ctx, happening{key, e.Revision, e.Type == logv1.Type_TYPE_DELETED})
 		}
-		key := st.Prefix + e.Name
-		if e.Namespace != "" {
-			key = st.Prefix + e.Namespace + "/" + e.Name
-		}
-		resp, err := p.Storage.Client.Client.Get(ctx, key, clientv3.WithRev(e.Revision), clientv3.WithKeysOnly())
-		switch {
-		case errors.Is(err, rpctypes.ErrCompacted):
-			return true, nil // nobody can say
-		case err != nil:
-			return false, err
-		case e.Type == logv1.Type_TYPE_DELETED:
-			return len(resp.Kvs) == 0, nil
-		}
-		return len(resp.Kvs) == 1 && resp.Kvs[0].ModRevision == e.Revision, nil
 	}
 	return true, nil
+}
+
+// happening is an event by what etcd can be asked of it.
+type happening struct {
+	key      string
+	revision int64
+	deleted  bool
+}
+
+// keyOf is where an event's object is in etcd; false for a custom resource's, whose definition would have to be known
+// as it was.
+func (p *Publisher) keyOf(e *logv1.Event) (string, bool) {
+	st, ok := p.Storage.ByName(e.StoredAs)
+	if !ok {
+		return "", false
+	}
+	if e.Namespace != "" {
+		return st.Prefix + e.Namespace + "/" + e.Name, true
+	}
+	return st.Prefix + e.Name, true
+}
+
+// happened says whether etcd has an event at its revision; true where nobody can say any more.
+func (p *Publisher) happened(ctx context.Context, e happening) (bool, error) {
+	resp, err := p.Storage.Client.Client.Get(ctx, e.key, clientv3.WithRev(e.revision), clientv3.WithKeysOnly())
+	switch {
+	case errors.Is(err, rpctypes.ErrCompacted):
+		return true, nil
+	case err != nil:
+		return false, err
+	case e.deleted:
+		return len(resp.Kvs) == 0, nil
+	}
+	return len(resp.Kvs) == 1 && resp.Kvs[0].ModRevision == e.revision, nil
+}
+
+// memory is what a publisher knows of the history that it published last without the log: what it wrote to HistoryKey,
+// how far it came, and the last event.
+type memory struct {
+	history  history
+	revision int64
+	last     happening
+}
+
+// remembers says whether etcd, at this revision of the history h, is at a later point of the history that this publisher
+// published last. A reason is why not. The mark is the proof, since this publisher alone knew it, and the last event
+// that etcd was not set back since.
+func (p *Publisher) remembers(ctx context.Context, h history, revision int64) (reason string, err error) {
+	m := p.memory
+	switch {
+	case h != m.history || h.Since == 0:
+		return "the log was lost, and this publisher has not written the history", nil
+	case revision < m.revision:
+		return fmt.Sprintf("etcd is at revision %d, and was at %d", revision, m.revision), nil
+	case m.last.key == "":
+		return "", nil
+	}
+	same, err := p.happened(ctx, m.last)
+	if err == nil && !same {
+		reason = "etcd does not hold the last event that was published"
+	}
+	return reason, err
 }
 
 // mark changes the mark: what it is about to be is in the log first, so that whoever finds either knows it. It is done
@@ -167,12 +217,14 @@ func (p *Publisher) mark(ctx context.Context, w *term) error {
 	if err := w.log.Flush(ctx); err != nil {
 		return err
 	}
-	h := history{ID: w.history.ID, Mark: next}
+	h := w.history
+	h.Mark = next
 	var err error
 	if w.written, err = p.writeHistory(ctx, h, w.written); err != nil {
 		return err
 	}
 	w.history, w.marker, w.nextMarker = h, next, ""
+	p.memory.history = h
 	return w.append(&logv1.Event{Revision: w.log.Last().Revision})
 }
 

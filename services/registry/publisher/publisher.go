@@ -82,6 +82,8 @@ type Publisher struct {
 	customs *customresources.Definitions
 	// published is the revision that the log has come to; acknowledged counts the messages that it has taken.
 	published, acknowledged atomic.Int64
+	// memory is what this publisher knows of the history that it published last, should the log be lost.
+	memory memory
 }
 
 // Run takes part in the election and publishes when elected, until ctx ends.
@@ -153,10 +155,20 @@ func (p *Publisher) publish(ctx context.Context) error {
 			clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
 		err = p.watch(ctx, w, watch, asked)
 	}
-	if errors.Is(err, rpctypes.ErrCompacted) || errors.Is(err, errUnknownPast) {
-		return p.reset(ctx, w)
+	compacted := errors.Is(err, rpctypes.ErrCompacted)
+	if !compacted && !errors.Is(err, errUnknownPast) {
+		return err
 	}
-	return err
+	now, err := p.Storage.ReadRevision(ctx)
+	if err != nil {
+		return err
+	}
+	if compacted { // what comes after that is still there
+		if now, err = p.oldest(ctx, now); err != nil {
+			return err
+		}
+	}
+	return p.reset(ctx, w, now)
 }
 
 // watch publishes what etcd's one watch says, how far that is, and the marks of etcd's history. asked tells that a

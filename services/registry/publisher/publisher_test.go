@@ -202,3 +202,52 @@ func TestAnotherHistoryIsAReset(t *testing.T) {
 		t.Errorf("%v, %v", kept, err)
 	}
 }
+
+// The first log of a cluster that kube-apiserver served holds what etcd still has, so that its clients' watches go on.
+func TestTheFirstLogHoldsThePast(t *testing.T) {
+	j := newJournal(t)
+	j.write("create", "forgotten", "")
+	etcd := j.Resources.Storage.Client.Client
+	now, err := etcd.Get(t.Context(), "x")
+	if err == nil {
+		_, err = etcd.Compact(t.Context(), now.Header.Revision)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	j.write("create", "a", `"n":"1"`)
+	j.write("update", "a", `"n":"2"`)
+	j.publish("one")
+	j.hears("reset", "added configmaps/a", "modified configmaps/a was map[n:1]")
+}
+
+// A log that is lost begins again with what etcd has, where the publisher knows that etcd is as it was; else it begins
+// with what comes from then on, since etcd may have been restored too.
+func TestALostLogBeginsAgain(t *testing.T) {
+	j := newJournal(t)
+	stop := j.publish("one")
+	j.hears("reset")
+	j.write("create", "a", "")
+	said := []string{"reset", "added configmaps/a"}
+	j.hears(said...)
+	lose := func() {
+		if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
+			t.Fatal(err)
+		}
+	}
+	lose()
+	j.write("create", "b", "")
+	said = append(said, "reset", "added configmaps/a", "added configmaps/b")
+	j.hears(said...)
+	stop()
+	lose()
+	j.publish("two")
+	said = append(said, "reset")
+	j.hears(said...)
+	j.write("create", "c", "")
+	said = append(said, "added configmaps/c")
+	j.hears(said...)
+	lose() // what was before this history began stays out of it
+	j.write("create", "d", "")
+	j.hears(append(said, "reset", "added configmaps/c", "added configmaps/d")...)
+}

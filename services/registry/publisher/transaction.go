@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 
+	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
 	clientv3 "go.etcd.io/etcd/client/v3"
 
@@ -34,9 +35,15 @@ func (p *Publisher) handle(ctx context.Context, w *term, resp clientv3.WatchResp
 		if err := p.transaction(ctx, w, events[:n]); err != nil {
 			return err
 		}
+		p.memory.last = happening{
+			key:      string(events[n-1].Kv.Key),
+			revision: events[n-1].Kv.ModRevision,
+			deleted:  events[n-1].Type == mvccpb.DELETE,
+		}
 		events = events[n:]
 		w.whole = true
 	}
+	p.memory.revision = w.log.Last().Revision
 	return nil
 }
 

@@ -101,7 +101,10 @@ func (t *Tail) Append(e *logv1.Event) error {
 	foreign := e.History != "" && t.history != "" && e.History != t.history
 	switch {
 	case e.Type == logv1.Type_TYPE_RESET && !event:
-		t.drop(e.Revision)
+		// A log that was lost and begins again before what is here leaves no gap.
+		if !t.started || e.History == "" || e.History != t.history || e.Revision > t.high {
+			t.drop(e.Revision)
+		}
 	case !t.started, foreign: // the log's beginning is gone
 		low := e.Revision
 		if event && e.Index == 0 {

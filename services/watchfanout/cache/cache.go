@@ -92,6 +92,10 @@ func (c *Cache) Apply(e *logv1.Event) {
 		}
 		c.advance(e.Revision)
 		return
+	case e.Type == logv1.Type_TYPE_RESET && e.History != "" && c.begun() && e.History == *c.history.Load() &&
+		e.Revision <= c.progress.Load():
+		c.pending = nil // the log was lost and begins again before what is here: nothing is missed
+		return
 	case e.Type == logv1.Type_TYPE_RESET:
 		c.reset(e.Revision, e.History)
 		c.resets.Add(1)

@@ -144,6 +144,26 @@ func TestAResetEndsEveryCursor(t *testing.T) {
 	}
 }
 
+// A log that was lost and begins again, of the same history, before what is here leaves no gap: what comes again is
+// known, and an open transaction comes whole.
+func TestALogThatBeginsAgainOverrunsNoCursor(t *testing.T) {
+	c := New(1<<20, 0)
+	of := func(e *logv1.Event, more bool) *logv1.Event { e.History, e.More = "h", more; return e }
+	c.Apply(of(reset(10), false))
+	c.Apply(of(event(logv1.Type_TYPE_ADDED, 11, "a"), false))
+	r := follow(c, "pods")
+	cur, _, _ := r.After(11, lastOf)
+	c.Apply(of(event(logv1.Type_TYPE_ADDED, 12, "b"), true))
+	c.Apply(of(reset(9), false))
+	c.Apply(of(event(logv1.Type_TYPE_ADDED, 11, "a"), false))
+	c.Apply(of(event(logv1.Type_TYPE_ADDED, 12, "b"), true))
+	c.Apply(of(event(logv1.Type_TYPE_ADDED, 12, "c"), false))
+	came, _, _, _, ok := r.Next(cur, 10)
+	if !ok || len(came) != 2 || c.Progress() != 12 || c.Resets() != 1 {
+		t.Errorf("%d events, %v, at %d, %d resets", len(came), ok, c.Progress(), c.Resets())
+	}
+}
+
 const lastOf = 1<<31 - 1
 
 func TestARingForgetsWholeRevisions(t *testing.T) {
