@@ -20,7 +20,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential node-peers images manifests e2e-cluster robustness robustness-broken bench fuzz clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential node-peers images manifests e2e-cluster demo-swap robustness robustness-broken bench fuzz clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -103,6 +103,9 @@ e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy contain
 	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
 	  -only gateway,registry,watchfanout,authn,authz,admission,xds
 	cd test && go test -count=1 -timeout 30m -v ./cluster -cluster $(ARGS)
+
+demo-swap: build peers $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause) ## kube-apiserver of a cluster with a real node swapped for Watershed, and back, under load (as root)
+	cd test && go test -count=1 -timeout 20m -v -run Swap ./cluster -swap $(ARGS)
 
 conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
 	cd test && go run ./conformance -out ../.build/conformance -node real $(ARGS)

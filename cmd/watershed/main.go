@@ -24,6 +24,7 @@ const usage = `watershed is the Kubernetes API server as services that scale apa
   watershed nats      a NATS server, as split runs it
   watershed xds       where the replicas of each service are, as split runs it
   watershed certgen   certificates and keys, in the Secrets of a namespace
+  watershed migrate   settings for up that are those of a cluster's kube-apiserver
   watershed status    the watch tier of a running Watershed
   watershed version
 
@@ -50,6 +51,8 @@ func main() {
 		err = certgen.Command("watershed certgen", args)
 	case "xds":
 		err = xds.Command("watershed xds", args)
+	case "migrate":
+		err = migrateCommand(args)
 	case "status":
 		err = statusCommand(args)
 	case "version", "--version":

@@ -27,24 +27,13 @@ import (
 // up runs everything in this process.
 func up(args []string) error {
 	began := time.Now()
-	fs := pflag.NewFlagSet("watershed up", pflag.ContinueOnError)
-	dataDir := fs.String("data-dir", ".watershed",
-		"Where everything is kept: certificates, etcd, the event log, admin.kubeconfig.")
-	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
-	var t telemetry.Options
-	t.AddFlags(fs)
-	var with controllers
-	with.addFlags(fs)
-	all := map[string]*built{}
-	for _, m := range modules {
-		all[m.Name] = newBuilt(m, fs)
-	}
-	if err := config.Load(fs, args); err != nil {
+	fs := newUpFlags()
+	if err := config.Load(fs.FlagSet, args); err != nil {
 		return process.Help(err)
 	}
 	port, _ := fs.GetInt("secure-port")
 	bind, _ := fs.GetString("bind-address")
-	l, err := openLayout(*dataDir, bind, port, *hosts)
+	l, err := openLayout(fs.dataDir, bind, port, fs.hosts)
 	if err != nil {
 		return err
 	}
@@ -56,6 +45,7 @@ func up(args []string) error {
 	defer logFile.Close()
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
+	t := &fs.telemetry
 	flush, err := t.Start(ctx, "watershed", logFile)
 	if err != nil {
 		return err
@@ -66,11 +56,11 @@ func up(args []string) error {
 	}
 	u := &upRun{
 		layout:    l,
-		flags:     fs,
-		all:       all,
+		flags:     fs.FlagSet,
+		all:       fs.all,
 		transport: rpc.NewInProcess(telemetry.Traced()),
 	}
-	parts, err := u.parts(&t, &with)
+	parts, err := u.parts(t, &fs.with)
 	if err != nil {
 		return err
 	}
@@ -82,6 +72,29 @@ func up(args []string) error {
 		show.say("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.",
 			time.Since(began).Seconds(), l.pki.AdminKubeconfig(), logFile.Name())
 	})
+}
+
+// upFlags are the command's flags and those of every service.
+type upFlags struct {
+	*pflag.FlagSet
+	dataDir   string
+	hosts     []string
+	telemetry telemetry.Options
+	with      controllers
+	all       map[string]*built
+}
+
+func newUpFlags() *upFlags {
+	fs := &upFlags{FlagSet: pflag.NewFlagSet("watershed up", pflag.ContinueOnError), all: map[string]*built{}}
+	fs.StringVar(&fs.dataDir, "data-dir", ".watershed",
+		"Where everything is kept: certificates, etcd, the event log, admin.kubeconfig.")
+	fs.StringSliceVar(&fs.hosts, "tls-sans", nil, "Further names and addresses for the serving certificate.")
+	fs.telemetry.AddFlags(fs.FlagSet)
+	fs.with.addFlags(fs.FlagSet)
+	for _, m := range modules {
+		fs.all[m.Name] = newBuilt(m, fs.FlagSet)
+	}
+	return fs
 }
 
 // built is one service on its way.

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/spf13/pflag"
@@ -26,8 +27,8 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	}
 	for _, a := range args {
 		name, value, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
-		if why, ok := leftOut[name]; ok && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
-			return fmt.Errorf("--%s %q: %s", name, value, why)
+		if why, ok := AbsentFlag(name); ok && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
+			return fmt.Errorf("--%s %q: %s", name, value, why.Why)
 		}
 	}
 	if err := fs.Parse(args); err != nil {
@@ -54,6 +55,9 @@ func Load(fs *pflag.FlagSet, args []string) error {
 				const text = `--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`
 				return fmt.Errorf(text, path, name)
 			}
+			if why, ok := AbsentFlag(key); ok && fs.Lookup(key) == nil {
+				return fmt.Errorf("--config %q: key %q: %s", path, key, why.Why)
+			}
 			if fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
 			}
@@ -63,20 +67,6 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	v.SetEnvKeyReplacer(strings.NewReplacer("-", "_"))
 	v.AutomaticEnv()
 	return Apply(fs, v, path)
-}
-
-// leftOut are flags of kube-apiserver's that there is no equal of, and what to do instead.
-var leftOut = map[string]string{
-	"emulated-version":                            "only Kubernetes 1.36 itself is served; leave the flag out",
-	"min-compatibility-version":                   "only Kubernetes 1.36 itself is served; leave the flag out",
-	"emulation-forward-compatible":                "only Kubernetes 1.36 itself is served; leave the flag out",
-	"runtime-config-emulation-forward-compatible": "only Kubernetes 1.36 itself is served; leave the flag out",
-	"watch-cache":                                 "the watch tier is always there; leave the flag out",
-	"watch-cache-sizes":                           "the watch tier keeps events by size: --watch-ring-bytes",
-	"default-watch-cache-size":                    "the watch tier keeps events by size: --watch-ring-bytes",
-	"apiserver-count":                             "the elected registry alone keeps the endpoints of the kubernetes Service; leave the flag out",
-	"egress-selector-config-file": "there is no egress selector; nodes, pods and webhooks are " +
-		"dialled from where the gateway, registry and admission run",
 }
 
 // Apply sets every flag that the command line left out and v has a value for.
@@ -104,7 +94,7 @@ func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
 			f.Changed = true
 			return s.Replace(v.GetStringSlice(f.Name))
 		}
-		if f.Value.Type() == oneAtATime {
+		if slices.Contains(oneAtATime, f.Value.Type()) {
 			return each(v.GetStringSlice(f.Name), func(s string) error { return fs.Set(f.Name, s) })
 		}
 		return fs.Set(f.Name, strings.Join(v.GetStringSlice(f.Name), ","))
@@ -116,9 +106,10 @@ func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
 // delimiter parts a nested key's names: a name may hold dots.
 const delimiter = "\x00"
 
-// oneAtATime is the type of flags that are given once for each pair, since a value may hold commas:
-// --oidc-required-claim (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit).
-const oneAtATime = "mapStringString"
+// oneAtATime are the types of flags that are given once for each value, since a value may hold commas:
+// --oidc-required-claim and --tls-sni-cert-key (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit and
+// NamedCertKeyArray).
+var oneAtATime = []string{"mapStringString", "namedCertKey"}
 
 func each(all []string, set func(string) error) error {
 	for _, s := range all {

@@ -28,8 +28,9 @@ const (
 type noticed struct {
 	writes, retried, failed   int
 	events, resumed, relisted int
-	// oldest is the largest age of an event when its client had it.
-	oldest time.Duration
+	// oldest is the largest age of an event when its client had it, and longest what a write took with all its
+	// attempts.
+	oldest, longest time.Duration
 }
 
 // clients are a writer and many watchers, which check that each of them sees every write in order.
@@ -90,9 +91,11 @@ func (c *clients) phase() noticed {
 func (c *clients) write(ctx context.Context) {
 	for n := 0; ctx.Err() == nil; n++ {
 		i := n % objects
+		began := time.Now()
 		retried, err := c.writeOne(ctx, i, c.wrote[i]+1)
 		c.mu.Lock()
 		c.now.writes++
+		c.now.longest = max(c.now.longest, time.Since(began))
 		if retried {
 			c.now.retried++
 		}

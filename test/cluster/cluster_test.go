@@ -13,7 +13,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"text/tabwriter"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -48,11 +47,10 @@ var services = []string{"registry", "gateway", "watchfanout", "authn", "authz", 
 
 // hosted is the second Watershed, and the first that hosts it.
 type hosted struct {
-	*testing.T
+	*report
 	outer *harness.Server
 	node  *node.Node
 	inner *rest.Config
-	table *tabwriter.Writer
 }
 
 // Watershed runs as workloads of a cluster; what of it is scaled, deleted or replaced its clients do not notice.
@@ -65,7 +63,7 @@ func TestWatershedAsWorkloads(t *testing.T) {
 			t.Fatalf("%v: `make e2e-cluster` builds it", err)
 		}
 	}
-	h := &hosted{T: t, table: tabwriter.NewWriter(os.Stdout, 0, 4, 2, ' ', 0)}
+	h := &hosted{report: newReport(t)}
 	h.host()
 	h.deploy()
 	h.kubectl()
@@ -74,19 +72,13 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	fmt.Fprintln(h.table, "PHASE\tTOOK\tWRITES\tTRIED AGAIN\tFAILED\tEVENTS\tRESUMED\tRELISTS\tOLDEST EVENT")
 	h.phase(c, "nothing happens", false, func() { time.Sleep(5 * time.Second) })
 	h.phase(c, "watchfanout 1 to 3", true, func() { h.scale("watchfanout", 3) })
 	h.phase(c, "watchfanout 3 to 1", true, func() { h.scale("watchfanout", 1) })
 	for _, s := range services {
 		h.phase(c, "a pod of "+s+" deleted", true, func() { h.deletePod(s) })
 	}
-	h.phase(
-		c,
-		"the pod of nats deleted",
-		false,
-		func() { h.deletePod("nats") },
-	) // the log goes with it: clients list again
+	h.phase(c, "the pod of nats deleted", true, func() { h.deletePod("nats") }) // and its log with it
 	h.phase(c, "the pod of etcd deleted", true, func() { h.deletePod("etcd") })
 	next, _ := filepath.Glob(filepath.Join(harness.Root(), ".build", "images-next", "*.tar"))
 	if len(next) == 0 {
@@ -261,23 +253,6 @@ func memory() string {
 		}
 	}
 	return all + fmt.Sprintf("; all but etcd %.0f", sum)
-}
-
-// phase does something while clients watch and write, waits until every watcher has seen all that was written
-// meanwhile, and tells what they noticed.
-func (h *hosted) phase(c *clients, what string, quiet bool, do func()) {
-	h.Helper()
-	c.phase()
-	began := time.Now()
-	do()
-	wrote := c.writes()
-	harness.Eventually(h, 2*time.Minute, func() error { return c.missing(wrote) })
-	n := c.phase()
-	fmt.Fprintf(h.table, "%s\t%.1f s\t%d\t%d\t%d\t%d\t%d\t%d\t%d ms\n", what, time.Since(began).Seconds(), n.writes,
-		n.retried, n.failed, n.events, n.resumed, n.relisted, n.oldest.Milliseconds())
-	if n.events == 0 || n.failed > 0 || quiet && n.relisted > 0 {
-		h.Errorf("%s: %d events, %d writes failed, %d relists", what, n.events, n.failed, n.relisted)
-	}
 }
 
 func (h *hosted) rollout(namespace, what string) {

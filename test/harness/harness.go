@@ -11,7 +11,9 @@ import (
 	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/json"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"io"
 	"math/big"
@@ -72,6 +74,8 @@ type Server struct {
 	// SAKey and CA (a path without its ending) are what a controller manager signs with.
 	SAKey, CA string
 	process   *Process
+	// args are what kube-apiserver was told.
+	args []string
 }
 
 // Process is a child in a process group of its own.
@@ -198,6 +202,21 @@ func (s *Server) Stop() { s.process.Stop() }
 
 // Kill ends it as kill -9 does.
 func (s *Server) Kill() { s.process.Kill() }
+
+// Leave tells the server to stop and waits until nobody listens at its port any more. It may take longer to end: with
+// clients that watch kube-apiserver takes a minute.
+func (s *Server) Leave() {
+	s.t.Helper()
+	_ = s.process.Cmd.Process.Signal(syscall.SIGTERM)
+	Eventually(s.t, time.Minute, func() error {
+		c, err := net.DialTimeout("tcp", fmt.Sprintf("127.0.0.1:%d", s.Port), time.Second)
+		if err != nil {
+			return nil
+		}
+		c.Close()
+		return errors.New("it still listens")
+	})
+}
 
 // Output is what the server has printed.
 func (s *Server) Output() string { return tail(s.process.Log, 1<<20) }
@@ -392,8 +411,13 @@ func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
 	if _, err := os.Stat(p("ca.crt")); err != nil {
 		makePKI(t, filepath.Join(dir, "pki"))
 	}
-	conf := fmt.Sprintf(`{"apiVersion":"v1","kind":"Config","current-context":"x","clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:%d","insecure-skip-tls-verify":true}}],
-"users":[{"name":"u","user":{"client-certificate":%q,"client-key":%q}}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`, s.Port, p("admin.crt"), p("admin.key"))
+	conf := fmt.Sprintf(
+		`{"apiVersion":"v1","kind":"Config","current-context":"x","clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:%d","insecure-skip-tls-verify":true}}],
+"users":[{"name":"u","user":{"client-certificate":%q,"client-key":%q}}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`,
+		s.Port,
+		p("admin.crt"),
+		p("admin.key"),
+	)
 	if err := os.WriteFile(s.Kubeconfig, []byte(conf), 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -412,15 +436,38 @@ func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
 			"X-Remote-Extra-", "--proxy-client-cert-file", p("front-proxy.crt"), "--proxy-client-key-file",
 			p("front-proxy.key"))
 	}
-	s.process = Start(t, dir, "kube-apiserver", Peer("kube-apiserver"), append(args, flags...)...)
+	s.args = append(args, flags...)
+	s.Again()
+	return s
+}
+
+// Again starts a kube-apiserver that was stopped as it was, and waits until it is ready.
+func (s *Server) Again() {
+	s.t.Helper()
+	s.process = Start(s.t, s.Dir, "kube-apiserver", Peer("kube-apiserver"), s.args...)
 	client := &http.Client{
 		Timeout:   5 * time.Second,
 		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}},
 	}
-	Eventually(t, 2*time.Minute, func() error {
+	Eventually(s.t, 2*time.Minute, func() error {
 		return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port))
 	})
-	return s
+}
+
+// Manifest is a kube-apiserver as a static pod, as kubeadm writes it.
+func (s *Server) Manifest() string {
+	type object = map[string]any
+	containers := []object{{"name": "kube-apiserver", "command": append([]string{"kube-apiserver"}, s.args...)}}
+	text, err := json.MarshalIndent(object{
+		"apiVersion": "v1",
+		"kind":       "Pod",
+		"metadata":   object{"name": "kube-apiserver", "namespace": "kube-system"},
+		"spec":       object{"containers": containers},
+	}, "", "  ")
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return string(text)
 }
 
 func get(c *http.Client, url string) error {

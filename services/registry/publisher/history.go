@@ -183,9 +183,9 @@ type memory struct {
 	last     happening
 }
 
-// remembers says whether etcd, at this revision of the history h, is at a later point of the history that this publisher
-// published last. A reason is why not. The mark is the proof, since this publisher alone knew it, and the last event
-// that etcd was not set back since.
+// remembers says whether etcd, at this revision of the history h, is at a later point of the history that this
+// publisher published last. A reason is why not. The mark is the proof, since this publisher alone knew it, and the
+// last event that etcd was not set back since.
 func (p *Publisher) remembers(ctx context.Context, h history, revision int64) (reason string, err error) {
 	m := p.memory
 	switch {

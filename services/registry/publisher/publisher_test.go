@@ -124,7 +124,12 @@ func (j *journal) write(verb, name, labels string) {
 		r.Name = ""
 	}
 	if verb != "delete" {
-		r.Body = fmt.Appendf(nil, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":%q,"labels":{%s}}}`, name, labels)
+		r.Body = fmt.Appendf(
+			nil,
+			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":%q,"labels":{%s}}}`,
+			name,
+			labels,
+		)
 	}
 	if _, err := j.Write(j.t.Context(), world.ConfigMaps, r, &world.Gate{}); err != nil {
 		j.t.Fatal(err)

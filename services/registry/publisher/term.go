@@ -77,9 +77,9 @@ func (p *Publisher) reset(ctx context.Context, w *term, revision int64) error {
 	return errors.New("the log was reset")
 }
 
-// beginTerm reads where the log ends. An empty one is begun with a reset, and so is one of another history of etcd. What
-// etcd still has of the same history comes after it: of an etcd that no log was ever made of, which is a cluster's that
-// comes from kube-apiserver, and where the log alone was lost, so that watches go on.
+// beginTerm reads where the log ends. An empty one is begun with a reset, and so is one of another history of etcd.
+// What etcd still has of the same history comes after it: of an etcd that no log was ever made of, which is a cluster's
+// that comes from kube-apiserver, and where the log alone was lost, so that watches go on.
 func (p *Publisher) beginTerm(ctx context.Context) (*term, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
@@ -171,7 +171,8 @@ func (w *term) restart(ctx context.Context, sequence uint64, revision int64) err
 // backlog is how many revisions a log that begins goes back at most: it is behind until it has them.
 const backlog = 50_000
 
-// oldest is the first revision, of the last backlog ones up to now, that etcd can be read at: it has all events after it.
+// oldest is the first revision, of the last backlog ones up to now, that etcd can be read at: it has all events after
+// it.
 func (p *Publisher) oldest(ctx context.Context, now int64) (int64, error) {
 	low, high := max(now-backlog, 1), now
 	for low < high {

@@ -1,0 +1,273 @@
+package main
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/pflag"
+	"sigs.k8s.io/yaml"
+
+	"watershed.dev/platform/config"
+	"watershed.dev/platform/process"
+)
+
+// migrateCommand prints settings for `up` that are those of a cluster's kube-apiserver, with what differs.
+func migrateCommand(args []string) error {
+	fs := pflag.NewFlagSet("watershed migrate", pflag.ContinueOnError)
+	from := fs.String(
+		"from",
+		"",
+		"kube-apiserver's static pod manifest, such as /etc/kubernetes/manifests/kube-apiserver.yaml.",
+	)
+	dataDir := fs.String(
+		"data-dir",
+		"/var/lib/watershed",
+		"Where Watershed will keep its event log and its own certificates.",
+	)
+	if err := config.Load(fs, args); err != nil {
+		return process.Help(err)
+	}
+	if *from == "" {
+		return errors.New("--from is required: the path of kube-apiserver's static pod manifest")
+	}
+	text, err := os.ReadFile(*from)
+	if err != nil {
+		return fmt.Errorf("--from %q: %w", *from, err)
+	}
+	given, err := flagsOf(text)
+	if err != nil {
+		return fmt.Errorf("--from %q: %w", *from, err)
+	}
+	m := &migration{flags: newUpFlags().FlagSet, settings: map[string]any{"data-dir": *dataDir}}
+	for _, name := range slices.Sorted(maps.Keys(given)) {
+		m.take(name, given[name])
+	}
+	m.differ(given)
+	if len(m.blocked) > 0 {
+		return fmt.Errorf("%s cannot be served from here:\n  %s", *from, strings.Join(m.blocked, "\n  "))
+	}
+	return m.print(os.Stdout, *from)
+}
+
+// staticPod is what a manifest says of how a program is started.
+type staticPod struct {
+	Spec struct {
+		Containers []container
+		Volumes    []struct {
+			Name     string
+			HostPath *struct{ Path string }
+		}
+	}
+}
+
+type container struct {
+	Name          string
+	Command, Args []string
+	VolumeMounts  []struct{ Name, MountPath string }
+}
+
+// flagsOf is what a static pod gives kube-apiserver: the values of each flag, with paths as the host has them.
+func flagsOf(manifest []byte) (map[string][]string, error) {
+	var pod staticPod
+	if err := yaml.Unmarshal(manifest, &pod); err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(pod.Spec.Containers, func(c container) bool {
+		return c.Name == "kube-apiserver" || len(c.Command) > 0 && path.Base(c.Command[0]) == "kube-apiserver"
+	})
+	if i < 0 {
+		return nil, errors.New("it has no container kube-apiserver")
+	}
+	c := pod.Spec.Containers[i]
+	words := slices.Concat(c.Command, c.Args)
+	if len(words) > 0 && path.Base(words[0]) == "kube-apiserver" {
+		words = words[1:]
+	}
+	given := map[string][]string{}
+	for len(words) > 0 {
+		name, value, err := nextFlag(&words)
+		if err != nil {
+			return nil, err
+		}
+		given[name] = append(given[name], pod.onHost(c, value))
+	}
+	return given, nil
+}
+
+// nextFlag takes a flag and its value from the words of a command line.
+func nextFlag(words *[]string) (name, value string, err error) {
+	word := (*words)[0]
+	*words = (*words)[1:]
+	name, value, hasValue := strings.Cut(strings.TrimLeft(word, "-"), "=")
+	if !strings.HasPrefix(word, "-") || name == "" {
+		return "", "", fmt.Errorf(
+			"argument %q is no flag: this reads kube-apiserver's own command line, not a shell's",
+			word,
+		)
+	}
+	switch {
+	case hasValue:
+	case len(*words) > 0 && !strings.HasPrefix((*words)[0], "-"):
+		value, *words = (*words)[0], (*words)[1:]
+	default:
+		value = "true"
+	}
+	if strings.Contains(value, "$(") {
+		return "", "", fmt.Errorf(
+			"--%s %q: only the kubelet knows this; write the value into a copy of the manifest",
+			name,
+			value,
+		)
+	}
+	return name, value, nil
+}
+
+// onHost is a path of the container as its node has it.
+func (p *staticPod) onHost(c container, value string) string {
+	best := ""
+	mounted := map[string]string{}
+	for _, m := range c.VolumeMounts {
+		for _, v := range p.Spec.Volumes {
+			if v.Name == m.Name && v.HostPath != nil {
+				mounted[m.MountPath] = v.HostPath.Path
+			}
+		}
+	}
+	for at := range mounted {
+		if (value == at || strings.HasPrefix(value, strings.TrimSuffix(at, "/")+"/")) && len(at) > len(best) {
+			best = at
+		}
+	}
+	if best == "" {
+		return value
+	}
+	return path.Join(mounted[best], strings.TrimPrefix(value, best))
+}
+
+// migration is what becomes of kube-apiserver's settings.
+type migration struct {
+	flags    *pflag.FlagSet
+	settings map[string]any
+	// left are flags that are not offered, blocked those without which the cluster cannot be served, and differs what
+	// is set because kube-apiserver's default is another, or is to be known.
+	left, blocked, differs []string
+}
+
+// take takes a flag's values over, or says why not.
+func (m *migration) take(name string, values []string) {
+	line := fmt.Sprintf("--%s %q", name, strings.Join(values, ","))
+	f := m.flags.Lookup(name)
+	if f == nil {
+		why, known := config.AbsentFlag(name)
+		switch {
+		case !known:
+			m.blocked = append(
+				m.blocked,
+				line+": kube-apiserver 1.36 has no such flag; is the manifest another version's?",
+			)
+		case why.Blocks:
+			m.blocked = append(m.blocked, line+": "+why.Why)
+		case why.Neutral == "" || values[len(values)-1] != why.Neutral:
+			m.left = append(m.left, line+": "+strings.TrimSuffix(why.Why, "; leave the flag out"))
+		}
+		return
+	}
+	for _, v := range values {
+		if err := m.flags.Set(name, v); err != nil {
+			m.blocked = append(m.blocked, fmt.Sprintf("--%s %q: %v", name, v, err))
+			return
+		}
+	}
+	m.settings[name] = valueOf(f, values)
+}
+
+// valueOf is a flag's value as a file of settings says it.
+func valueOf(f *pflag.Flag, values []string) any {
+	last := values[len(values)-1]
+	if s, ok := f.Value.(pflag.SliceValue); ok {
+		return s.GetSlice()
+	}
+	switch f.Value.Type() {
+	case "mapStringBool", "mapStringString", "namedCertKey", "stringSlice": // each adds to those before it
+		if len(values) > 1 {
+			return values
+		}
+	case "bool":
+		if b, err := strconv.ParseBool(last); err == nil {
+			return b
+		}
+	case "int":
+		if n, err := strconv.Atoi(last); err == nil {
+			return n
+		}
+	}
+	return last
+}
+
+// differ sets what kube-apiserver takes where nothing is said and `up` does not, and says what else is other.
+func (m *migration) differ(given map[string][]string) {
+	for _, d := range []struct {
+		name, unless string
+		value        any
+	}{
+		{"authorization-mode", "authorization-config", []string{"AlwaysAllow"}},
+		{"service-cluster-ip-range", "", "10.0.0.0/24"},
+		{"allow-privileged", "", false},
+		{"enable-bootstrap-token-auth", "", false},
+	} {
+		if given[d.name] == nil && given[cmp.Or(d.unless, d.name)] == nil {
+			m.settings[d.name] = d.value
+			m.differs = append(
+				m.differs,
+				fmt.Sprintf("--%s is not given: kube-apiserver's default, %v, is not `up`'s", d.name, d.value),
+			)
+		}
+	}
+	for _, d := range []struct{ name, instead string }{
+		{"client-ca-file", "client certificates are those of the CA in the data directory"},
+		{"tls-cert-file", "the serving certificate is one of the CA in the data directory"},
+		{"service-account-signing-key-file", "tokens are signed with a key of the data directory"},
+		{"etcd-servers", "an etcd of its own runs in the data directory, which is empty"},
+	} {
+		if given[d.name] == nil {
+			m.differs = append(m.differs, fmt.Sprintf("--%s is not given: %s", d.name, d.instead))
+		}
+	}
+	if given["admission-control-config-file"] != nil {
+		m.differs = append(
+			m.differs,
+			"the files that --admission-control-config-file names are read as they are: their paths are to be the host's",
+		)
+	}
+}
+
+// print writes the settings, with what an operator is to know as comments.
+func (m *migration) print(w io.Writer, from string) error {
+	say := func(head string, lines []string) {
+		if len(lines) == 0 {
+			return
+		}
+		fmt.Fprintf(w, "#\n# %s\n", head)
+		for _, l := range lines {
+			fmt.Fprintf(w, "#   %s\n", strings.ReplaceAll(l, "\n", " "))
+		}
+	}
+	fmt.Fprintf(w, "# Settings for `watershed up --config FILE`, from %q.\n", from)
+	fmt.Fprintf(w, "# Move the manifest out of its directory, wait until kube-apiserver has ended, and start it;\n"+
+		"# to go back stop Watershed, and move the manifest back.\n")
+	say("Differs:", m.differs)
+	say("Not offered, and left out:", m.left)
+	b, err := yaml.Marshal(m.settings)
+	if err == nil {
+		_, err = w.Write(b)
+	}
+	return err
+}

@@ -1,0 +1,139 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"watershed.dev/platform/config"
+)
+
+func manifest(args ...string) []byte {
+	text := `
+spec:
+  containers:
+  - {name: sidecar, command: [sleep]}
+  - name: kube-apiserver
+    command: [/usr/local/bin/kube-apiserver]
+    volumeMounts: [{mountPath: /etc/kubernetes/pki, name: pki}, {mountPath: /etc/kubernetes/pki/etcd/, name: etcd}]
+    args:
+`
+	for _, a := range args {
+		text += "    - '" + a + "'\n"
+	}
+	return []byte(
+		text + "  volumes: [{name: pki, hostPath: {path: /srv/pki}}, {name: etcd, hostPath: {path: /srv/etcd}}, {name: tmp, emptyDir: {}}]\n",
+	)
+}
+
+// migrated is what becomes of a manifest.
+func migrated(t *testing.T, args ...string) *migration {
+	t.Helper()
+	given, err := flagsOf(manifest(args...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := &migration{flags: newUpFlags().FlagSet, settings: map[string]any{"data-dir": t.TempDir()}}
+	for name, values := range given {
+		m.take(name, values)
+	}
+	m.differ(given)
+	return m
+}
+
+// What kube-apiserver was told `up` is told, with the host's paths; what it was not told and takes for granted too.
+func TestAManifestBecomesSettings(t *testing.T) {
+	m := migrated(
+		t,
+		"--client-ca-file=/etc/kubernetes/pki/ca.crt",
+		"--etcd-cafile",
+		"/etc/kubernetes/pki/etcd/ca.crt",
+		"--secure-port=7443",
+		"--anonymous-auth=false",
+		"--service-account-key-file=/a",
+		"--service-account-key-file=/b",
+		"--etcd-servers=https://a:1,https://b:2",
+		"--profiling",
+		"--advertise-address=192.0.2.1",
+		"--advertise-address=192.0.2.2",
+		"--feature-gates=WatchList=true",
+		"--feature-gates=APIServerIdentity=true",
+		"--tls-sni-cert-key=/a.crt,/a.key",
+		"--tls-sni-cert-key=/b.crt,/b.key:b.example",
+		"--tls-cert-file=/etc/kubernetes/pkix/x",
+	)
+	var out strings.Builder
+	if err := m.print(&out, "m.yaml"); err != nil || len(m.blocked)+len(m.left) > 0 {
+		t.Fatal(err, m.blocked, m.left)
+	}
+	path := filepath.Join(t.TempDir(), "settings.yaml")
+	if err := os.WriteFile(path, []byte(out.String()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	up := newUpFlags()
+	if err := config.Load(up.FlagSet, []string{"--config", path}); err != nil {
+		t.Fatalf("%v\n%s", err, &out)
+	}
+	for name, want := range map[string]string{
+		"client-ca-file":              "/srv/pki/ca.crt",
+		"etcd-cafile":                 "/srv/etcd/ca.crt",
+		"secure-port":                 "7443",
+		"anonymous-auth":              "false",
+		"service-account-key-file":    "[/a,/b]",
+		"etcd-servers":                "[https://a:1,https://b:2]",
+		"profiling":                   "true",
+		"advertise-address":           "192.0.2.2",
+		"feature-gates":               "WatchList=true,APIServerIdentity=true",
+		"tls-sni-cert-key":            "[/a.crt,/a.key;/b.crt,/b.key:b.example]",
+		"tls-cert-file":               "/etc/kubernetes/pkix/x",
+		"authorization-mode":          "[AlwaysAllow]",
+		"service-cluster-ip-range":    "10.0.0.0/24",
+		"allow-privileged":            "false",
+		"enable-bootstrap-token-auth": "false",
+	} {
+		if got := up.Lookup(name).Value.String(); got != want {
+			t.Errorf("--%s %q, not %q", name, got, want)
+		}
+	}
+	if len(m.differs) != 5 { // the four defaults, and a signing key
+		t.Errorf("%q", m.differs)
+	}
+}
+
+// What is not offered is said; what the cluster cannot be served without is no settings at all.
+func TestWhatIsNotOfferedIsSaid(t *testing.T) {
+	for arg, want := range map[string]string{
+		"--audit-log-path=/x":              "left",
+		"--storage-backend=etcd3":          "",
+		"--storage-backend=etcd9":          "left",
+		"--watch-cache=true":               "",
+		"--encryption-provider-config=/x":  "blocked",
+		"--etcd-servers-overrides=/e#h://": "blocked",
+		"--secure-port=x":                  "blocked",
+		"--no-such-flag=x":                 "blocked",
+	} {
+		m, got := migrated(t, arg), ""
+		if len(m.left) > 0 {
+			got += "left"
+		}
+		if len(m.blocked) > 0 {
+			got += "blocked"
+		}
+		if got != want {
+			t.Errorf("%s is %q, not %q: %q %q", arg, got, want, m.left, m.blocked)
+		}
+	}
+	for what, text := range map[string]string{
+		"no container kube-apiserver": "spec: {containers: [{name: x}]}",
+		"is no flag":                  "spec: {containers: [{name: kube-apiserver, command: [sh, -c, kube-apiserver]}]}",
+		"only the kubelet knows this": "spec: {containers: [{command: [kube-apiserver, --advertise-address=$(HOST_IP)]}]}",
+		"cannot unmarshal":            "[]",
+		"is no flag: this reads":      "spec: {containers: [{command: [kube-apiserver, x]}]}",
+		"it has no container":         "",
+	} {
+		if _, err := flagsOf([]byte(text)); err == nil || !strings.Contains(err.Error(), what) {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+}

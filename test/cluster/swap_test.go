@@ -1,0 +1,244 @@
+package cluster
+
+import (
+	"bytes"
+	"context"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/kubernetes"
+
+	"watershed.dev/test/harness"
+	"watershed.dev/test/node"
+)
+
+var swap = flag.Bool("swap", false, "swap on a real node (as root) and not on kwok's")
+
+// A cluster's kube-apiserver is stopped and Watershed started in its place, with the settings that `watershed migrate`
+// makes of its manifest, and the other way round, while clients watch and write, a Deployment is rolled out, and
+// somebody looks on. Nothing is lost, and Watershed has no watch listed again.
+func TestSwap(t *testing.T) {
+	dir := harness.TempDir(t)
+	if *swap {
+		node.Prepare(t)
+	}
+	var flags []string
+	if *swap {
+		flags = node.Flags()
+	}
+	reference := harness.KubeAPIServer(t, dir, harness.Etcd(t, dir), flags...)
+	image := "web"
+	if *swap {
+		reference.Managers()
+		image = "watershed.dev/busybox:test"
+		node.Join(t, reference, node.Options{Lean: true, Programs: map[string]string{image: "/bin/busybox"}})
+	} else {
+		reference.Controllers()
+	}
+	s := &swapped{report: newReport(t), reference: reference, config: migrate(t, reference)}
+	if *swap {
+		s.Cleanup(func() {
+			_, _ = reference.TryKubectl("", "delete", "deployments,pods", "--all", "--timeout=60s")
+		})
+	}
+	reference.Apply(fmt.Sprintf(web, image))
+	reference.Kubectl("rollout", "status", "deployment/web", "--timeout=110s")
+
+	dial := func() kubernetes.Interface { return reference.Client() }
+	c, err := start(t.Context(), dial(), dial, 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	looker := look(t, reference)
+	s.phase(c, "kube-apiserver", true, func() { s.rollOut() })
+	pods := s.pods()
+	s.phase(c, "kube-apiserver to Watershed", true, func() { s.during(s.toWatershed) })
+	s.exec()
+	s.phase(c, "Watershed to kube-apiserver", false, func() { s.during(s.toReference) })
+	s.phase(c, "kube-apiserver to Watershed again", true, func() { s.during(s.toWatershed) })
+	s.exec()
+	for _, w := range c.stop() {
+		t.Error(w)
+	}
+	s.table.Flush()
+	looker.report(t)
+	if after := s.pods(); after != pods {
+		t.Errorf("pods of the node that had nothing to do with it\n%s\nare now\n%s", pods, after)
+	}
+}
+
+// web is rolled out slowly enough to be amid it while servers change; quiet is what nobody touches.
+const web = `
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: web}
+spec:
+  replicas: 4
+  minReadySeconds: 1
+  strategy: {rollingUpdate: {maxUnavailable: 1, maxSurge: 1}}
+  selector: {matchLabels: {app: web}}
+  template:
+    metadata: {labels: {app: web}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers: [{name: web, image: %[1]q, args: [sleep, "100000"]}]
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: quiet}
+spec:
+  replicas: 2
+  selector: {matchLabels: {app: quiet}}
+  template:
+    metadata: {labels: {app: quiet}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      containers: [{name: quiet, image: %[1]q, args: [sleep, "100000"]}]
+`
+
+// swapped is a cluster whose API server is swapped.
+type swapped struct {
+	*report
+	reference, watershed *harness.Server
+	config, dir          string
+	rollouts             int
+}
+
+// migrate answers a file of settings that `watershed migrate` makes of a kube-apiserver's manifest.
+func migrate(t *testing.T, reference *harness.Server) string {
+	t.Helper()
+	manifest := filepath.Join(reference.Dir, "kube-apiserver.yaml")
+	if err := os.WriteFile(manifest, []byte(reference.Manifest()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	settings, err := exec.Command(harness.Watershed(), "migrate", "--from", manifest).Output()
+	if err != nil {
+		t.Fatalf("migrate: %v", err)
+	}
+	path := filepath.Join(reference.Dir, "watershed.yaml")
+	if err := os.WriteFile(path, settings, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func (s *swapped) toWatershed() {
+	s.reference.Leave() // from when on it is as one kube-apiserver of several
+	s.watershed = harness.Up(s.T, s.dir, "--config", s.config, fmt.Sprintf("--secure-port=%d", s.reference.Port))
+	s.dir = s.watershed.Dir
+	s.reference.Stop() // as a kubelet does: what it still serves ends
+}
+
+func (s *swapped) toReference() {
+	s.watershed.Leave()
+	old := s.watershed
+	s.reference.Again()
+	old.Stop()
+}
+
+// during swaps while a Deployment is rolled out, and waits for the rollout.
+func (s *swapped) during(swap func()) {
+	s.Helper()
+	s.begin()
+	swap()
+	s.reference.Kubectl("rollout", "status", "deployment/web", "--timeout=110s")
+}
+
+func (s *swapped) rollOut() { s.during(func() {}) }
+
+// begin begins a rollout.
+func (s *swapped) begin() {
+	s.Helper()
+	s.rollouts++
+	s.reference.Kubectl("patch", "deployment", "web", "-p",
+		fmt.Sprintf(`{"spec":{"template":{"metadata":{"annotations":{"rollout":"%d"}}}}}`, s.rollouts))
+}
+
+// pods are those that nobody touches: who they are and how often they were started.
+func (s *swapped) pods() string {
+	s.Helper()
+	return s.reference.Kubectl(
+		"get",
+		"pods",
+		"-l",
+		"app=quiet",
+		"--sort-by=.metadata.name",
+		"-o",
+		`jsonpath={range .items[*]}{.metadata.uid} {.status.phase} {.status.containerStatuses[0].restartCount}{"\n"}{end}`,
+	)
+}
+
+// exec runs a command in a pod of a real node.
+func (s *swapped) exec() {
+	s.Helper()
+	if !*swap {
+		return
+	}
+	if out := s.reference.Kubectl("exec", "deployment/quiet", "--", "/busybox", "echo", "here"); strings.TrimSpace(
+		out,
+	) != "here" {
+		s.Errorf("kubectl exec: %q", out)
+	}
+}
+
+// looker is `kubectl get pods -w`, started again where it ends.
+type looker struct {
+	out    bytes.Buffer
+	ended  int
+	cancel context.CancelFunc
+	done   sync.WaitGroup
+}
+
+func look(t *testing.T, s *harness.Server) *looker {
+	ctx, cancel := context.WithCancel(t.Context())
+	l := &looker{cancel: cancel}
+	l.done.Go(func() {
+		for ctx.Err() == nil {
+			cmd := exec.CommandContext(
+				ctx,
+				harness.Peer("kubectl"),
+				"--kubeconfig",
+				s.Kubeconfig,
+				"get",
+				"pods",
+				"-w",
+				"--no-headers",
+			)
+			cmd.Stdout, cmd.Stderr = &l.out, &l.out
+			_ = cmd.Run()
+			if ctx.Err() == nil {
+				l.ended++
+			}
+			select {
+			case <-ctx.Done():
+			case <-time.After(time.Second):
+			}
+		}
+	})
+	t.Cleanup(l.stop)
+	return l
+}
+
+func (l *looker) stop() {
+	l.cancel()
+	l.done.Wait()
+}
+
+// report says what somebody who looks on has seen.
+func (l *looker) report(t *testing.T) {
+	t.Helper()
+	l.stop()
+	lines := strings.Split(strings.TrimSpace(l.out.String()), "\n")
+	fmt.Printf("kubectl get pods -w ended %d times and was started again; it showed %d lines, the last: %s\n",
+		l.ended, len(lines), lines[len(lines)-1])
+	if len(lines) < 20 {
+		t.Errorf("kubectl get pods -w:\n%s", l.out.String())
+	}
+}
