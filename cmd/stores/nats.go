@@ -253,8 +253,9 @@ func natsUsers() []*server.User {
 		api+"STREAM.UPDATE."+eventlog.StreamName,
 		eventlog.Subject(">"),
 		eventlog.ProgressSubject,
+		eventlog.CauseSubject,
 	)
-	return []*server.User{user("registry", write, []string{eventlog.AskProgress}), user("watchfanout", read, nil)}
+	return []*server.User{user("registry", write, []string{eventlog.AskProgress, eventlog.CauseSubject}), user("watchfanout", read, nil)}
 }
 
 func hostPort(flag, value string) (host string, port int, err error) {

@@ -141,7 +141,7 @@ func TestNATSIsByAllowLists(t *testing.T) {
 		"$JS.API.STREAM.MSG.DELETE.watershed",
 		"$JS.API.CONSUMER.NAMES.watershed", "$JS.API.CONSUMER.LIST.watershed", "$JS.API.CONSUMER.PAUSE.watershed.x",
 		"$JS.API.STREAM.LIST", "$JS.API.INFO",
-		"watershed.event.pods", "watershed.progress",
+		"watershed.event.pods", "watershed.progress", eventlog.CauseSubject,
 	} {
 		if m, err := reader.Request(subject, nil, 200*time.Millisecond); err == nil {
 			t.Errorf("watchfanout may %s: %s", subject, m.Data)
@@ -149,7 +149,7 @@ func TestNATSIsByAllowLists(t *testing.T) {
 	}
 	next := int64(100)
 	for _, subject := range []string{">", "_INBOX.>", eventlog.Inbox("registry") + ".>", "watershed.event.>",
-		eventlog.AskProgress, "$JS.API.>"} {
+		eventlog.AskProgress, eventlog.CauseSubject, "$JS.API.>"} {
 		sub, err := reader.SubscribeSync(subject)
 		if err == nil {
 			err = reader.Flush()

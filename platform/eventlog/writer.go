@@ -10,6 +10,7 @@ import (
 	"github.com/nats-io/nats.go"
 	"github.com/nats-io/nats.go/jetstream"
 
+	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -116,15 +117,16 @@ func (w *Writer) Append(e *logv1.Event) error {
 	}
 	w.last, w.anew = id, false
 	w.newest = &settlement{done: make(chan struct{})}
-	go w.settle(ack, id, w.newest)
+	go w.settle(ack, id, w.newest, e.Trace, time.Now())
 	return nil
 }
 
 // settle waits for what becomes of a message.
-func (w *Writer) settle(ack jetstream.PubAckFuture, id ID, s *settlement) {
+func (w *Writer) settle(ack jetstream.PubAckFuture, id ID, s *settlement, traced string, since time.Time) {
 	defer close(s.done)
 	select {
 	case <-ack.Ok(): // and so are all before it: each is refused without the one before
+		telemetry.StartEventSpan(traced, "log", since).End()
 		w.acknowledged(id)
 	case err := <-ack.Err():
 		s.err = fmt.Errorf("publish %s: %w", id, err)

@@ -14,12 +14,18 @@ const (
 	traceparent = "traceparent"
 )
 
-// BeginEvent starts the trace of one event of etcd, and answers what of it travels with the event: empty where events
-// are not traced. End the span when the event is in the log.
-func BeginEvent(ctx context.Context, resource string, revision int64) (trace.Span, string) {
-	ctx, span := current.events.Tracer(tracerName).Start(ctx, "publish "+resource, trace.WithNewRoot(),
-		trace.WithSpanKind(trace.SpanKindProducer),
-		trace.WithAttributes(attribute.String("resource", resource), attribute.Int64("revision", revision)))
+// BeginEvent starts the span of one event of etcd, in the trace of the write that it is of (cause) or, where that is not
+// traced, perhaps in one of its own. It answers what of it travels with the event: empty where it is not traced. End the
+// span when the event is on its way.
+func BeginEvent(ctx context.Context, cause, resource string, revision int64, since time.Time) (trace.Span, string) {
+	options := []trace.SpanStartOption{trace.WithSpanKind(trace.SpanKindProducer), trace.WithTimestamp(since),
+		trace.WithAttributes(attribute.String("resource", resource), attribute.Int64("revision", revision))}
+	if cause == "" {
+		options = append(options, trace.WithNewRoot())
+	} else {
+		ctx = propagation.TraceContext{}.Extract(ctx, propagation.MapCarrier{traceparent: cause})
+	}
+	ctx, span := current.events.Tracer(tracerName).Start(ctx, "publish "+resource, options...)
 	if !span.IsRecording() {
 		return span, ""
 	}

@@ -33,6 +33,8 @@ import (
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
+	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/apis"
@@ -141,6 +143,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	if s.nats, s.js, err = c.Log.Connect("registry", d.ID); err != nil {
 		return nil, err
+	}
+	if telemetry.Traced() {
+		store.TellCauses(func(c *logv1.Cause) { eventlog.TellCause(s.nats, c) })
 	}
 	s.resources = &resources.Resources{Storage: store}
 	s.objects = objects.New(s.resources)

@@ -89,16 +89,16 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		for _, spans := range c.traces {
-			if spans["registry: publish configmaps"] && spans["watchfanout: apply"] && spans["gateway: deliver"] {
+			if spans["registry: publish configmaps"] && spans["watchfanout: apply"] && spans["gateway: write"] {
 				return nil
 			}
 		}
-		return fmt.Errorf("%d traces, none with publish, apply and deliver", len(c.traces))
+		return fmt.Errorf("%d traces, none with publish, apply and write", len(c.traces))
 	})
 }
 
-// A request whose administrator asks for it is one trace through every process that it passes, to etcd; one of anybody
-// else is not, whatever its traceparent says, and nothing else is traced.
+// A request whose administrator asks for it is one trace through every process that it passes, to etcd, and from there
+// with its event to those who watch; one of anybody else is not, whatever its traceparent says, and nothing else is traced.
 func TestARequestIsOneTrace(t *testing.T) {
 	c, endpoint := collect(t)
 	s := harness.Split(t, "", "--tracing-endpoint="+endpoint)
@@ -133,6 +133,11 @@ func TestARequestIsOneTrace(t *testing.T) {
 		}
 		return resp
 	}
+	w, err := s.Client().CoreV1().ConfigMaps("default").Watch(t.Context(), metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Stop()
 	const maps = "/api/v1/namespaces/default/configmaps"
 	body := func(name string) string { return `{"metadata":{"name":"` + name + `"}}` }
 	const write, list, none = "4bf92f3577b34da6a3ce929d0e0e4736", "4bf92f3577b34da6a3ce929d0e0e4737", "unsampled"
@@ -157,6 +162,11 @@ func TestARequestIsOneTrace(t *testing.T) {
 				"registry: watershed.registry.v1.Objects/Write",
 				"registry: Create etcd3",
 				"registry: etcdserverpb.KV/Txn",
+				"registry: publish configmaps",
+				"registry: log",
+				"watchfanout: apply",
+				"watchfanout: deliver",
+				"gateway: write",
 			},
 			list: {
 				"gateway: GET /api/v1/namespaces/{:namespace}/configmaps",

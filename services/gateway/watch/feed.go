@@ -230,7 +230,7 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 	f.trim()
 	for _, mark := range m.Marks {
 		if mark.Trace != "" {
-			telemetry.StartEventSpan(mark.Trace, "deliver", began, attribute.Int("watches", len(f.subs))).End()
+			telemetry.StartEventSpan(mark.Trace, "write", began, attribute.Int("watches", len(f.subs))).End()
 		}
 	}
 }

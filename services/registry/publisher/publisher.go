@@ -19,6 +19,7 @@ import (
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/telemetry"
 	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/election"
 	"watershed.dev/services/registry/storage"
@@ -82,6 +83,8 @@ type Publisher struct {
 	customs *customresources.Definitions
 	// published is the revision that the log has come to; acknowledged counts the messages that it has taken.
 	published, acknowledged atomic.Int64
+	// causes are traced writes whose events are to come.
+	causes causes
 	// memory is what this publisher knows of the history that it published last, should the log be lost.
 	memory memory
 }
@@ -145,6 +148,13 @@ func (p *Publisher) publish(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = sub.Unsubscribe() }()
+	if telemetry.Traced() {
+		told, err := eventlog.HearCauses(p.NATS, p.causes.add)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = told.Unsubscribe() }()
+	}
 	last := w.log.Last()
 	from := last.Revision + 1
 	if !last.Mark {

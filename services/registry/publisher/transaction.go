@@ -6,6 +6,7 @@ import (
 	"errors"
 	"log/slog"
 	"slices"
+	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
 	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
@@ -95,7 +96,7 @@ func (p *Publisher) transaction(ctx context.Context, w *term, events []*clientv3
 			t.refuse(i, st.Name(), string(e.Kv.Key), err)
 		}
 		if err == nil && event != nil {
-			event.Index = int32(i)
+			event.Index, event.Trace = int32(i), p.causes.take(e)
 			t.out = append(t.out, event)
 		}
 	}
@@ -127,13 +128,14 @@ func (t *transaction) append(ctx context.Context, w *term) error {
 	return nil
 }
 
-// one publishes one event, unless the log has it. What cannot be a message is an *eventlog.UnsendableError, also where
+// one publishes one event, unless the log has it; its trace is that of the write that it is of, if that is traced. What cannot be a message is an *eventlog.UnsendableError, also where
 // the log has what comes after it.
 func one(ctx context.Context, w *term, event *logv1.Event) error {
 	if w.log.Has(event) {
 		return w.log.Check(w.stamp(event))
 	}
-	span, traced := telemetry.BeginEvent(ctx, event.StoredAs, event.Revision)
+	began := time.Unix(0, event.ObservedUnixNano)
+	span, traced := telemetry.BeginEvent(ctx, event.Trace, event.StoredAs, event.Revision, began)
 	defer span.End()
 	event.Trace = traced
 	if err := w.append(event); err != nil {

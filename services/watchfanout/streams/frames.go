@@ -2,7 +2,9 @@ package streams
 
 import (
 	"context"
+	"time"
 
+	"watershed.dev/platform/telemetry"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
 	"watershed.dev/services/watchfanout/convert"
@@ -70,6 +72,8 @@ type frames struct {
 	initial     [][]byte
 	initialSize int
 	initialDone bool
+	// since is when the first of the marked events that are traced was added.
+	since time.Time
 	// position: tell the position though there are no frames.
 	position bool
 }
@@ -94,6 +98,9 @@ func (f *frames) pieces(all ...[]byte) error {
 
 // event adds one event, at the watcher's position.
 func (f *frames) event(data []byte, bookmark bool, trace string) error {
+	if trace != "" && f.since.IsZero() {
+		f.since = time.Now()
+	}
 	f.append(data)
 	f.marks = append(f.marks, &watchfanoutv1.Mark{
 		End:      int32(len(f.buf)),
@@ -132,5 +139,12 @@ func (f *frames) flush() error {
 		Position:          f.watcher.position.Proto(),
 	}
 	f.buf, f.marks, f.initial, f.initialSize = nil, nil, make([][]byte, 0, len(f.initial)), 0
-	return f.watcher.stream.Send(m)
+	err := f.watcher.stream.Send(m)
+	if !f.since.IsZero() {
+		for _, mark := range m.Marks {
+			telemetry.StartEventSpan(mark.Trace, "deliver", f.since).End()
+		}
+		f.since = time.Time{}
+	}
+	return err
 }

@@ -253,6 +253,69 @@ func (x *Event) GetNextMarker() string {
 	return ""
 }
 
+// Cause tells the publisher, beside the log and without a promise, of which traced write an event is about to be.
+type Cause struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where in etcd the write is, and the revision of what is there before it; 0: nothing.
+	Key              string `protobuf:"bytes,1,opt,name=key" json:"key,omitempty"`
+	ExpectedRevision int64  `protobuf:"varint,2,opt,name=expected_revision,json=expectedRevision" json:"expected_revision,omitempty"`
+	// The write's span, as W3C trace context writes it.
+	Trace         string `protobuf:"bytes,3,opt,name=trace" json:"trace,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Cause) Reset() {
+	*x = Cause{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Cause) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Cause) ProtoMessage() {}
+
+func (x *Cause) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Cause.ProtoReflect.Descriptor instead.
+func (*Cause) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Cause) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *Cause) GetExpectedRevision() int64 {
+	if x != nil {
+		return x.ExpectedRevision
+	}
+	return 0
+}
+
+func (x *Cause) GetTrace() string {
+	if x != nil {
+		return x.Trace
+	}
+	return ""
+}
+
 type Object struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Labels map[string]string      `protobuf:"bytes,1,rep,name=labels" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -269,7 +332,7 @@ type Object struct {
 
 func (x *Object) Reset() {
 	*x = Object{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -281,7 +344,7 @@ func (x *Object) String() string {
 func (*Object) ProtoMessage() {}
 
 func (x *Object) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -294,7 +357,7 @@ func (x *Object) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Object.ProtoReflect.Descriptor instead.
 func (*Object) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Object) GetLabels() map[string]string {
@@ -354,7 +417,11 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\ahistory\x18\r \x01(\tR\ahistory\x12\x16\n" +
 	"\x06marker\x18\x0e \x01(\tR\x06marker\x12\x1f\n" +
 	"\vnext_marker\x18\x0f \x01(\tR\n" +
-	"nextMarker\"\xc4\x02\n" +
+	"nextMarker\"\\\n" +
+	"\x05Cause\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12+\n" +
+	"\x11expected_revision\x18\x02 \x01(\x03R\x10expectedRevision\x12\x14\n" +
+	"\x05trace\x18\x03 \x01(\tR\x05trace\"\xc4\x02\n" +
 	"\x06Object\x12<\n" +
 	"\x06labels\x18\x01 \x03(\v2$.watershed.log.v1.Object.LabelsEntryR\x06labels\x12<\n" +
 	"\x06fields\x18\x02 \x03(\v2$.watershed.log.v1.Object.FieldsEntryR\x06fields\x12\x12\n" +
@@ -389,20 +456,21 @@ func file_watershed_log_v1_log_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_log_v1_log_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
+var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
 var file_watershed_log_v1_log_proto_goTypes = []any{
 	(Type)(0),      // 0: watershed.log.v1.Type
 	(*Event)(nil),  // 1: watershed.log.v1.Event
-	(*Object)(nil), // 2: watershed.log.v1.Object
-	nil,            // 3: watershed.log.v1.Object.LabelsEntry
-	nil,            // 4: watershed.log.v1.Object.FieldsEntry
+	(*Cause)(nil),  // 2: watershed.log.v1.Cause
+	(*Object)(nil), // 3: watershed.log.v1.Object
+	nil,            // 4: watershed.log.v1.Object.LabelsEntry
+	nil,            // 5: watershed.log.v1.Object.FieldsEntry
 }
 var file_watershed_log_v1_log_proto_depIdxs = []int32{
 	0, // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
-	2, // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
-	2, // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
-	3, // 3: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
-	4, // 4: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
+	3, // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
+	3, // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
+	4, // 3: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
+	5, // 4: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
 	5, // [5:5] is the sub-list for method output_type
 	5, // [5:5] is the sub-list for method input_type
 	5, // [5:5] is the sub-list for extension type_name
@@ -421,7 +489,7 @@ func file_watershed_log_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_log_v1_log_proto_rawDesc), len(file_watershed_log_v1_log_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   4,
+			NumMessages:   5,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -1,0 +1,73 @@
+package publisher
+
+import (
+	"sync"
+	"sync/atomic"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+const (
+	// maxCauses and causeAge bound what is kept of writes whose events have not come.
+	maxCauses = 1000
+	causeAge  = 10 * time.Second
+)
+
+// causes are the traced writes that the publisher was told of and whose events have not come.
+type causes struct {
+	known atomic.Int64 // how many, for whoever has nothing to ask
+
+	mu sync.Mutex
+	of map[write]cause
+}
+
+// write is one, by what it is made over.
+type write struct {
+	key      string
+	expected int64
+}
+
+type cause struct {
+	trace string
+	told  time.Time
+}
+
+func (c *causes) add(told *logv1.Cause) {
+	now := time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.of) >= maxCauses {
+		for w, cause := range c.of {
+			if now.Sub(cause.told) > causeAge {
+				delete(c.of, w)
+			}
+		}
+	}
+	if c.of == nil {
+		c.of = map[write]cause{}
+	}
+	if len(c.of) < maxCauses {
+		c.of[write{told.Key, told.ExpectedRevision}] = cause{told.Trace, now}
+	}
+	c.known.Store(int64(len(c.of)))
+}
+
+// take is the trace that an event belongs to, or empty.
+func (c *causes) take(e *clientv3.Event) string {
+	if c.known.Load() == 0 {
+		return ""
+	}
+	w := write{key: string(e.Kv.Key)}
+	if e.PrevKv != nil {
+		w.expected = e.PrevKv.ModRevision
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	found := c.of[w]
+	delete(c.of, w)
+	c.known.Store(int64(len(c.of)))
+	return found.trace
+}
