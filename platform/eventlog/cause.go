@@ -12,8 +12,8 @@ import (
 // CauseSubject is where a registry tells the publisher of a write that is traced, before it writes.
 const CauseSubject = "watershed.cause"
 
-// TellCause tells the publisher of a write that is traced. Nobody waits for it, and nothing but a trace is lost where it
-// does not come or comes late.
+// TellCause tells the publisher of a write that is traced. Nobody waits for it, and nothing but a trace is lost where
+// it does not come or comes late.
 func TellCause(nc *nats.Conn, c *logv1.Cause) {
 	data, err := proto.Marshal(c)
 	if err == nil {

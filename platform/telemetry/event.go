@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"go.opentelemetry.io/otel/attribute"
-	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/trace"
 )
 
@@ -14,24 +13,19 @@ const (
 	traceparent = "traceparent"
 )
 
-// BeginEvent starts the span of one event of etcd, in the trace of the write that it is of (cause) or, where that is not
-// traced, perhaps in one of its own. It answers what of it travels with the event: empty where it is not traced. End the
-// span when the event is on its way.
+// BeginEvent starts the span of one event of etcd, in the trace of the write that it is of (cause) or, where that is
+// not traced, perhaps in one of its own. It answers what of it travels with the event: empty where it is not traced.
+// End the span when the event is on its way.
 func BeginEvent(ctx context.Context, cause, resource string, revision int64, since time.Time) (trace.Span, string) {
 	options := []trace.SpanStartOption{trace.WithSpanKind(trace.SpanKindProducer), trace.WithTimestamp(since),
 		trace.WithAttributes(attribute.String("resource", resource), attribute.Int64("revision", revision))}
 	if cause == "" {
 		options = append(options, trace.WithNewRoot())
 	} else {
-		ctx = propagation.TraceContext{}.Extract(ctx, propagation.MapCarrier{traceparent: cause})
+		ctx = WithTrace(ctx, cause)
 	}
 	ctx, span := current.events.Tracer(tracerName).Start(ctx, "publish "+resource, options...)
-	if !span.IsRecording() {
-		return span, ""
-	}
-	carrier := propagation.MapCarrier{}
-	propagation.TraceContext{}.Inject(ctx, carrier)
-	return span, carrier[traceparent]
+	return span, TraceOf(ctx)
 }
 
 // StartEventSpan starts a span of an event's trace somewhere on its way; a no-op where the event is not traced.
@@ -39,8 +33,8 @@ func StartEventSpan(traced, name string, since time.Time, attributes ...attribut
 	if traced == "" {
 		return trace.SpanFromContext(context.Background())
 	}
-	ctx := propagation.TraceContext{}.Extract(context.Background(), propagation.MapCarrier{traceparent: traced})
-	_, span := current.events.Tracer(tracerName).Start(ctx, name, trace.WithSpanKind(trace.SpanKindConsumer),
-		trace.WithTimestamp(since), trace.WithAttributes(attributes...))
+	_, span := current.events.Tracer(tracerName).
+		Start(WithTrace(context.Background(), traced), name, trace.WithSpanKind(trace.SpanKindConsumer),
+			trace.WithTimestamp(since), trace.WithAttributes(attributes...))
 	return span
 }

@@ -44,9 +44,13 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.DebugAddress, "debug-address", o.DebugAddress,
 		"host:port of this process's own /metrics, /healthz and /debug/pprof, without authentication: loopback or "+
 			"an inner network only; or the path of a socket. Empty: none.")
-	fs.StringVar(&o.HealthAddress, "health-address", o.HealthAddress,
+	fs.StringVar(
+		&o.HealthAddress,
+		"health-address",
+		o.HealthAddress,
 		"host:port of /readyz (for readiness probes), /healthz (whether it serves), /livez (whether it runs) and /metrics, "+
-			"without authentication. Empty: none.")
+			"without authentication. Empty: none.",
+	)
 }
 
 // Start sets up logging to w and tracing for the named service. stop flushes.

@@ -12,7 +12,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
-	"go.opentelemetry.io/otel/trace/noop"
+	"go.opentelemetry.io/otel"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -154,7 +154,7 @@ func (s *Service) initializers(rc *rest.Config) ([]admission.PluginInitializer, 
 		ExternalInformers:    s.informers,
 		APIResourceConfig:    controlplane.DefaultAPIResourceConfigSource(),
 	}
-	initializers, err := config.New(&http.Transport{}, nil, s.resolver, noop.NewTracerProvider())
+	initializers, err := config.New(&http.Transport{}, nil, s.resolver, otel.GetTracerProvider())
 	if err != nil {
 		return nil, err
 	}

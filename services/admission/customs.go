@@ -5,7 +5,7 @@ import (
 	"sync"
 	"time"
 
-	"go.opentelemetry.io/otel/trace/noop"
+	"go.opentelemetry.io/otel"
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
@@ -73,7 +73,7 @@ func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, chang
 		return nil, err
 	}
 	c.converters, err = conversion.NewCRConverterFactory(services,
-		webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, config, noop.NewTracerProvider()))
+		webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, config, otel.GetTracerProvider()))
 	return c, err
 }
 

@@ -12,7 +12,7 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
-	"go.opentelemetry.io/otel/trace/noop"
+	"go.opentelemetry.io/otel"
 	"google.golang.org/grpc"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
@@ -206,7 +206,7 @@ func (s *Service) custom() error {
 	if s.services, err = apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting); err != nil {
 		return err
 	}
-	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, s.loopback, noop.NewTracerProvider())
+	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, s.loopback, otel.GetTracerProvider())
 	if customs.Converters, err = conversion.NewCRConverterFactory(s.services, wrapper); err != nil {
 		return err
 	}

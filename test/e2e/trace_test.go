@@ -98,7 +98,8 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 }
 
 // A request whose administrator asks for it is one trace through every process that it passes, to etcd, and from there
-// with its event to those who watch; one of anybody else is not, whatever its traceparent says, and nothing else is traced.
+// with its event to those who watch; one of anybody else is not, whatever its traceparent says, and nothing else is
+// traced.
 func TestARequestIsOneTrace(t *testing.T) {
 	c, endpoint := collect(t)
 	s := harness.Split(t, "", "--tracing-endpoint="+endpoint)
@@ -160,7 +161,10 @@ func TestARequestIsOneTrace(t *testing.T) {
 				"gateway: POST /api/v1/namespaces/{:namespace}/configmaps",
 				"gateway: watershed.registry.v1.Objects/Write",
 				"registry: watershed.registry.v1.Objects/Write",
+				"gateway: authorization",
+				"registry: Create",
 				"registry: Create etcd3",
+				"registry: SerializeObject",
 				"registry: etcdserverpb.KV/Txn",
 				"registry: publish configmaps",
 				"registry: log",

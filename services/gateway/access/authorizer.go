@@ -18,6 +18,7 @@ import (
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
@@ -260,6 +261,7 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 	key, keepable := keyOf(attrs)
 	if keepable {
 		if d, ok := a.cached(key); ok {
+			telemetry.Note(ctx, "Decision kept", nil)
 			return d.decision, d.reason, nil
 		}
 	}

@@ -32,13 +32,19 @@ var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("wa
 // that the gateway answers itself.
 func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, inFlight waitGroup,
 	buffered func(*http.Request) bool) http.Handler {
-	h := genericapifilters.WithAuthorization(api, authz, answer.Codecs)
+	h := step("authorization", api, func(h http.Handler) http.Handler {
+		return genericapifilters.WithAuthorization(h, authz, answer.Codecs)
+	})
 	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
-	h = new(body.Reader).ReadAhead(h, buffered)
+	h = step("body", h, func(h http.Handler) http.Handler { return new(body.Reader).ReadAhead(h, buffered) })
 	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
-		h = impersonation.WithConstrainedImpersonation(h, authz, answer.Codecs)
+		h = step("constrainedimpersonation", h, func(h http.Handler) http.Handler {
+			return impersonation.WithConstrainedImpersonation(h, authz, answer.Codecs)
+		})
 	} else {
-		h = impersonation.WithImpersonation(h, authz, answer.Codecs)
+		h = step("impersonation", h, func(h http.Handler) http.Handler {
+			return impersonation.WithImpersonation(h, authz, answer.Codecs)
+		})
 	}
 	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
 	h = traced(h)

@@ -1,6 +1,7 @@
 package edge
 
 import (
+	"context"
 	"net/http"
 	"slices"
 
@@ -42,6 +43,33 @@ func traced(h http.Handler) http.Handler {
 		h.ServeHTTP(w, req)
 	})
 }
+
+// step puts a filter before next and, where a request is traced, makes a span of it, which ends where the request is
+// passed on or answered. The name is kube-apiserver's (k8s.io/apiserver/pkg/endpoints/filterlatency).
+func step(name string, next http.Handler, filter func(http.Handler) http.Handler) http.Handler {
+	plain := filter(next)
+	if !telemetry.Traced() {
+		return plain
+	}
+	spanned := filter(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		trace.SpanFromContext(req.Context()).End()
+		request, _ := req.Context().Value(stepOf{}).(trace.Span)
+		next.ServeHTTP(w, req.WithContext(trace.ContextWithSpan(req.Context(), request)))
+	}))
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		request := trace.SpanFromContext(req.Context())
+		if !request.SpanContext().IsSampled() {
+			plain.ServeHTTP(w, req)
+			return
+		}
+		ctx, span := telemetry.Step(context.WithValue(req.Context(), stepOf{}, request), name)
+		defer span.End()
+		spanned.ServeHTTP(w, req.WithContext(ctx))
+	})
+}
+
+// stepOf is the span of the request that a step is of.
+type stepOf struct{}
 
 // maySample says whether the request's user chooses what is traced.
 func maySample(req *http.Request) bool {

@@ -13,6 +13,7 @@ import (
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -85,7 +86,7 @@ func (c *call) converse(r *registryv1.WriteRequest,
 			}
 			return m, nil
 		}
-		err = stream.Send(c.resolve(ctx, m))
+		err = stream.Send(c.resolve(telemetry.WithTrace(ctx, m.Trace), m))
 	}
 	return nil, rpc.FromStatus(err)
 }

@@ -11,6 +11,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -25,7 +26,8 @@ type streamGate struct {
 	stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]
 }
 
-func (g *streamGate) ask(q *registryv1.WriteReply) (*registryv1.WriteCall, error) {
+func (g *streamGate) ask(ctx context.Context, q *registryv1.WriteReply) (*registryv1.WriteCall, error) {
+	q.Trace = telemetry.TraceOf(ctx)
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.stream.Send(q); err != nil {
@@ -38,10 +40,10 @@ func (g *streamGate) ask(q *registryv1.WriteReply) (*registryv1.WriteCall, error
 	return a, err
 }
 
-func (g *streamGate) Review(_ context.Context, phase registryv1.Phase,
+func (g *streamGate) Review(ctx context.Context, phase registryv1.Phase,
 	r *admissionv1.Review) (*admissionv1.Verdict, error) {
 	needed := &registryv1.AdmissionNeeded{Phase: phase, Review: r}
-	a, err := g.ask(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Admission{Admission: needed}})
+	a, err := g.ask(ctx, &registryv1.WriteReply{Reply: &registryv1.WriteReply_Admission{Admission: needed}})
 	if err != nil {
 		return nil, apierrors.NewInternalError(err)
 	}
@@ -55,8 +57,8 @@ func (g *streamGate) Review(_ context.Context, phase registryv1.Phase,
 	return result.Verdict, nil
 }
 
-func (g *streamGate) Authorize(_ context.Context, attrs *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
-	a, err := g.ask(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Authorization{Authorization: attrs}})
+func (g *streamGate) Authorize(ctx context.Context, attrs *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
+	a, err := g.ask(ctx, &registryv1.WriteReply{Reply: &registryv1.WriteReply_Authorization{Authorization: attrs}})
 	if err != nil {
 		return nil, err
 	}
@@ -69,9 +71,9 @@ func (g *streamGate) Authorize(_ context.Context, attrs *commonv1.Attributes) (*
 	return a.GetAuthorization().Decision, nil
 }
 
-func (g *streamGate) ReviewToken(_ context.Context,
+func (g *streamGate) ReviewToken(ctx context.Context,
 	r *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
-	a, err := g.ask(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Token{Token: r}})
+	a, err := g.ask(ctx, &registryv1.WriteReply{Reply: &registryv1.WriteReply_Token{Token: r}})
 	if err != nil {
 		return nil, err
 	}
@@ -81,8 +83,8 @@ func (g *streamGate) ReviewToken(_ context.Context,
 	return a.GetToken(), nil
 }
 
-func (g *streamGate) Rules(_ context.Context, r *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
-	a, err := g.ask(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Rules{Rules: r}})
+func (g *streamGate) Rules(ctx context.Context, r *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
+	a, err := g.ask(ctx, &registryv1.WriteReply{Reply: &registryv1.WriteReply_Rules{Rules: r}})
 	if err != nil {
 		return nil, err
 	}

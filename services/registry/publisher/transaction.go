@@ -128,8 +128,8 @@ func (t *transaction) append(ctx context.Context, w *term) error {
 	return nil
 }
 
-// one publishes one event, unless the log has it; its trace is that of the write that it is of, if that is traced. What cannot be a message is an *eventlog.UnsendableError, also where
-// the log has what comes after it.
+// one publishes one event, unless the log has it; its trace is that of the write that it is of, if that is traced. What
+// cannot be a message is an *eventlog.UnsendableError, also where the log has what comes after it.
 func one(ctx context.Context, w *term, event *logv1.Event) error {
 	if w.log.Has(event) {
 		return w.log.Check(w.stamp(event))

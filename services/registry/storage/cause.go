@@ -4,9 +4,8 @@ import (
 	"context"
 
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
-	"go.opentelemetry.io/otel/propagation"
-	"go.opentelemetry.io/otel/trace"
 
+	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -36,10 +35,7 @@ func (t *tracedWrites) OptimisticDelete(ctx context.Context, key string, expecte
 }
 
 func (t *tracedWrites) cause(ctx context.Context, key string, expected int64) {
-	if !trace.SpanContextFromContext(ctx).IsSampled() {
-		return
+	if traced := telemetry.TraceOf(ctx); traced != "" {
+		t.tell(&logv1.Cause{Key: key, ExpectedRevision: expected, Trace: traced})
 	}
-	carrier := propagation.MapCarrier{}
-	propagation.TraceContext{}.Inject(ctx, carrier)
-	t.tell(&logv1.Cause{Key: key, ExpectedRevision: expected, Trace: carrier["traceparent"]})
 }

@@ -9,7 +9,6 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/admission"
-	"k8s.io/apiserver/pkg/endpoints/handlers/finisher"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
@@ -33,7 +32,7 @@ func (c *call) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	}
 	attrs := c.attributes(nil, nil, c.req.Name, admission.Delete, opts, opts.DryRun)
 	deleted := true
-	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
+	result, err := finish(ctx, func() (runtime.Object, error) {
 		obj, gone, err := deleter.Delete(ctx, c.req.Name,
 			rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c), opts)
 		deleted = gone
@@ -72,7 +71,7 @@ func (c *call) deleteCollection(ctx context.Context) (*registryv1.ObjectResponse
 		return nil, err
 	}
 	attrs := c.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
-	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
+	result, err := finish(ctx, func() (runtime.Object, error) {
 		return deleter.DeleteCollection(ctx, rest.AdmissionToValidateObjectDeleteFunc(c.admit, attrs, c),
 			opts, listOpts)
 	})

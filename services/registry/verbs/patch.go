@@ -22,7 +22,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/apimachinery/pkg/util/yaml" // it reads whole numbers as such, which structured merges compare
 	"k8s.io/apiserver/pkg/admission"
-	"k8s.io/apiserver/pkg/endpoints/handlers/finisher"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
@@ -126,7 +125,7 @@ func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {
 			createValidation, updateValidation, isApply, update)
 		return obj, err
 	}
-	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
+	result, err := finish(ctx, func() (runtime.Object, error) {
 		result, err := store()
 		if isTooLarge(err) && !isApply {
 			transformers = append(transformers, func(_ context.Context, obj, _ runtime.Object) (runtime.Object, error) {

@@ -18,6 +18,7 @@ import (
 	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/apiserver/pkg/storage"
 
+	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -26,7 +27,8 @@ func (e *Endpoint) Get(ctx context.Context, r *registryv1.GetRequest) (*registry
 	if r.Name == "" {
 		return nil, errEmptyName
 	}
-	ctx = request.WithNamespace(ctx, r.Namespace)
+	ctx, span := telemetry.Step(request.WithNamespace(ctx, r.Namespace), "Get")
+	defer span.End()
 	getter, ok := e.Storage.(rest.Getter)
 	if !ok { // a GetterWithOptions is connected to
 		return nil, e.MethodNotSupported("get")
@@ -70,7 +72,8 @@ func (e *Endpoint) List(ctx context.Context, r *registryv1.GetRequest) ([]byte, 
 	if err != nil {
 		return nil, err
 	}
-	ctx = request.WithNamespace(ctx, r.Namespace)
+	ctx, span := telemetry.Step(request.WithNamespace(ctx, r.Namespace), "List")
+	defer span.End()
 	var list runtime.Object
 	read := func() error { list, err = lister.List(ctx, opts); return err }
 	if opts.Continue == "" {

@@ -18,6 +18,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/util/apihelpers"
 
+	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -42,6 +43,8 @@ func (e *Endpoint) respond(ctx context.Context, out *registryv1.Output, query st
 // Encode converts obj (a Table, partial metadata, or the served version) and encodes it in out's media type.
 func (e *Endpoint) Encode(ctx context.Context, out *registryv1.Output, query string,
 	obj runtime.Object) ([]byte, error) {
+	ctx, span := telemetry.Step(ctx, "SerializeObject")
+	defer span.End()
 	as := As(out)
 	tableOptions, err := tableOptions(as, query)
 	if err != nil {

@@ -29,6 +29,7 @@ import (
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/telemetry"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -71,6 +72,8 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		ctx, cancel = context.WithTimeout(ctx, timeout)
 		defer cancel()
 	}
+	ctx, span := telemetry.Step(ctx, steps[r.Verb])
+	defer span.End()
 	switch r.Verb {
 	case "create":
 		resp, err = c.create(ctx)
@@ -90,6 +93,23 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 	}
 	resp.Warnings = warnings.all()
 	return resp, nil
+}
+
+// steps are the verbs' spans, by kube-apiserver's names.
+var steps = map[string]string{
+	"create":           "Create",
+	"update":           "Update",
+	"patch":            "Patch",
+	"delete":           "Delete",
+	"deletecollection": "DeleteCollection",
+}
+
+// finish runs what stores an object, for as long as the request has (k8s.io/apiserver/pkg/endpoints/handlers/finisher).
+func finish(ctx context.Context, store func() (runtime.Object, error)) (runtime.Object, error) {
+	telemetry.Note(ctx, "About to store object in database", nil)
+	result, err := finisher.FinishRequest(ctx, store)
+	telemetry.Note(ctx, "Write to database call completed", err)
+	return result, err
 }
 
 // recorder collects warnings, each once and in order.
@@ -192,7 +212,7 @@ func (c *call) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, err
 	}
 	dedupOwnerReferences(ctx, obj, false)
-	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
+	result, err := finish(ctx, func() (runtime.Object, error) {
 		return c.storeNew(ctx, creater, name, obj, opts)
 	})
 	if err != nil {
@@ -328,7 +348,7 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return result, err
 	}
 	dedupOwnerReferences(ctx, obj, false)
-	result, err := finisher.FinishRequest(ctx, func() (runtime.Object, error) {
+	result, err := finish(ctx, func() (runtime.Object, error) {
 		return orSmaller(store, obj, func() { trackManagers = false })
 	})
 	if err != nil {

@@ -678,7 +678,9 @@ type WriteReply struct {
 	//	*WriteReply_Token
 	//	*WriteReply_Rules
 	//	*WriteReply_Connection
-	Reply         isWriteReply_Reply `protobuf_oneof:"reply"`
+	Reply isWriteReply_Reply `protobuf_oneof:"reply"`
+	// The span that asks, as W3C trace context writes it; empty where it is not traced.
+	Trace         string `protobuf:"bytes,7,opt,name=trace" json:"trace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -772,6 +774,13 @@ func (x *WriteReply) GetConnection() *Connection {
 		}
 	}
 	return nil
+}
+
+func (x *WriteReply) GetTrace() string {
+	if x != nil {
+		return x.Trace
+	}
+	return ""
 }
 
 type isWriteReply_Reply interface {
@@ -2374,7 +2383,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\rauthorization\x18\x03 \x01(\v2*.watershed.registry.v1.AuthorizationResultH\x00R\rauthorization\x12@\n" +
 	"\x05token\x18\x04 \x01(\v2(.watershed.authn.v1.AuthenticateResponseH\x00R\x05token\x129\n" +
 	"\x05rules\x18\x05 \x01(\v2!.watershed.authz.v1.RulesResponseH\x00R\x05rulesB\x06\n" +
-	"\x04call\"\xa6\x03\n" +
+	"\x04call\"\xbc\x03\n" +
 	"\n" +
 	"WriteReply\x12?\n" +
 	"\x06result\x18\x01 \x01(\v2%.watershed.registry.v1.ObjectResponseH\x00R\x06result\x12F\n" +
@@ -2384,7 +2393,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05rules\x18\x05 \x01(\v2 .watershed.authz.v1.RulesRequestH\x00R\x05rules\x12C\n" +
 	"\n" +
 	"connection\x18\x06 \x01(\v2!.watershed.registry.v1.ConnectionH\x00R\n" +
-	"connectionB\a\n" +
+	"connection\x12\x14\n" +
+	"\x05trace\x18\a \x01(\tR\x05traceB\a\n" +
 	"\x05reply\"}\n" +
 	"\x0fAdmissionNeeded\x122\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x1c.watershed.registry.v1.PhaseR\x05phase\x126\n" +

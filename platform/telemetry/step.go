@@ -1,0 +1,50 @@
+package telemetry
+
+import (
+	"context"
+
+	"go.opentelemetry.io/otel"
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/propagation"
+	"go.opentelemetry.io/otel/trace"
+	"go.opentelemetry.io/otel/trace/noop"
+)
+
+// Step begins the span of a part of what is done for a request that is traced. For any other it is nothing, at the cost
+// of a look. End it.
+func Step(ctx context.Context, name string) (context.Context, trace.Span) {
+	if !trace.SpanContextFromContext(ctx).IsSampled() {
+		return ctx, noop.Span{}
+	}
+	return otel.Tracer("watershed.dev/requests").Start(ctx, name)
+}
+
+// Note adds to the span of a request that is traced that something has come to pass, and with err why not.
+func Note(ctx context.Context, what string, err error) {
+	span := trace.SpanFromContext(ctx)
+	switch {
+	case !span.IsRecording():
+	case err != nil:
+		span.AddEvent(what, trace.WithAttributes(attribute.String("err", err.Error())))
+	default:
+		span.AddEvent(what)
+	}
+}
+
+// TraceOf is the span of a context as W3C trace context writes it, and empty where it is not traced.
+func TraceOf(ctx context.Context) string {
+	if !trace.SpanContextFromContext(ctx).IsSampled() {
+		return ""
+	}
+	carrier := propagation.MapCarrier{}
+	propagation.TraceContext{}.Inject(ctx, carrier)
+	return carrier[traceparent]
+}
+
+// WithTrace is a context within the span that TraceOf wrote; ctx where that is empty.
+func WithTrace(ctx context.Context, traced string) context.Context {
+	if traced == "" {
+		return ctx
+	}
+	return propagation.TraceContext{}.Extract(ctx, propagation.MapCarrier{traceparent: traced})
+}
