@@ -191,7 +191,8 @@ func (p *process) close() {
 func (p *process) serve(ctx context.Context, s Service, server *rpc.Server) error {
 	go s.Ready().OnChange(ctx, func(why error) { server.SetReady(why == nil) })
 	if d, ok := s.(interface{ Drain() }); ok {
-		defer context.AfterFunc(ctx, d.Drain)()
+		// its callers have begun elsewhere by then what lasts
+		defer context.AfterFunc(ctx, func() { time.AfterFunc(rpc.HandOver, d.Drain) })()
 	}
 	return server.Serve(ctx, p.address, p.drain)
 }

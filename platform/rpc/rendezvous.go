@@ -26,25 +26,86 @@ func Routed(ctx context.Context, key string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, routeBy, key)
 }
 
-const rendezvousName = "watershed_rendezvous"
-
-func init() {
-	balancer.Register(base.NewBalancerBuilder(rendezvousName, rendezvous{}, base.Config{HealthCheck: true}))
+// Staying is Routed for a call that lasts. Once key is served by other replicas and no more by the one that the call has
+// come to, moved is called, in a goroutine of its own: the call goes on, and is the caller's to begin anew.
+func Staying(ctx context.Context, key string, moved func()) context.Context {
+	return context.WithValue(Routed(ctx, key), movedKey{}, moved)
 }
 
-type rendezvous struct{}
+type movedKey struct{}
+
+// MovedOf is what Staying was given for a call's context, or nil.
+func MovedOf(ctx context.Context) func() {
+	moved, _ := ctx.Value(movedKey{}).(func())
+	return moved
+}
+
+const rendezvousName = "watershed_rendezvous"
+
+func init() { balancer.Register(rendezvousBuilder{}) }
+
+type rendezvousBuilder struct{}
+
+// Name implements balancer.Builder.
+func (rendezvousBuilder) Name() string { return rendezvousName }
+
+// Build implements balancer.Builder.
+func (rendezvousBuilder) Build(cc balancer.ClientConn, o balancer.BuildOptions) balancer.Balancer {
+	config := base.Config{HealthCheck: true}
+	return base.NewBalancerBuilder(rendezvousName, &rendezvous{open: map[*stay]struct{}{}}, config).Build(cc, o)
+}
+
+// rendezvous is the calls of one connection that last, and who serves now.
+type rendezvous struct {
+	mu   sync.Mutex
+	now  *picker
+	open map[*stay]struct{}
+}
+
+// stay is a call that lasts.
+type stay struct {
+	key, address string
+	moved        func()
+}
 
 // Build implements base.PickerBuilder.
-func (rendezvous) Build(info base.PickerBuildInfo) balancer.Picker {
+func (r *rendezvous) Build(info base.PickerBuildInfo) balancer.Picker {
 	if len(info.ReadySCs) == 0 {
 		return base.NewErrPicker(balancer.ErrNoSubConnAvailable)
 	}
-	p := &picker{}
+	p := &picker{of: r}
 	for sc, i := range info.ReadySCs {
 		p.ready = append(p.ready, replica{i.Address.Addr, sc})
 	}
 	slices.SortFunc(p.ready, func(a, b replica) int { return cmp.Compare(a.address, b.address) })
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.now = p
+	for s := range r.open {
+		r.check(s)
+	}
 	return p
+}
+
+// check tells a call that its replica does not serve its key any more. The lock is held.
+func (r *rendezvous) check(s *stay) {
+	if !slices.ContainsFunc(r.now.serving(s.key), func(r replica) bool { return r.address == s.address }) {
+		delete(r.open, s)
+		go s.moved()
+	}
+}
+
+// begin notes a call that lasts, until it is done.
+func (r *rendezvous) begin(s *stay) (done func(balancer.DoneInfo)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.open[s] = struct{}{}
+	r.check(s) // since it was picked replicas may have come and gone
+	return func(balancer.DoneInfo) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		delete(r.open, s)
+	}
 }
 
 type replica struct {
@@ -53,6 +114,7 @@ type replica struct {
 }
 
 type picker struct {
+	of    *rendezvous
 	ready []replica
 	next  atomic.Uint64
 	known sync.Map // key → []replica
@@ -61,13 +123,19 @@ type picker struct {
 // Pick implements balancer.Picker. Calls alternate between a key's replicas, which keeps both of them warm.
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	n := p.next.Add(1)
-	of := p.ready
+	of, key := p.ready, ""
 	if md, ok := metadata.FromOutgoingContext(info.Ctx); ok {
-		if key := md.Get(routeBy); len(key) > 0 {
-			of = p.serving(key[0])
+		if keys := md.Get(routeBy); len(keys) > 0 {
+			key = keys[0]
+			of = p.serving(key)
 		}
 	}
-	return balancer.PickResult{SubConn: of[n%uint64(len(of))].conn}, nil
+	chosen := of[n%uint64(len(of))]
+	result := balancer.PickResult{SubConn: chosen.conn}
+	if moved := MovedOf(info.Ctx); moved != nil {
+		result.Done = p.of.begin(&stay{key, chosen.address, moved})
+	}
+	return result, nil
 }
 
 func (p *picker) serving(key string) []replica {

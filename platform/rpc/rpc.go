@@ -227,6 +227,10 @@ func (s *Server) SetReady(ready bool) {
 	s.health.SetServingStatus("", st)
 }
 
+// HandOver is how long a server that is told to stop still serves what lasts, so that callers begin it anew elsewhere
+// before it ends: its health has turned.
+const HandOver = 2 * time.Second
+
 // Serve listens on addr until ctx is done, then drains: health turns first, streams that last end, and calls in flight
 // get up to drain to end.
 func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) error {

@@ -1,9 +1,11 @@
 package watch
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"slices"
 	"sync"
 	"time"
@@ -209,6 +211,9 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 	for _, mark := range m.Marks {
 		e := entry{m.Data[begin:mark.End], events.FromProto(mark.Position)}
 		begin = mark.End
+		if e.at.Before(f.high) || !mark.Bookmark && !f.high.Before(e.at) {
+			continue // the stream took over from another, which had sent it
+		}
 		if mark.Bookmark {
 			f.bookmark, marked = e, true
 			f.bookmarks++
@@ -217,7 +222,8 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 		f.entries.Add(e)
 		f.hold(len(e.data) + entryBytes)
 	}
-	if p := events.FromProto(m.Position); f.high.Before(p) {
+	if p := events.FromProto(m.Position); !p.Before(f.high) {
+		p.History = cmp.Or(p.History, f.high.History)
 		f.high = p
 	}
 	fresh := f.entries.From(known)
@@ -349,12 +355,11 @@ func (f *feed) run(ctx context.Context) {
 		AllowBookmarks:    true,
 		SendInitialEvents: new(bool),
 		ColumnsSent:       true,
-		ResumeAfter:       f.low.Proto(),
 		InitialEventsDone: true,
 	}
 	var lost time.Time
 	for {
-		err := f.receive(ctx, r, func() { lost = time.Time{} })
+		err := f.follow(ctx, r, func() { lost = time.Time{} })
 		if ctx.Err() != nil || status.Code(err) != codes.Unavailable || !f.served() {
 			return
 		}
@@ -371,24 +376,116 @@ func (f *feed) run(ctx context.Context) {
 	}
 }
 
-func (f *feed) receive(ctx context.Context, r *watchfanoutv1.WatchRequest, alive func()) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stream, err := f.hub.Client.Watch(rpc.Routed(ctx, f.storedAs),
-		proto.Clone(r).(*watchfanoutv1.WatchRequest), grpc.WaitForReady(false))
+// follow receives from one replica after the other, each of which takes over from the one before while that still
+// sends, until one breaks off.
+func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive func()) error {
+	s, err := f.open(ctx, r)
 	for err == nil {
-		var m *watchfanoutv1.WatchFrame
-		if m, err = stream.Recv(); err != nil {
-			break
+		err = f.receive(s, alive)
+		s.cancel()
+		if next := s.successor(); next != nil {
+			s, err = next, nil
+		}
+	}
+	return err
+}
+
+// source is a stream from one replica.
+type source struct {
+	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
+	cancel context.CancelFunc
+
+	mu sync.Mutex
+	// first has been received before the source was used. next takes over; over says that nobody does any more.
+	first *watchfanoutv1.WatchFrame
+	next  *source
+	over  bool
+}
+
+// open begins a stream after where the feed is. When its replica does not serve the resource any more, another is
+// opened beside it and takes over.
+func (f *feed) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (*source, error) {
+	own, cancel := context.WithCancel(ctx)
+	s := &source{cancel: cancel}
+	request := proto.Clone(r).(*watchfanoutv1.WatchRequest)
+	f.mu.Lock()
+	request.ResumeAfter = f.high.Proto()
+	f.mu.Unlock()
+	placed := rpc.Staying(own, f.storedAs, func() {
+		for pause := rand.N(moveWithin); sleep(own, pause) && !f.move(ctx, own, s, r); pause = retryMost {
+		}
+	})
+	var err error
+	if s.ServerStreamingClient, err = f.hub.Client.Watch(placed, request, grpc.WaitForReady(false)); err != nil {
+		cancel()
+		return nil, err
+	}
+	return s, nil
+}
+
+// moveWithin is over how long feeds move that are to move at the same time. A replica that goes serves on for longer.
+const moveWithin = rpc.HandOver / 2
+
+// sleep is false if ctx ended meanwhile.
+func sleep(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
+	}
+}
+
+// move opens a stream at a replica that serves the resource now and has it take over from s once its first frame has
+// come: that replica has what comes next. own is s' context.
+func (f *feed) move(ctx, own context.Context, s *source, r *watchfanoutv1.WatchRequest) bool {
+	next, err := f.open(ctx, r)
+	if err != nil {
+		return false
+	}
+	stop := context.AfterFunc(own, next.cancel) // s has broken off, and is begun anew by itself
+	if next.first, err = next.Recv(); err != nil || !stop() || !s.handOver(next) {
+		next.cancel()
+		return false
+	}
+	moves.Inc()
+	return true
+}
+
+// handOver ends s, with next to go on; false where s has broken off.
+func (s *source) handOver(next *source) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.over {
+		return false
+	}
+	s.next = next
+	s.cancel()
+	return true
+}
+
+// successor is what goes on after s, which has ended.
+func (s *source) successor() *source {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.over = true
+	return s.next
+}
+
+// receive broadcasts what a source sends, until it breaks off.
+func (f *feed) receive(s *source, alive func()) (err error) {
+	m := s.first
+	for {
+		if m == nil {
+			if m, err = s.Recv(); err != nil {
+				return err
+			}
 		}
 		if m.End {
 			return io.EOF
 		}
 		alive()
 		f.broadcast(m)
-		if m.Position.GetRevision() > 0 {
-			r.ResumeAfter = m.Position
-		}
+		m = nil
 	}
-	return err
 }

@@ -155,6 +155,10 @@ var (
 		Name: "watershed_gateway_watch_resumes_total",
 		Help: "Times that a stream went on with another replica of their source, unseen by clients.",
 	})
+	moves = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_gateway_watch_moves_total",
+		Help: "Times that a stream was taken over by a replica that serves its resource now, while the one before still did.",
+	})
 	cutOff = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_slow_clients_total",
 		Help: "Watches ended because the client took nothing for --watch-write-timeout.",
@@ -163,7 +167,7 @@ var (
 
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{clients, shared, feeds, feedBytes, delivered, resumed, cutOff}
+	return []prometheus.Collector{clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff}
 }
 
 // keyOf is everything that makes two watches' events the same. Since when the resource is defined is no part of it: its

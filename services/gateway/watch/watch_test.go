@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -23,13 +24,14 @@ import (
 // tier is a watch tier with a log of numbered events; it remembers what it was asked.
 type tier struct {
 	watchfanoutv1.WatchClient
-	mu      sync.Mutex
-	log     []int64
-	low     int64
-	ahead   int64 // how far the tier has come; 0: as far as anybody asks
-	changed chan struct{}
-	asked   []*watchfanoutv1.WatchRequest
-	broken  chan struct{}
+	mu       sync.Mutex
+	log      []int64
+	low      int64
+	ahead    int64 // how far the tier has come; 0: as far as anybody asks
+	changed  chan struct{}
+	asked    []*watchfanoutv1.WatchRequest
+	contexts []context.Context
+	broken   chan struct{}
 }
 
 func newTier() *tier { return &tier{changed: make(chan struct{}), broken: make(chan struct{})} }
@@ -81,7 +83,7 @@ func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
 	_ ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.asked = append(t.asked, r)
+	t.asked, t.contexts = append(t.asked, r), append(t.contexts, ctx)
 	s := &stream{ctx: ctx, tier: t, broken: t.broken}
 	switch {
 	case r.ResumeAfter != nil:
@@ -317,6 +319,54 @@ func TestALostReplicaIsNotSeen(t *testing.T) {
 	if last := asked[len(asked)-1]; last.ResumeAfter.GetRevision() != 6 {
 		t.Errorf("resumed after %v", last.ResumeAfter)
 	}
+}
+
+// A feed whose resource is served by another replica now goes on there; what comes meanwhile comes once and in order.
+func TestAFeedMovesWithItsResource(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	a := h.watch(t, nil)
+	want := "e6 "
+	a.shows(t, want)
+	up.has(t, 2)
+	stop, written := make(chan struct{}), make(chan int64)
+	go func() {
+		n := int64(11)
+		for ; ; n += 10 { // no bookmarks
+			select {
+			case <-stop:
+				written <- n
+				return
+			case <-time.After(time.Millisecond):
+				up.write(n)
+			}
+		}
+	}()
+	for n := 2; n < 5; n++ {
+		up.mu.Lock()
+		last := up.contexts[n-1]
+		up.mu.Unlock()
+		go rpc.MovedOf(last)()
+		select {
+		case <-last.Done(): // another has taken over
+		case <-time.After(20 * time.Second):
+			t.Fatal("it stays")
+		}
+	}
+	close(stop)
+	end := <-written
+	for n := int64(11); n < end; n += 10 {
+		want += fmt.Sprintf("e%d ", n)
+	}
+	a.shows(t, want)
+	if n := len(up.streams()); n != 5 {
+		t.Errorf("%d streams", n)
+	}
+	up.lose() // and is begun anew as any other
+	up.write(end)
+	a.shows(t, want+fmt.Sprintf("e%d ", end))
+	a.cancel()
 }
 
 // The feed of many may have begun too early for the log; that is its first client's answer, not everybody's.
