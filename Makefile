@@ -20,7 +20,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential node-peers images manifests e2e-cluster demo-swap robustness robustness-broken bench fuzz clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -106,6 +106,9 @@ e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy contain
 
 demo-swap: build peers $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause) ## kube-apiserver of a cluster with a real node swapped for Watershed, and back, under load (as root)
 	cd test && go test -count=1 -timeout 20m -v -run Swap ./cluster -swap $(ARGS)
+
+scale: build ## the watch tier scaled from two replicas to six and back under 5,000 watches
+	cd test && go test -count=1 -timeout 10m -v -run ScalesAlone ./cluster -scale
 
 conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
 	cd test && go run ./conformance -out ../.build/conformance -node real $(ARGS)

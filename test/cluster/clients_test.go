@@ -3,26 +3,48 @@ package cluster
 import (
 	"context"
 	"fmt"
+	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/metadata"
+	"k8s.io/client-go/rest"
 )
 
 const (
-	// objects are what is written, in turns.
-	objects = 10
-	// writePause is the pause between two writes.
+	// writePause is the pause between two writes, where a test does not want another.
 	writePause = 20 * time.Millisecond
 	// patience is how long a write is tried again.
 	patience = 60 * time.Second
 )
+
+// written is what is written, in turns: one object of each, by what it needs beside its metadata.
+var written = []struct {
+	resource   schema.GroupVersionResource
+	kind, spec string
+}{
+	{schema.GroupVersionResource{Version: "v1", Resource: "configmaps"}, "ConfigMap", ""},
+	{schema.GroupVersionResource{Version: "v1", Resource: "secrets"}, "Secret", ""},
+	{schema.GroupVersionResource{Version: "v1", Resource: "serviceaccounts"}, "ServiceAccount", ""},
+	{schema.GroupVersionResource{Version: "v1", Resource: "limitranges"}, "LimitRange", `, "spec": {"limits": []}`},
+	{schema.GroupVersionResource{Version: "v1", Resource: "podtemplates"}, "PodTemplate",
+		`, "template": {"spec": {"containers": [{"name": "c", "image": "i"}]}}`},
+	{schema.GroupVersionResource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}, "Lease", ""},
+	{schema.GroupVersionResource{Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "roles"}, "Role", ""},
+	{schema.GroupVersionResource{Group: "apps", Version: "v1", Resource: "controllerrevisions"}, "ControllerRevision",
+		`, "revision": 1, "data": {}`},
+	{schema.GroupVersionResource{Group: "networking.k8s.io", Version: "v1", Resource: "networkpolicies"},
+		"NetworkPolicy", `, "spec": {"podSelector": {}}`},
+	{schema.GroupVersionResource{Group: "discovery.k8s.io", Version: "v1", Resource: "endpointslices"},
+		"EndpointSlice", `, "addressType": "IPv4", "endpoints": []`},
+}
 
 // noticed is what clients noticed of one phase.
 type noticed struct {
@@ -33,15 +55,17 @@ type noticed struct {
 	oldest, longest time.Duration
 }
 
-// clients are a writer and many watchers, which check that each of them sees every write in order.
+// clients are a writer and many watchers, each of one resource, which check that each of them sees every write of it in
+// order.
 type clients struct {
-	client kubernetes.Interface
+	client metadata.Interface
+	pause  time.Duration
 
 	mu     sync.Mutex
 	now    noticed
 	wrong  []string
-	wrote  [objects]int
-	seen   []*[objects]int // by watcher
+	wrote  []int
+	seen   []int // by watcher
 	finish context.CancelFunc
 	done   sync.WaitGroup
 	// endWrites ends the writer alone, and written waits for it.
@@ -49,26 +73,32 @@ type clients struct {
 	written   sync.WaitGroup
 }
 
-// start begins to write and to watch.
-func start(
-	ctx context.Context,
-	client kubernetes.Interface,
-	dial func() kubernetes.Interface,
-	watchers int,
-) (*clients, error) {
-	c := &clients{client: client}
-	for i := range objects {
-		cm := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: name(i)}, Data: map[string]string{"n": "0"}}
-		if _, err := client.CoreV1().ConfigMaps("default").Create(ctx, cm, metav1.CreateOptions{}); err != nil {
+// start begins to write, with a pause between two writes, and to watch.
+func start(ctx context.Context, config *rest.Config, watchers int, pause time.Duration) (*clients, error) {
+	client, err := metadata.NewForConfig(config)
+	if err != nil {
+		return nil, err
+	}
+	c := &clients{client: client, pause: pause, wrote: make([]int, len(written)), seen: make([]int, watchers)}
+	objects, err := dynamic.NewForConfig(config)
+	if err != nil {
+		return nil, err
+	}
+	for _, w := range written {
+		text := fmt.Sprintf(`{"apiVersion": %q, "kind": %q, "metadata": {"name": "written", "annotations": {"n": "0"}}%s}`,
+			w.resource.GroupVersion(), w.kind, w.spec)
+		u := &unstructured.Unstructured{}
+		if err := u.UnmarshalJSON([]byte(text)); err != nil {
 			return nil, err
+		}
+		_, err := objects.Resource(w.resource).Namespace("default").Create(ctx, u, metav1.CreateOptions{})
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", w.kind, err)
 		}
 	}
 	ctx, c.finish = context.WithCancel(ctx)
-	for range watchers {
-		seen := new([objects]int)
-		c.seen = append(c.seen, seen)
-		own := dial()
-		c.done.Go(func() { c.watch(ctx, own, seen) })
+	for i := range watchers {
+		c.done.Go(func() { c.watch(ctx, i) })
 	}
 	writes, end := context.WithCancel(ctx)
 	c.endWrites = end
@@ -76,7 +106,10 @@ func start(
 	return c, nil
 }
 
-func name(i int) string { return fmt.Sprintf("written-%d", i) }
+// of is what a watcher watches.
+func (c *clients) of(watcher int) metadata.ResourceInterface {
+	return c.client.Resource(written[watcher%len(written)].resource).Namespace("default")
+}
 
 // phase answers what was noticed since it was called last.
 func (c *clients) phase() noticed {
@@ -90,7 +123,7 @@ func (c *clients) phase() noticed {
 // write writes until ctx is done. A write that fails is tried again.
 func (c *clients) write(ctx context.Context) {
 	for n := 0; ctx.Err() == nil; n++ {
-		i := n % objects
+		i := n % len(written)
 		began := time.Now()
 		retried, err := c.writeOne(ctx, i, c.wrote[i]+1)
 		c.mu.Lock()
@@ -108,7 +141,7 @@ func (c *clients) write(ctx context.Context) {
 		c.mu.Unlock()
 		select {
 		case <-ctx.Done():
-		case <-time.After(writePause):
+		case <-time.After(c.pause):
 		}
 	}
 }
@@ -116,9 +149,8 @@ func (c *clients) write(ctx context.Context) {
 func (c *clients) writeOne(ctx context.Context, i, n int) (retried bool, err error) {
 	for began := time.Now(); time.Since(began) < patience && ctx.Err() == nil; retried = true {
 		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
-		patch := fmt.Sprintf(`{"data":{"n":"%d","at":"%d"}}`, n, time.Now().UnixNano())
-		_, err = c.client.CoreV1().ConfigMaps("default").Patch(attempt, name(i), "application/merge-patch+json",
-			[]byte(patch), metav1.PatchOptions{})
+		patch := fmt.Sprintf(`{"metadata":{"annotations":{"n":"%d","at":"%d"}}}`, n, time.Now().UnixNano())
+		_, err = c.of(i).Patch(attempt, "written", "application/merge-patch+json", []byte(patch), metav1.PatchOptions{})
 		cancel()
 		if err == nil {
 			return retried, nil
@@ -133,26 +165,23 @@ func (c *clients) writeOne(ctx context.Context, i, n int) (retried bool, err err
 
 // watch watches until ctx is done, as an informer does: a watch that ends goes on from the last revision, and only
 // where that is gone is everything listed again.
-func (c *clients) watch(ctx context.Context, client kubernetes.Interface, seen *[objects]int) {
+func (c *clients) watch(ctx context.Context, watcher int) {
 	revision := ""
 	for ctx.Err() == nil {
 		if revision == "" {
-			list, err := client.CoreV1().ConfigMaps("default").List(ctx, metav1.ListOptions{ResourceVersion: "0"})
+			list, err := c.of(watcher).List(ctx, metav1.ListOptions{ResourceVersion: "0"})
 			if err != nil {
-				c.pause(ctx)
+				breathe(ctx)
 				continue
 			}
 			revision = list.ResourceVersion
-			for _, cm := range list.Items {
-				c.saw(&cm, seen, true)
+			for i := range list.Items {
+				c.saw(&list.Items[i], watcher, true)
 			}
 		}
-		w, err := client.CoreV1().ConfigMaps("default").Watch(ctx, metav1.ListOptions{
-			ResourceVersion:     revision,
-			AllowWatchBookmarks: true,
-		})
+		w, err := c.of(watcher).Watch(ctx, metav1.ListOptions{ResourceVersion: revision, AllowWatchBookmarks: true})
 		if err == nil {
-			revision, err = c.follow(w, revision, seen)
+			revision, err = c.follow(w, revision, watcher)
 			w.Stop()
 		}
 		if ctx.Err() != nil {
@@ -166,11 +195,12 @@ func (c *clients) watch(ctx context.Context, client kubernetes.Interface, seen *
 			c.now.resumed++
 		}
 		c.mu.Unlock()
-		c.pause(ctx)
+		breathe(ctx)
 	}
 }
 
-func (c *clients) pause(ctx context.Context) {
+// breathe waits a little before something is tried again.
+func breathe(ctx context.Context) {
 	select {
 	case <-ctx.Done():
 	case <-time.After(100 * time.Millisecond):
@@ -178,31 +208,30 @@ func (c *clients) pause(ctx context.Context) {
 }
 
 // follow reads a watch to its end; the error is the one that the server sent, if any.
-func (c *clients) follow(w watch.Interface, revision string, seen *[objects]int) (string, error) {
+func (c *clients) follow(w watch.Interface, revision string, watcher int) (string, error) {
 	for e := range w.ResultChan() {
 		if e.Type == watch.Error {
 			return revision, apierrors.FromObject(e.Object)
 		}
-		cm, ok := e.Object.(*corev1.ConfigMap)
+		o, ok := e.Object.(*metav1.PartialObjectMetadata)
 		if !ok {
 			continue
 		}
-		revision = cm.ResourceVersion
+		revision = o.ResourceVersion
 		if e.Type == watch.Modified {
-			c.saw(cm, seen, false)
+			c.saw(o, watcher, false)
 		}
 	}
 	return revision, nil
 }
 
 // saw checks an object against what its watcher has seen of it: the next write, or with a list a later one.
-func (c *clients) saw(cm *corev1.ConfigMap, seen *[objects]int, listed bool) {
-	i, err := strconv.Atoi(strings.TrimPrefix(cm.Name, "written-"))
-	if err != nil || i >= objects {
+func (c *clients) saw(o *metav1.PartialObjectMetadata, watcher int, listed bool) {
+	if o.Name != "written" {
 		return
 	}
-	n, _ := strconv.Atoi(cm.Data["n"])
-	at, _ := strconv.ParseInt(cm.Data["at"], 10, 64)
+	n, _ := strconv.Atoi(o.Annotations["n"])
+	at, _ := strconv.ParseInt(o.Annotations["at"], 10, 64)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if !listed {
@@ -210,10 +239,11 @@ func (c *clients) saw(cm *corev1.ConfigMap, seen *[objects]int, listed bool) {
 		c.now.oldest = max(c.now.oldest, time.Since(time.Unix(0, at)))
 	}
 	// a write whose answer was lost is sent again with the same number
-	if before := seen[i]; n < before || !listed && n > before+1 {
-		c.wrong = append(c.wrong, fmt.Sprintf("%s: %d was seen after %d (listed: %v)", cm.Name, n, before, listed))
+	if before := c.seen[watcher]; n < before || !listed && n > before+1 {
+		c.wrong = append(c.wrong, fmt.Sprintf("%s: watcher %d saw %d after %d (listed: %v)",
+			written[watcher%len(written)].kind, watcher, n, before, listed))
 	}
-	seen[i] = n
+	c.seen[watcher] = n
 }
 
 // stop ends the writer, waits until every watcher has seen its last writes, and answers what was wrong.
@@ -236,21 +266,19 @@ func (c *clients) stop() []string {
 }
 
 // writes are how often each object has been written.
-func (c *clients) writes() [objects]int {
+func (c *clients) writes() []int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.wrote
+	return slices.Clone(c.wrote)
 }
 
 // missing says which watcher has not seen what was written.
-func (c *clients) missing(wrote [objects]int) error {
+func (c *clients) missing(wrote []int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for w, seen := range c.seen {
-		for i, n := range seen {
-			if n < wrote[i] {
-				return fmt.Errorf("watcher %d has seen %d of %d writes of %s", w, n, wrote[i], name(i))
-			}
+	for w, n := range c.seen {
+		if i := w % len(written); n < wrote[i] {
+			return fmt.Errorf("watcher %d has seen %d of %d writes of its %s", w, n, wrote[i], written[i].kind)
 		}
 	}
 	return nil

@@ -67,8 +67,7 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	h.host()
 	h.deploy()
 	h.kubectl()
-	dial := func() kubernetes.Interface { return kubernetes.NewForConfigOrDie(rest.CopyConfig(h.inner)) }
-	c, err := start(t.Context(), dial(), dial, *watchers)
+	c, err := start(t.Context(), h.inner, *watchers, writePause)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,8 +13,6 @@ import (
 	"testing"
 	"time"
 
-	"k8s.io/client-go/kubernetes"
-
 	"watershed.dev/test/harness"
 	"watershed.dev/test/node"
 )
@@ -51,8 +49,7 @@ func TestSwap(t *testing.T) {
 	reference.Apply(fmt.Sprintf(web, image))
 	reference.Kubectl("rollout", "status", "deployment/web", "--timeout=110s")
 
-	dial := func() kubernetes.Interface { return reference.Client() }
-	c, err := start(t.Context(), dial(), dial, 20)
+	c, err := start(t.Context(), reference.Config(), 20, writePause)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -3,11 +3,9 @@ package e2e
 import (
 	"context"
 	"fmt"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
-	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -167,17 +165,7 @@ func replace(t *testing.T, s *harness.Server, name string, signal syscall.Signal
 	if err := syscall.Kill(pid, signal); err != nil {
 		t.Fatal(err)
 	}
-	conf, err := os.ReadFile(filepath.Join(s.Dir, "config", name+".yaml"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	socket := string(regexp.MustCompile(`debug-address: (\S+)`).FindSubmatch(conf)[1])
-	client := &http.Client{Transport: &http.Transport{
-		DisableKeepAlives: true,
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, "unix", socket)
-		},
-	}}
+	client := s.Debug(name)
 	harness.Eventually(t, 30*time.Second, func() error {
 		if after, _ := os.ReadFile(pidFile); string(after) == string(before) {
 			return fmt.Errorf("%s still has process %d", name, pid)

@@ -22,6 +22,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"syscall"
@@ -574,6 +575,39 @@ func HostAddress(t testing.TB) string {
 	}
 	t.Skip("this machine has no address but loopback")
 	return ""
+}
+
+// Debug is a client of the debug address of a process of `split`, such as "gateway-0", whatever host it asks for.
+func (s *Server) Debug(process string) *http.Client {
+	s.t.Helper()
+	conf, err := os.ReadFile(filepath.Join(s.Dir, "config", process+".yaml"))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	socket := string(regexp.MustCompile(`debug-address: (\S+)`).FindSubmatch(conf)[1])
+	return &http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", socket)
+		},
+	}}
+}
+
+// Metric is a metric without labels of a process of `split`.
+func (s *Server) Metric(process, name string) (n float64) {
+	s.t.Helper()
+	resp, err := s.Debug(process).Get("http://" + process + "/metrics")
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	text, _ := io.ReadAll(resp.Body)
+	m := regexp.MustCompile(`(?m)^` + name + ` (\S+)$`).FindSubmatch(text)
+	if m == nil {
+		s.t.Fatalf("%s has no metric %s", process, name)
+	}
+	_, _ = fmt.Sscan(string(m[1]), &n)
+	return n
 }
 
 // Log is what a server of `up` has logged.
