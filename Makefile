@@ -89,6 +89,8 @@ $(PEERS)/coredns: test/peers/coredns/go.mod
 	cd test/peers/coredns && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ .
 $(PEERS)/jaeger: test/peers/jaeger/go.mod
 	cd test/peers/jaeger && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ github.com/jaegertracing/jaeger/cmd/all-in-one
+$(PEERS)/cert-manager: test/peers/cert-manager/go.mod
+	cd test/peers/cert-manager && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ .
 $(PEERS)/e2e.test: test/go.mod
 	cd test && go test -c -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/test/e2e
 
@@ -99,10 +101,10 @@ manifests: $(PEERS)/kubectl ## deploy/k8s/rendered, which a test holds against t
 	@for o in dev ha; do $(PEERS)/kubectl kustomize deploy/k8s/overlays/$$o > deploy/k8s/rendered/$$o.yaml || exit 1; done
 
 # The images of the next commit are the same with another version in them.
-e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger) ## Watershed as workloads on this machine as a real node (as root); ARGS="-watchers 50"
+e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger cert-manager) ## Watershed as workloads on this machine as a real node (as root); ARGS="-watchers 50"
 	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
 	  -only gateway,registry,watchfanout,authn,authz,admission,xds
-	cd test && go test -count=1 -timeout 30m -v ./cluster -cluster $(ARGS)
+	cd test && go test -count=1 -timeout 30m -v -run Workloads ./cluster -cluster $(ARGS)
 
 demo-swap: build peers $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause) ## kube-apiserver of a cluster with a real node swapped for Watershed, and back, under load (as root)
 	cd test && go test -count=1 -timeout 20m -v -run Swap ./cluster -swap $(ARGS)

@@ -28,6 +28,7 @@ import (
 var (
 	run      = flag.Bool("cluster", false, "run: this machine becomes a node (as root)")
 	watchers = flag.Int("watchers", 200, "how many clients watch")
+	issued   = flag.Bool("cert-manager", false, "with cert-manager's certificates, and not certgen's")
 )
 
 // programs are what `make e2e-cluster` builds beside the images.
@@ -74,6 +75,7 @@ func TestWatershedAsWorkloads(t *testing.T) {
 	h.phase(c, "nothing happens", false, func() { time.Sleep(5 * time.Second) })
 	h.phase(c, "watchfanout 1 to 3", true, func() { h.scale("watchfanout", 3) })
 	h.phase(c, "watchfanout 3 to 1", true, func() { h.scale("watchfanout", 1) })
+	h.autoscale(c)
 	for _, s := range services {
 		h.phase(c, "a pod of "+s+" deleted", true, func() { h.deletePod(s) })
 	}
@@ -164,6 +166,10 @@ resources: [../../deploy/k8s/overlays/dev]
 images:
 - {name: jaegertracing/all-in-one, newName: watershed.dev/jaeger, newTag: test}
 `
+	if *issued {
+		h.certManager()
+		overlay += "namespace: watershed\ncomponents: [../../deploy/k8s/components/cert-manager]\n"
+	}
 	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(overlay), 0o600); err != nil {
 		h.Fatal(err)
 	}
@@ -171,19 +177,7 @@ images:
 	h.outer.Kubectl("apply", "-k", dir)
 	h.rollout("watershed", "deployment/gateway")
 	fmt.Printf("\noverlays/dev is ready %.1f s after kubectl apply.\n", time.Since(began).Seconds())
-	secret := h.outer.Kubectl(
-		"-n",
-		"watershed",
-		"get",
-		"secret",
-		"watershed-admin",
-		"-o",
-		`jsonpath={.data.admin\.kubeconfig}`,
-	)
-	kubeconfig, err := base64.StdEncoding.DecodeString(secret)
-	if err != nil {
-		h.Fatal(err)
-	}
+	kubeconfig := h.admin()
 	if h.inner, err = clientcmd.RESTConfigFromKubeConfig(kubeconfig); err != nil {
 		h.Fatal(err)
 	}
@@ -192,6 +186,49 @@ images:
 	if err := os.WriteFile(filepath.Join(h.outer.Dir, "inner.kubeconfig"), kubeconfig, 0o600); err != nil {
 		h.Fatal(err)
 	}
+}
+
+// admin is the kubeconfig of who administers the inner cluster.
+func (h *hosted) admin() []byte {
+	h.Helper()
+	data := func(secret, key string) string {
+		return h.outer.Kubectl("-n", "watershed", "get", "secret", secret, "-o",
+			"jsonpath={.data."+strings.ReplaceAll(key, ".", `\.`)+"}")
+	}
+	if *issued {
+		return fmt.Appendf(nil, `{"apiVersion": "v1", "kind": "Config", "current-context": "x",
+"clusters": [{"name": "x", "cluster": {"server": "https://gateway", "certificate-authority-data": %q}}],
+"users": [{"name": "x", "user": {"client-certificate-data": %q, "client-key-data": %q}}],
+"contexts": [{"name": "x", "context": {"cluster": "x", "user": "x"}}]}`, data("pki-admin", "ca.crt"),
+			data("pki-admin", "tls.crt"), data("pki-admin", "tls.key"))
+	}
+	kubeconfig, err := base64.StdEncoding.DecodeString(data("watershed-admin", "admin.kubeconfig"))
+	if err != nil {
+		h.Fatal(err)
+	}
+	return kubeconfig
+}
+
+// certManager runs cert-manager's controllers for the outer cluster.
+func (h *hosted) certManager() {
+	h.Helper()
+	list := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "github.com/cert-manager/cert-manager")
+	list.Dir, list.Env = filepath.Join(harness.Root(), "test", "peers", "cert-manager"), append(os.Environ(), "GOWORK=off")
+	module, err := list.Output()
+	if err != nil {
+		h.Fatalf("where is cert-manager: %v", err)
+	}
+	crds, err := filepath.Glob(filepath.Join(strings.TrimSpace(string(module)), "deploy", "crds", "*.yaml"))
+	if err != nil || len(crds) == 0 {
+		h.Fatalf("cert-manager has no CRDs (%v)", err)
+	}
+	for _, file := range crds {
+		h.outer.Kubectl("create", "-f", file)
+	}
+	for _, file := range crds {
+		h.outer.Kubectl("wait", "--for=condition=Established", "-f", file)
+	}
+	harness.Start(h, harness.TempDir(h), "cert-manager", harness.Peer("cert-manager"), "-kubeconfig", h.outer.Kubeconfig)
 }
 
 // kubectl uses the inner gateway's Service as a user does.
@@ -266,15 +303,7 @@ func (h *hosted) rollout(namespace, what string) {
 func (h *hosted) scale(service string, replicas int) {
 	h.Helper()
 	h.outer.Kubectl("-n", "watershed", "scale", "deployment/"+service, fmt.Sprintf("--replicas=%d", replicas))
-	h.rollout("watershed", "deployment/"+service)
-	selector := "app.kubernetes.io/name=" + service
-	harness.Eventually(h, 2*time.Minute, func() error { // those that go have gone
-		pods := h.outer.Kubectl("-n", "watershed", "get", "pods", "-l", selector, "-o", "name")
-		if n := len(strings.Fields(pods)); n != replicas {
-			return fmt.Errorf("%d pods of %s", n, service)
-		}
-		return nil
-	})
+	h.has(service, replicas)
 }
 
 // deletePod deletes the service's pods and waits for those that come in their place.
@@ -356,12 +385,20 @@ func (h *hosted) traces() {
 			return fmt.Errorf("Jaeger has %d traces", len(answer.Data))
 		}
 		t = answer.Data[0]
-		services := map[string]bool{}
-		for _, p := range t.Processes {
-			services[p.ServiceName] = true
+		missing := map[string]bool{
+			"gateway: POST /api/v1/namespaces/{:namespace}/pods": true,
+			"authz: watershed.authz.v1.Authz/Authorize":          true,
+			"admission: watershed.admission.v1.Admission/Admit":  true,
+			"registry: Create etcd3":                             true,
+			"registry: publish pods":                             true,
+			"watchfanout: apply":                                 true,
+			"gateway: write":                                     true,
 		}
-		if !services["gateway"] || !services["admission"] || !services["registry"] || !services["authz"] {
-			return fmt.Errorf("Jaeger has spans of %v", services)
+		for _, s := range t.Spans {
+			delete(missing, t.Processes[s.ProcessID].ServiceName+": "+s.OperationName)
+		}
+		if len(missing) > 0 {
+			return fmt.Errorf("Jaeger lacks %v", missing)
 		}
 		return nil
 	})

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"time"
 
+	"sigs.k8s.io/yaml"
+
 	"watershed.dev/test/harness"
 )
 
@@ -192,5 +194,109 @@ func TestEveryFlagOfKubeAPIServersIsKnown(t *testing.T) {
 	}
 	if strings.Contains(string(out), "has no such flag") {
 		t.Errorf("%s", out)
+	}
+}
+
+// With cert-manager's component every file of the PKI that a pod names is one that it mounts, of a Secret that a
+// Certificate makes.
+func TestCertManagersSecretsAreWhatPodsName(t *testing.T) {
+	dir, err := os.MkdirTemp(filepath.Join(harness.Root(), ".build"), "certmanager")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	overlay := `
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: watershed
+resources: [../../deploy/k8s/overlays/dev]
+components: [../../deploy/k8s/components/cert-manager]
+`
+	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), []byte(overlay), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	out, err := exec.Command(harness.Peer("kubectl"), "kustomize", dir).Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	kubeconfigs, made, pods := map[string]string{}, map[string]bool{}, 0
+	var workloads []workload
+	for _, doc := range strings.Split(string(out), "\n---\n") {
+		var w workload
+		if err := yaml.Unmarshal([]byte(doc), &w); err != nil {
+			t.Fatal(err)
+		}
+		switch w.Kind {
+		case "ConfigMap":
+			kubeconfigs[w.Metadata.Name] = fmt.Sprint(w.Data)
+		case "Certificate":
+			made[w.Spec.SecretName] = true
+		case "Deployment", "StatefulSet":
+			workloads = append(workloads, w)
+		case "Job", "CronJob":
+			t.Errorf("there is a %s %s", w.Kind, w.Metadata.Name)
+		}
+	}
+	named := regexp.MustCompile(`/etc/watershed/pki/([a-z.-]+)`)
+	for _, w := range workloads {
+		mounted := map[string]bool{}
+		text := fmt.Sprint(w.Spec.Template.Spec.Containers)
+		for _, v := range w.Spec.Template.Spec.Volumes {
+			if v.Name != "pki" {
+				continue
+			}
+			pods++
+			for _, source := range v.Projected.Sources {
+				if source.ConfigMap != nil {
+					mounted[strings.TrimPrefix(source.ConfigMap.Name, "kubeconfig-")+".kubeconfig"] = true
+					text += kubeconfigs[source.ConfigMap.Name]
+					continue
+				}
+				if !made[source.Secret.Name] {
+					t.Errorf("%s mounts %s, which nobody makes", w.Metadata.Name, source.Secret.Name)
+				}
+				for _, i := range source.Secret.Items {
+					mounted[i.Path] = true
+				}
+			}
+		}
+		for _, m := range named.FindAllStringSubmatch(text, -1) {
+			if !mounted[m[1]] {
+				t.Errorf("%s names %s, which it does not mount", w.Metadata.Name, m[1])
+			}
+		}
+	}
+	if pods != 9 {
+		t.Errorf("%d pods with a PKI", pods)
+	}
+}
+
+// workload is what a manifest says of pods, or of what is made for them.
+type workload struct {
+	Kind     string
+	Metadata struct{ Name string }
+	Data     map[string]string
+	Spec     struct {
+		SecretName string
+		Template   struct {
+			Spec struct {
+				Containers []struct {
+					Args []string
+					Env  []struct{ Name, Value string }
+				}
+				Volumes []struct {
+					Name      string
+					Projected struct {
+						Sources []struct {
+							ConfigMap *struct{ Name string }
+							Secret    struct {
+								Name  string
+								Items []struct{ Path string }
+							}
+						}
+					}
+				}
+			}
+		}
 	}
 }
