@@ -8,6 +8,7 @@ import (
 	"maps"
 	"os"
 	"path"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -54,6 +55,9 @@ func migrateCommand(args []string) error {
 	if len(m.blocked) > 0 {
 		return fmt.Errorf("%s cannot be served from here:\n  %s", *from, strings.Join(m.blocked, "\n  "))
 	}
+	for _, line := range m.left {
+		fmt.Fprintln(os.Stderr, "watershed migrate: left out:", line)
+	}
 	return m.print(os.Stdout, *from)
 }
 
@@ -71,7 +75,7 @@ type staticPod struct {
 type container struct {
 	Name          string
 	Command, Args []string
-	VolumeMounts  []struct{ Name, MountPath string }
+	VolumeMounts  []struct{ Name, MountPath, SubPath string }
 }
 
 // flagsOf is what a static pod gives kube-apiserver: the values of each flag, with paths as the host has them.
@@ -97,17 +101,25 @@ func flagsOf(manifest []byte) (map[string][]string, error) {
 		if err != nil {
 			return nil, err
 		}
-		given[name] = append(given[name], pod.onHost(c, value))
+		paths := strings.Split(value, ",") // --tls-sni-cert-key names two
+		for i := range paths {
+			paths[i] = pod.onHost(c, paths[i])
+		}
+		given[name] = append(given[name], strings.Join(paths, ","))
 	}
 	return given, nil
 }
+
+// flagName is what a flag's name may be.
+var flagName = regexp.MustCompile(`^[a-z][a-z0-9-]*$`)
 
 // nextFlag takes a flag and its value from the words of a command line.
 func nextFlag(words *[]string) (name, value string, err error) {
 	word := (*words)[0]
 	*words = (*words)[1:]
 	name, value, hasValue := strings.Cut(strings.TrimLeft(word, "-"), "=")
-	if !strings.HasPrefix(word, "-") || name == "" {
+	name = strings.ReplaceAll(name, "_", "-") // as kube-apiserver reads it
+	if !strings.HasPrefix(word, "-") || !flagName.MatchString(name) {
 		return "", "", fmt.Errorf(
 			"argument %q is no flag: this reads kube-apiserver's own command line, not a shell's",
 			word,
@@ -137,7 +149,7 @@ func (p *staticPod) onHost(c container, value string) string {
 	for _, m := range c.VolumeMounts {
 		for _, v := range p.Spec.Volumes {
 			if v.Name == m.Name && v.HostPath != nil {
-				mounted[m.MountPath] = v.HostPath.Path
+				mounted[m.MountPath] = path.Join(v.HostPath.Path, m.SubPath)
 			}
 		}
 	}
@@ -176,7 +188,7 @@ func (m *migration) take(name string, values []string) {
 		case why.Blocks:
 			m.blocked = append(m.blocked, line+": "+why.Why)
 		case why.Neutral == "" || values[len(values)-1] != why.Neutral:
-			m.left = append(m.left, line+": "+strings.TrimSuffix(why.Why, "; leave the flag out"))
+			m.left = append(m.left, line+": "+why.Why)
 		}
 		return
 	}
@@ -195,11 +207,10 @@ func valueOf(f *pflag.Flag, values []string) any {
 	if s, ok := f.Value.(pflag.SliceValue); ok {
 		return s.GetSlice()
 	}
+	if len(values) > 1 && config.Adds(f) {
+		return values
+	}
 	switch f.Value.Type() {
-	case "mapStringBool", "mapStringString", "namedCertKey", "stringSlice": // each adds to those before it
-		if len(values) > 1 {
-			return values
-		}
 	case "bool":
 		if b, err := strconv.ParseBool(last); err == nil {
 			return b
@@ -222,6 +233,10 @@ func (m *migration) differ(given map[string][]string) {
 		{"service-cluster-ip-range", "", "10.0.0.0/24"},
 		{"allow-privileged", "", false},
 		{"enable-bootstrap-token-auth", "", false},
+		// without which kube-apiserver takes nobody's word from a front proxy
+		{"requestheader-username-headers", "", []string{}},
+		{"requestheader-group-headers", "", []string{}},
+		{"requestheader-extra-headers-prefix", "", []string{}},
 	} {
 		if given[d.name] == nil && given[cmp.Or(d.unless, d.name)] == nil {
 			m.settings[d.name] = d.value
@@ -240,6 +255,13 @@ func (m *migration) differ(given map[string][]string) {
 		if given[d.name] == nil {
 			m.differs = append(m.differs, fmt.Sprintf("--%s is not given: %s", d.name, d.instead))
 		}
+	}
+	if modes, ok := m.settings["authorization-mode"].([]string); ok && slices.Contains(modes, "AlwaysAllow") {
+		m.settings["anonymous-auth"] = false
+		m.differs = append(
+			m.differs,
+			"--authorization-mode AlwaysAllow: anonymous requests are turned away, as kube-apiserver does",
+		)
 	}
 	if given["admission-control-config-file"] != nil {
 		m.differs = append(
@@ -261,7 +283,7 @@ func (m *migration) print(w io.Writer, from string) error {
 		}
 	}
 	fmt.Fprintf(w, "# Settings for `watershed up --config FILE`, from %q.\n", from)
-	fmt.Fprintf(w, "# Move the manifest out of its directory, wait until kube-apiserver has ended, and start it;\n"+
+	fmt.Fprintf(w, "# Move the manifest out of its directory, wait until its port is free, and start Watershed;\n"+
 		"# to go back stop Watershed, and move the manifest back.\n")
 	say("Differs:", m.differs)
 	say("Not offered, and left out:", m.left)

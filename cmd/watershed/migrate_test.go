@@ -16,7 +16,9 @@ spec:
   - {name: sidecar, command: [sleep]}
   - name: kube-apiserver
     command: [/usr/local/bin/kube-apiserver]
-    volumeMounts: [{mountPath: /etc/kubernetes/pki, name: pki}, {mountPath: /etc/kubernetes/pki/etcd/, name: etcd}]
+    volumeMounts:
+    - {mountPath: /etc/kubernetes/pki, name: pki}
+    - {mountPath: /etc/kubernetes/pki/etcd/, name: etcd, subPath: kept}
     args:
 `
 	for _, a := range args {
@@ -50,7 +52,7 @@ func TestAManifestBecomesSettings(t *testing.T) {
 		"--etcd-cafile",
 		"/etc/kubernetes/pki/etcd/ca.crt",
 		"--secure-port=7443",
-		"--anonymous-auth=false",
+		"--anonymous_auth=true",
 		"--service-account-key-file=/a",
 		"--service-account-key-file=/b",
 		"--etcd-servers=https://a:1,https://b:2",
@@ -59,7 +61,7 @@ func TestAManifestBecomesSettings(t *testing.T) {
 		"--advertise-address=192.0.2.2",
 		"--feature-gates=WatchList=true",
 		"--feature-gates=APIServerIdentity=true",
-		"--tls-sni-cert-key=/a.crt,/a.key",
+		"--tls-sni-cert-key=/etc/kubernetes/pki/a.crt,/etc/kubernetes/pki/a.key",
 		"--tls-sni-cert-key=/b.crt,/b.key:b.example",
 		"--tls-cert-file=/etc/kubernetes/pkix/x",
 	)
@@ -77,7 +79,7 @@ func TestAManifestBecomesSettings(t *testing.T) {
 	}
 	for name, want := range map[string]string{
 		"client-ca-file":              "/srv/pki/ca.crt",
-		"etcd-cafile":                 "/srv/etcd/ca.crt",
+		"etcd-cafile":                 "/srv/etcd/kept/ca.crt",
 		"secure-port":                 "7443",
 		"anonymous-auth":              "false",
 		"service-account-key-file":    "[/a,/b]",
@@ -85,18 +87,20 @@ func TestAManifestBecomesSettings(t *testing.T) {
 		"profiling":                   "true",
 		"advertise-address":           "192.0.2.2",
 		"feature-gates":               "WatchList=true,APIServerIdentity=true",
-		"tls-sni-cert-key":            "[/a.crt,/a.key;/b.crt,/b.key:b.example]",
+		"tls-sni-cert-key":            "[/srv/pki/a.crt,/srv/pki/a.key;/b.crt,/b.key:b.example]",
 		"tls-cert-file":               "/etc/kubernetes/pkix/x",
 		"authorization-mode":          "[AlwaysAllow]",
 		"service-cluster-ip-range":    "10.0.0.0/24",
 		"allow-privileged":            "false",
 		"enable-bootstrap-token-auth": "false",
+
+		"requestheader-username-headers": "[]",
 	} {
 		if got := up.Lookup(name).Value.String(); got != want {
 			t.Errorf("--%s %q, not %q", name, got, want)
 		}
 	}
-	if len(m.differs) != 5 { // the four defaults, and a signing key
+	if len(m.differs) != 9 { // the seven defaults, nobody but who is known, and a signing key
 		t.Errorf("%q", m.differs)
 	}
 }
@@ -130,6 +134,7 @@ func TestWhatIsNotOfferedIsSaid(t *testing.T) {
 		"only the kubelet knows this": "spec: {containers: [{command: [kube-apiserver, --advertise-address=$(HOST_IP)]}]}",
 		"cannot unmarshal":            "[]",
 		"is no flag: this reads":      "spec: {containers: [{command: [kube-apiserver, x]}]}",
+		"is no flag: this":            `spec: {containers: [{command: [kube-apiserver, "--audit-x\rauthorization-mode: x"]}]}`,
 		"it has no container":         "",
 	} {
 		if _, err := flagsOf([]byte(text)); err == nil || !strings.Contains(err.Error(), what) {

@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -69,8 +71,12 @@ func up(args []string) error {
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
 	return lifecycle.Run(ctx, parts, show.starting, func() {
 		show.done()
-		show.say("Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.",
-			time.Since(began).Seconds(), l.pki.AdminKubeconfig(), logFile.Name())
+		show.say(
+			"Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.",
+			time.Since(began).Seconds(),
+			l.pki.AdminKubeconfig(),
+			logFile.Name(),
+		)
 	})
 }
 
@@ -176,6 +182,9 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 			return nil, err
 		}
 	}
+	if err := u.closeToStrangers(); err != nil {
+		return nil, err
+	}
 	var audiences []string // what tokens are for, where it is not said: who issues them
 	if f := u.flags.Lookup("service-account-issuer"); f.Changed {
 		audiences = f.Value.(pflag.SliceValue).GetSlice()
@@ -213,6 +222,17 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 		pages.Set(u.all["watchfanout"].run)
 		return t.ServeDebug(ctx, metrics, pages.Pages())
 	}}), nil
+}
+
+// closeToStrangers turns anonymous requests away where everybody may do everything, also where they were asked for, as
+// kube-apiserver does (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization).
+func (u *upRun) closeToStrangers() error {
+	modes, err := u.all["authz"].flags.GetStringSlice("authorization-mode")
+	if err != nil || !slices.Contains(modes, "AlwaysAllow") {
+		return err
+	}
+	slog.Warn("--authorization-mode AlwaysAllow cannot be used with --anonymous-auth: that is off")
+	return u.all["authn"].flags.Set("anonymous-auth", "false")
 }
 
 // policiesPart runs nothing: it is ready once authz and admission have read what they decide by, from when on nobody is

@@ -28,7 +28,7 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	for _, a := range args {
 		name, value, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
 		if why, ok := AbsentFlag(name); ok && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
-			return fmt.Errorf("--%s %q: %s", name, value, why.Why)
+			return fmt.Errorf("--%s %q: %w", name, value, why)
 		}
 	}
 	if err := fs.Parse(args); err != nil {
@@ -56,7 +56,7 @@ func Load(fs *pflag.FlagSet, args []string) error {
 				return fmt.Errorf(text, path, name)
 			}
 			if why, ok := AbsentFlag(key); ok && fs.Lookup(key) == nil {
-				return fmt.Errorf("--config %q: key %q: %s", path, key, why.Why)
+				return fmt.Errorf("--config %q: key %q: %w", path, key, why)
 			}
 			if fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
@@ -105,6 +105,13 @@ func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
 
 // delimiter parts a nested key's names: a name may hold dots.
 const delimiter = "\x00"
+
+// Adds says of a flag whether each value that it is given adds to those before; of any other the last one counts.
+func Adds(f *pflag.Flag) bool {
+	_, slice := f.Value.(pflag.SliceValue)
+	return slice || slices.Contains(oneAtATime, f.Value.Type()) ||
+		slices.Contains([]string{"mapStringBool", "stringSlice"}, f.Value.Type())
+}
 
 // oneAtATime are the types of flags that are given once for each value, since a value may hold commas:
 // --oidc-required-claim and --tls-sni-cert-key (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit and

@@ -126,7 +126,7 @@ func (w *Writer) settle(ack jetstream.PubAckFuture, id ID, s *settlement, traced
 	defer close(s.done)
 	select {
 	case <-ack.Ok(): // and so are all before it: each is refused without the one before
-		telemetry.StartEventSpan(traced, "log", since).End()
+		telemetry.EventSpan(traced, "log", since)
 		w.acknowledged(id)
 	case err := <-ack.Err():
 		s.err = fmt.Errorf("publish %s: %w", id, err)

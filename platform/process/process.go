@@ -192,7 +192,7 @@ func (p *process) serve(ctx context.Context, s Service, server *rpc.Server) erro
 	go s.Ready().OnChange(ctx, func(why error) { server.SetReady(why == nil) })
 	if d, ok := s.(interface{ Drain() }); ok {
 		// its callers have begun elsewhere by then what lasts
-		defer context.AfterFunc(ctx, func() { time.AfterFunc(rpc.HandOver, d.Drain) })()
+		defer context.AfterFunc(ctx, func() { time.AfterFunc(min(rpc.HandOver, p.drain/2), d.Drain) })()
 	}
 	return server.Serve(ctx, p.address, p.drain)
 }

@@ -46,9 +46,10 @@ var Once = []string{
 	"/watershed.registry.v1.Objects/Write",
 }
 
-// Lasting names the streams that a server's drain ends: they last until their caller ends them, and lose nothing when
-// another replica goes on with them. A watch of the watch tier is none: it says first how far it has come.
-var Lasting = []string{
+// EndedByDrain names the streams that a server ends as soon as it drains: they would go on for as long as their caller
+// wants, and lose nothing when another replica goes on with them. A watch of the watch tier is none: it says first how
+// far it has come.
+var EndedByDrain = []string{
 	"/watershed.authz.v1.Authz/Generations",
 	"/watershed.admission.v1.Admission/Interests",
 	"/watershed.registry.v1.Catalog/Follow",

@@ -30,7 +30,7 @@ func (news) Follow(_ *registryv1.CatalogRequest,
 }
 
 // A server that drains ends the streams that have nothing to lose at once; it does not wait for who listens to them.
-func TestADrainEndsWhatLasts(t *testing.T) {
+func TestADrainEndsWhatLosesNothing(t *testing.T) {
 	ca, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
 	if err != nil {
 		t.Fatal(err)
@@ -76,9 +76,9 @@ func TestADrainEndsWhatLasts(t *testing.T) {
 	}
 }
 
-// What is said to last is offered.
-func TestWhatLastsHasCallers(t *testing.T) {
-	for _, m := range Lasting {
+// What a drain ends is offered.
+func TestWhatADrainEndsHasCallers(t *testing.T) {
+	for _, m := range EndedByDrain {
 		if len(Callers[m]) == 0 {
 			t.Errorf("there is no %s", m)
 		}

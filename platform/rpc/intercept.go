@@ -39,9 +39,9 @@ func stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, h grpc.S
 	return ToStatus(h(srv, ss))
 }
 
-// lasting ends the streams named in Lasting with ErrDraining when the server drains.
-func (s *Server) lasting(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, h grpc.StreamHandler) error {
-	if !slices.Contains(Lasting, info.FullMethod) {
+// endByDrain ends the streams named in EndedByDrain with ErrDraining when the server drains.
+func (s *Server) endByDrain(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, h grpc.StreamHandler) error {
+	if !slices.Contains(EndedByDrain, info.FullMethod) {
 		return h(srv, ss)
 	}
 	ctx, cancel := context.WithCancelCause(ss.Context())

@@ -26,8 +26,8 @@ func Routed(ctx context.Context, key string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, routeBy, key)
 }
 
-// Staying is Routed for a call that lasts. Once key is served by other replicas and no more by the one that the call has
-// come to, moved is called, in a goroutine of its own: the call goes on, and is the caller's to begin anew.
+// Staying is Routed for a call that lasts. Once key is served by other replicas and no more by the one that the call
+// has come to, moved is called, in a goroutine of its own: the call goes on, and is the caller's to begin anew.
 func Staying(ctx context.Context, key string, moved func()) context.Context {
 	return context.WithValue(Routed(ctx, key), movedKey{}, moved)
 }

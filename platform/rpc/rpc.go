@@ -210,7 +210,7 @@ func NewServer(id TLS) (*Server, error) {
 			PermitWithoutStream: true,
 		}),
 		grpc.UnaryInterceptor(unary),
-		grpc.ChainStreamInterceptor(stream, s.lasting),
+		grpc.ChainStreamInterceptor(stream, s.endByDrain),
 	)
 	s.Server = grpc.NewServer(options...)
 	healthv1.RegisterHealthServer(s.Server, s.health)
@@ -227,12 +227,12 @@ func (s *Server) SetReady(ready bool) {
 	s.health.SetServingStatus("", st)
 }
 
-// HandOver is how long a server that is told to stop still serves what lasts, so that callers begin it anew elsewhere
-// before it ends: its health has turned.
+// HandOver is how long a watchfanout that is told to stop still serves its watches, so that callers begin them anew
+// elsewhere before it ends them: its health has turned.
 const HandOver = 2 * time.Second
 
-// Serve listens on addr until ctx is done, then drains: health turns first, streams that last end, and calls in flight
-// get up to drain to end.
+// Serve listens on addr until ctx is done, then drains: health turns first, the streams in EndedByDrain end, and calls
+// in flight get up to drain to end.
 func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) error {
 	l, err := net.Listen("tcp", addr)
 	if err != nil {

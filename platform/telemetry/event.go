@@ -8,10 +8,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 )
 
-const (
-	tracerName  = "watershed.dev/events"
-	traceparent = "traceparent"
-)
+const eventTracer = "watershed.dev/events"
 
 // BeginEvent starts the span of one event of etcd, in the trace of the write that it is of (cause) or, where that is
 // not traced, perhaps in one of its own. It answers what of it travels with the event: empty where it is not traced.
@@ -24,17 +21,17 @@ func BeginEvent(ctx context.Context, cause, resource string, revision int64, sin
 	} else {
 		ctx = WithTrace(ctx, cause)
 	}
-	ctx, span := current.events.Tracer(tracerName).Start(ctx, "publish "+resource, options...)
+	ctx, span := current.events.Tracer(eventTracer).Start(ctx, "publish "+resource, options...)
 	return span, TraceOf(ctx)
 }
 
-// StartEventSpan starts a span of an event's trace somewhere on its way; a no-op where the event is not traced.
-func StartEventSpan(traced, name string, since time.Time, attributes ...attribute.KeyValue) trace.Span {
+// EventSpan is a span of an event's way, from since until now; nothing where the event is not traced.
+func EventSpan(traced, name string, since time.Time, attributes ...attribute.KeyValue) {
 	if traced == "" {
-		return trace.SpanFromContext(context.Background())
+		return
 	}
-	_, span := current.events.Tracer(tracerName).
+	_, span := current.events.Tracer(eventTracer).
 		Start(WithTrace(context.Background(), traced), name, trace.WithSpanKind(trace.SpanKindConsumer),
 			trace.WithTimestamp(since), trace.WithAttributes(attributes...))
-	return span
+	span.End()
 }

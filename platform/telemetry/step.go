@@ -10,13 +10,19 @@ import (
 	"go.opentelemetry.io/otel/trace/noop"
 )
 
+const (
+	requestTracer = "watershed.dev/requests"
+	// traceparent is W3C trace context's header.
+	traceparent = "traceparent"
+)
+
 // Step begins the span of a part of what is done for a request that is traced. For any other it is nothing, at the cost
 // of a look. End it.
 func Step(ctx context.Context, name string) (context.Context, trace.Span) {
 	if !trace.SpanContextFromContext(ctx).IsSampled() {
 		return ctx, noop.Span{}
 	}
-	return otel.Tracer("watershed.dev/requests").Start(ctx, name)
+	return otel.Tracer(requestTracer).Start(ctx, name)
 }
 
 // Note adds to the span of a request that is traced that something has come to pass, and with err why not.

@@ -78,6 +78,19 @@ func TestADecisionSaysWhatItDependsOn(t *testing.T) {
 	}
 }
 
+// Where everything is allowed, nobody without a name is: authn may let them in, since it does not know.
+func TestStrangersMayNothingWhereEverythingIsAllowed(t *testing.T) {
+	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.Modes = []string{"AlwaysAllow"}
+	}), 0)
+	for who, want := range map[string]bool{user.Anonymous: false, "bob": true} {
+		d, err := s.Authorize(t.Context(), &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by(who))})
+		if err != nil || (d.Decision == authzv1.Decision_DECISION_ALLOW) != want {
+			t.Errorf("%s: %v, %v", who, d, err)
+		}
+	}
+}
+
 // tellsNobody is a stream that nothing is to be sent on.
 type tellsNobody struct {
 	grpc.ServerStreamingServer[authzv1.Generation]

@@ -13,11 +13,14 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	authzconfig "k8s.io/apiserver/pkg/apis/apiserver"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
 	"k8s.io/client-go/tools/cache"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
+
+	"k8s.io/kubernetes/pkg/kubeapiserver/authorizer/modes"
 
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/features"
@@ -194,6 +197,11 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		return always(out), nil
 	} else if known {
 		out.Reason = "not among the rights of this service of the system"
+		return always(out), nil
+	}
+	if attrs.User.GetName() == user.Anonymous && s.chain.has(authzconfig.AuthorizerType(modes.ModeAlwaysAllow)) {
+		// kube-apiserver does not let anonymous requests in where everything is allowed; authn does not know that it is
+		out.Reason = "anonymous requests are not allowed where everything is"
 		return always(out), nil
 	}
 	if err := s.fresh(); err != nil { // nobody knows: it is refused, but not for good

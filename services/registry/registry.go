@@ -34,7 +34,6 @@ import (
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
-	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/registry/apis"
@@ -101,6 +100,8 @@ type Service struct {
 	catalog   *catalog.Catalog
 	policy    *policy.Policy
 	tail      *tail.Tail
+	// publisher writes the event log while this registry is elected.
+	publisher *publisher.Publisher
 
 	// loopback is a client of the registry's own, and informers and extensions read by it: built-in resources, and
 	// CRDs.
@@ -144,8 +145,16 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if s.nats, s.js, err = c.Log.Connect("registry", d.ID); err != nil {
 		return nil, err
 	}
+	s.publisher = &publisher.Publisher{
+		Storage:            store,
+		Log:                &c.Log,
+		NATS:               s.nats,
+		JS:                 s.js,
+		Identity:           s.identity,
+		CompactionInterval: c.Storage.CompactionInterval,
+	}
 	if telemetry.Traced() {
-		store.TellCauses(func(c *logv1.Cause) { eventlog.TellCause(s.nats, c) })
+		store.TellCauses(s.publisher.Tell)
 	}
 	s.resources = &resources.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
@@ -300,7 +309,7 @@ func (s *Service) Run(ctx context.Context) error {
 		return err
 	}
 	s.tasks.Go(ctx, "etcd", s.askEtcd)
-	s.tasks.Go(ctx, "publisher", s.publisher().Run)
+	s.tasks.Go(ctx, "publisher", s.publisher.Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()
 		return eventlog.Read(ctx, s.js, s.tail.Append)
@@ -311,7 +320,7 @@ func (s *Service) Run(ctx context.Context) error {
 		})
 	})
 	s.tasks.Go(ctx, "loops", func(ctx context.Context) error {
-		return election.Run(ctx, s.resources.Storage.Client.Client, loops.ElectionKey, s.identity, l.Run)
+		return election.Run(ctx, s.resources.Storage.Client.Client, loops.ElectionKey, s.identity, l.Run, func() {})
 	})
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
@@ -328,18 +337,6 @@ func (s *Service) Run(ctx context.Context) error {
 	<-ctx.Done()
 	s.tasks.Wait()
 	return nil
-}
-
-// publisher is what writes the event log while this registry is elected.
-func (s *Service) publisher() *publisher.Publisher {
-	return &publisher.Publisher{
-		Storage:            s.resources.Storage,
-		Log:                &s.config.Log,
-		NATS:               s.nats,
-		JS:                 s.js,
-		Identity:           s.identity,
-		CompactionInterval: s.config.Storage.CompactionInterval,
-	}
 }
 
 // loops are upstream's controllers, which run while this registry is elected.

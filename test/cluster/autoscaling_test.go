@@ -36,7 +36,16 @@ func (h *hosted) autoscale(c *clients) {
 		`"target":{"type":"AverageValue","averageValue":"%d"}}}]}}`
 	want := func(of, replicas int) func() {
 		return func() {
-			h.outer.Kubectl("-n", "watershed", "patch", "hpa", "watchfanout", "--type=merge", "-p", fmt.Sprintf(patch, of))
+			h.outer.Kubectl(
+				"-n",
+				"watershed",
+				"patch",
+				"hpa",
+				"watchfanout",
+				"--type=merge",
+				"-p",
+				fmt.Sprintf(patch, of),
+			)
 			h.has("watchfanout", replicas)
 		}
 	}

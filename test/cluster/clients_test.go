@@ -23,10 +23,12 @@ const (
 	writePause = 20 * time.Millisecond
 	// patience is how long a write is tried again.
 	patience = 60 * time.Second
+	// object is the name of each that is written.
+	object = "written"
 )
 
-// written is what is written, in turns: one object of each, by what it needs beside its metadata.
-var written = []struct {
+// kinds are what is written, in turns: an object of each, by what it needs beside its metadata.
+var kinds = []struct {
 	resource   schema.GroupVersionResource
 	kind, spec string
 }{
@@ -68,9 +70,9 @@ type clients struct {
 	seen   []int // by watcher
 	finish context.CancelFunc
 	done   sync.WaitGroup
-	// endWrites ends the writer alone, and written waits for it.
+	// endWrites ends the writer alone, and writing waits for it.
 	endWrites context.CancelFunc
-	written   sync.WaitGroup
+	writing   sync.WaitGroup
 }
 
 // start begins to write, with a pause between two writes, and to watch.
@@ -79,14 +81,14 @@ func start(ctx context.Context, config *rest.Config, watchers int, pause time.Du
 	if err != nil {
 		return nil, err
 	}
-	c := &clients{client: client, pause: pause, wrote: make([]int, len(written)), seen: make([]int, watchers)}
+	c := &clients{client: client, pause: pause, wrote: make([]int, len(kinds)), seen: make([]int, watchers)}
 	objects, err := dynamic.NewForConfig(config)
 	if err != nil {
 		return nil, err
 	}
-	for _, w := range written {
-		text := fmt.Sprintf(`{"apiVersion": %q, "kind": %q, "metadata": {"name": "written", "annotations": {"n": "0"}}%s}`,
-			w.resource.GroupVersion(), w.kind, w.spec)
+	for _, w := range kinds {
+		text := fmt.Sprintf(`{"apiVersion": %q, "kind": %q, "metadata": {"name": %q, "annotations": {"n": "0"}}%s}`,
+			w.resource.GroupVersion(), w.kind, object, w.spec)
 		u := &unstructured.Unstructured{}
 		if err := u.UnmarshalJSON([]byte(text)); err != nil {
 			return nil, err
@@ -102,13 +104,13 @@ func start(ctx context.Context, config *rest.Config, watchers int, pause time.Du
 	}
 	writes, end := context.WithCancel(ctx)
 	c.endWrites = end
-	c.written.Go(func() { c.write(writes) })
+	c.writing.Go(func() { c.write(writes) })
 	return c, nil
 }
 
 // of is what a watcher watches.
 func (c *clients) of(watcher int) metadata.ResourceInterface {
-	return c.client.Resource(written[watcher%len(written)].resource).Namespace("default")
+	return c.client.Resource(kinds[watcher%len(kinds)].resource).Namespace("default")
 }
 
 // phase answers what was noticed since it was called last.
@@ -123,7 +125,7 @@ func (c *clients) phase() noticed {
 // write writes until ctx is done. A write that fails is tried again.
 func (c *clients) write(ctx context.Context) {
 	for n := 0; ctx.Err() == nil; n++ {
-		i := n % len(written)
+		i := n % len(kinds)
 		began := time.Now()
 		retried, err := c.writeOne(ctx, i, c.wrote[i]+1)
 		c.mu.Lock()
@@ -150,7 +152,7 @@ func (c *clients) writeOne(ctx context.Context, i, n int) (retried bool, err err
 	for began := time.Now(); time.Since(began) < patience && ctx.Err() == nil; retried = true {
 		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
 		patch := fmt.Sprintf(`{"metadata":{"annotations":{"n":"%d","at":"%d"}}}`, n, time.Now().UnixNano())
-		_, err = c.of(i).Patch(attempt, "written", "application/merge-patch+json", []byte(patch), metav1.PatchOptions{})
+		_, err = c.of(i).Patch(attempt, object, "application/merge-patch+json", []byte(patch), metav1.PatchOptions{})
 		cancel()
 		if err == nil {
 			return retried, nil
@@ -227,7 +229,7 @@ func (c *clients) follow(w watch.Interface, revision string, watcher int) (strin
 
 // saw checks an object against what its watcher has seen of it: the next write, or with a list a later one.
 func (c *clients) saw(o *metav1.PartialObjectMetadata, watcher int, listed bool) {
-	if o.Name != "written" {
+	if o.Name != object {
 		return
 	}
 	n, _ := strconv.Atoi(o.Annotations["n"])
@@ -241,7 +243,7 @@ func (c *clients) saw(o *metav1.PartialObjectMetadata, watcher int, listed bool)
 	// a write whose answer was lost is sent again with the same number
 	if before := c.seen[watcher]; n < before || !listed && n > before+1 {
 		c.wrong = append(c.wrong, fmt.Sprintf("%s: watcher %d saw %d after %d (listed: %v)",
-			written[watcher%len(written)].kind, watcher, n, before, listed))
+			kinds[watcher%len(kinds)].kind, watcher, n, before, listed))
 	}
 	c.seen[watcher] = n
 }
@@ -249,7 +251,7 @@ func (c *clients) saw(o *metav1.PartialObjectMetadata, watcher int, listed bool)
 // stop ends the writer, waits until every watcher has seen its last writes, and answers what was wrong.
 func (c *clients) stop() []string {
 	c.endWrites()
-	c.written.Wait()
+	c.writing.Wait()
 	wrote := c.writes()
 	var missing error
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(50 * time.Millisecond) {
@@ -277,8 +279,8 @@ func (c *clients) missing(wrote []int) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for w, n := range c.seen {
-		if i := w % len(written); n < wrote[i] {
-			return fmt.Errorf("watcher %d has seen %d of %d writes of its %s", w, n, wrote[i], written[i].kind)
+		if i := w % len(kinds); n < wrote[i] {
+			return fmt.Errorf("watcher %d has seen %d of %d writes of its %s", w, n, wrote[i], kinds[i].kind)
 		}
 	}
 	return nil

@@ -213,7 +213,15 @@ func (h *hosted) admin() []byte {
 func (h *hosted) certManager() {
 	h.Helper()
 	list := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "github.com/cert-manager/cert-manager")
-	list.Dir, list.Env = filepath.Join(harness.Root(), "test", "peers", "cert-manager"), append(os.Environ(), "GOWORK=off")
+	list.Dir, list.Env = filepath.Join(
+		harness.Root(),
+		"test",
+		"peers",
+		"cert-manager",
+	), append(
+		os.Environ(),
+		"GOWORK=off",
+	)
 	module, err := list.Output()
 	if err != nil {
 		h.Fatalf("where is cert-manager: %v", err)
@@ -228,7 +236,14 @@ func (h *hosted) certManager() {
 	for _, file := range crds {
 		h.outer.Kubectl("wait", "--for=condition=Established", "-f", file)
 	}
-	harness.Start(h, harness.TempDir(h), "cert-manager", harness.Peer("cert-manager"), "-kubeconfig", h.outer.Kubeconfig)
+	harness.Start(
+		h,
+		harness.TempDir(h),
+		"cert-manager",
+		harness.Peer("cert-manager"),
+		"-kubeconfig",
+		h.outer.Kubeconfig,
+	)
 }
 
 // kubectl uses the inner gateway's Service as a user does.
@@ -392,7 +407,7 @@ func (h *hosted) traces() {
 			"registry: Create etcd3":                             true,
 			"registry: publish pods":                             true,
 			"watchfanout: apply":                                 true,
-			"gateway: write":                                     true,
+			"gateway: deliver":                                   true,
 		}
 		for _, s := range t.Spans {
 			delete(missing, t.Processes[s.ProcessID].ServiceName+": "+s.OperationName)

@@ -62,13 +62,6 @@ func TestManifestsAreTaken(t *testing.T) {
 // Services of a running split are scaled while a client watches; an xDS server that dies does not matter.
 func TestSplitScales(t *testing.T) {
 	s := harness.Split(t, "", "--replicas=watchfanout=1")
-	scale := func(to ...string) {
-		t.Helper()
-		args := append([]string{"split", "scale", "--data-dir", s.Dir}, to...)
-		if out, err := exec.Command(harness.Watershed(), args...).CombinedOutput(); err != nil {
-			t.Fatalf("%v: %v\n%s", to, err, out)
-		}
-	}
 	seen := filepath.Join(s.Dir, "seen")
 	out, err := os.Create(seen)
 	if err != nil {
@@ -120,10 +113,10 @@ func TestSplitScales(t *testing.T) {
 		})
 	}
 	create("one")
-	scale("watchfanout=3")
+	s.Scale("watchfanout=3")
 	found(3)
 	create("two")
-	scale("watchfanout=1", "authz=2")
+	s.Scale("watchfanout=1", "authz=2")
 	found(1)
 	create("three")
 	pid, err := os.ReadFile(filepath.Join(s.Dir, "xds-0.pid"))
@@ -134,7 +127,7 @@ func TestSplitScales(t *testing.T) {
 		t.Fatal(err)
 	}
 	create("four")
-	scale("watchfanout=2")
+	s.Scale("watchfanout=2")
 	found(2)
 	create("five")
 	for _, odd := range []string{"watchfanout=0", "nobody=2", "watchfanout=x", "watchfanout=1000"} {

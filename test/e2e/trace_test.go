@@ -25,6 +25,23 @@ type collector struct {
 	collectorv1.UnimplementedTraceServiceServer
 	mu     sync.Mutex
 	traces map[string]map[string]bool // trace → "service: span"
+	// names and parents are those of spans, by their ids.
+	names, parents map[string]string
+}
+
+// below says whether a span of a trace is somewhere below another. The lock is held.
+func (c *collector) below(name, above string) bool {
+	for id, n := range c.names {
+		if n != name {
+			continue
+		}
+		for up := c.parents[id]; up != ""; up = c.parents[up] {
+			if c.names[up] == above {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // Export implements the collector's service.
@@ -46,6 +63,8 @@ func (c *collector) Export(_ context.Context,
 					c.traces[id] = map[string]bool{}
 				}
 				c.traces[id][service+": "+s.Name] = true
+				span := hex.EncodeToString(s.SpanId)
+				c.names[span], c.parents[span] = service+": "+s.Name, hex.EncodeToString(s.ParentSpanId)
 			}
 		}
 	}
@@ -59,7 +78,7 @@ func collect(t *testing.T) (c *collector, endpoint string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c = &collector{traces: map[string]map[string]bool{}}
+	c = &collector{traces: map[string]map[string]bool{}, names: map[string]string{}, parents: map[string]string{}}
 	srv := grpc.NewServer()
 	collectorv1.RegisterTraceServiceServer(srv, c)
 	go func() { _ = srv.Serve(l) }()
@@ -89,11 +108,11 @@ func TestAnEventIsTracedFromEtcdToItsWatchers(t *testing.T) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		for _, spans := range c.traces {
-			if spans["registry: publish configmaps"] && spans["watchfanout: apply"] && spans["gateway: write"] {
+			if spans["registry: publish configmaps"] && spans["watchfanout: apply"] && spans["gateway: deliver"] {
 				return nil
 			}
 		}
-		return fmt.Errorf("%d traces, none with publish, apply and write", len(c.traces))
+		return fmt.Errorf("%d traces, none with publish, apply and deliver", len(c.traces))
 	})
 }
 
@@ -169,8 +188,8 @@ func TestARequestIsOneTrace(t *testing.T) {
 				"registry: publish configmaps",
 				"registry: log",
 				"watchfanout: apply",
-				"watchfanout: deliver",
-				"gateway: write",
+				"watchfanout: send",
+				"gateway: deliver",
 			},
 			list: {
 				"gateway: GET /api/v1/namespaces/{:namespace}/configmaps",
@@ -187,6 +206,21 @@ func TestARequestIsOneTrace(t *testing.T) {
 	})
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	for name, above := range map[string]string{
+		"authz: watershed.authz.v1.Authz/Authorize":    "gateway: authorization",
+		"gateway: watershed.registry.v1.Objects/Write": "gateway: POST /api/v1/namespaces/{:namespace}/configmaps",
+		"registry: Create":                             "gateway: watershed.registry.v1.Objects/Write",
+		"registry: publish configmaps":                 "registry: Create etcd3",
+		"gateway: deliver":                             "registry: publish configmaps",
+		"registry: SerializeObject":                    "registry: Create",
+	} {
+		if !c.below(name, above) {
+			t.Errorf("%s is not below %s", name, above)
+		}
+	}
+	if c.below("gateway: watershed.registry.v1.Objects/Write", "gateway: authorization") {
+		t.Error("the request goes on within a filter's span")
+	}
 	if len(c.traces) != 2 {
 		t.Errorf("%d traces: %v", len(c.traces), c.traces)
 	}

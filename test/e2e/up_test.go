@@ -17,6 +17,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/retry"
 
 	"watershed.dev/test/harness"
@@ -347,5 +349,22 @@ func TestUpTakesAClustersPKI(t *testing.T) {
 	if out, err := reference.TryKubectl("", "get", "namespaces", "--client-certificate="+filepath.Join(up.Dir, "pki",
 		"inner-registry.crt"), "--client-key="+filepath.Join(up.Dir, "pki", "inner-registry.key")); err == nil {
 		t.Errorf("a service of the inner network reads the cluster: %s", out)
+	}
+}
+
+// Where everybody may do everything, nobody is let in without a name, also where that was asked for: kube-apiserver
+// does the same.
+func TestAlwaysAllowTurnsStrangersAway(t *testing.T) {
+	flags := []string{"--authorization-mode=AlwaysAllow", "--anonymous-auth=true"}
+	for name, s := range map[string]*harness.Server{
+		"watershed":      harness.Up(t, "", flags...),
+		"kube-apiserver": harness.Oracle(t, flags...),
+	} {
+		conf := rest.AnonymousClientConfig(s.Config())
+		conf.Insecure, conf.CAData, conf.CAFile = true, nil, ""
+		_, err := kubernetes.NewForConfigOrDie(conf).CoreV1().Secrets("kube-system").List(t.Context(), metav1.ListOptions{})
+		if !apierrors.IsUnauthorized(err) {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }

@@ -9,7 +9,6 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
-	"crypto/tls"
 	"crypto/x509"
 	"encoding/json"
 	"encoding/pem"
@@ -75,7 +74,11 @@ type Server struct {
 	// SAKey and CA (a path without its ending) are what a controller manager signs with.
 	SAKey, CA string
 	process   *Process
-	// args are what kube-apiserver was told.
+}
+
+// Reference is the real kube-apiserver.
+type Reference struct {
+	*Server
 	args []string
 }
 
@@ -204,9 +207,9 @@ func (s *Server) Stop() { s.process.Stop() }
 // Kill ends it as kill -9 does.
 func (s *Server) Kill() { s.process.Kill() }
 
-// Leave tells the server to stop and waits until nobody listens at its port any more. It may take longer to end: with
-// clients that watch kube-apiserver takes a minute.
-func (s *Server) Leave() {
+// StopListening tells the server to stop and waits until nobody listens at its port any more. It may take longer to
+// end: with clients that watch kube-apiserver takes a minute.
+func (s *Server) StopListening() {
 	s.t.Helper()
 	_ = s.process.Cmd.Process.Signal(syscall.SIGTERM)
 	Eventually(s.t, time.Minute, func() error {
@@ -398,7 +401,7 @@ func (m *Member) Restore(backup string) {
 }
 
 // KubeAPIServer starts the real thing on an etcd, with certificates of its own and with more flags.
-func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
+func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
 	t.Helper()
 	s := &Server{
 		t:          t,
@@ -437,26 +440,27 @@ func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Server {
 			"X-Remote-Extra-", "--proxy-client-cert-file", p("front-proxy.crt"), "--proxy-client-key-file",
 			p("front-proxy.key"))
 	}
-	s.args = append(args, flags...)
-	s.Again()
-	return s
+	r := &Reference{s, append(args, flags...)}
+	r.Restart()
+	return r
 }
 
-// Again starts a kube-apiserver that was stopped as it was, and waits until it is ready.
-func (s *Server) Again() {
+// Restart starts it as it was when it was stopped, and waits until it is ready.
+func (s *Reference) Restart() {
 	s.t.Helper()
 	s.process = Start(s.t, s.Dir, "kube-apiserver", Peer("kube-apiserver"), s.args...)
-	client := &http.Client{
-		Timeout:   5 * time.Second,
-		Transport: &http.Transport{TLSClientConfig: &tls.Config{InsecureSkipVerify: true}},
+	client, err := rest.HTTPClientFor(s.Config())
+	if err != nil {
+		s.t.Fatal(err)
 	}
+	client.Timeout = 5 * time.Second
 	Eventually(s.t, 2*time.Minute, func() error {
 		return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port))
 	})
 }
 
-// Manifest is a kube-apiserver as a static pod, as kubeadm writes it.
-func (s *Server) Manifest() string {
+// Manifest is it as a static pod, as kubeadm writes it.
+func (s *Reference) Manifest() string {
 	type object = map[string]any
 	containers := []object{{"name": "kube-apiserver", "command": append([]string{"kube-apiserver"}, s.args...)}}
 	text, err := json.MarshalIndent(object{
@@ -487,7 +491,7 @@ func get(c *http.Client, url string) error {
 // Oracle is kube-apiserver on a fresh etcd, with more flags.
 func Oracle(t testing.TB, flags ...string) *Server {
 	dir := TempDir(t)
-	return KubeAPIServer(t, dir, Etcd(t, dir), flags...)
+	return KubeAPIServer(t, dir, Etcd(t, dir), flags...).Server
 }
 
 func makePKI(t testing.TB, dir string) {
@@ -575,6 +579,15 @@ func HostAddress(t testing.TB) string {
 	}
 	t.Skip("this machine has no address but loopback")
 	return ""
+}
+
+// Scale has a `split` run as many processes of services as each "service=N" says.
+func (s *Server) Scale(to ...string) {
+	s.t.Helper()
+	args := append([]string{"split", "scale", "--data-dir", s.Dir}, to...)
+	if out, err := exec.Command(Watershed(), args...).CombinedOutput(); err != nil {
+		s.t.Fatalf("scale %v: %v\n%s", to, err, out)
+	}
 }
 
 // Debug is a client of the debug address of a process of `split`, such as "gateway-0", whatever host it asks for.

@@ -59,7 +59,7 @@ func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Ser
 	}
 	s.Kubectl("create", "namespace", Namespace)
 	s.Apply(Definition)
-	for _, of := range []*harness.Server{s, reference} {
+	for _, of := range []*harness.Server{s, reference.Server} {
 		harness.Eventually(t, 30*time.Second, func() error {
 			if code, body := get(of, "/apis/poison.example.com/v1/things", mediaTypes[0]); code != http.StatusOK {
 				return fmt.Errorf("%d %.200s", code, body)
@@ -85,7 +85,7 @@ func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Ser
 		}
 		bystander.hears(t, fmt.Sprintf("objects-%v", objects))
 		for kind, all := range put {
-			compare(t, s, reference, kind, all[0], objects)
+			compare(t, s, reference.Server, kind, all[0], objects)
 		}
 		bystander.hears(t, fmt.Sprintf("lists-%v", objects))
 	}

@@ -36,7 +36,8 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 		return genericapifilters.WithAuthorization(h, authz, answer.Codecs)
 	})
 	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
-	h = step("body", h, func(h http.Handler) http.Handler { return new(body.Reader).ReadAhead(h, buffered) })
+	bodies := new(body.Reader) // one, which bounds all
+	h = step("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, buffered) })
 	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
 		h = step("constrainedimpersonation", h, func(h http.Handler) http.Handler {
 			return impersonation.WithConstrainedImpersonation(h, authz, answer.Codecs)

@@ -5,19 +5,15 @@ import (
 	"context"
 	"errors"
 	"io"
-	"math/rand/v2"
 	"slices"
 	"sync"
 	"time"
 
 	"go.opentelemetry.io/otel/attribute"
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"watershed.dev/platform/events"
-	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/wire"
@@ -206,6 +202,7 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	known := f.entries.Next()
+	var traces []string
 	begin := int32(0)
 	marked := false
 	for _, mark := range m.Marks {
@@ -221,6 +218,9 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 		}
 		f.entries.Add(e)
 		f.hold(len(e.data) + entryBytes)
+		if mark.Trace != "" {
+			traces = append(traces, mark.Trace)
+		}
 	}
 	if p := events.FromProto(m.Position); !p.Before(f.high) {
 		p.History = cmp.Or(p.History, f.high.History)
@@ -234,10 +234,8 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 		f.sendBookmarks(time.Now())
 	}
 	f.trim()
-	for _, mark := range m.Marks {
-		if mark.Trace != "" {
-			telemetry.StartEventSpan(mark.Trace, "write", began, attribute.Int("watches", len(f.subs))).End()
-		}
+	for _, trace := range traces {
+		telemetry.EventSpan(trace, "deliver", began, attribute.Int("watches", len(f.subs)))
 	}
 }
 
@@ -390,90 +388,8 @@ func (f *feed) follow(ctx context.Context, r *watchfanoutv1.WatchRequest, alive 
 	return err
 }
 
-// source is a stream from one replica.
-type source struct {
-	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
-	cancel context.CancelFunc
-
-	mu sync.Mutex
-	// first has been received before the source was used. next takes over; over says that nobody does any more.
-	first *watchfanoutv1.WatchFrame
-	next  *source
-	over  bool
-}
-
-// open begins a stream after where the feed is. When its replica does not serve the resource any more, another is
-// opened beside it and takes over.
-func (f *feed) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (*source, error) {
-	own, cancel := context.WithCancel(ctx)
-	s := &source{cancel: cancel}
-	request := proto.Clone(r).(*watchfanoutv1.WatchRequest)
-	f.mu.Lock()
-	request.ResumeAfter = f.high.Proto()
-	f.mu.Unlock()
-	placed := rpc.Staying(own, f.storedAs, func() {
-		for pause := rand.N(moveWithin); sleep(own, pause) && !f.move(ctx, own, s, r); pause = retryMost {
-		}
-	})
-	var err error
-	if s.ServerStreamingClient, err = f.hub.Client.Watch(placed, request, grpc.WaitForReady(false)); err != nil {
-		cancel()
-		return nil, err
-	}
-	return s, nil
-}
-
-// moveWithin is over how long feeds move that are to move at the same time. A replica that goes serves on for longer.
-const moveWithin = rpc.HandOver / 2
-
-// sleep is false if ctx ended meanwhile.
-func sleep(ctx context.Context, d time.Duration) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(d):
-		return true
-	}
-}
-
-// move opens a stream at a replica that serves the resource now and has it take over from s once its first frame has
-// come: that replica has what comes next. own is s' context.
-func (f *feed) move(ctx, own context.Context, s *source, r *watchfanoutv1.WatchRequest) bool {
-	next, err := f.open(ctx, r)
-	if err != nil {
-		return false
-	}
-	stop := context.AfterFunc(own, next.cancel) // s has broken off, and is begun anew by itself
-	if next.first, err = next.Recv(); err != nil || !stop() || !s.handOver(next) {
-		next.cancel()
-		return false
-	}
-	moves.Inc()
-	return true
-}
-
-// handOver ends s, with next to go on; false where s has broken off.
-func (s *source) handOver(next *source) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.over {
-		return false
-	}
-	s.next = next
-	s.cancel()
-	return true
-}
-
-// successor is what goes on after s, which has ended.
-func (s *source) successor() *source {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.over = true
-	return s.next
-}
-
-// receive broadcasts what a source sends, until it breaks off.
-func (f *feed) receive(s *source, alive func()) (err error) {
+// receive broadcasts what a replica sends, until it breaks off.
+func (f *feed) receive(s *replicaStream, alive func()) (err error) {
 	m := s.first
 	for {
 		if m == nil {

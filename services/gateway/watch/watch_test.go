@@ -369,6 +369,79 @@ func TestAFeedMovesWithItsResource(t *testing.T) {
 	a.cancel()
 }
 
+// open waits until n of the streams that were begun are open.
+func (t *tier) open(tt *testing.T, n int) {
+	tt.Helper()
+	for until := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
+		t.mu.Lock()
+		open := 0
+		for _, c := range t.contexts {
+			if c.Err() == nil {
+				open++
+			}
+		}
+		t.mu.Unlock()
+		if open == n {
+			return
+		}
+		if time.Now().After(until) {
+			tt.Fatalf("%d streams are open", open)
+		}
+	}
+}
+
+// moves tells the nth stream that its resource has moved.
+func (t *tier) moves(n int) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	go rpc.MovedOf(t.contexts[n-1])()
+}
+
+// Where replicas change again while a feed moves, it ends with one stream.
+func TestAMoveThatIsOvertakenLeavesNoStream(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	a := hub(up).watch(t, nil)
+	a.shows(t, "e6 ")
+	up.has(t, 2)
+	up.mu.Lock()
+	up.ahead = 1 // replicas that come have nothing to send yet
+	up.mu.Unlock()
+	up.moves(2)
+	up.has(t, 3)
+	up.mu.Lock()
+	up.ahead = 0
+	up.mu.Unlock()
+	up.moves(3)
+	up.has(t, 4)
+	up.open(t, 1)
+	up.write(7)
+	a.shows(t, "e6 e7 ")
+}
+
+// A replica that cannot go on from where a feed is does not take over: the one before still can.
+func TestAFeedDoesNotMoveToWhereItEnds(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	a := hub(up).watch(t, nil)
+	a.shows(t, "e6 ")
+	up.has(t, 2)
+	up.mu.Lock()
+	up.low = 100
+	up.mu.Unlock()
+	up.moves(2)
+	up.has(t, 4) // it tries again
+	up.write(7)
+	a.shows(t, "e6 e7 ")
+	up.mu.Lock()
+	up.low = 0
+	up.mu.Unlock()
+	up.has(t, 5)
+	up.open(t, 1)
+	up.write(8)
+	a.shows(t, "e6 e7 e8 ")
+}
+
 // The feed of many may have begun too early for the log; that is its first client's answer, not everybody's.
 func TestAnExpiredWatchEndsAlone(t *testing.T) {
 	up := newTier()

@@ -13,10 +13,12 @@ import (
 const leaseSeconds = 2
 
 // Run runs lead whenever this candidate holds key in etcd, and cancels its context when it no longer does. It ends
-// with ctx. Candidates poll, since a waiting watch each would be watches that etcd has to serve.
-func Run(ctx context.Context, client *clientv3.Client, key, identity string, lead func(context.Context) error) error {
+// with ctx. another is called whenever somebody else is seen to hold the key. Candidates poll, since a waiting watch
+// each would be watches that etcd has to serve.
+func Run(ctx context.Context, client *clientv3.Client, key, identity string, lead func(context.Context) error,
+	another func()) error {
 	for ctx.Err() == nil {
-		lease, err := campaign(ctx, client, key, identity)
+		lease, err := campaign(ctx, client, key, identity, another)
 		if err != nil || lease == nil {
 			if err != nil && ctx.Err() == nil {
 				slog.Debug("No election", "key", key, "error", err)
@@ -39,12 +41,19 @@ func Run(ctx context.Context, client *clientv3.Client, key, identity string, lea
 }
 
 // campaign takes the key if nobody has it. A nil lease means that somebody has.
-func campaign(ctx context.Context, client *clientv3.Client, key, identity string) (*clientv3.LeaseID, error) {
+func campaign(ctx context.Context, client *clientv3.Client, key, identity string,
+	another func()) (*clientv3.LeaseID, error) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
 	current, err := client.Get(ctx, key)
-	if err != nil || len(current.Kvs) > 0 {
+	if err != nil {
 		return nil, err
+	}
+	if len(current.Kvs) > 0 {
+		if string(current.Kvs[0].Value) != identity {
+			another()
+		}
+		return nil, nil
 	}
 	lease, err := client.Grant(ctx, leaseSeconds)
 	if err != nil {

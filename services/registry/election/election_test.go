@@ -66,7 +66,7 @@ func TestOneLeadsAtATime(t *testing.T) {
 		all[name] = c
 		go func() {
 			defer close(done)
-			_ = election.Run(ctx, w.Resources.Storage.Client.Client, "/watershed/test", name, l.lead(name, c.resign))
+			_ = election.Run(ctx, w.Resources.Storage.Client.Client, "/watershed/test", name, l.lead(name, c.resign), func() {})
 		}()
 		t.Cleanup(c.stop)
 	}

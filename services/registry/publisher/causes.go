@@ -1,12 +1,14 @@
 package publisher
 
 import (
+	"context"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 
+	"watershed.dev/platform/eventlog"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -14,11 +16,16 @@ const (
 	// maxCauses and causeAge bound what is kept of writes whose events have not come.
 	maxCauses = 1000
 	causeAge  = 10 * time.Second
+	// maxToTell bounds what waits for NATS.
+	maxToTell = 100
 )
 
 // causes are the traced writes that the publisher was told of and whose events have not come.
 type causes struct {
 	known atomic.Int64 // how many, for whoever has nothing to ask
+
+	once   sync.Once
+	toTell chan *logv1.Cause
 
 	mu sync.Mutex
 	of map[write]cause
@@ -33,6 +40,37 @@ type write struct {
 type cause struct {
 	trace string
 	told  time.Time
+}
+
+// Tell takes note of a write of this registry that is traced, before it is made: for itself, or for whoever publishes.
+// It does not wait.
+func (p *Publisher) Tell(c *logv1.Cause) {
+	if p.publishes.Load() {
+		p.causes.add(c)
+		return
+	}
+	select {
+	case p.causes.others() <- c:
+	default: // NATS stalls: its event is traced by itself
+	}
+}
+
+// tellOthers tells whoever publishes, until ctx is done.
+func (p *Publisher) tellOthers(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case c := <-p.causes.others():
+			eventlog.TellCause(p.NATS, c)
+		}
+	}
+}
+
+// others are those that somebody else publishes, and is yet to be told of.
+func (c *causes) others() chan *logv1.Cause {
+	c.once.Do(func() { c.toTell = make(chan *logv1.Cause, maxToTell) })
+	return c.toTell
 }
 
 func (c *causes) add(told *logv1.Cause) {
@@ -69,5 +107,8 @@ func (c *causes) take(e *clientv3.Event) string {
 	found := c.of[w]
 	delete(c.of, w)
 	c.known.Store(int64(len(c.of)))
+	if time.Since(found.told) > causeAge { // a write that failed; this is another over the same
+		return ""
+	}
 	return found.trace
 }

@@ -167,6 +167,8 @@ func (p *Publisher) happened(ctx context.Context, e happening) (bool, error) {
 	switch {
 	case errors.Is(err, rpctypes.ErrCompacted):
 		return true, nil
+	case errors.Is(err, rpctypes.ErrFutureRev):
+		return false, nil
 	case err != nil:
 		return false, err
 	case e.deleted:
@@ -175,22 +177,22 @@ func (p *Publisher) happened(ctx context.Context, e happening) (bool, error) {
 	return len(resp.Kvs) == 1 && resp.Kvs[0].ModRevision == e.revision, nil
 }
 
-// memory is what a publisher knows of the history that it published last without the log: what it wrote to HistoryKey,
-// how far it came, and the last event.
+// memory is what a publisher knows, without the log, of the history that it published last: what it wrote to HistoryKey
+// and at which revision, how far it came, and the last event. It has none once another has been elected.
 type memory struct {
-	history  history
-	revision int64
-	last     happening
+	history           history
+	written, revision int64
+	last              happening
 }
 
-// remembers says whether etcd, at this revision of the history h, is at a later point of the history that this
-// publisher published last. A reason is why not. The mark is the proof, since this publisher alone knew it, and the
-// last event that etcd was not set back since.
-func (p *Publisher) remembers(ctx context.Context, h history, revision int64) (reason string, err error) {
+// remembers says whether etcd, at this revision of the history h, which is written there since another, is at a later
+// point of the history that this publisher published last. A reason is why not. The mark says that nobody has published
+// since, and the last event that etcd was not set back.
+func (p *Publisher) remembers(ctx context.Context, h history, written, revision int64) (reason string, err error) {
 	m := p.memory
 	switch {
-	case h != m.history || h.Since == 0:
-		return "the log was lost, and this publisher has not written the history", nil
+	case h != m.history || written != m.written || h.Since == 0:
+		return "the log was lost, and it was not this publisher that wrote the history last", nil
 	case revision < m.revision:
 		return fmt.Sprintf("etcd is at revision %d, and was at %d", revision, m.revision), nil
 	case m.last.key == "":
@@ -224,7 +226,7 @@ func (p *Publisher) mark(ctx context.Context, w *term) error {
 		return err
 	}
 	w.history, w.marker, w.nextMarker = h, next, ""
-	p.memory.history = h
+	p.memory.history, p.memory.written = h, w.written
 	return w.append(&logv1.Event{Revision: w.log.Last().Revision})
 }
 

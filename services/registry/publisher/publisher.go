@@ -83,15 +83,17 @@ type Publisher struct {
 	customs *customresources.Definitions
 	// published is the revision that the log has come to; acknowledged counts the messages that it has taken.
 	published, acknowledged atomic.Int64
-	// causes are traced writes whose events are to come.
-	causes causes
+	// causes are traced writes whose events are to come, while publishes says that this publisher publishes them.
+	causes    causes
+	publishes atomic.Bool
 	// memory is what this publisher knows of the history that it published last, should the log be lost.
 	memory memory
 }
 
 // Run takes part in the election and publishes when elected, until ctx ends.
 func (p *Publisher) Run(ctx context.Context) error {
-	return election.Run(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead)
+	go p.tellOthers(ctx)
+	return election.Run(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead, func() { p.memory = memory{} })
 }
 
 // resignAfter is for how long a leader may fail to publish before it lets another try, which may reach what it cannot.
@@ -154,6 +156,8 @@ func (p *Publisher) publish(ctx context.Context) error {
 			return err
 		}
 		defer func() { _ = told.Unsubscribe() }()
+		p.publishes.Store(true)
+		defer p.publishes.Store(false)
 	}
 	last := w.log.Last()
 	from := last.Revision + 1
@@ -169,16 +173,16 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if !compacted && !errors.Is(err, errUnknownPast) {
 		return err
 	}
-	now, err := p.Storage.ReadRevision(ctx)
+	after, err := p.Storage.ReadRevision(ctx)
 	if err != nil {
 		return err
 	}
-	if compacted { // what comes after that is still there
-		if now, err = p.oldest(ctx, now); err != nil {
+	if compacted { // some of what follows may still be there
+		if after, err = p.oldest(ctx, after, backlog); err != nil {
 			return err
 		}
 	}
-	return p.reset(ctx, w, now)
+	return p.reset(ctx, w, after)
 }
 
 // watch publishes what etcd's one watch says, how far that is, and the marks of etcd's history. asked tells that a

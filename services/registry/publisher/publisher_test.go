@@ -100,8 +100,10 @@ func (j *journal) hears(want ...string) {
 }
 
 // publish runs a publisher until the answered function is called, which waits for its end.
-func (j *journal) publish(identity string) (stop func()) {
-	p := &publisher.Publisher{
+func (j *journal) publish(identity string) (stop func()) { return j.run(j.publisher(identity)) }
+
+func (j *journal) publisher(identity string) *publisher.Publisher {
+	return &publisher.Publisher{
 		Storage:            j.Resources.Storage,
 		Log:                j.log,
 		NATS:               j.nats,
@@ -109,6 +111,9 @@ func (j *journal) publish(identity string) (stop func()) {
 		Identity:           identity,
 		CompactionInterval: time.Hour,
 	}
+}
+
+func (j *journal) run(p *publisher.Publisher) (stop func()) {
 	ctx, cancel := context.WithCancel(j.t.Context())
 	done := make(chan struct{})
 	go func() { defer close(done); _ = p.Run(ctx) }()
@@ -255,4 +260,27 @@ func TestALostLogBeginsAgain(t *testing.T) {
 	lose() // what was before this history began stays out of it
 	j.write("create", "d", "")
 	j.hears(append(said, "reset", "added configmaps/c", "added configmaps/d")...)
+}
+
+// A publisher that led before another did remembers nothing: the other may have published what etcd does not have any
+// more.
+func TestAPublisherForgetsWhenAnotherHasLed(t *testing.T) {
+	j := newJournal(t)
+	one := j.publisher("one")
+	stop := j.run(one)
+	j.hears("reset")
+	j.write("create", "a", "")
+	j.hears("reset", "added configmaps/a")
+	stop()
+	stop = j.publish("two")
+	j.write("create", "b", "")
+	j.hears("reset", "added configmaps/a", "added configmaps/b")
+	stop()
+	if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
+		t.Fatal(err)
+	}
+	j.run(one)
+	j.hears("reset", "added configmaps/a", "added configmaps/b", "reset")
+	j.write("create", "c", "")
+	j.hears("reset", "added configmaps/a", "added configmaps/b", "reset", "added configmaps/c")
 }

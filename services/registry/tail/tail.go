@@ -100,11 +100,9 @@ func (t *Tail) Append(e *logv1.Event) error {
 	event := e.Type != logv1.Type_TYPE_UNSPECIFIED && (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "")
 	foreign := e.History != "" && t.history != "" && e.History != t.history
 	switch {
+	case t.started && events.Refills(e, t.history, t.high):
 	case e.Type == logv1.Type_TYPE_RESET && !event:
-		// A log that was lost and begins again before what is here leaves no gap.
-		if !t.started || e.History == "" || e.History != t.history || e.Revision > t.high {
-			t.drop(e.Revision)
-		}
+		t.drop(e.Revision)
 	case !t.started, foreign: // the log's beginning is gone
 		low := e.Revision
 		if event && e.Index == 0 {

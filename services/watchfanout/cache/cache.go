@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"watershed.dev/platform/events"
 	"watershed.dev/platform/guard"
 	"watershed.dev/platform/watchable"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -92,9 +93,8 @@ func (c *Cache) Apply(e *logv1.Event) {
 		}
 		c.advance(e.Revision)
 		return
-	case e.Type == logv1.Type_TYPE_RESET && e.History != "" && c.begun() && e.History == *c.history.Load() &&
-		e.Revision <= c.progress.Load():
-		c.pending = nil // the log was lost and begins again before what is here: nothing is missed
+	case events.Refills(e, *c.history.Load(), c.progress.Load()) && c.begun():
+		c.pending = nil // an open transaction comes whole
 		return
 	case e.Type == logv1.Type_TYPE_RESET:
 		c.reset(e.Revision, e.History)

@@ -103,7 +103,7 @@ func (l *Log) apply(e *logv1.Event) error {
 		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StoredAs: e.StoredAs})
 		return nil
 	}
-	telemetry.StartEventSpan(e.Trace, "apply", began).End()
+	telemetry.EventSpan(e.Trace, "apply", began)
 	return nil
 }
 

@@ -142,7 +142,7 @@ func (f *frames) flush() error {
 	err := f.watcher.stream.Send(m)
 	if !f.since.IsZero() {
 		for _, mark := range m.Marks {
-			telemetry.StartEventSpan(mark.Trace, "deliver", f.since).End()
+			telemetry.EventSpan(mark.Trace, "send", f.since)
 		}
 		f.since = time.Time{}
 	}

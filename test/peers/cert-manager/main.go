@@ -22,6 +22,10 @@ import (
 	"github.com/cert-manager/cert-manager/pkg/controller/certificates/revisionmanager"
 	"github.com/cert-manager/cert-manager/pkg/controller/certificates/trigger"
 	"github.com/cert-manager/cert-manager/pkg/controller/issuers"
+
+	// the kinds of Issuers
+	_ "github.com/cert-manager/cert-manager/pkg/issuer/ca"
+	_ "github.com/cert-manager/cert-manager/pkg/issuer/selfsigned"
 )
 
 // wanted are the controllers, as their packages register them.
@@ -33,13 +37,13 @@ var wanted = []string{
 
 func main() {
 	kubeconfig := flag.String("kubeconfig", "", "The cluster.")
-	namespace := flag.String("namespace", "", "The namespace of what is looked after. Empty: all.")
 	flag.Parse()
 	ctx, cancel := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer cancel()
 	factory, err := controller.NewContextFactory(ctx, controller.ContextOptions{
-		Kubeconfig: *kubeconfig,
-		Namespace:  *namespace,
+		Kubeconfig:         *kubeconfig,
+		KubernetesAPIQPS:   100,
+		KubernetesAPIBurst: 200,
 		IssuerOptions: controller.IssuerOptions{
 			ClusterResourceNamespace: "kube-system",
 		},
