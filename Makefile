@@ -23,7 +23,7 @@ RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 .PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz clean help
 
 help: ## what can be made
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 build: ## bin/watershed, the one binary
 	go build -ldflags "$(LDFLAGS)" -o $(BIN)/watershed ./cmd/watershed
@@ -100,17 +100,23 @@ images: ## images of every binary, tar files of OCI layouts in .build/images; LO
 manifests: $(PEERS)/kubectl ## deploy/k8s/rendered, which a test holds against the overlays
 	@for o in dev ha; do $(PEERS)/kubectl kustomize deploy/k8s/overlays/$$o > deploy/k8s/rendered/$$o.yaml || exit 1; done
 
-# The images of the next commit are the same with another version in them.
-e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger cert-manager) ## Watershed as workloads on this machine as a real node (as root); ARGS="-watchers 50"
+# The cluster begins with the images of UPGRADE_FROM and goes to this commit's; without one these are the same with
+# another version in them.
+UPGRADE_FROM ?=
+
+e2e-cluster: build peers images $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause coredns jaeger cert-manager) ## Watershed as workloads on this machine as a real node (as root); UPGRADE_FROM=COMMIT, ARGS="-watchers 50"
+	$(if $(UPGRADE_FROM),rm -rf .build/from .build/images-from && git worktree prune && git worktree add --detach .build/from $(UPGRADE_FROM) && \
+	  (cd .build/from && GOWORK= go run ./deploy/images -ldflags "$(STAMP) -X watershed.dev/platform/version.release=$(UPGRADE_FROM)") && \
+	  cp -r .build/from/.build/images .build/images-from && git worktree remove --force .build/from)
 	go run ./deploy/images -ldflags "$(LDFLAGS) -X watershed.dev/platform/version.release=next" -tag next -out .build/images-next \
 	  -only gateway,registry,watchfanout,authn,authz,admission,xds
-	cd test && go test -count=1 -timeout 30m -v -run Workloads ./cluster -cluster $(ARGS)
+	cd test && go test -count=1 -timeout 30m -v -run Workloads ./cluster -cluster $(if $(UPGRADE_FROM),-images images-from) $(ARGS)
 
 demo-swap: build peers $(addprefix $(PEERS)/,kubelet kube-proxy containerd containerd-shim-runc-v2 ctr pause) ## kube-apiserver of a cluster with a real node swapped for Watershed, and back, under load (as root)
 	cd test && go test -count=1 -timeout 20m -v -run Swap ./cluster -swap $(ARGS)
 
 scale: build ## the watch tier scaled from two replicas to six and back under 5,000 watches
-	cd test && go test -count=1 -timeout 10m -v -run ScalesAlone ./cluster -scale
+	cd test && go test -count=1 -timeout 10m -v -run ScalesAlone ./cluster -scale $(ARGS)
 
 conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
 	cd test && go run ./conformance -out ../.build/conformance -node real $(ARGS)

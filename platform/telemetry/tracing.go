@@ -48,7 +48,7 @@ func (o *Tracing) addFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&o.Endpoint, "tracing-endpoint", o.Endpoint,
 		"host:port of an OTLP gRPC collector such as Jaeger's 4317. Empty: no traces.")
 	fs.Float64Var(&o.Ratio, "tracing-sampling-ratio", o.Ratio,
-		"The share of requests, and of events, to trace: 0 to 1. With 0 only requests of system:masters and "+
+		"The share of requests, and of events of requests that are not traced, to trace: 0 to 1. With 0 only requests of system:masters and "+
 			"system:monitoring that ask for it by their traceparent are.")
 	fs.StringVar(&o.CAFile, "tracing-ca-file", o.CAFile,
 		"The certificate authority of the collector. Empty: it is spoken to without TLS.")

@@ -28,6 +28,7 @@ import (
 var (
 	run      = flag.Bool("cluster", false, "run: this machine becomes a node (as root)")
 	watchers = flag.Int("watchers", 200, "how many clients watch")
+	from     = flag.String("images", "images", "the directory in .build of the images to begin with")
 	issued   = flag.Bool("cert-manager", false, "with cert-manager's certificates, and not certgen's")
 )
 
@@ -89,6 +90,12 @@ func TestWatershedAsWorkloads(t *testing.T) {
 		h.node.Import(t, archive)
 	}
 	h.phase(c, "rolling upgrade", true, h.upgrade)
+	h.phase(c, "an image that does not start", true, h.broken)
+	h.phase(c, "xds away for half a minute", true, func() {
+		h.outer.Kubectl("-n", "watershed", "scale", "deployment/xds", "--replicas=0")
+		time.Sleep(30 * time.Second) // in which nothing is to happen
+		h.scale("xds", 1)
+	})
 	for _, w := range c.stop() {
 		t.Error(w)
 	}
@@ -101,7 +108,7 @@ func (h *hosted) host() {
 	node.Prepare(h)
 	h.outer = harness.Up(h, "", append(node.Flags(), "--bind-address=0.0.0.0", "--tls-sans="+node.Address)...)
 	h.outer.Managers()
-	archives, err := filepath.Glob(filepath.Join(harness.Root(), ".build", "images", "*.tar"))
+	archives, err := filepath.Glob(filepath.Join(harness.Root(), ".build", *from, "*.tar"))
 	if err != nil || len(archives) == 0 {
 		h.Fatalf("no images: `make e2e-cluster` builds them (%v)", err)
 	}
@@ -339,6 +346,27 @@ func (h *hosted) upgrade() {
 	for _, s := range services {
 		container := "watershed=watershed.dev/" + s + ":next"
 		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, container)
+		h.rollout("watershed", "deployment/"+s)
+	}
+}
+
+// broken has every service roll out an image that there is none of, and back: what runs goes on.
+func (h *hosted) broken() {
+	h.Helper()
+	for _, s := range services {
+		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, "watershed=watershed.dev/"+s+":nothing")
+	}
+	for _, s := range services {
+		harness.Eventually(h, 2*time.Minute, func() error {
+			out := h.outer.Kubectl("-n", "watershed", "get", "pods", "-l", "app.kubernetes.io/name="+s)
+			if !strings.Contains(out, "ImagePull") || !strings.Contains(out, "1/1") {
+				return fmt.Errorf("%s", out)
+			}
+			return nil
+		})
+	}
+	for _, s := range services {
+		h.outer.Kubectl("-n", "watershed", "rollout", "undo", "deployment/"+s)
 		h.rollout("watershed", "deployment/"+s)
 	}
 }

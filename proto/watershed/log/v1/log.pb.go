@@ -32,8 +32,8 @@ const (
 	Type_TYPE_ADDED       Type = 1
 	Type_TYPE_MODIFIED    Type = 2
 	Type_TYPE_DELETED     Type = 3
-	// The log starts anew after revision: whatever a reader holds from before may have a gap. With stored_as it is so for
-	// that resource alone; such resets come after the events of their revision, the last one without more.
+	// The log starts anew after revision: whatever a reader holds from before may have a gap, unless it has come to
+	// revision in the same history. With stored_as it is so for that resource alone; such resets come after the events of their revision, the last one without more.
 	Type_TYPE_RESET Type = 4
 )
 
