@@ -106,3 +106,25 @@ func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
 		}
 	}
 }
+
+// A flag of kube-apiserver's that is not offered stops the start with the reason and what to do, wherever it is given.
+func TestAnAbsentFlagSaysWhy(t *testing.T) {
+	for name, want := range map[string]string{
+		"emulated-version":  "only Kubernetes 1.36 itself is served; leave the flag out",
+		"audit-log-path":    "audit is not offered",
+		"watch-cache-sizes": "--watch-ring-bytes",
+	} {
+		fs, _, _ := flags()
+		given := Load(fs, []string{"--" + name + "=x"})
+		fs, _, _ = flags()
+		inFile := Load(fs, []string{"--config", file(t, name+": x\n")})
+		for _, err := range []error{given, inFile} {
+			if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), name) {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	}
+	if _, ok := AbsentFlag("secure-port"); ok {
+		t.Error("a flag that is offered is absent")
+	}
+}
