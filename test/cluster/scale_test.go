@@ -1,8 +1,10 @@
 package cluster
 
 import (
+	"errors"
 	"flag"
 	"fmt"
+	"net/http"
 	"slices"
 	"testing"
 	"time"
@@ -32,23 +34,25 @@ func TestTheWatchTierScalesAlone(t *testing.T) {
 		return sum
 	}
 	broken := gateways("watershed_gateway_watch_resumes_total")
-	to := func(replicas int) func() {
-		return func() {
-			moved := gateways("watershed_gateway_watch_moves_total")
-			s.Scale(fmt.Sprintf("watchfanout=%d", replicas))
-			harness.Eventually(t, time.Minute, func() error {
-				if gateways("watershed_gateway_watch_moves_total") == moved {
-					return fmt.Errorf("nothing moves to %d replicas", replicas)
-				}
-				return nil
-			})
-			time.Sleep(settled) // of what clients notice while the rest moves
-		}
-	}
 	r := newReport(t)
 	r.phase(c, "two replicas", true, func() { time.Sleep(settled) })
-	r.phase(c, "two to six", true, to(6))
-	r.phase(c, "six to two", true, to(2))
+	r.phase(c, "two to six", true, func() {
+		s.Scale("watchfanout=6")
+		for i := range 6 {
+			ready(t, s, fmt.Sprintf("watchfanout-%d", i))
+		}
+		harness.Eventually(t, time.Minute, func() error {
+			if gateways("watershed_gateway_watch_moves_total") == 0 {
+				return errors.New("nothing moves")
+			}
+			return nil
+		})
+		time.Sleep(settled) // of what clients notice while the rest moves
+	})
+	r.phase(c, "six to two", true, func() {
+		s.Scale("watchfanout=2")
+		time.Sleep(settled)
+	})
 	for _, w := range c.stop() {
 		t.Error(w)
 	}
@@ -57,4 +61,20 @@ func TestTheWatchTierScalesAlone(t *testing.T) {
 	fmt.Printf("%d watches of %d resources; of the streams that they share %v moved, and %v broke off and went on:\n",
 		watches, len(kinds), moved, broken)
 	r.table.Flush()
+}
+
+// ready waits until a process says that it is.
+func ready(t *testing.T, s *harness.Server, process string) {
+	t.Helper()
+	harness.Eventually(t, time.Minute, func() error {
+		resp, err := s.Debug(process).Get("http://" + process + "/healthz")
+		if err != nil {
+			return err
+		}
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %s", process, resp.Status)
+		}
+		return nil
+	})
 }
