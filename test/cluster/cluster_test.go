@@ -74,14 +74,6 @@ func TestWatershedAsWorkloads(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.phase(c, "nothing happens", false, func() { time.Sleep(5 * time.Second) })
-	h.phase(c, "watchfanout 1 to 3", true, func() { h.scale("watchfanout", 3) })
-	h.phase(c, "watchfanout 3 to 1", true, func() { h.scale("watchfanout", 1) })
-	h.autoscale(c)
-	for _, s := range services {
-		h.phase(c, "a pod of "+s+" deleted", true, func() { h.deletePod(s) })
-	}
-	h.phase(c, "the pod of nats deleted", true, func() { h.deletePod("nats") }) // and its log with it
-	h.phase(c, "the pod of etcd deleted", true, func() { h.deletePod("etcd") })
 	next, _ := filepath.Glob(filepath.Join(harness.Root(), ".build", "images-next", "*.tar"))
 	if len(next) == 0 {
 		t.Fatal("no images of the next commit: `make e2e-cluster` builds them")
@@ -90,6 +82,14 @@ func TestWatershedAsWorkloads(t *testing.T) {
 		h.node.Import(t, archive)
 	}
 	h.phase(c, "rolling upgrade", true, h.upgrade)
+	h.phase(c, "watchfanout 1 to 3", true, func() { h.scale("watchfanout", 3) })
+	h.phase(c, "watchfanout 3 to 1", true, func() { h.scale("watchfanout", 1) })
+	h.autoscale(c)
+	for _, s := range services {
+		h.phase(c, "a pod of "+s+" deleted", true, func() { h.deletePod(s) })
+	}
+	h.phase(c, "the pod of nats deleted", true, func() { h.deletePod("nats") }) // and its log with it
+	h.phase(c, "the pod of etcd deleted", true, func() { h.deletePod("etcd") })
 	h.phase(c, "an image that does not start", true, h.broken)
 	h.phase(c, "xds away for half a minute", true, func() {
 		h.outer.Kubectl("-n", "watershed", "scale", "deployment/xds", "--replicas=0")
@@ -347,6 +347,9 @@ func (h *hosted) upgrade() {
 		container := "watershed=watershed.dev/" + s + ":next"
 		h.outer.Kubectl("-n", "watershed", "set", "image", "deployment/"+s, container)
 		h.rollout("watershed", "deployment/"+s)
+	}
+	for _, s := range services {
+		h.has(s, 1) // the old ones have gone
 	}
 }
 
