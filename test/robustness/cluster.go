@@ -24,7 +24,9 @@ import (
 // process is one of the cluster's, which is started again whenever it ends.
 type process struct {
 	name, command, config string
-	cluster               *cluster
+	// data is its --data-dir, if it has one.
+	data    string
+	cluster *cluster
 
 	mu      sync.Mutex
 	cmd     *exec.Cmd
@@ -34,6 +36,8 @@ type process struct {
 	down    time.Duration
 	asked   bool
 	unasked int
+	// lost is what is removed before it is started the next time.
+	lost string
 }
 
 // link is the way from one process to another's address, through a proxy that can be cut.
@@ -139,7 +143,14 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 			return nil, err
 		}
 		command, _, _ := strings.Cut(name, "-")
-		c.processes = append(c.processes, &process{name: name, command: command, config: path, cluster: c})
+		data, _ := conf["data-dir"].(string)
+		c.processes = append(c.processes, &process{
+			name:    name,
+			command: command,
+			config:  path,
+			data:    data,
+			cluster: c,
+		})
 	}
 	slices.SortFunc(c.processes, func(a, b *process) int { return strings.Compare(a.name, b.name) })
 	slices.SortFunc(c.links, func(a, b *link) int { return strings.Compare(a.from+a.to, b.from+b.to) })
@@ -220,6 +231,15 @@ func (p *process) once() error {
 		return err
 	}
 	defer out.Close()
+	p.mu.Lock()
+	lost := p.lost
+	p.lost = ""
+	p.mu.Unlock()
+	if lost != "" {
+		if err := os.RemoveAll(lost); err != nil {
+			return err
+		}
+	}
 	cmd := exec.Command(p.cluster.watershed, p.command, "--config", p.config)
 	cmd.Stdout, cmd.Stderr = out, out
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -282,7 +302,9 @@ func (c *cluster) faults(o options) []fault {
 			pause:    time.Duration(100+r.IntN(700)) * time.Millisecond,
 			together: r.IntN(3) == 0,
 		}
-		switch n := r.IntN(23); {
+		switch n := r.IntN(24); {
+		case n == 23:
+			f.kind = "lose the log"
 		case n == 22: // what memory held is gone just when the log cannot be read
 			f.kind, f.lasts = "blackout", time.Duration(2000+r.IntN(6000))*time.Millisecond
 		case n == 20: // longer than it takes replicas to say that they are behind
@@ -366,6 +388,15 @@ func (c *cluster) do(f fault) {
 			}
 			if s == syscall.SIGSTOP {
 				time.Sleep(f.lasts)
+			}
+		}
+	case "lose the log": // NATS comes back without its disk
+		for _, p := range c.processes {
+			if strings.HasPrefix(p.name, "nats-") {
+				p.mu.Lock()
+				p.lost = p.data
+				p.mu.Unlock()
+				p.kill(f.lasts)
 			}
 		}
 	case "poison":
