@@ -229,7 +229,7 @@ func (m *migration) differ(given map[string][]string) {
 		name, unless string
 		value        any
 	}{
-		{"authorization-mode", "authorization-config", []string{"AlwaysAllow"}},
+		{"authorization-mode", "authorization-config", []string{allowsEverybody}},
 		{"service-cluster-ip-range", "", "10.0.0.0/24"},
 		{"allow-privileged", "", false},
 		{"enable-bootstrap-token-auth", "", false},
@@ -256,7 +256,7 @@ func (m *migration) differ(given map[string][]string) {
 			m.differs = append(m.differs, fmt.Sprintf("--%s is not given: %s", d.name, d.instead))
 		}
 	}
-	if modes, ok := m.settings["authorization-mode"].([]string); ok && slices.Contains(modes, "AlwaysAllow") {
+	if modes, ok := m.settings["authorization-mode"].([]string); ok && slices.Contains(modes, allowsEverybody) {
 		m.settings["anonymous-auth"] = false
 		m.differs = append(
 			m.differs,

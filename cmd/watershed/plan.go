@@ -43,7 +43,7 @@ func (s *splitRun) plan() ([]*child, error) {
 	}
 	for n := range s.counts["xds"] {
 		debug := s.debugSocket("xds", n)
-		if err := add("xds", n, debug, with(s.identitySettings("xds"), s.common, map[string]any{
+		if err := add("xds", n, debug, with(s.identitySettings("xds"), s.told["xds"], map[string]any{
 			"rpc-address":   addresses["xds"][n],
 			"debug-address": debug,
 			"replicas-file": s.replicasFile(),
@@ -126,7 +126,7 @@ func (s *splitRun) writeReplicas() error {
 
 // serviceSettings are what every process of a service is told.
 func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
-	settings := with(s.settings(m.Name), s.identitySettings(m.Name), s.common)
+	settings := with(s.settings(m.Name), s.identitySettings(m.Name), s.told[m.Name])
 	for _, peer := range m.Calls {
 		settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
 	}

@@ -55,10 +55,8 @@ func split(args []string) error {
 	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
 	replicas := fs.StringToInt("replicas", nil,
 		"How many processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
-	verbosity := fs.IntP("v", "v", 0, "Log verbosity of every process.")
-	tracing := fs.String("tracing-endpoint", "", "host:port of an OTLP gRPC collector, for every process.")
-	ratio := fs.Float64("tracing-sampling-ratio", 0, "The share of requests, and of events, to trace: 0 to 1.")
 	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
+	services := newSplitFlags(fs)
 	if err := config.Load(fs, args); err != nil {
 		return process.Help(err)
 	}
@@ -74,7 +72,7 @@ func split(args []string) error {
 	s := &splitRun{
 		layout: l,
 		counts: counts,
-		common: map[string]any{"v": *verbosity, "tracing-endpoint": *tracing, "tracing-sampling-ratio": *ratio},
+		told:   services.told(fs),
 		bind:   *bind,
 		spawn:  make(spawner),
 	}
@@ -138,9 +136,10 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 type splitRun struct {
 	*layout
 	counts map[string]int
-	common map[string]any
-	bind   string
-	spawn  spawner
+	// told is what the command was told for the processes of each service, and of "xds".
+	told  map[string]map[string]any
+	bind  string
+	spawn spawner
 	// addresses are where the processes of each service serve.
 	addresses map[string][]string
 

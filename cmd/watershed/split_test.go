@@ -14,7 +14,7 @@ import (
 )
 
 // plannedSplit is what split would run in dir.
-func plannedSplit(t *testing.T, replicas map[string]int) []*child {
+func plannedSplit(t *testing.T, replicas map[string]int, flags ...string) []*child {
 	t.Helper()
 	counts, err := replicaCounts(replicas)
 	if err != nil {
@@ -25,7 +25,12 @@ func plannedSplit(t *testing.T, replicas map[string]int) []*child {
 		t.Fatal(err)
 	}
 	t.Cleanup(l.close)
-	s := &splitRun{layout: l, counts: counts, common: map[string]any{"v": 2}, bind: "127.0.0.1"}
+	fs := pflag.NewFlagSet("split", pflag.ContinueOnError)
+	services := newSplitFlags(fs)
+	if err := fs.Parse(append([]string{"--v=2"}, flags...)); err != nil {
+		t.Fatal(err)
+	}
+	s := &splitRun{layout: l, counts: counts, told: services.told(fs), bind: "127.0.0.1"}
 	processes, err := s.plan()
 	if err != nil {
 		t.Fatal(err)
@@ -89,6 +94,40 @@ func TestWhatEveryProcessIsTold(t *testing.T) {
 	}
 	if got := of["etcd-1"]["initial-cluster"].(string); strings.Count(got, "https://") != 3 {
 		t.Errorf("a member knows %s", got)
+	}
+}
+
+// Split hands each service the flags that are its own, and what follows from them.
+func TestSplitHandsFlagsOn(t *testing.T) {
+	of := map[string]map[string]any{}
+	for _, p := range plannedSplit(t, nil, "--authorization-mode=RBAC,AlwaysAllow", "--anonymous-auth=true",
+		"--service-account-issuer=https://a", "--service-account-issuer=https://b", "--watch-ring-bytes=65536",
+		"--enable-admission-plugins=NodeRestriction", "--event-ttl=2h", "--tracing-sampling-ratio=0.5") {
+		of[p.command] = settingsIn(t, p.config)
+		if m := moduleOf(p.command); m != nil {
+			if err := process.CheckConfig(m, p.config); err != nil {
+				t.Errorf("%s: %v", p.name, err)
+			}
+		}
+	}
+	for _, want := range []struct{ service, name, value string }{
+		{"authz", "authorization-mode", "[RBAC AlwaysAllow]"},
+		{"authn", "anonymous-auth", "false"},
+		{"authn", "service-account-issuer", "[https://a https://b]"},
+		{"registry", "service-account-issuer", "[https://a https://b]"},
+		{"gateway", "api-audiences", "[https://a https://b]"},
+		{"watchfanout", "watch-ring-bytes", "65536"},
+		{"admission", "enable-admission-plugins", "[NodeRestriction]"},
+		{"registry", "event-ttl", "2h0m0s"},
+		{"xds", "tracing-sampling-ratio", "0.5"},
+		{"gateway", "v", "2"},
+	} {
+		if got := fmt.Sprint(of[want.service][want.name]); got != want.value {
+			t.Errorf("%s: --%s %s, not %s", want.service, want.name, got, want.value)
+		}
+	}
+	if _, ok := of["gateway"]["watch-ring-bytes"]; ok {
+		t.Error("the gateway is told what it does not know")
 	}
 }
 

@@ -224,11 +224,14 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 	}}), nil
 }
 
+// allowsEverybody is the authorization mode by which everybody may do everything.
+const allowsEverybody = "AlwaysAllow"
+
 // closeToStrangers turns anonymous requests away where everybody may do everything, also where they were asked for, as
 // kube-apiserver does (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization).
 func (u *upRun) closeToStrangers() error {
 	modes, err := u.all["authz"].flags.GetStringSlice("authorization-mode")
-	if err != nil || !slices.Contains(modes, "AlwaysAllow") {
+	if err != nil || !slices.Contains(modes, allowsEverybody) {
 		return err
 	}
 	slog.Warn("--authorization-mode AlwaysAllow cannot be used with --anonymous-auth: that is off")

@@ -45,7 +45,8 @@ func traced(h http.Handler) http.Handler {
 }
 
 // step puts a filter before next and, where a request is traced, makes a span of it, which ends where the request is
-// passed on or answered. The names are kube-apiserver's where it has the filter (k8s.io/apiserver/pkg/endpoints/filterlatency).
+// passed on or answered. The names are kube-apiserver's where it has the filter
+// (k8s.io/apiserver/pkg/endpoints/filterlatency).
 func step(name string, next http.Handler, filter func(http.Handler) http.Handler) http.Handler {
 	plain := filter(next)
 	if !telemetry.Traced() {

@@ -1,0 +1,62 @@
+package main
+
+import (
+	"slices"
+
+	"github.com/spf13/pflag"
+
+	"watershed.dev/platform/telemetry"
+)
+
+// ofSplit are services' flags that split says itself, differently for each process, or for its own etcd and NATS.
+var ofSplit = []string{
+	"debug-address", "health-address", "kubeconfig", "permit-port-sharing",
+	"etcd-servers", "etcd-certfile", "etcd-keyfile", "etcd-cafile", "nats-url", "log-replicas",
+}
+
+// splitFlags are the flags of the processes that split runs, by service; "xds" has those that every process has.
+type splitFlags map[string]*pflag.FlagSet
+
+// newSplitFlags adds to split's own flags those of the services.
+func newSplitFlags(fs *pflag.FlagSet) splitFlags {
+	all := splitFlags{}
+	for _, name := range append(moduleNames(), "xds") {
+		own := pflag.NewFlagSet(name, pflag.ContinueOnError)
+		new(telemetry.Options).AddFlags(own)
+		if m := moduleOf(name); m != nil {
+			m.Settings().AddFlags(own)
+		}
+		own.VisitAll(func(f *pflag.Flag) {
+			if fs.Lookup(f.Name) == nil && !slices.Contains(ofSplit, f.Name) {
+				fs.AddFlag(f)
+			}
+		})
+		all[name] = own
+	}
+	return all
+}
+
+// told is what the command was told, as settings of each service.
+func (all splitFlags) told(fs *pflag.FlagSet) map[string]map[string]any {
+	told := map[string]map[string]any{}
+	for name, own := range all {
+		told[name] = map[string]any{}
+		own.VisitAll(func(f *pflag.Flag) {
+			given := fs.Lookup(f.Name)
+			if given == nil || !given.Changed || slices.Contains(ofSplit, f.Name) {
+				return
+			}
+			told[name][f.Name] = given.Value.String()
+			if s, ok := given.Value.(pflag.SliceValue); ok {
+				told[name][f.Name] = s.GetSlice()
+			}
+		})
+	}
+	if modes, ok := told["authz"]["authorization-mode"].([]string); ok && slices.Contains(modes, allowsEverybody) {
+		told["authn"]["anonymous-auth"] = false // as kube-apiserver does, also where it is asked for
+	}
+	if issuers, ok := told["authn"]["service-account-issuer"]; ok && told["gateway"]["api-audiences"] == nil {
+		told["gateway"]["api-audiences"] = issuers // what tokens are for: who issues them
+	}
+	return told
+}
