@@ -254,6 +254,7 @@ func natsUsers() []*server.User {
 		eventlog.Subject(">"),
 		eventlog.ProgressSubject,
 		eventlog.CauseSubject,
+		eventlog.Inbox("registry")+".>", // one answers another that it knows of a cause
 	)
 	return []*server.User{user("registry", write, []string{eventlog.AskProgress, eventlog.CauseSubject}), user("watchfanout", read, nil)}
 }

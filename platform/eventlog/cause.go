@@ -1,7 +1,7 @@
 package eventlog
 
 import (
-	"log/slog"
+	"context"
 
 	"github.com/nats-io/nats.go"
 	"google.golang.org/protobuf/proto"
@@ -12,16 +12,14 @@ import (
 // CauseSubject is where a registry tells the publisher of a write that is traced, before it writes.
 const CauseSubject = "watershed.cause"
 
-// TellCause tells the publisher of a write that is traced. Nobody waits for it, and nothing but a trace is lost where
-// it does not come or comes late.
-func TellCause(nc *nats.Conn, c *logv1.Cause) {
+// TellCause tells the publisher of a write that is traced, and waits until it knows or ctx is done. Where it does not
+// come to know, nothing but a part of a trace is lost.
+func TellCause(ctx context.Context, nc *nats.Conn, c *logv1.Cause) error {
 	data, err := proto.Marshal(c)
 	if err == nil {
-		err = nc.Publish(CauseSubject, data)
+		_, err = nc.RequestWithContext(ctx, CauseSubject, data)
 	}
-	if err != nil {
-		slog.Debug("The publisher cannot be told of a traced write", "error", err)
-	}
+	return err
 }
 
 // HearCauses calls each with the writes that registries tell of, until the subscription ends.
@@ -30,6 +28,7 @@ func HearCauses(nc *nats.Conn, each func(*logv1.Cause)) (*nats.Subscription, err
 		c := &logv1.Cause{}
 		if err := proto.Unmarshal(m.Data, c); err == nil {
 			each(c)
+			_ = m.Respond(nil)
 		}
 	})
 }

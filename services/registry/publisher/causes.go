@@ -2,6 +2,7 @@ package publisher
 
 import (
 	"context"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,8 +17,9 @@ const (
 	// maxCauses and causeAge bound what is kept of writes whose events have not come.
 	maxCauses = 1000
 	causeAge  = 10 * time.Second
-	// maxToTell bounds what waits for NATS.
-	maxToTell = 100
+	// maxToTell bounds what waits for NATS, and tellTimeout for how long.
+	maxToTell   = 100
+	tellTimeout = 100 * time.Millisecond
 )
 
 // causes are the traced writes that the publisher was told of and whose events have not come.
@@ -25,7 +27,7 @@ type causes struct {
 	known atomic.Int64 // how many, for whoever has nothing to ask
 
 	once   sync.Once
-	toTell chan *logv1.Cause
+	toTell chan *telling
 
 	mu sync.Mutex
 	of map[write]cause
@@ -42,17 +44,31 @@ type cause struct {
 	told  time.Time
 }
 
-// Tell takes note of a write of this registry that is traced, before it is made: for itself, or for whoever publishes.
-// It does not wait.
+// Tell takes note of a write of this registry that is traced, before it is made: for itself, or with whoever publishes.
+// It takes tellTimeout at most, whatever NATS does.
 func (p *Publisher) Tell(c *logv1.Cause) {
 	if p.publishes.Load() {
 		p.causes.add(c)
 		return
 	}
+	t := &telling{c, make(chan struct{})}
+	timeout := time.NewTimer(tellTimeout)
+	defer timeout.Stop()
 	select {
-	case p.causes.others() <- c:
-	default: // NATS stalls: its event is traced by itself
+	case p.causes.others() <- t:
+	default: // NATS stalls
+		return
 	}
+	select {
+	case <-t.told:
+	case <-timeout.C:
+	}
+}
+
+// telling is a cause that somebody else is to be told of. told is closed once that is done or given up.
+type telling struct {
+	*logv1.Cause
+	told chan struct{}
 }
 
 // tellOthers tells whoever publishes, until ctx is done.
@@ -61,15 +77,20 @@ func (p *Publisher) tellOthers(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
-		case c := <-p.causes.others():
-			eventlog.TellCause(p.NATS, c)
+		case t := <-p.causes.others():
+			one, cancel := context.WithTimeout(ctx, tellTimeout)
+			if err := eventlog.TellCause(one, p.NATS, t.Cause); err != nil {
+				slog.Debug("The publisher is not told of a traced write", "error", err)
+			}
+			cancel()
+			close(t.told)
 		}
 	}
 }
 
 // others are those that somebody else publishes, and is yet to be told of.
-func (c *causes) others() chan *logv1.Cause {
-	c.once.Do(func() { c.toTell = make(chan *logv1.Cause, maxToTell) })
+func (c *causes) others() chan *telling {
+	c.once.Do(func() { c.toTell = make(chan *telling, maxToTell) })
 	return c.toTell
 }
 
