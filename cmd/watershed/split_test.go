@@ -102,7 +102,8 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 	of := map[string]map[string]any{}
 	for _, p := range plannedSplit(t, nil, "--authorization-mode=RBAC,AlwaysAllow", "--anonymous-auth=true",
 		"--service-account-issuer=https://a", "--service-account-issuer=https://b", "--watch-ring-bytes=65536",
-		"--enable-admission-plugins=NodeRestriction", "--event-ttl=2h", "--tracing-sampling-ratio=0.5") {
+		"--enable-admission-plugins=NodeRestriction", "--event-ttl=2h", "--tls-sni-cert-key=/a.crt,/a.key",
+		"--tls-sni-cert-key=/b.crt,/b.key:b.example", "--oidc-required-claim=a=b,c", "--oidc-required-claim=d=e", "--tracing-sampling-ratio=0.5") {
 		of[p.command] = settingsIn(t, p.config)
 		if m := moduleOf(p.command); m != nil {
 			if err := process.CheckConfig(m, p.config); err != nil {
@@ -121,6 +122,8 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 		{"registry", "event-ttl", "2h0m0s"},
 		{"xds", "tracing-sampling-ratio", "0.5"},
 		{"gateway", "v", "2"},
+		{"gateway", "tls-sni-cert-key", "[/a.crt,/a.key /b.crt,/b.key:b.example]"},
+		{"authn", "oidc-required-claim", "[a=b,c d=e]"},
 	} {
 		if got := fmt.Sprint(of[want.service][want.name]); got != want.value {
 			t.Errorf("%s: --%s %s, not %s", want.service, want.name, got, want.value)

@@ -5,6 +5,7 @@ import (
 
 	"github.com/spf13/pflag"
 
+	"watershed.dev/platform/config"
 	"watershed.dev/platform/telemetry"
 )
 
@@ -26,11 +27,7 @@ func newSplitFlags(fs *pflag.FlagSet) splitFlags {
 		if m := moduleOf(name); m != nil {
 			m.Settings().AddFlags(own)
 		}
-		own.VisitAll(func(f *pflag.Flag) {
-			if fs.Lookup(f.Name) == nil && !slices.Contains(ofSplit, f.Name) {
-				fs.AddFlag(f)
-			}
-		})
+		show(own, fs, ofSplit...)
 		all[name] = own
 	}
 	return all
@@ -46,10 +43,7 @@ func (all splitFlags) told(fs *pflag.FlagSet) map[string]map[string]any {
 			if given == nil || !given.Changed || slices.Contains(ofSplit, f.Name) {
 				return
 			}
-			told[name][f.Name] = given.Value.String()
-			if s, ok := given.Value.(pflag.SliceValue); ok {
-				told[name][f.Name] = s.GetSlice()
-			}
+			told[name][f.Name] = config.Setting(given)
 		})
 	}
 	if modes, ok := told["authz"]["authorization-mode"].([]string); ok && slices.Contains(modes, allowsEverybody) {

@@ -114,12 +114,17 @@ type built struct {
 func newBuilt(m *process.Module, fs *pflag.FlagSet) *built {
 	b := &built{flags: pflag.NewFlagSet(m.Name, pflag.ContinueOnError), settings: m.Settings()}
 	b.settings.AddFlags(b.flags)
-	b.flags.VisitAll(func(f *pflag.Flag) {
-		if fs.Lookup(f.Name) == nil {
-			fs.AddFlag(f)
+	show(b.flags, fs)
+	return b
+}
+
+// show adds a service's flags to a command's that lacks them, but for some.
+func show(service, command *pflag.FlagSet, but ...string) {
+	service.VisitAll(func(f *pflag.Flag) {
+		if command.Lookup(f.Name) == nil && !slices.Contains(but, f.Name) {
+			command.AddFlag(f)
 		}
 	})
-	return b
 }
 
 // applyFlags hands the service what the command was told. It comes before any service is told what the data directory

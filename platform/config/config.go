@@ -14,6 +14,7 @@ import (
 
 	"github.com/spf13/pflag"
 	"github.com/spf13/viper"
+	cliflag "k8s.io/component-base/cli/flag"
 )
 
 const envPrefix = "WATERSHED"
@@ -111,6 +112,29 @@ func Adds(f *pflag.Flag) bool {
 	_, slice := f.Value.(pflag.SliceValue)
 	return slice || slices.Contains(oneAtATime, f.Value.Type()) ||
 		slices.Contains([]string{"mapStringBool", "stringSlice"}, f.Value.Type())
+}
+
+// Setting is what a flag has been told, as a file of settings says it.
+func Setting(f *pflag.Flag) any {
+	switch v := f.Value.(type) {
+	case pflag.SliceValue:
+		return v.GetSlice()
+	case *cliflag.NamedCertKeyArray:
+		return strings.Split(strings.Trim(v.String(), "[]"), ";")
+	}
+	text := f.Value.String()
+	if !slices.Contains(oneAtATime, f.Value.Type()) {
+		return text
+	}
+	pairs := []string{}
+	for _, part := range strings.Split(text, ",") {
+		if n := len(pairs); n > 0 && !strings.Contains(part, "=") { // a comma of the value before
+			pairs[n-1] += "," + part
+			continue
+		}
+		pairs = append(pairs, part)
+	}
+	return pairs
 }
 
 // oneAtATime are the types of flags that are given once for each value, since a value may hold commas:

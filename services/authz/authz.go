@@ -18,9 +18,8 @@ import (
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/authorization/authorizerfactory"
 	"k8s.io/client-go/tools/cache"
-	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
-
 	"k8s.io/kubernetes/pkg/kubeapiserver/authorizer/modes"
+	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/features"
