@@ -81,6 +81,15 @@ func writeYAML(path string, doc any) error {
 
 const issuer = "https://kubernetes.default.svc.cluster.local"
 
+// externalSigner is the flag by which service accounts' tokens are signed elsewhere.
+const externalSigner = "service-account-signing-endpoint"
+
+// signedElsewhere leaves the directory's own keys of service accounts out of a service's settings.
+func signedElsewhere(settings map[string]any) {
+	delete(settings, "service-account-key-file")
+	delete(settings, "service-account-signing-key-file")
+}
+
 // settings are a service's, by flag name, as this directory's cluster has them.
 func (l *layout) settings(name string) map[string]any {
 	p := l.pki.File

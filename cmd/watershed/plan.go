@@ -126,7 +126,11 @@ func (s *splitRun) writeReplicas() error {
 
 // serviceSettings are what every process of a service is told.
 func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
-	settings := with(s.settings(m.Name), s.identitySettings(m.Name), s.told[m.Name])
+	own := s.settings(m.Name)
+	if s.told[m.Name][externalSigner] != nil {
+		signedElsewhere(own)
+	}
+	settings := with(own, s.identitySettings(m.Name), s.told[m.Name])
 	for _, peer := range m.Calls {
 		settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
 	}

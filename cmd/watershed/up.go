@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/http"
 	"os"
 	"path/filepath"
 	"slices"
@@ -197,6 +198,9 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 	for _, m := range modules {
 		name := m.Name
 		settings := u.settings(name)
+		if u.flags.Lookup(externalSigner).Changed {
+			signedElsewhere(settings)
+		}
 		if name == "registry" && len(external) == 0 {
 			settings["etcd-servers"] = socket
 		}
@@ -225,8 +229,19 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 			metrics.Add(u.all[m.Name].run)
 		}
 		pages.Set(u.all["watchfanout"].run)
-		return t.ServeDebug(ctx, metrics, pages.Pages())
+		shown := pages.Pages()
+		shown["/files"] = http.HandlerFunc(u.showFiles)
+		return t.ServeDebug(ctx, metrics, shown)
 	}}), nil
+}
+
+// showFiles shows the files that any service of this process reads anew.
+func (u *upRun) showFiles(w http.ResponseWriter, r *http.Request) {
+	for _, m := range modules {
+		if s, ok := u.all[m.Name].run.(interface{ Files() http.Handler }); ok {
+			s.Files().ServeHTTP(w, r)
+		}
+	}
 }
 
 // allowsEverybody is the authorization mode by which everybody may do everything.

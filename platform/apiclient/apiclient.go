@@ -12,6 +12,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"watershed.dev/platform/kubeversion"
 	"watershed.dev/platform/version"
 )
 
@@ -27,7 +28,10 @@ func Config(kubeconfig, service string) (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", kubeconfig, err)
 	}
-	c.UserAgent, c.QPS = "watershed-"+service+"/"+version.Release(), -1
+	// What they write says so in its managedFields as what kube-apiserver writes does, by the part before the slash.
+	c.UserAgent = fmt.Sprintf("kube-apiserver/%s watershed-%s/%s", kubeversion.Info().GitVersion, service,
+		version.Release())
+	c.QPS = -1
 	return c, nil
 }
 

@@ -98,9 +98,6 @@ var absent = map[string]Absent{
 		Why:    "everything is in one etcd: what is in another cannot be read",
 		Blocks: true,
 	},
-	"external-hostname": {
-		Why: "where the keys of tokens are --service-account-jwks-uri says", Leave: true,
-	},
 	"kubernetes-service-node-port": {
 		Why: "the kubernetes Service has a cluster IP", Leave: true,
 		Neutral: "0",
@@ -117,11 +114,7 @@ var absent = map[string]Absent{
 		Neutral: "false",
 	},
 	"runtime-config-emulation-forward-compatible": {Why: only136, Leave: true, Neutral: "false"},
-	"service-account-signing-endpoint": {
-		Why:    "an external signer of tokens is not offered: those that it signed would be strangers'",
-		Blocks: true,
-	},
-	"show-hidden-metrics-for-version": {Why: ownMetrics, Leave: true},
+	"show-hidden-metrics-for-version":             {Why: ownMetrics, Leave: true},
 	"shutdown-send-retry-after": {
 		Why: "connections are closed as requests on them end", Leave: true,
 		Neutral: "false",

@@ -2,6 +2,7 @@
 package identity
 
 import (
+	"errors"
 	"slices"
 	"strings"
 	"time"
@@ -74,8 +75,8 @@ func User(p *commonv1.User) *user.DefaultInfo {
 	return u
 }
 
-// AttributesProto makes a fit for the wire. Selectors that did not parse are left out, as if there were none: an
-// authorizer may then only be stricter.
+// AttributesProto makes a fit for the wire. Of selectors that did not parse it keeps what did, and the error: some
+// authorizers look at the one, some at the other.
 func AttributesProto(a authorizer.Attributes) *commonv1.Attributes {
 	p := &commonv1.Attributes{
 		User:            UserProto(a.GetUser()),
@@ -91,17 +92,31 @@ func AttributesProto(a authorizer.Attributes) *commonv1.Attributes {
 			Subresource: a.GetSubresource(),
 		},
 	}
-	if reqs, err := a.GetFieldSelector(); err == nil && len(reqs) > 0 {
+	if reqs, err := a.GetFieldSelector(); err != nil || len(reqs) > 0 {
 		var parts []string
 		for _, r := range reqs {
 			parts = append(parts, r.Field+string(r.Operator)+fields.EscapeValue(r.Value))
 		}
-		p.FieldSelector = strings.Join(parts, ",")
+		p.FieldSelector, p.FieldSelectorError = strings.Join(parts, ","), textOf(err)
 	}
-	if reqs, err := a.GetLabelSelector(); err == nil && len(reqs) > 0 {
-		p.LabelSelector = labels.NewSelector().Add(reqs...).String()
+	if reqs, err := a.GetLabelSelector(); err != nil || len(reqs) > 0 {
+		p.LabelSelector, p.LabelSelectorError = labels.NewSelector().Add(reqs...).String(), textOf(err)
 	}
 	return p
+}
+
+func textOf(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}
+
+func errorOf(text string) error {
+	if text == "" {
+		return nil
+	}
+	return errors.New(text)
 }
 
 // Attributes is AttributesProto's inverse.
@@ -118,18 +133,22 @@ func Attributes(p *commonv1.Attributes) authorizer.AttributesRecord {
 		Resource:        p.GetResource().GetResource(),
 		Subresource:     p.GetResource().GetSubresource(),
 	}
+	r.FieldSelectorParsingErr = errorOf(p.GetFieldSelectorError())
+	r.LabelSelectorParsingErr = errorOf(p.GetLabelSelectorError())
 	if p.GetFieldSelector() != "" {
 		s, err := fields.ParseSelector(p.FieldSelector)
-		r.FieldSelectorParsingErr = err
 		if err == nil {
 			r.FieldSelectorRequirements = s.Requirements()
+		} else {
+			r.FieldSelectorParsingErr = err
 		}
 	}
 	if p.GetLabelSelector() != "" {
 		s, err := labels.Parse(p.LabelSelector)
-		r.LabelSelectorParsingErr = err
 		if err == nil {
 			r.LabelSelectorRequirements, _ = s.Requirements()
+		} else {
+			r.LabelSelectorParsingErr = err
 		}
 	}
 	return r

@@ -66,7 +66,7 @@ func (b *Built) stopTimeout() time.Duration {
 }
 
 // Pages are the service's own pages of the debug address: /healthz (everything that it needs answers), /readyz (it is
-// to be called), and what it shows of itself.
+// to be called), /files (what is in force of the files that it reads anew), and what it shows of itself.
 func (b *Built) Pages() map[string]http.Handler {
 	page := func(check func(context.Context) error) http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -80,6 +80,11 @@ func (b *Built) Pages() map[string]http.Handler {
 	return map[string]http.Handler{
 		"/healthz": page(b.check),
 		"/readyz":  page(b.ready),
+		"/files": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if f, ok := b.Get().(interface{ Files() http.Handler }); ok {
+				f.Files().ServeHTTP(w, r)
+			}
+		}),
 		"/": http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if h, ok := b.Get().(http.Handler); ok {
 				h.ServeHTTP(w, r)

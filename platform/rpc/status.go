@@ -42,10 +42,7 @@ func ToStatus(err error) error {
 	// gRPC's own field is checked for UTF-8; the detail has the message as it is.
 	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message, "\ufffd"))
 	detail := StatusProto(&s)
-	var warned *WarnedError
-	if errors.As(err, &warned) {
-		detail.Warnings = warned.Warnings
-	}
+	detail.Warnings = Warnings(err)
 	if with, derr := st.WithDetails(detail); derr == nil {
 		st = with
 	}
@@ -77,6 +74,15 @@ func WithWarnings(err error, warnings []string) error {
 		return err
 	}
 	return &WarnedError{err, warnings}
+}
+
+// Warnings are those that were given before an error.
+func Warnings(err error) []string {
+	var warned *WarnedError
+	if errors.As(err, &warned) {
+		return warned.Warnings
+	}
+	return nil
 }
 
 // FromStatus is ToStatus's inverse. An error that carries no metav1.Status comes back as the one kube-apiserver would

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"sync"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -18,12 +17,12 @@ import (
 	"k8s.io/apiserver/pkg/audit"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
-	"k8s.io/apiserver/pkg/warning"
 	aggregatorscheme "k8s.io/kube-aggregator/pkg/apiserver/scheme"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/warnings"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
@@ -81,17 +80,16 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 			Resource: r.Resource.Resource,
 		}, r.Resource.Subresource,
 		operations[r.Operation], opts, r.DryRun, u)
-	warnings := &recorder{}
-	ctx = warning.WithWarningRecorder(asRequest(ctx, r, u), warnings)
+	ctx, warned := warnings.Record(asRequest(ctx, r, u))
 	ctx = audit.WithAuditContext(ctx)
 	if err := run(ctx, attrs, c.interfaces); err != nil {
-		var api apierrors.APIStatus
-		if !errors.As(err, &api) {
+		// As kube-apiserver does it: an API error that another one speaks of is not what is answered.
+		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason
 			err = rpc.Plain(err)
 		}
-		return nil, err
+		return nil, rpc.WithWarnings(err, warned.List())
 	}
-	v := &admissionv1.Verdict{Warnings: warnings.list}
+	v := &admissionv1.Verdict{Warnings: warned.List()}
 	if mayChange && obj != nil {
 		after, err := c.encode(obj)
 		if err != nil {
@@ -215,15 +213,4 @@ func (c *codec) encode(obj runtime.Object) ([]byte, error) {
 	var b bytes.Buffer
 	err := c.encoder.Encode(obj, &b)
 	return b.Bytes(), err
-}
-
-type recorder struct {
-	mu   sync.Mutex
-	list []string
-}
-
-func (w *recorder) AddWarning(_, text string) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.list = append(w.list, text)
 }

@@ -21,7 +21,6 @@ import (
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	apiserverconfig "k8s.io/apiserver/pkg/apis/apiserver"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	apiserverserviceaccount "k8s.io/apiserver/pkg/authentication/serviceaccount"
 	"k8s.io/apiserver/pkg/authentication/user"
@@ -30,7 +29,6 @@ import (
 	coreinformers "k8s.io/client-go/informers/core/v1"
 	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/util/keyutil"
 	bootstrapapi "k8s.io/cluster-bootstrap/token/api"
 	serviceaccountcontroller "k8s.io/kubernetes/pkg/controller/serviceaccount"
 	kubeauthenticator "k8s.io/kubernetes/pkg/kubeapiserver/authenticator"
@@ -42,6 +40,8 @@ import (
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/reload"
+	"watershed.dev/platform/warnings"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 )
 
@@ -52,6 +52,10 @@ type Config struct {
 	// ServicesCAFile is the authority of authn's, authz's and admission's own client certificates; empty: they are
 	// signed by the cluster's.
 	ServicesCAFile string
+	// BasicAuthFile has users and their passwords; empty: nobody is known by a password.
+	BasicAuthFile string
+	// SigningEndpoint is the socket of an external signer of service account tokens, which tells the keys.
+	SigningEndpoint string
 	// CacheTTL is how long callers may keep an answer. A token or certificate that is revoked works on for that long.
 	CacheTTL  time.Duration
 	Freshness apiclient.Freshness
@@ -72,6 +76,17 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
 		"The certificate authority of authn's, authz's and admission's client certificates. Empty: --client-ca-file "+
 			"signs them. Nobody else is known by it.")
+	fs.StringVar(
+		&c.BasicAuthFile,
+		"basic-auth-file",
+		"",
+		"A file of users who are known by HTTP basic authentication, a line each: password,user,uid[,\"group1,group2\"]. "+
+			"A password may be a bcrypt hash. Kubernetes has removed this in 1.19: passwords of files do not expire. "+
+			"Off unless it is given.",
+	)
+	fs.StringVar(&c.SigningEndpoint, "service-account-signing-endpoint", "",
+		"Path to the socket where an external JWT signer is listening. This flag is mutually exclusive with "+
+			"--service-account-signing-key-file and --service-account-key-file.")
 	fs.DurationVar(&c.CacheTTL, "authentication-cache-ttl", 10*time.Second,
 		"How long a gateway may reuse an answer for the same credentials.")
 }
@@ -86,50 +101,108 @@ type Service struct {
 	consulted []string
 	cluster   *apiclient.Cluster
 	filtered  []cache.SharedIndexInformer
-	reloader  *reloader
+	files     reload.Files
 	runners   []dynamiccertificates.ControllerRunner
-	metadata  serviceaccount.OpenIDMetadataProvider
+	documents *documents
 	ready     lifecycle.Readiness
 }
 
-// New builds the authenticators.
+// New builds the authenticators. What asks other servers lives as long as ctx.
 func New(ctx context.Context, c *Config) (*Service, error) {
+	s := &Service{config: c, audiences: c.Options.APIAudiences, consulted: consulted(c.Options.RequestHeader)}
+	accounts := c.Options.ServiceAccounts
+	if accounts != nil && len(s.audiences) == 0 {
+		s.audiences = accounts.Issuers
+	}
+	if accounts != nil && c.SigningEndpoint != "" {
+		if len(accounts.KeyFiles) > 0 {
+			return nil, errors.New(
+				"--service-account-key-file cannot be given with --service-account-signing-endpoint: " +
+					"the signer tells its keys; leave it out",
+			)
+		}
+		var err error
+		if accounts.ExternalPublicKeysGetter, err = externalKeys(ctx, accounts.Issuers, c.SigningEndpoint); err != nil {
+			return nil, err
+		}
+	}
 	if errs := c.Options.Validate(); len(errs) > 0 {
 		return nil, errors.Join(errs...)
-	}
-	s := &Service{config: c, audiences: c.Options.APIAudiences, consulted: consulted(c.Options.RequestHeader)}
-	if len(s.audiences) == 0 && c.Options.ServiceAccounts != nil {
-		s.audiences = c.Options.ServiceAccounts.Issuers
 	}
 	ac, err := c.Options.ToAuthenticationConfig()
 	if err != nil {
 		return nil, err
 	}
+	ac.APIServerID = serverID
+	if accounts != nil && len(accounts.KeyFiles) > 0 {
+		if ac.ServiceAccountPublicKeysGetter, err = newKeyFiles(accounts.KeyFiles, &s.files); err != nil {
+			return nil, err
+		}
+	}
 	if err := s.lookups(c, &ac); err != nil {
 		return nil, err
 	}
+	if err := s.build(ctx, &ac); err != nil {
+		return nil, err
+	}
+	if accounts != nil && len(accounts.Issuers) > 0 && ac.ServiceAccountPublicKeysGetter != nil {
+		s.documents = &documents{
+			issuer: accounts.Issuers[0],
+			jwks:   accounts.JWKSURI,
+			keys:   ac.ServiceAccountPublicKeysGetter,
+		}
+	}
+	return s, nil
+}
+
+// build makes the authenticators, and follows their files.
+func (s *Service) build(ctx context.Context, ac *kubeauthenticator.Config) error {
+	c := s.config
 	if ac.ClientCAContentProvider != nil {
 		s.run(ac.ClientCAContentProvider)
 	}
 	if ac.RequestHeaderConfig != nil && ac.RequestHeaderConfig.CAContentProvider != nil {
 		s.run(ac.RequestHeaderConfig.CAContentProvider)
 	}
-	ac.APIServerID = serverID
-	var update func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
-	if s.auth, update, _, _, err = ac.New(ctx); err != nil {
-		return nil, fmt.Errorf("authenticators: %w", err)
+	chain, all, err := newChain(ctx, *ac, c.BasicAuthFile, &s.files)
+	if err != nil {
+		return fmt.Errorf("authenticators: %w", err)
+	}
+	s.auth = all
+	if keys := ac.ServiceAccountPublicKeysGetter; keys != nil {
+		keys.AddListener(refreshed{chain})
+	}
+	if c.BasicAuthFile != "" {
+		deprecated.WithLabelValues("basic").Set(1)
+		slog.Warn(
+			"--basic-auth-file is on: its passwords do not expire, and whoever reads the file has them. Kubernetes "+
+				"has removed it in 1.19; take client certificates, OpenID Connect or tokens of service accounts",
+			"file",
+			c.BasicAuthFile,
+		)
 	}
 	if c.ServicesCAFile != "" {
 		known, err := newServices(c.ServicesCAFile, s.auth)
 		if err != nil {
-			return nil, err
+			return err
 		}
 		s.auth = known
 		s.run(known.authority)
 	}
-	s.reloader = newReloader(c.Options.AuthenticationConfigFile, &ac, update)
-	return s, s.issuer()
+	if oidc := c.Options.OIDC; oidc != nil {
+		if err := chain.followIssuerCA(&s.files, oidc.CAFile, c.Options.ToAuthenticationConfig); err != nil {
+			return err
+		}
+	}
+	newConfigFile(c.Options.AuthenticationConfigFile, ac, chain).follow(&s.files)
+	return nil
 }
+
+// refreshed forgets what tokens were found to be when the keys change.
+type refreshed struct{ *chain }
+
+// Enqueue implements serviceaccount.Listener.
+func (r refreshed) Enqueue() { r.refresh() }
 
 // consulted are the headers that a front proxy's identities come in.
 func consulted(o *genericoptions.RequestHeaderAuthenticationOptions) []string {
@@ -195,45 +268,16 @@ func (s *Service) run(p any) {
 	}
 }
 
-// issuer prepares the service account issuer's OpenID documents, where its URL allows them.
-func (s *Service) issuer() error {
-	o := s.config.Options.ServiceAccounts
-	if o == nil || len(o.Issuers) == 0 || len(o.KeyFiles) == 0 {
-		return nil
-	}
-	var keys []any
-	for _, f := range o.KeyFiles {
-		k, err := keyutil.PublicKeysFromFile(f)
-		if err != nil {
-			return fmt.Errorf("--service-account-key-file %q: %w", f, err)
-		}
-		keys = append(keys, k...)
-	}
-	getter, err := serviceaccount.StaticPublicKeysGetter(keys)
-	if err != nil {
-		return err
-	}
-	jwks := o.JWKSURI
-	external := ""
-	if jwks == "" {
-		if u, err := url.Parse(o.Issuers[0]); err == nil {
-			external = u.Host
-		}
-	}
-	md, err := serviceaccount.NewOpenIDMetadataProvider(o.Issuers[0], jwks, external, getter)
-	if err != nil {
-		slog.Info("No OpenID documents for the service account issuer", "issuer", o.Issuers[0], "reason", err)
-		return nil
-	}
-	s.metadata = md
-	return nil
-}
-
 // Register offers the service on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) { authnv1.RegisterAuthnServer(g, s) }
 
 // Collectors are the service's own metrics; upstream's register themselves.
-func (s *Service) Collectors() []prometheus.Collector { return nil }
+func (s *Service) Collectors() []prometheus.Collector {
+	return []prometheus.Collector{attempts, deprecated}
+}
+
+// Files are those that are read anew while the service runs.
+func (s *Service) Files() http.Handler { return &s.files }
 
 // Ready is so from the start: certificates and static tokens need nothing of the cluster, and it is with a
 // certificate that authn itself comes to the gateway.
@@ -247,7 +291,7 @@ func (s *Service) Run(ctx context.Context) error {
 		}
 		go r.Run(ctx, 1)
 	}
-	go s.reloader.run(ctx)
+	go s.files.Run(ctx)
 	for _, i := range s.filtered {
 		go i.Run(ctx.Done())
 	}
@@ -329,12 +373,16 @@ func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.Authentic
 	if len(audiences) > 0 {
 		req = req.WithContext(authenticator.WithAudiences(req.Context(), audiences))
 	}
-	resp, ok, err := s.auth.AuthenticateRequest(req)
-	out := &authnv1.AuthenticateResponse{Authenticated: ok}
+	ctx, warned := warnings.Record(req.Context())
+	resp, ok, err := s.auth.AuthenticateRequest(req.WithContext(ctx))
+	out := &authnv1.AuthenticateResponse{Authenticated: ok, Warnings: warned.List()}
 	if err != nil {
 		out.Error = err.Error()
 	}
 	if !ok {
+		if s.config.BasicAuthFile != "" {
+			out.Challenge = challenge
+		}
 		return out, nil, nil
 	}
 	if err := s.trusted(resp.User); err != nil {
@@ -347,18 +395,22 @@ func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.Authentic
 // IssuerDocument implements authnv1.AuthnServer.
 func (s *Service) IssuerDocument(_ context.Context,
 	r *authnv1.IssuerDocumentRequest) (*authnv1.IssuerDocumentResponse, error) {
-	if s.metadata == nil {
+	if s.documents == nil {
 		return nil, status.Error(codes.NotFound, "no service account issuer")
 	}
+	shown := s.documents.at(r.ExternalAddress)
+	if shown == nil {
+		return nil, status.Error(codes.NotFound, "the service account issuer's URL allows no OpenID documents")
+	}
 	if r.Path == serviceaccount.OpenIDConfigPath {
-		body, age := s.metadata.GetConfigJSON()
+		body, age := shown.GetConfigJSON()
 		return &authnv1.IssuerDocumentResponse{
 			Body:          body,
 			ContentType:   "application/json",
 			MaxAgeSeconds: int64(age),
 		}, nil
 	}
-	body, age := s.metadata.GetKeysetJSON()
+	body, age := shown.GetKeysetJSON()
 	return &authnv1.IssuerDocumentResponse{
 		Body:          body,
 		ContentType:   "application/jwk-set+json",

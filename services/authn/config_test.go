@@ -36,33 +36,32 @@ func TestTheAuthenticationConfigurationIsReadAnew(t *testing.T) {
 	}
 	var inForce []string
 	fails := false
-	r := newReloader(file, &initial, func(_ context.Context, c *apiserverconfig.AuthenticationConfiguration) error {
-		if fails {
-			return fmt.Errorf("the issuer does not answer")
-		}
-		inForce = append(inForce, c.JWT[0].Issuer.URL)
-		return nil
+	f := newConfigFile(file, &initial, &chain{
+		updateJWT: func(_ context.Context, c *apiserverconfig.AuthenticationConfiguration) error {
+			if fails {
+				return fmt.Errorf("the issuer does not answer")
+			}
+			inForce = append(inForce, c.JWT[0].Issuer.URL)
+			return nil
+		},
 	})
-	reload := func(text string, well bool, want int) {
+	apply := func(text string, well bool, want int) {
 		t.Helper()
 		write(text)
-		if err := r.reload(t.Context()); (err == nil) != well {
+		if err := f.apply(t.Context(), []byte(text)); (err == nil) != well {
 			t.Errorf("%v", err)
 		}
 		if len(inForce) != want {
 			t.Errorf("in force came %v", inForce)
 		}
 	}
-	reload(fmt.Sprintf(configuration, true, "https://first.example.com"), true, 0)
-	reload(fmt.Sprintf(configuration, true, "https://second.example.com"), true, 1)
-	reload("kind: Nonsense", false, 1)
-	reload(fmt.Sprintf(configuration, true, "http://not.encrypted.example.com"), false, 1)
-	reload(fmt.Sprintf(configuration, false, "https://third.example.com"), false,
+	apply(fmt.Sprintf(configuration, true, "https://second.example.com"), true, 1)
+	apply("kind: Nonsense", false, 1)
+	apply(fmt.Sprintf(configuration, true, "http://not.encrypted.example.com"), false, 1)
+	apply(fmt.Sprintf(configuration, false, "https://third.example.com"), false,
 		1) // who anonymous is does not change while it runs
 	fails = true
-	reload(fmt.Sprintf(configuration, true, "https://fourth.example.com"), false, 1)
+	apply(fmt.Sprintf(configuration, true, "https://fourth.example.com"), false, 1)
 	fails = false
-	if err := r.reload(t.Context()); err != nil || len(inForce) != 2 { // the same file, tried again
-		t.Errorf("%v, %v", inForce, err)
-	}
+	apply(fmt.Sprintf(configuration, true, "https://fourth.example.com"), true, 2)
 }

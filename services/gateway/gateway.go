@@ -3,8 +3,11 @@ package gateway
 import (
 	"context"
 	"fmt"
+	"net"
 	"net/http"
+	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -12,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/component-base/metrics/legacyregistry"
@@ -44,6 +48,7 @@ import (
 type Config struct {
 	Edge              edge.Config
 	AdvertiseAddress  string
+	ExternalHostname  string
 	MinRequestTimeout int
 	Watch             watch.Config
 	TierGets          bool
@@ -65,8 +70,31 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.BoolVar(&c.Profiling, "profiling", true, "Enable profiling via web interface host:port/debug/pprof/.")
 	fs.StringVar(&c.AdvertiseAddress, "advertise-address", "",
 		"The IP address on which to advertise the API to members of the cluster.")
+	fs.StringVar(&c.ExternalHostname, "external-hostname", "",
+		"The hostname to use when generating externalized URLs for this master (e.g. Swagger API Docs or OpenID "+
+			"Discovery).")
 	fs.IntVar(&c.MinRequestTimeout, "min-request-timeout", 1800,
 		"The minimum number of seconds a watch without timeoutSeconds stays open; each gets a random value above it.")
+}
+
+// externalAddress is where clients reach the gateway, as host:port (k8s.io/apiserver/pkg/server, Config.Complete, and
+// k8s.io/kubernetes/pkg/controlplane/apiserver/options, Complete).
+func (c *Config) externalAddress() string {
+	host := c.ExternalHostname
+	if host == "" {
+		host = c.AdvertiseAddress
+	}
+	if _, _, err := net.SplitHostPort(host); err == nil {
+		return host
+	}
+	if host == "" {
+		if ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Edge.BindAddress)); err == nil {
+			host = ip.String()
+		} else if host, err = os.Hostname(); err != nil {
+			host = "localhost"
+		}
+	}
+	return net.JoinHostPort(host, strconv.Itoa(c.Edge.SecurePort))
 }
 
 // Deps are the clients of the other services.
@@ -123,7 +151,7 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 		server:    edge.NewServer(&c.Edge),
 		authz:     &access.Authorizer{Client: d.Authz},
 		interests: &routing.Interests{Client: d.Admission},
-		views:     newViews(fmt.Sprintf("%s:%d", c.AdvertiseAddress, c.Edge.SecurePort), d.Catalog, remotes),
+		views:     newViews(c.externalAddress(), d.Catalog, remotes),
 	}
 	g.catalog = &catalog.Catalog{Registry: d.Catalog, Changed: g.views.publish}
 	names, prefixes := c.Edge.FrontProxyHeaders()
@@ -172,13 +200,11 @@ func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
 // mux sends a request to resources, discovery or the gateway's own pages.
 func (g *Service) mux(router *routing.Router) http.Handler {
 	own := http.NewServeMux()
-	own.HandleFunc("/version", writeVersion)
-	own.HandleFunc("/version/{$}", writeVersion)
+	page(own, "/version", "application/json", writeVersion)
 	own.Handle("/openapi/", g.views.openapi)
 	own.Handle("/metrics", legacyregistry.HandlerWithReset())
-	for _, p := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks"} {
-		own.HandleFunc("GET "+p, g.issuerDocument)
-	}
+	page(own, "/.well-known/openid-configuration", "application/json", g.issuerDocument)
+	page(own, "/openid/v1/jwks", "application/jwk-set+json", g.issuerDocument)
 	if g.config.Profiling {
 		telemetry.Profiles(own)
 	}
@@ -244,7 +270,10 @@ func groupVersion(path string) (group, version string) {
 func under(path, root string) bool { return path == root || strings.HasPrefix(path, root+"/") }
 
 func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
-	d, err := g.deps.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{Path: req.URL.Path})
+	d, err := g.deps.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{
+		Path:            strings.TrimSuffix(req.URL.Path, "/"),
+		ExternalAddress: g.config.externalAddress(),
+	})
 	if err != nil {
 		answer.NotFound(w, req)
 		return
@@ -300,11 +329,23 @@ func (g *Service) follow(ctx context.Context) {
 // tierRoute leads a question to the replicas that namespaces are on.
 func tierRoute(ctx context.Context) context.Context { return rpc.Routed(ctx, "namespaces") }
 
-func writeVersion(w http.ResponseWriter, req *http.Request) {
-	if req.Method != http.MethodGet {
-		answer.Error(w, req, answer.V1, answer.MethodNotAllowed)
-		return
+// page serves GET of a path in one media type, and refuses all else as kube-apiserver's web framework does.
+func page(mux *http.ServeMux, path, mediaType string, serve http.HandlerFunc) {
+	only := func(w http.ResponseWriter, req *http.Request) {
+		switch {
+		case req.Method != http.MethodGet:
+			answer.Error(w, req, answer.V1, answer.MethodNotAllowed)
+		case !answer.Produced(req.Header.Get("Accept"), []string{mediaType}):
+			answer.Error(w, req, answer.V1, answer.NotProduced([]string{mediaType}))
+		default:
+			serve(w, req)
+		}
 	}
+	mux.HandleFunc(path, only)
+	mux.HandleFunc(path+"/{$}", only)
+}
+
+func writeVersion(w http.ResponseWriter, _ *http.Request) {
 	w.Header().Set("Content-Type", "application/json")
 	writeJSON(w, kubeversion.Info())
 }

@@ -25,8 +25,6 @@ import (
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/util/keyutil"
-	"k8s.io/kubernetes/pkg/serviceaccount"
 
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/eventlog"
@@ -59,10 +57,12 @@ type Config struct {
 	Loops   loops.Options
 
 	ServiceAccountSigningKeyFile string
-	ServiceAccountIssuers        []string
-	APIAudiences                 []string
-	MaxTokenExpiration           time.Duration
-	ExtendTokenExpiration        bool
+	// ServiceAccountSigningEndpoint is the socket of an external signer; empty: the key file signs.
+	ServiceAccountSigningEndpoint string
+	ServiceAccountIssuers         []string
+	APIAudiences                  []string
+	MaxTokenExpiration            time.Duration
+	ExtendTokenExpiration         bool
 }
 
 // NewConfig returns the defaults.
@@ -77,6 +77,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Loops.AddFlags(fs)
 	fs.StringVar(&c.ServiceAccountSigningKeyFile, "service-account-signing-key-file", "",
 		"Path to the file that contains the current private key of the service account token issuer.")
+	fs.StringVar(&c.ServiceAccountSigningEndpoint, "service-account-signing-endpoint", "",
+		"Path to the socket where an external JWT signer is listening. This flag is mutually exclusive with "+
+			"--service-account-signing-key-file and --service-account-key-file.")
 	fs.StringArrayVar(&c.ServiceAccountIssuers, "service-account-issuer", nil,
 		"Identifier of the service account token issuer; the first one issues.")
 	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil,
@@ -169,7 +172,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	s.informers = informers.NewSharedInformerFactory(s.client, 10*time.Minute)
-	if s.resources.BuiltIn, err = s.builtIn(served); err != nil {
+	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
 		return nil, err
 	}
 	if err := s.custom(); err != nil {
@@ -179,9 +182,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 }
 
 // builtIn builds the resources of Go's types.
-func (s *Service) builtIn(served *serverstorage.ResourceConfig) (*apis.Set, error) {
+func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceConfig) (*apis.Set, error) {
 	c := s.config
-	issuer, err := c.tokenIssuer()
+	tokens, err := c.tokens(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -193,11 +196,11 @@ func (s *Service) builtIn(served *serverstorage.ResourceConfig) (*apis.Set, erro
 		Loopback:        s.loopback,
 		Client:          s.client,
 		Informers:       s.informers,
-		TokenIssuer:     issuer,
+		TokenIssuer:     tokens.issuer,
 		TokenAudiences:  audiences,
-		MaxTokenExpiry:  c.MaxTokenExpiration,
+		MaxTokenExpiry:  tokens.longest,
 		ExtendExpiry:    c.ExtendTokenExpiration,
-		MaxExtendedTime: serviceaccount.ExpirationExtensionSeconds * time.Second,
+		MaxExtendedTime: tokens.extended,
 	})
 }
 
@@ -223,20 +226,6 @@ func (s *Service) custom() error {
 	s.crds, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().
 		AddEventHandler(customs.Handler())
 	return err
-}
-
-func (c *Config) tokenIssuer() (serviceaccount.TokenGenerator, error) {
-	if c.ServiceAccountSigningKeyFile == "" {
-		return nil, nil
-	}
-	if len(c.ServiceAccountIssuers) == 0 {
-		return nil, fmt.Errorf("--service-account-issuer must be set with --service-account-signing-key-file")
-	}
-	key, err := keyutil.PrivateKeyFromFile(c.ServiceAccountSigningKeyFile)
-	if err != nil {
-		return nil, fmt.Errorf("--service-account-signing-key-file %q: %w", c.ServiceAccountSigningKeyFile, err)
-	}
-	return serviceaccount.JWTTokenGenerator(c.ServiceAccountIssuers[0], key)
 }
 
 // reachable waits for etcd: some storages read it while they are built.

@@ -2,6 +2,7 @@ package main
 
 import (
 	"regexp"
+	"strings"
 )
 
 // difference is one that is known, with the reason for it; docs/compatibility.md lists the same.
@@ -14,8 +15,8 @@ type difference struct {
 }
 
 // explained is the known difference that what is, or nil.
-func explained(r *request, a, b answer, what string) *difference {
-	for _, d := range known {
+func (p *report) explained(r *request, a, b answer, what string) *difference {
+	for _, d := range p.known {
 		if d.request.MatchString(r.String()) && d.what.MatchString(what) && (d.when == nil || d.when(r, a, b)) {
 			return d
 		}
@@ -24,6 +25,45 @@ func explained(r *request, a, b answer, what string) *difference {
 }
 
 func is(pattern string) *regexp.Regexp { return regexp.MustCompile(pattern) }
+
+// knownByConfiguration are those under flags other than the default.
+var knownByConfiguration = []*difference{
+	{
+		name:    "the services' own users",
+		request: is(`.`),
+		what:    is(`.`),
+		when: func(r *request, _, _ answer) bool {
+			return strings.Contains(r.about, "system:watershed:authz")
+		},
+		reason: "Who may be anybody may be one of the system's services too, whose rights no policy tells.",
+	},
+	{
+		name:    "anonymous users where everything is allowed",
+		request: is(`.`),
+		what:    is(`.`),
+		when: func(_ *request, _, b answer) bool {
+			return strings.Contains(string(b.body), "anonymous requests are not allowed where everything is")
+		},
+		reason: "authz refuses them also where they are impersonated or asked about: it does not know what authn lets in.",
+	},
+	{
+		name:    "ABAC's readonly and constrained impersonation",
+		request: is(`^GET`),
+		what:    is(`.`),
+		when: func(r *request, _, b answer) bool {
+			return strings.Contains(r.about, "impersonates") && b.code == 403 &&
+				strings.Contains(string(b.body), "cannot impersonate-on:")
+		},
+		reason: "kube-apiserver takes impersonate-on:…:get for a reading, which ABAC's readonly lines then allow to whom " +
+			"they allow the reading; here the verb is what it says.",
+	},
+	{
+		name:    "metrics are a page each",
+		request: is(`^GET /metrics$`),
+		what:    is(`^: `),
+		reason:  "What is counted differs between any two servers.",
+	},
+}
 
 var known = []*difference{
 	{

@@ -23,6 +23,7 @@ type options struct {
 	steps, fuzz int
 	form, out   string
 	phases      string
+	axes        string
 }
 
 func main() {
@@ -36,11 +37,33 @@ func main() {
 		"Where differences.txt goes.")
 	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,paths,definitions,fixtures,fuzz,walk,remove",
 		"What to do.")
+	flag.StringVar(&o.axes, "axes", "authn,authz,admission", "Configurations of what to compare.")
 	flag.Parse()
 	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{
 		Name: "differential",
 		F:    func(t *testing.T) { run(t, o) },
+	}, {
+		Name: "configurations",
+		F:    func(t *testing.T) { configurations(t, o) },
 	}}, nil, nil)
+}
+
+// configurations asks servers of many configurations, and fails where anything differs that is not listed.
+func configurations(t *testing.T, o options) {
+	a := &axis{t: t, report: newReport(knownByConfiguration)}
+	if strings.Contains(o.axes, "authn") {
+		a.authenticators()
+	}
+	if strings.Contains(o.axes, "authz") {
+		a.authorizers()
+	}
+	if strings.Contains(o.axes, "admission") {
+		a.plugins()
+	}
+	a.report.write(filepath.Join(o.out, "configurations"))
+	if n := len(a.report.unexplained); n > 0 {
+		t.Errorf("%d answers differ", n)
+	}
 }
 
 // run does all of it, and fails where anything differs that is not listed.
@@ -56,7 +79,7 @@ func run(t *testing.T, o options) {
 		t:      t,
 		theirs: newSide(t, "kube-apiserver", theirs),
 		ours:   newSide(t, "watershed", ours),
-		report: newReport(),
+		report: newReport(known),
 	}
 	rng := rand.New(rand.NewPCG(o.seed, 1))
 	phase := func(name string, f func()) {
@@ -107,6 +130,14 @@ func withoutRepairs(t testing.TB, s *harness.Server) {
 				t.Fatal(err)
 			}
 		}
+	}
+}
+
+// withoutEvents deletes what a server has said of its own beginning.
+func withoutEvents(t testing.TB, s *harness.Server) {
+	if err := s.Client().CoreV1().Events(metav1.NamespaceDefault).DeleteCollection(t.Context(), metav1.DeleteOptions{},
+		metav1.ListOptions{}); err != nil {
+		t.Fatal(err)
 	}
 }
 

@@ -30,7 +30,7 @@ var masks = []struct {
 	{regexp.MustCompile(`[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}`), "UID"},
 	{regexp.MustCompile(`\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)`), "TIME"},
 	{regexp.MustCompile(`(127\.0\.0\.1|192\.0\.2\.1|\d+\.\d+\.\d+\.\d+):\d{4,5}`), "ADDRESS"},
-	{regexp.MustCompile(`eyJ[A-Za-z0-9_-]{10,}(\.[A-Za-z0-9_-]*)*`), "TOKEN"},
+	{regexp.MustCompile(`([eE][yY][jJ])[A-Za-z0-9_-]{10,}(\.[A-Za-z0-9_-]*)*`), "TOKEN"},
 	{regexp.MustCompile(`resource version: \d+( \(\d+\))?(, current: \d+)?`), "resource version: RV"},
 	{regexp.MustCompile(`\b\d+m?\d*s\b`), "AGE"},
 	{
@@ -42,6 +42,8 @@ var masks = []struct {
 	{regexp.MustCompile(`(?s)(Apply failed with \d+ conflicts?: ).*`), "$1…"}, // in no order
 	{regexp.MustCompile(`X509SHA256=[0-9a-f]+`), "CREDENTIAL"},
 	{regexp.MustCompile(`\bkubernetes-admin\b`), "admin"},
+	{regexp.MustCompile(`current time [0-9-]+ [0-9:.]+ \+0000 UTC m=\+[0-9.]+`), "current time"},
+	{regexp.MustCompile(`kube-api-access-[a-z0-9]{5}`), "kube-api-access-RANDOM"},
 	{regexp.MustCompile(`(resourceVersion\\*":\\*")\d+`), "${1}RV"},
 	// An object in the text of an error: the order of its managers is by the second. Where it is an object itself they
 	// are sorted and compared (normal).
@@ -139,6 +141,10 @@ func normal(v any) any {
 		for k, e := range v {
 			if random[k] && e != nil && e != "" && e != "0" && e != "None" {
 				out[k] = "RANDOM"
+				continue
+			}
+			if strings.HasPrefix(k, `k:{"uid":`) {
+				out[mask(k)] = normal(e)
 				continue
 			}
 			out[k] = normal(e)

@@ -105,7 +105,11 @@ func (p *pair) definitions() {
 		"fine":                 `{"type":"object","properties":{"a":{"type":"string"}}}`,
 	}
 	try := func(about, spec, name string) {
-		body := fmt.Sprintf(`{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":%q},"spec":%s}`, name, spec)
+		body := fmt.Sprintf(
+			`{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":%q},"spec":%s}`,
+			name,
+			spec,
+		)
 		p.ask(&request{
 			method: "POST",
 			path:   "/apis/apiextensions.k8s.io/v1/customresourcedefinitions?dryRun=All",
@@ -137,12 +141,18 @@ func (p *pair) definitions() {
 		"bad short name": strings.Replace(spec(version(plain, ""), ""), `"kind":"Odd"`,
 			`"kind":"Odd","shortNames":["-x"]`, 1),
 		"webhook without": spec(version(plain, ""), `,"conversion":{"strategy":"Webhook"}`),
-		"webhook none": spec(version(plain, ""),
-			`,"conversion":{"strategy":"None","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v1"]}}`),
-		"webhook http": spec(version(plain, ""),
-			`,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"http://x/"},"conversionReviewVersions":["v1"]}}`),
-		"webhook versions": spec(version(plain, ""),
-			`,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v9"]}}`),
+		"webhook none": spec(
+			version(plain, ""),
+			`,"conversion":{"strategy":"None","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v1"]}}`,
+		),
+		"webhook http": spec(
+			version(plain, ""),
+			`,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"http://x/"},"conversionReviewVersions":["v1"]}}`,
+		),
+		"webhook versions": spec(
+			version(plain, ""),
+			`,"conversion":{"strategy":"Webhook","webhook":{"clientConfig":{"url":"https://x/"},"conversionReviewVersions":["v9"]}}`,
+		),
 		"scale path": spec(version(plain,
 			`,"subresources":{"scale":{"specReplicasPath":"spec.replicas","statusReplicasPath":".status.replicas"}}`),
 			""),

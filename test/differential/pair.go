@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
@@ -25,6 +26,12 @@ type request struct {
 	method, path string
 	header       map[string]string
 	body         []byte
+	// more are headers that are not the same for both; a header may come several times.
+	more func(s *side) http.Header
+	// bodyOf is the body where it is not the same for both; nil: body.
+	bodyOf func(s *side) []byte
+	// as is who sends it; nil: the administrator, by certificate.
+	as *certificate
 	// about is what it tries, for the report.
 	about string
 }
@@ -39,6 +46,8 @@ type side struct {
 	base   string
 
 	mu sync.Mutex
+	// clients are those of other certificates.
+	clients map[*certificate]*http.Client
 	// seen are the resource versions and uids of objects, by path: a request may name them.
 	seen map[string]identity
 }
@@ -51,17 +60,36 @@ func newSide(t testing.TB, name string, s *harness.Server) *side {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tlsConfig.NextProtos = []string{"http/1.1"} // more connections than one, as many clients have
 	return &side{
-		name:   name,
-		server: s,
-		base:   c.Host,
-		seen:   map[string]identity{},
-		client: &http.Client{Timeout: 45 * time.Second,
-			Transport: &http.Transport{TLSClientConfig: tlsConfig, MaxIdleConnsPerHost: 8,
-				TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{}, DisableCompression: true},
-			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }},
+		name:    name,
+		server:  s,
+		base:    c.Host,
+		seen:    map[string]identity{},
+		clients: map[*certificate]*http.Client{},
+		client:  newClient(tlsConfig),
 	}
+}
+
+func newClient(c *tls.Config) *http.Client {
+	c.NextProtos = []string{"http/1.1"} // more connections than one, as many clients have
+	return &http.Client{Timeout: 45 * time.Second,
+		Transport: &http.Transport{TLSClientConfig: c, MaxIdleConnsPerHost: 8,
+			TLSNextProto: map[string]func(string, *tls.Conn) http.RoundTripper{}, DisableCompression: true},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+}
+
+// clientOf is a client with a certificate; nil: the administrator's.
+func (s *side) clientOf(c *certificate) *http.Client {
+	if c == nil {
+		return s.client
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.clients[c] == nil {
+		// Either serves whatever it has; who it is is not what is compared.
+		s.clients[c] = newClient(&tls.Config{InsecureSkipVerify: true, Certificates: c.chain})
+	}
+	return s.clients[c]
 }
 
 // answer is what a server said.
@@ -96,25 +124,33 @@ func (s *side) fill(text string) string {
 }
 
 func (s *side) do(ctx context.Context, r *request) answer {
-	req, err := http.NewRequestWithContext(ctx, r.method, s.base+s.fill(r.path),
-		bytes.NewReader([]byte(s.fill(string(r.body)))))
+	body := []byte(s.fill(string(r.body)))
+	if r.bodyOf != nil {
+		body = r.bodyOf(s)
+	}
+	req, err := http.NewRequestWithContext(ctx, r.method, s.base+s.fill(r.path), bytes.NewReader(body))
 	if err != nil {
 		return answer{err: err}
 	}
-	if len(r.body) == 0 {
+	if len(body) == 0 {
 		req.Body, req.ContentLength = nil, 0
 	}
 	req.Header.Set("User-Agent", "differential/v1 (linux)")
 	for k, v := range r.header {
 		req.Header.Set(k, v)
 	}
-	resp, err := s.client.Do(req)
+	if r.more != nil {
+		for k, v := range r.more(s) {
+			req.Header[k] = v
+		}
+	}
+	resp, err := s.clientOf(r.as).Do(req)
 	if err != nil {
 		return answer{err: err}
 	}
 	defer resp.Body.Close()
-	body, err := io.ReadAll(resp.Body)
-	a := answer{code: resp.StatusCode, header: resp.Header, body: body, err: err}
+	said, err := io.ReadAll(resp.Body)
+	a := answer{code: resp.StatusCode, header: resp.Header, body: said, err: err}
 	s.remember(r, a)
 	return a
 }
@@ -144,12 +180,21 @@ type pair struct {
 	t            testing.TB
 	ours, theirs *side
 	report       *report
+	asking       errgroup.Group
+}
+
+// askLater is ask for what depends on nothing else.
+func (p *pair) askLater(r *request) {
+	p.asking.Go(func() error {
+		p.ask(r)
+		return nil
+	})
 }
 
 // compared headers; of those in presence only whether they are there.
 var (
 	compared = []string{"Content-Type", "Warning", "Retry-After", "Cache-Control", "Location",
-		"Allow", "X-Content-Type-Options"}
+		"Allow", "X-Content-Type-Options", "Www-Authenticate"}
 	presence = []string{"Audit-Id"}
 )
 

@@ -18,6 +18,8 @@ type report struct {
 	listed       map[*difference]int
 	unexplained  []finding
 	codes        map[int]int
+	// known are the differences that are listed.
+	known []*difference
 }
 
 type finding struct {
@@ -27,8 +29,9 @@ type finding struct {
 	what  []string
 }
 
-func newReport() *report {
+func newReport(known []*difference) *report {
 	return &report{
+		known:  known,
 		asked:  map[string]int{},
 		equal:  map[string]int{},
 		listed: map[*difference]int{},
@@ -50,7 +53,7 @@ func (p *report) compare(r *request, a, b answer) {
 	p.codes[a.code]++
 	var left []string
 	for _, w := range what {
-		if d := explained(r, a, b, w); d != nil {
+		if d := p.explained(r, a, b, w); d != nil {
 			p.listed[d]++
 		} else {
 			left = append(left, w)
@@ -77,7 +80,7 @@ func (p *report) write(dir string) {
 		fmt.Printf(" %d×%d", p.codes[c], c)
 	}
 	fmt.Println()
-	for _, d := range known {
+	for _, d := range p.known {
 		fmt.Printf("listed %5d× %s\n", p.listed[d], d.name)
 	}
 	var b strings.Builder

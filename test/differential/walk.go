@@ -27,7 +27,19 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 	w := &walker{pair: p, rng: rng, names: []string{"w1", "w2", "w3", "w4"}}
 	for _, o := range all {
 		switch o.kind.Kind {
-		case "ConfigMap", "Secret", "Service", "Deployment", "Pod", "Role", "PersistentVolumeClaim", "ServiceAccount", "Widget", "Global", "PriorityClass", "Lease", "CronJob":
+		case "ConfigMap",
+			"Secret",
+			"Service",
+			"Deployment",
+			"Pod",
+			"Role",
+			"PersistentVolumeClaim",
+			"ServiceAccount",
+			"Widget",
+			"Global",
+			"PriorityClass",
+			"Lease",
+			"CronJob":
 			w.kinds = append(w.kinds, o)
 		}
 	}

@@ -6,16 +6,9 @@ package harness
 import (
 	"bytes"
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/x509"
-	"encoding/json"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
-	"math/big"
 	"net"
 	"net/http"
 	"os"
@@ -27,8 +20,6 @@ import (
 	"syscall"
 	"testing"
 	"time"
-
-	"crypto/x509/pkix"
 
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -74,12 +65,6 @@ type Server struct {
 	// SAKey and CA (a path without its ending) are what a controller manager signs with.
 	SAKey, CA string
 	process   *Process
-}
-
-// Reference is the real kube-apiserver.
-type Reference struct {
-	*Server
-	args []string
 }
 
 // Process is a child in a process group of its own.
@@ -349,132 +334,6 @@ func Eventually(t testing.TB, within time.Duration, f func() error) {
 	}
 }
 
-// Etcd starts etcd on loopback and answers its URL.
-func Etcd(t testing.TB, dir string) string {
-	return NewMember(t, dir).URL
-}
-
-// Member is an etcd on loopback that can be stopped, restored from a backup and started again.
-type Member struct {
-	t         testing.TB
-	dir, peer string
-	URL       string
-	process   *Process
-}
-
-// NewMember starts one.
-func NewMember(t testing.TB, dir string) *Member {
-	m := &Member{
-		t:    t,
-		dir:  dir,
-		URL:  fmt.Sprintf("http://127.0.0.1:%d", FreePort(t)),
-		peer: fmt.Sprintf("http://127.0.0.1:%d", FreePort(t)),
-	}
-	m.Start()
-	return m
-}
-
-// Start starts it with what data it has.
-func (m *Member) Start() {
-	m.t.Helper()
-	m.process = Start(m.t, m.dir, "etcd", Peer("etcd"), "--name", "e", "--data-dir", filepath.Join(m.dir, "etcd-data"),
-		"--listen-client-urls", m.URL, "--advertise-client-urls", m.URL,
-		"--listen-peer-urls", m.peer, "--initial-advertise-peer-urls", m.peer, "--initial-cluster", "e="+m.peer,
-		"--log-level", "error")
-	Eventually(m.t, 20*time.Second, func() error { return get(http.DefaultClient, m.URL+"/health") })
-}
-
-// Stop ends it.
-func (m *Member) Stop() { m.process.Stop() }
-
-// Restore makes its data that of a backup, as etcdutl does. It must be stopped.
-func (m *Member) Restore(backup string) {
-	m.t.Helper()
-	data := filepath.Join(m.dir, "etcd-data")
-	if err := os.RemoveAll(data); err != nil {
-		m.t.Fatal(err)
-	}
-	if out, err := exec.Command(Peer("etcdutl"), "snapshot", "restore", backup, "--name", "e", "--data-dir", data,
-		"--initial-cluster", "e="+m.peer, "--initial-advertise-peer-urls", m.peer).CombinedOutput(); err != nil {
-		m.t.Fatalf("%v\n%s", err, out)
-	}
-}
-
-// KubeAPIServer starts the real thing on an etcd, with certificates of its own and with more flags.
-func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
-	t.Helper()
-	s := &Server{
-		t:          t,
-		Dir:        dir,
-		Port:       FreePort(t),
-		Kubeconfig: filepath.Join(dir, "reference.kubeconfig"),
-		SAKey:      filepath.Join(dir, "pki", "sa.key"),
-		CA:         filepath.Join(dir, "pki", "ca"),
-	}
-	p := func(f string) string { return filepath.Join(dir, "pki", f) }
-	if _, err := os.Stat(p("ca.crt")); err != nil {
-		makePKI(t, filepath.Join(dir, "pki"))
-	}
-	conf := fmt.Sprintf(
-		`{"apiVersion":"v1","kind":"Config","current-context":"x","clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:%d","insecure-skip-tls-verify":true}}],
-"users":[{"name":"u","user":{"client-certificate":%q,"client-key":%q}}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`,
-		s.Port,
-		p("admin.crt"),
-		p("admin.key"),
-	)
-	if err := os.WriteFile(s.Kubeconfig, []byte(conf), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	args := []string{"--etcd-servers", etcd, "--secure-port", fmt.Sprint(s.Port), "--bind-address", "127.0.0.1",
-		"--cert-dir", filepath.Join(dir, "certs"), "--client-ca-file", p("ca.crt"), "--service-account-issuer",
-		"https://kubernetes.default.svc.cluster.local",
-		"--service-account-key-file", p("sa.pub"), "--service-account-signing-key-file", p("sa.key"),
-		"--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--allow-privileged",
-		"--advertise-address", "192.0.2.1"}
-	if _, err := os.Stat(p("serving.crt")); err == nil {
-		args = append(args, "--tls-cert-file", p("serving.crt"), "--tls-private-key-file", p("serving.key"),
-			"--kubelet-client-certificate", p("admin.crt"), "--kubelet-client-key", p("admin.key"),
-			"--requestheader-client-ca-file", p("ca.crt"), "--requestheader-allowed-names", "front-proxy-client",
-			"--requestheader-username-headers", "X-Remote-User",
-			"--requestheader-group-headers", "X-Remote-Group", "--requestheader-extra-headers-prefix",
-			"X-Remote-Extra-", "--proxy-client-cert-file", p("front-proxy.crt"), "--proxy-client-key-file",
-			p("front-proxy.key"))
-	}
-	r := &Reference{s, append(args, flags...)}
-	r.Restart()
-	return r
-}
-
-// Restart starts it as it was when it was stopped, and waits until it is ready.
-func (s *Reference) Restart() {
-	s.t.Helper()
-	s.process = Start(s.t, s.Dir, "kube-apiserver", Peer("kube-apiserver"), s.args...)
-	client, err := rest.HTTPClientFor(s.Config())
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	client.Timeout = 5 * time.Second
-	Eventually(s.t, 2*time.Minute, func() error {
-		return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port))
-	})
-}
-
-// Manifest is it as a static pod, as kubeadm writes it.
-func (s *Reference) Manifest() string {
-	type object = map[string]any
-	containers := []object{{"name": "kube-apiserver", "command": append([]string{"kube-apiserver"}, s.args...)}}
-	text, err := json.MarshalIndent(object{
-		"apiVersion": "v1",
-		"kind":       "Pod",
-		"metadata":   object{"name": "kube-apiserver", "namespace": "kube-system"},
-		"spec":       object{"containers": containers},
-	}, "", "  ")
-	if err != nil {
-		s.t.Fatal(err)
-	}
-	return string(text)
-}
-
 func get(c *http.Client, url string) error {
 	resp, err := c.Get(url)
 	if err != nil {
@@ -486,76 +345,6 @@ func get(c *http.Client, url string) error {
 		return fmt.Errorf("%s: %s", resp.Status, b)
 	}
 	return nil
-}
-
-// Oracle is kube-apiserver on a fresh etcd, with more flags.
-func Oracle(t testing.TB, flags ...string) *Server {
-	dir := TempDir(t)
-	return KubeAPIServer(t, dir, Etcd(t, dir), flags...).Server
-}
-
-func makePKI(t testing.TB, dir string) {
-	t.Helper()
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	fail := func(err error) {
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-	write := func(name, kind string, der []byte) {
-		fail(os.WriteFile(filepath.Join(dir, name), pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
-	}
-	key := func(name string) *ecdsa.PrivateKey {
-		k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-		fail(err)
-		der, err := x509.MarshalECPrivateKey(k)
-		fail(err)
-		write(name, "EC PRIVATE KEY", der)
-		return k
-	}
-	cert := func(cn string, orgs []string, ca bool) *x509.Certificate {
-		return &x509.Certificate{
-			SerialNumber:          big.NewInt(time.Now().UnixNano()),
-			Subject:               pkix.Name{CommonName: cn, Organization: orgs},
-			NotBefore:             time.Now().Add(-time.Hour),
-			NotAfter:              time.Now().Add(24 * time.Hour),
-			IsCA:                  ca,
-			BasicConstraintsValid: true,
-
-			KeyUsage:    x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
-			ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
-		}
-	}
-	caKey, ca := key("ca.key"), cert("ca", nil, true)
-	ca.ExtKeyUsage = nil
-	der, err := x509.CreateCertificate(rand.Reader, ca, ca, &caKey.PublicKey, caKey)
-	fail(err)
-	write("ca.crt", "CERTIFICATE", der)
-	adminKey, admin := key("admin.key"), cert("admin", []string{"system:masters"}, false)
-	der, err = x509.CreateCertificate(rand.Reader, admin, ca, &adminKey.PublicKey, caKey)
-	fail(err)
-	write("admin.crt", "CERTIFICATE", der)
-	for name, c := range map[string]*x509.Certificate{
-		"serving":     cert("kube-apiserver", nil, false),
-		"front-proxy": cert("front-proxy-client", nil, false),
-	} {
-		if name == "serving" {
-			c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
-			c.DNSNames = []string{"kubernetes", "kubernetes.default", "kubernetes.default.svc",
-				"kubernetes.default.svc.cluster.local", "localhost"}
-			c.IPAddresses = []net.IP{net.IPv4(127, 0, 0, 1), net.IPv4(10, 96, 0, 1), net.IPv4(10, 99, 0, 1)}
-		}
-		k := key(name + ".key")
-		der, err = x509.CreateCertificate(rand.Reader, c, ca, &k.PublicKey, caKey)
-		fail(err)
-		write(name+".crt", "CERTIFICATE", der)
-	}
-	sa := key("sa.key")
-	pub, err := x509.MarshalPKIXPublicKey(&sa.PublicKey)
-	fail(err)
-	write("sa.pub", "PUBLIC KEY", pub)
 }
 
 // Dialer dials anew: client-go shares connections between those whose configurations are the same.

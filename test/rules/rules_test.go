@@ -103,7 +103,8 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 var floors = map[string][][]string{
 	"platform": {
 		{
-			"config", "events", "features", "frame", "guard", "identity", "paths", "pki", "version", "watchable",
+			"config", "events", "features", "frame", "guard", "identity", "paths", "pki", "reload", "version", "warnings",
+			"watchable",
 		},
 		{"kubeversion", "telemetry"},
 		{"rpc"},

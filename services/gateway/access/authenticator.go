@@ -15,6 +15,7 @@ import (
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/warnings"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
@@ -71,6 +72,7 @@ type knownUser struct {
 	replaced map[string][]string
 	// consulted are the headers that authn reads, where they are not all passed on to it.
 	consulted []string
+	warnings  []string
 }
 
 // AuthenticateRequest implements authenticator.Request. It fails closed: an authn that cannot be asked is an error.
@@ -89,13 +91,23 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 		return nil, false, rpc.FromStatus(err)
 	}
 	if !resp.Authenticated {
+		warnings.Tell(req.Context(), resp.Warnings)
+		if resp.Challenge != "" {
+			*req = *req.WithContext(context.WithValue(req.Context(), challengeKey{}, resp.Challenge))
+		}
 		if resp.Error != "" {
 			return nil, false, errors.New(resp.Error)
 		}
 		return nil, false, nil
 	}
-	k := &knownUser{response: &authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences}}
+	k := &knownUser{
+		response: &authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences},
+		warnings: resp.Warnings,
+	}
 	size := userBytes(k.response.User)
+	for _, w := range k.warnings {
+		size += len(w)
+	}
 	for name, v := range resp.ReplacedHeaders {
 		if k.replaced == nil {
 			k.replaced = map[string][]string{}
@@ -115,6 +127,15 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 			time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
 	}
 	return a.finish(req, k)
+}
+
+type challengeKey struct{}
+
+// Challenge is what a client of a request that nobody is authenticated for is asked for (WWW-Authenticate); empty:
+// nothing.
+func Challenge(ctx context.Context) string {
+	c, _ := ctx.Value(challengeKey{}).(string)
+	return c
 }
 
 // question is what authn needs to know of a request.
@@ -204,6 +225,7 @@ func (a *Authenticator) finish(req *http.Request, k *knownUser) (*authenticator.
 			req.Header[http.CanonicalHeaderKey(name)] = slices.Clone(values)
 		}
 	}
+	warnings.Tell(req.Context(), k.warnings)
 	return &authenticator.Response{User: k.response.User, Audiences: k.response.Audiences}, true, nil
 }
 

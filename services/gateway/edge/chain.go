@@ -124,6 +124,9 @@ func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		answer.Error(w, req, answer.V1, err)
 		return
 	}
+	if c := access.Challenge(req.Context()); c != "" {
+		w.Header().Set("WWW-Authenticate", c)
+	}
 	genericapifilters.Unauthorized(answer.Codecs).ServeHTTP(w, req)
 }
 

@@ -134,5 +134,7 @@ func (c *call) review(ctx context.Context, q *registryv1.AdmissionNeeded) *regis
 		api = rpc.Plain(err)
 	}
 	st := api.Status()
-	return &registryv1.AdmissionResult{Refusal: rpc.StatusProto(&st)}
+	refusal := rpc.StatusProto(&st)
+	refusal.Warnings = rpc.Warnings(err)
+	return &registryv1.AdmissionResult{Refusal: refusal}
 }

@@ -52,7 +52,7 @@ func (g *streamGate) Review(ctx context.Context, phase registryv1.Phase,
 		return nil, apierrors.NewInternalError(fmt.Errorf("expected an admission result, got %T", a.GetCall()))
 	}
 	if result.Refusal != nil {
-		return nil, rpc.APIError(result.Refusal)
+		return nil, rpc.WithWarnings(rpc.APIError(result.Refusal), result.Refusal.Warnings)
 	}
 	return result.Verdict, nil
 }

@@ -17,7 +17,6 @@ import (
 	genericrest "k8s.io/apiserver/pkg/registry/generic/rest"
 	"k8s.io/apiserver/pkg/registry/rest"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
-	"k8s.io/apiserver/pkg/warning"
 	api "k8s.io/kubernetes/pkg/apis/core"
 	"k8s.io/kubernetes/pkg/features"
 	kubeletclient "k8s.io/kubernetes/pkg/kubelet/client"
@@ -29,6 +28,7 @@ import (
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/warnings"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -38,13 +38,12 @@ func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest,
 	if r.Name == "" {
 		return nil, errEmptyName
 	}
-	warnings := &recorder{}
+	ctx, warned := warnings.Record(WithGate(request.WithNamespace(ctx, r.Namespace), gate))
 	defer func() {
-		if err = rpc.WithWarnings(err, warnings.all()); err == nil {
-			c.Warnings = warnings.all()
+		if err = rpc.WithWarnings(err, warned.List()); err == nil {
+			c.Warnings = warned.List()
 		}
 	}()
-	ctx = warning.WithWarningRecorder(WithGate(request.WithNamespace(ctx, r.Namespace), gate), warnings)
 	values, _ := url.ParseQuery(r.Query)
 	if log, ok := e.Storage.(*podrest.LogREST); ok {
 		return e.log(ctx, log, r.Name, values)

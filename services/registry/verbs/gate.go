@@ -17,11 +17,12 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/registry/rest"
-	"k8s.io/apiserver/pkg/warning"
 	"k8s.io/kubernetes/pkg/apis/authentication"
 	"k8s.io/kubernetes/pkg/registry/authentication/tokenreview"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/warnings"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -286,11 +287,10 @@ func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase,
 	}
 	verdict, err := g.gate.Review(ctx, phase, r)
 	if err != nil {
+		warnings.Tell(ctx, rpc.Warnings(err))
 		return nil, err
 	}
-	for _, w := range verdict.GetWarnings() {
-		warning.AddWarning(ctx, "", w)
-	}
+	warnings.Tell(ctx, verdict.GetWarnings())
 	return verdict, nil
 }
 

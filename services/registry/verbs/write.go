@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net/http"
-	"slices"
 	"sync"
 	"time"
 
@@ -25,11 +24,11 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/apiserver/pkg/util/dryrun"
-	"k8s.io/apiserver/pkg/warning"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
+	"watershed.dev/platform/warnings"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -49,8 +48,7 @@ type call struct {
 // Write runs one write. ctx carries the user, the RequestInfo and the Gate.
 func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 	gate Gate) (resp *registryv1.ObjectResponse, err error) {
-	warnings := &recorder{}
-	ctx = warning.WithWarningRecorder(WithGate(ctx, gate), warnings)
+	ctx, warned := warnings.Record(WithGate(ctx, gate))
 	gated := &gateAdmission{
 		gate:     gate,
 		endpoint: e,
@@ -89,9 +87,9 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		err = e.MethodNotSupported(r.Verb)
 	}
 	if err != nil {
-		return nil, rpc.WithWarnings(err, warnings.all())
+		return nil, rpc.WithWarnings(err, warned.List())
 	}
-	resp.Warnings = warnings.all()
+	resp.Warnings = warned.List()
 	return resp, nil
 }
 
@@ -110,26 +108,6 @@ func finish(ctx context.Context, store func() (runtime.Object, error)) (runtime.
 	result, err := finisher.FinishRequest(ctx, store)
 	telemetry.Note(ctx, "Write to database call completed", err)
 	return result, err
-}
-
-// recorder collects warnings, each once and in order.
-type recorder struct {
-	mu   sync.Mutex
-	list []string
-}
-
-func (w *recorder) AddWarning(_, text string) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if !slices.Contains(w.list, text) {
-		w.list = append(w.list, text)
-	}
-}
-
-func (w *recorder) all() []string {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.list
 }
 
 // decodeBody reads the request's object into the hub version and applies fieldValidation.
@@ -167,9 +145,15 @@ func directiveOf(d string) string {
 	return d
 }
 
+// attributes are what admission is asked about. A namespace is in itself, as its path says
+// (k8s.io/apiserver/pkg/endpoints/request, RequestInfoFactory).
 func (c *call) attributes(obj, old runtime.Object, name string, op admission.Operation, opts runtime.Object,
 	dryRun []string) admission.Attributes {
-	return admission.NewAttributesRecord(obj, old, c.Kind, c.req.Namespace, name, c.Resource, c.Subresource, op, opts,
+	namespace := c.req.Namespace
+	if namespace == "" && c.Resource == namespaces {
+		namespace = name
+	}
+	return admission.NewAttributesRecord(obj, old, c.Kind, namespace, name, c.Resource, c.Subresource, op, opts,
 		dryrun.IsDryRun(dryRun), c.user)
 }
 

@@ -158,8 +158,12 @@ type AuthenticateResponse struct {
 	// with a final *, by how their names begin. A caller that has one of them and did not pass it on must not believe the
 	// answer: a user's groups or scopes may be missing.
 	ConsultedHeaders []string `protobuf:"bytes,8,rep,name=consulted_headers,json=consultedHeaders" json:"consulted_headers,omitempty"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// What a client that nobody is authenticated for may be asked for (WWW-Authenticate); empty: nothing.
+	Challenge string `protobuf:"bytes,9,opt,name=challenge" json:"challenge,omitempty"`
+	// What the client is to be told beside the answer: that a token is about to end, or is of a kind that is.
+	Warnings      []string `protobuf:"bytes,10,rep,name=warnings" json:"warnings,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AuthenticateResponse) Reset() {
@@ -241,12 +245,28 @@ func (x *AuthenticateResponse) GetConsultedHeaders() []string {
 	return nil
 }
 
+func (x *AuthenticateResponse) GetChallenge() string {
+	if x != nil {
+		return x.Challenge
+	}
+	return ""
+}
+
+func (x *AuthenticateResponse) GetWarnings() []string {
+	if x != nil {
+		return x.Warnings
+	}
+	return nil
+}
+
 type IssuerDocumentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "/.well-known/openid-configuration" or "/openid/v1/jwks".
-	Path          string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Path string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
+	// Where clients reach the gateway, as host:port: the keys lie there unless the configuration says otherwise.
+	ExternalAddress string `protobuf:"bytes,2,opt,name=external_address,json=externalAddress" json:"external_address,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *IssuerDocumentRequest) Reset() {
@@ -282,6 +302,13 @@ func (*IssuerDocumentRequest) Descriptor() ([]byte, []int) {
 func (x *IssuerDocumentRequest) GetPath() string {
 	if x != nil {
 		return x.Path
+	}
+	return ""
+}
+
+func (x *IssuerDocumentRequest) GetExternalAddress() string {
+	if x != nil {
+		return x.ExternalAddress
 	}
 	return ""
 }
@@ -361,7 +388,7 @@ const file_watershed_authn_v1_authn_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01J\x04\b\x04\x10\x05\"H\n" +
 	"\x12ReviewTokenRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x1c\n" +
-	"\taudiences\x18\x02 \x03(\tR\taudiences\"\xcc\x03\n" +
+	"\taudiences\x18\x02 \x03(\tR\taudiences\"\x86\x04\n" +
 	"\x14AuthenticateResponse\x12$\n" +
 	"\rauthenticated\x18\x01 \x01(\bR\rauthenticated\x12-\n" +
 	"\x04user\x18\x02 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
@@ -369,12 +396,16 @@ const file_watershed_authn_v1_authn_proto_rawDesc = "" +
 	"\x05error\x18\x04 \x01(\tR\x05error\x12-\n" +
 	"\x12cache_milliseconds\x18\x05 \x01(\x03R\x11cacheMilliseconds\x12h\n" +
 	"\x10replaced_headers\x18\a \x03(\v2=.watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntryR\x0freplacedHeaders\x12+\n" +
-	"\x11consulted_headers\x18\b \x03(\tR\x10consultedHeaders\x1a_\n" +
+	"\x11consulted_headers\x18\b \x03(\tR\x10consultedHeaders\x12\x1c\n" +
+	"\tchallenge\x18\t \x01(\tR\tchallenge\x12\x1a\n" +
+	"\bwarnings\x18\n" +
+	" \x03(\tR\bwarnings\x1a_\n" +
 	"\x14ReplacedHeadersEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x121\n" +
-	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01J\x04\b\x06\x10\a\"+\n" +
+	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01J\x04\b\x06\x10\a\"V\n" +
 	"\x15IssuerDocumentRequest\x12\x12\n" +
-	"\x04path\x18\x01 \x01(\tR\x04path\"w\n" +
+	"\x04path\x18\x01 \x01(\tR\x04path\x12)\n" +
+	"\x10external_address\x18\x02 \x01(\tR\x0fexternalAddress\"w\n" +
 	"\x16IssuerDocumentResponse\x12\x12\n" +
 	"\x04body\x18\x01 \x01(\fR\x04body\x12!\n" +
 	"\fcontent_type\x18\x02 \x01(\tR\vcontentType\x12&\n" +

@@ -278,8 +278,11 @@ type Attributes struct {
 	// The request's own selectors, which an authorizer may use to allow a narrower read.
 	LabelSelector string `protobuf:"bytes,8,opt,name=label_selector,json=labelSelector" json:"label_selector,omitempty"`
 	FieldSelector string `protobuf:"bytes,9,opt,name=field_selector,json=fieldSelector" json:"field_selector,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// Why a part of either could not be read, and was left out; empty: all of it is there.
+	LabelSelectorError string `protobuf:"bytes,10,opt,name=label_selector_error,json=labelSelectorError" json:"label_selector_error,omitempty"`
+	FieldSelectorError string `protobuf:"bytes,11,opt,name=field_selector_error,json=fieldSelectorError" json:"field_selector_error,omitempty"`
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *Attributes) Reset() {
@@ -375,6 +378,20 @@ func (x *Attributes) GetFieldSelector() string {
 	return ""
 }
 
+func (x *Attributes) GetLabelSelectorError() string {
+	if x != nil {
+		return x.LabelSelectorError
+	}
+	return ""
+}
+
+func (x *Attributes) GetFieldSelectorError() string {
+	if x != nil {
+		return x.FieldSelectorError
+	}
+	return ""
+}
+
 // Status is a metav1.Status. It travels in the details of a gRPC status, so that a 409 or a 422 with its causes arrives
 // whole.
 type Status struct {
@@ -455,7 +472,7 @@ const file_watershed_common_v1_common_proto_rawDesc = "" +
 	"\x04Kind\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\tR\x05group\x12\x18\n" +
 	"\aversion\x18\x02 \x01(\tR\aversion\x12\x12\n" +
-	"\x04kind\x18\x03 \x01(\tR\x04kind\"\xc9\x02\n" +
+	"\x04kind\x18\x03 \x01(\tR\x04kind\"\xad\x03\n" +
 	"\n" +
 	"Attributes\x12-\n" +
 	"\x04user\x18\x01 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x12\n" +
@@ -466,7 +483,10 @@ const file_watershed_common_v1_common_proto_rawDesc = "" +
 	"\tnamespace\x18\x06 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\a \x01(\tR\x04name\x12%\n" +
 	"\x0elabel_selector\x18\b \x01(\tR\rlabelSelector\x12%\n" +
-	"\x0efield_selector\x18\t \x01(\tR\rfieldSelector\"8\n" +
+	"\x0efield_selector\x18\t \x01(\tR\rfieldSelector\x120\n" +
+	"\x14label_selector_error\x18\n" +
+	" \x01(\tR\x12labelSelectorError\x120\n" +
+	"\x14field_selector_error\x18\v \x01(\tR\x12fieldSelectorError\"8\n" +
 	"\x06Status\x12\x12\n" +
 	"\x04json\x18\x01 \x01(\fR\x04json\x12\x1a\n" +
 	"\bwarnings\x18\x02 \x03(\tR\bwarningsB9Z0watershed.dev/proto/watershed/common/v1;commonv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"

@@ -1,0 +1,299 @@
+package authn
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync/atomic"
+
+	"github.com/prometheus/client_golang/prometheus"
+	apiserverconfig "k8s.io/apiserver/pkg/apis/apiserver"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authentication/group"
+	"k8s.io/apiserver/pkg/authentication/request/anonymous"
+	"k8s.io/apiserver/pkg/authentication/request/bearertoken"
+	"k8s.io/apiserver/pkg/authentication/request/headerrequest"
+	"k8s.io/apiserver/pkg/authentication/request/union"
+	"k8s.io/apiserver/pkg/authentication/request/websocket"
+	"k8s.io/apiserver/pkg/authentication/request/x509"
+	tokencache "k8s.io/apiserver/pkg/authentication/token/cache"
+	"k8s.io/apiserver/pkg/authentication/token/tokenfile"
+	tokenunion "k8s.io/apiserver/pkg/authentication/token/union"
+	webhookutil "k8s.io/apiserver/pkg/util/webhook"
+	"k8s.io/apiserver/plugin/pkg/authenticator/token/webhook"
+	kubeauthenticator "k8s.io/kubernetes/pkg/kubeapiserver/authenticator"
+	"k8s.io/kubernetes/pkg/serviceaccount"
+
+	"watershed.dev/platform/reload"
+)
+
+var (
+	attempts = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "watershed_authn_attempts_total",
+		Help: "Credentials that an authenticator knew (success) or refused as its own kind (error), by authenticator. " +
+			"An authenticator that a credential means nothing to does not count.",
+	}, []string{"authenticator", "result"})
+	deprecated = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "watershed_authn_deprecated",
+		Help: "1 for each authenticator that is on and that Kubernetes has removed.",
+	}, []string{"authenticator"})
+)
+
+// chain is the authenticators in kube-apiserver's order, each upstream's own. The order and what comes of errors follow
+// k8s.io/kubernetes/pkg/kubeapiserver/authenticator, Config.New; each is built apart, so that what a file says can be
+// put in force while the others go on, and so that it is known which one knew a credential.
+type chain struct {
+	config kubeauthenticator.Config
+	// tokens and keys are what the files say.
+	tokens, webhook swapped[authenticator.Token]
+	keys            serviceaccount.PublicKeysGetter
+	passwords       *passwords
+	// cached is every token authenticator behind a cache; it is made anew when a file is, and with it the cache.
+	cached swapped[authenticator.Token]
+	union  authenticator.Token
+	// updateJWT puts an AuthenticationConfiguration in force.
+	updateJWT func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
+}
+
+// swapped holds a value that is replaced as a whole.
+type swapped[T any] struct{ p atomic.Pointer[T] }
+
+func (s *swapped[T]) get() T  { return *s.p.Load() }
+func (s *swapped[T]) set(v T) { s.p.Store(&v) }
+
+// newChain builds the authenticators of a configuration, with what else there is beside kube-apiserver's. Its files are
+// added to files.
+func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
+	files *reload.Files) (*chain, authenticator.Request, error) {
+	h := &chain{config: c, keys: c.ServiceAccountPublicKeysGetter}
+	if err := h.tokenChain(ctx, files); err != nil {
+		return nil, nil, err
+	}
+	h.refresh()
+	// kube-apiserver asks first whether it is itself, by a token of its own; there is none here, and all that is left
+	// of it is what a TokenReview says of tokens that nobody knows (k8s.io/apiserver/pkg/server,
+	// AuthorizeClientBearerToken).
+	all := []authenticator.Request{bearertoken.New(authenticator.TokenFunc(
+		func(context.Context, string) (*authenticator.Response, bool, error) { return nil, false, nil }))}
+	add := func(name string, r authenticator.Request) { all = append(all, counted(name, r)) }
+	if rh := c.RequestHeaderConfig; rh != nil {
+		add("requestheader", authenticator.WrapAudienceAgnosticRequest(c.APIAudiences,
+			headerrequest.NewDynamicVerifyOptionsSecure(rh.CAContentProvider.VerifyOptions, rh.AllowedClientNames,
+				rh.UsernameHeaders, rh.UIDHeaders, rh.GroupHeaders, rh.ExtraHeaderPrefixes)))
+	}
+	if basic != "" { // where it stood until Kubernetes 1.19
+		var err error
+		if h.passwords, err = newPasswords(basic, files); err != nil {
+			return nil, nil, err
+		}
+		add("basic", authenticator.WrapAudienceAgnosticRequest(c.APIAudiences, h.passwords))
+	}
+	if c.ClientCAContentProvider != nil {
+		add("x509", x509.NewDynamic(c.ClientCAContentProvider.VerifyOptions, x509.CommonNameUserConversion))
+	}
+	if h.union != nil {
+		tokens := authenticator.TokenFunc(func(ctx context.Context, t string) (*authenticator.Response, bool, error) {
+			return h.cached.get().AuthenticateToken(ctx, t)
+		})
+		all = append(all, bearertoken.New(tokens), websocket.NewProtocolAuthenticator(tokens))
+	}
+	return h, h.anonymous(group.NewAuthenticatedGroupAdder(union.New(all...))), nil
+}
+
+// anonymous lets requests without a credential through where the configuration does. A bad credential is not one.
+func (h *chain) anonymous(known authenticator.Request) authenticator.Request {
+	if !h.config.Anonymous.Enabled {
+		return known
+	}
+	return union.NewFailOnError(known, anonymous.NewAuthenticator(h.config.Anonymous.Conditions))
+}
+
+// tokenChain builds what knows bearer tokens.
+func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
+	c := &h.config
+	var all []authenticator.Token
+	add := func(name string, t authenticator.Token) { all = append(all, countedToken(name, t)) }
+	if c.TokenAuthFile != "" {
+		if err := h.tokenFile(files); err != nil {
+			return err
+		}
+		add("tokenfile", authenticator.WrapAudienceAgnosticToken(c.APIAudiences, authenticator.TokenFunc(
+			func(ctx context.Context, t string) (*authenticator.Response, bool, error) {
+				return h.tokens.get().AuthenticateToken(ctx, t)
+			})))
+	}
+	if h.keys != nil {
+		legacy, err := serviceaccount.NewLegacyValidator(c.ServiceAccountLookup, c.ServiceAccountTokenGetter,
+			c.SecretsWriter)
+		if err != nil {
+			return fmt.Errorf("--service-account-lookup: %w", err)
+		}
+		add("serviceaccount", serviceaccount.JWTTokenAuthenticator([]string{serviceaccount.LegacyIssuer}, h.keys,
+			c.APIAudiences, legacy))
+		if len(c.ServiceAccountIssuers) > 0 {
+			add("serviceaccount", serviceaccount.JWTTokenAuthenticator(c.ServiceAccountIssuers, h.keys, c.APIAudiences,
+				serviceaccount.NewValidator(c.ServiceAccountTokenGetter)))
+		}
+	}
+	if c.BootstrapToken {
+		add("bootstrap", authenticator.WrapAudienceAgnosticToken(c.APIAudiences, c.BootstrapTokenAuthenticator))
+	}
+	if c.AuthenticationConfig != nil {
+		jwt, update, _, _, err := kubeauthenticator.Config{
+			AuthenticationConfig:  c.AuthenticationConfig,
+			OIDCSigningAlgs:       c.OIDCSigningAlgs,
+			ServiceAccountIssuers: c.ServiceAccountIssuers,
+			APIAudiences:          c.APIAudiences,
+			APIServerID:           c.APIServerID,
+		}.New(ctx)
+		if err != nil {
+			return err
+		}
+		h.updateJWT = update
+		add("jwt", tokenOf{jwt})
+	}
+	if c.WebhookTokenAuthnConfigFile != "" {
+		if err := h.webhookFile(files); err != nil {
+			return err
+		}
+		add("webhook", authenticator.TokenFunc(
+			func(ctx context.Context, t string) (*authenticator.Response, bool, error) {
+				return h.webhook.get().AuthenticateToken(ctx, t)
+			}))
+	}
+	if len(all) > 0 {
+		h.union = tokenunion.New(all...)
+	}
+	return nil
+}
+
+// refresh forgets what tokens were found to be.
+func (h *chain) refresh() {
+	c := &h.config
+	if h.union == nil {
+		return
+	}
+	h.cached.set(h.union)
+	if c.TokenSuccessCacheTTL > 0 || c.TokenFailureCacheTTL > 0 {
+		h.cached.set(tokencache.New(h.union, true, c.TokenSuccessCacheTTL, c.TokenFailureCacheTTL))
+	}
+}
+
+// tokenFile reads --token-auth-file, now and whenever it changes.
+func (h *chain) tokenFile(files *reload.Files) error {
+	path := h.config.TokenAuthFile
+	read := func() error {
+		t, err := tokenfile.NewCSV(path)
+		if err == nil {
+			h.tokens.set(t)
+		}
+		return err
+	}
+	return h.file(files, "token-auth-file", path, read)
+}
+
+// file has read put what a file says in force, now and whenever it changes.
+func (h *chain) file(files *reload.Files, flag, path string, read func() error) error {
+	if _, err := files.Read(flag, path, func(context.Context, []byte) error {
+		if err := read(); err != nil {
+			return err
+		}
+		h.refresh()
+		return nil
+	}); err != nil {
+		return err
+	}
+	if err := read(); err != nil {
+		return fmt.Errorf("--%s %q: %w", flag, path, err)
+	}
+	return nil
+}
+
+// webhookFile reads --authentication-token-webhook-config-file, now and whenever it changes.
+func (h *chain) webhookFile(files *reload.Files) error {
+	c := &h.config
+	read := func() error {
+		if c.WebhookRetryBackoff == nil {
+			return errors.New("retry backoff parameters for authentication webhook has not been specified")
+		}
+		client, err := webhookutil.LoadKubeconfig(c.WebhookTokenAuthnConfigFile, c.CustomDial)
+		if err != nil {
+			return err
+		}
+		w, err := webhook.New(client, c.WebhookTokenAuthnVersion, c.APIAudiences, *c.WebhookRetryBackoff)
+		if err == nil {
+			h.webhook.set(tokencache.New(w, false, c.WebhookTokenAuthnCacheTTL, c.WebhookTokenAuthnCacheTTL))
+		}
+		return err
+	}
+	return h.file(files, "authentication-token-webhook-config-file", c.WebhookTokenAuthnConfigFile, read)
+}
+
+// followIssuerCA has --oidc-ca-file followed: configure makes the configuration with what it says now.
+func (h *chain) followIssuerCA(files *reload.Files, path string,
+	configure func() (kubeauthenticator.Config, error)) error {
+	_, err := files.Read("oidc-ca-file", path, func(ctx context.Context, _ []byte) error {
+		next, err := configure()
+		if err != nil {
+			return err
+		}
+		timed, cancel := context.WithTimeout(ctx, updateTimeout)
+		defer cancel()
+		if err := h.updateJWT(timed, next.AuthenticationConfig); err != nil {
+			return reload.MayRecover(err)
+		}
+		h.refresh()
+		return nil
+	})
+	return err
+}
+
+// tokenOf asks an authenticator of requests about a token alone.
+type tokenOf struct{ authenticator.Request }
+
+// AuthenticateToken implements authenticator.Token. No JWT has a space in it, and a header ends a token at one.
+func (t tokenOf) AuthenticateToken(ctx context.Context, token string) (*authenticator.Response, bool, error) {
+	if strings.Contains(token, " ") {
+		return nil, false, nil
+	}
+	resp, ok, err := t.AuthenticateRequest((&http.Request{
+		URL:    &url.URL{},
+		Header: http.Header{"Authorization": {"Bearer " + token}},
+	}).WithContext(ctx))
+	if err != nil && err.Error() == invalidBearerToken {
+		return nil, false, nil
+	}
+	return resp, ok, err
+}
+
+// invalidBearerToken is what is said of a token that nobody knows
+// (k8s.io/apiserver/pkg/authentication/request/bearertoken).
+const invalidBearerToken = "invalid bearer token"
+
+func counted(name string, r authenticator.Request) authenticator.Request {
+	return authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
+		resp, ok, err := r.AuthenticateRequest(req)
+		count(name, ok, err)
+		return resp, ok, err
+	})
+}
+
+func countedToken(name string, t authenticator.Token) authenticator.Token {
+	return authenticator.TokenFunc(func(ctx context.Context, token string) (*authenticator.Response, bool, error) {
+		resp, ok, err := t.AuthenticateToken(ctx, token)
+		count(name, ok, err)
+		return resp, ok, err
+	})
+}
+
+func count(name string, ok bool, err error) {
+	switch {
+	case err != nil:
+		attempts.WithLabelValues(name, "error").Inc()
+	case ok:
+		attempts.WithLabelValues(name, "success").Inc()
+	}
+}

@@ -1,0 +1,185 @@
+package authn
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/csv"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"runtime"
+	"strings"
+
+	"golang.org/x/crypto/bcrypt"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authentication/user"
+
+	"watershed.dev/platform/reload"
+)
+
+// challenge is what a client without a known credential is asked for where passwords are on, as Kubernetes did it until
+// 1.19 (k8s.io/apiserver/pkg/endpoints/filters, Unauthorized).
+const challenge = `Basic realm="kubernetes-master"`
+
+const (
+	// maxCost is the most that a bcrypt line may cost: about a second of a processor for each try.
+	maxCost = 14
+	// maxHashed is how much of a password bcrypt looks at, in bytes.
+	maxHashed = 72
+)
+
+// passwords know users by HTTP basic authentication, from a file of lines
+//
+//	password,user,uid[,"group1,group2"]
+//
+// as Kubernetes had it until 1.19 (--basic-auth-file). A password that begins with $2a$, $2b$ or $2y$ is a bcrypt hash.
+type passwords struct {
+	users swapped[map[string]*account]
+	// hashing bounds how many processors passwords may be hashed on: anybody may have it done.
+	hashing chan struct{}
+}
+
+type account struct {
+	// plain is a digest, so that passwords of every length compare in the same time; hash is set in its place for
+	// bcrypt.
+	plain [sha256.Size]byte
+	hash  []byte
+	info  user.DefaultInfo
+}
+
+// nobody is compared with where a user is not known, so that it takes no less time to say so.
+var nobody = &account{}
+
+// newPasswords reads the file, and again when it changes.
+func newPasswords(path string, files *reload.Files) (*passwords, error) {
+	const flag = "basic-auth-file"
+	p := &passwords{hashing: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)/2))}
+	data, err := files.Read(flag, path, func(_ context.Context, data []byte) error { return p.read(data) })
+	if err != nil {
+		return nil, err
+	}
+	if err := p.read(data); err != nil {
+		return nil, fmt.Errorf("--%s %q: %w", flag, path, err)
+	}
+	return p, nil
+}
+
+func (p *passwords) read(data []byte) error {
+	users, err := parsePasswords(data)
+	if err == nil {
+		p.users.set(users)
+	}
+	return err
+}
+
+func parsePasswords(data []byte) (map[string]*account, error) {
+	users := map[string]*account{}
+	r := csv.NewReader(bytes.NewReader(data))
+	r.FieldsPerRecord = -1
+	for {
+		record, err := r.Read()
+		if errors.Is(err, io.EOF) {
+			return users, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+		line, _ := r.FieldPos(0)
+		if len(record) < 3 {
+			return nil, fmt.Errorf("line %d: there must be at least 3 columns (password, user name, user uid), "+
+				"there are %d", line, len(record))
+		}
+		a := &account{info: user.DefaultInfo{Name: record[1], UID: record[2]}}
+		switch {
+		case record[0] == "" || record[1] == "":
+			return nil, fmt.Errorf("line %d: the password or the user's name is empty", line)
+		case users[record[1]] != nil:
+			return nil, fmt.Errorf("line %d: user %q is there twice", line, record[1])
+		case isHash(record[0]):
+			cost, err := bcrypt.Cost([]byte(record[0]))
+			if err != nil {
+				return nil, fmt.Errorf("line %d: %w", line, err)
+			}
+			if cost > maxCost {
+				return nil, fmt.Errorf(
+					"line %d: a bcrypt cost of %d takes too long; take %d or less",
+					line,
+					cost,
+					maxCost,
+				)
+			}
+			a.hash = []byte(record[0])
+		default:
+			a.plain = sha256.Sum256([]byte(record[0]))
+		}
+		if len(record) >= 4 && record[3] != "" {
+			for _, g := range strings.Split(record[3], ",") {
+				a.info.Groups = append(a.info.Groups, strings.TrimSpace(g))
+			}
+		}
+		users[a.info.Name] = a
+	}
+}
+
+func isHash(password string) bool {
+	return strings.HasPrefix(password, "$2a$") || strings.HasPrefix(password, "$2b$") ||
+		strings.HasPrefix(password, "$2y$")
+}
+
+var errPassword = errors.New("invalid username/password combination")
+
+// AuthenticateRequest implements authenticator.Request.
+func (p *passwords) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
+	name, password, ok := req.BasicAuth()
+	if !ok {
+		return nil, false, nil
+	}
+	users := p.users.get()
+	a, known := users[name]
+	if !known {
+		if a = nobody; len(users) > 0 {
+			a = p.stand(users)
+		}
+	}
+	right, err := p.compare(req.Context(), a, password)
+	if err != nil {
+		return nil, false, err
+	}
+	if !right || !known {
+		return nil, false, errPassword
+	}
+	req.Header.Del("Authorization")
+	info := a.info
+	return &authenticator.Response{User: &info}, true, nil
+}
+
+// stand is an account whose comparison takes as long as any: a hashed one, where there are such.
+func (*passwords) stand(users map[string]*account) *account {
+	for _, a := range users {
+		if a.hash != nil {
+			return a
+		}
+	}
+	return nobody
+}
+
+// compare says whether a password is an account's. It waits for its turn where many are hashed.
+func (p *passwords) compare(ctx context.Context, a *account, password string) (bool, error) {
+	if a.hash == nil {
+		given := sha256.Sum256([]byte(password))
+		return subtle.ConstantTimeCompare(given[:], a.plain[:]) == 1, nil
+	}
+	if len(password) > maxHashed {
+		return false, nil
+	}
+	select {
+	case p.hashing <- struct{}{}:
+		defer func() { <-p.hashing }()
+	case <-ctx.Done():
+		return false, ctx.Err()
+	}
+	return bcrypt.CompareHashAndPassword(a.hash, []byte(password)) == nil, nil
+}

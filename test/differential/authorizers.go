@@ -1,0 +1,503 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"path/filepath"
+	"strings"
+	"time"
+
+	authorizationv1 "k8s.io/api/authorization/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"watershed.dev/test/harness"
+)
+
+// authorizers asks what users may do under chains of authorizers.
+func (a *axis) authorizers() {
+	users := func(dir string) []string {
+		write(a.t, filepath.Join(dir, "tokens.csv"), `alice,alice,1,"readers"
+bob,bob,2
+carol,carol,3,"editors,hooked"
+node,system:node:n1,4,system:nodes
+nodeless,n1,5,system:nodes
+robot,system:serviceaccount:default:robot,6,"system:serviceaccounts,system:serviceaccounts:default"
+root,root,7,system:masters
+`)
+		return []string{"--token-auth-file=" + filepath.Join(dir, "tokens.csv"), "--anonymous-auth=true"}
+	}
+	modes := func(dir string, w *web, modes string) []string {
+		w.authorizer("/authorize")
+		write(a.t, filepath.Join(dir, "abac.jsonl"), abac)
+		flags := append(users(dir), "--authorization-mode="+modes)
+		if strings.Contains(modes, "ABAC") {
+			flags = append(flags, "--authorization-policy-file="+filepath.Join(dir, "abac.jsonl"))
+		}
+		if strings.Contains(modes, "Webhook") {
+			flags = append(flags, "--authorization-webhook-config-file="+a.hook(dir, "authorizer", w, "/authorize"),
+				"--authorization-webhook-version=v1")
+		}
+		return flags
+	}
+	for _, m := range []string{"AlwaysAllow", "ABAC,Webhook,Node,RBAC", "RBAC,AlwaysDeny"} {
+		a.configuration("authorizers "+m, func(dir string, w *web) []string { return modes(dir, w, m) },
+			func(p *pair, _ *web, _ string) {
+				a.everyRight(p, strings.Contains(m, "RBAC"), strings.Contains(m, "Node"))
+			})
+	}
+	a.configuration("authorizers by configuration", func(dir string, w *web) []string {
+		w.authorizer("/authorize")
+		path := filepath.Join(dir, "authorization.yaml")
+		write(a.t, path, fmt.Sprintf(authorization, a.hook(dir, "authorizer", w, "/authorize"),
+			a.hook(dir, "dead", &web{base: "https://127.0.0.1:1", ca: w.ca}, "/")))
+		return append(users(dir), "--authorization-config="+path)
+	}, func(p *pair, _ *web, _ string) { a.everyRight(p, true, true) })
+}
+
+// abac is a policy file of lines (k8s.io/kubernetes/pkg/apis/abac).
+const abac = `{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":"bob","namespace":"*","resource":"pods","apiGroup":"","readonly":true}}
+{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"group":"readers","namespace":"default","resource":"*","apiGroup":"*","readonly":true}}
+{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":"system:serviceaccount:default:robot","namespace":"default","resource":"configmaps","apiGroup":""}}
+{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"group":"system:authenticated","nonResourcePath":"/api*","readonly":true}}
+{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":"*","nonResourcePath":"/version","readonly":true}}
+{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"group":"system:masters","namespace":"*","resource":"*","apiGroup":"*","nonResourcePath":"*"}}
+`
+
+// authorization is an AuthorizationConfiguration with two webhooks, of which one is away.
+const authorization = `apiVersion: apiserver.config.k8s.io/v1
+kind: AuthorizationConfiguration
+authorizers:
+- type: Webhook
+  name: first
+  webhook:
+    timeout: 3s
+    authorizedTTL: 30s
+    unauthorizedTTL: 30s
+    subjectAccessReviewVersion: v1
+    matchConditionSubjectAccessReviewVersion: v1
+    failurePolicy: NoOpinion
+    connectionInfo: {type: KubeConfigFile, kubeConfigFile: %s}
+    matchConditions:
+    - expression: "has(request.resourceAttributes)"
+    - expression: "request.resourceAttributes.namespace == 'default'"
+    - expression: "!('system:masters' in request.groups)"
+- type: Webhook
+  name: away
+  webhook:
+    timeout: 1s
+    authorizedTTL: 30s
+    unauthorizedTTL: 30s
+    subjectAccessReviewVersion: v1
+    matchConditionSubjectAccessReviewVersion: v1
+    failurePolicy: Deny
+    connectionInfo: {type: KubeConfigFile, kubeConfigFile: %s}
+    matchConditions:
+    - expression: "has(request.resourceAttributes) && request.resourceAttributes.resource == 'endpoints'"
+    - expression: "request.user == 'carol' || request.resourceAttributes.fieldSelector.rawSelector == ''"
+- type: Node
+  name: node
+- type: RBAC
+  name: rbac
+`
+
+// authorizer has the server decide below a path, as a webhook of kube-apiserver's.
+func (w *web) authorizer(path string) {
+	w.HandleFunc(path, func(rw http.ResponseWriter, req *http.Request) {
+		var r authorizationv1.SubjectAccessReview
+		_ = json.NewDecoder(req.Body).Decode(&r)
+		if ra := r.Spec.ResourceAttributes; ra != nil {
+			switch {
+			case ra.Resource == "services":
+				http.Error(rw, "broken", http.StatusInternalServerError)
+				return
+			case ra.Resource == "secrets" && ra.Name == "hooked":
+				r.Status = authorizationv1.SubjectAccessReviewStatus{Allowed: true, Reason: "the hook likes it"}
+			case ra.Resource == "pods" && r.Spec.User == "carol":
+				r.Status = authorizationv1.SubjectAccessReviewStatus{Denied: true, Reason: "the hook does not"}
+			case ra.FieldSelector != nil || ra.LabelSelector != nil:
+				text, _ := json.Marshal([]any{ra.FieldSelector, ra.LabelSelector})
+				r.Status = authorizationv1.SubjectAccessReviewStatus{
+					Allowed: r.Spec.User == "carol",
+					Reason:  string(text),
+				}
+			case ra.Resource == "events":
+				r.Status = authorizationv1.SubjectAccessReviewStatus{Reason: "unsure", EvaluationError: "it erred"}
+			}
+		} else if r.Spec.NonResourceAttributes.Path == "/metrics" {
+			r.Status = authorizationv1.SubjectAccessReviewStatus{Allowed: r.Spec.User == "carol"}
+		}
+		rw.Header().Set("Content-Type", "application/json")
+		_ = json.NewEncoder(rw).Encode(&r)
+	})
+}
+
+// policy is RBAC and what nodes' rights follow from.
+const policy = `
+{"apiVersion":"v1","kind":"List","items":[
+{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"default","namespace":"default"}},
+{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"robot","namespace":"default"}},
+{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"other"}},
+{"apiVersion":"v1","kind":"Secret","metadata":{"name":"mounted","namespace":"default"}},
+{"apiVersion":"v1","kind":"Secret","metadata":{"name":"hooked","namespace":"default"}},
+{"apiVersion":"v1","kind":"Secret","metadata":{"name":"loose","namespace":"default"}},
+{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"mounted","namespace":"default"}},
+{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"one","namespace":"default"}},
+{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"one","namespace":"other"}},
+{"apiVersion":"v1","kind":"Node","metadata":{"name":"n1"}},
+{"apiVersion":"v1","kind":"Node","metadata":{"name":"n2"}},
+{"apiVersion":"v1","kind":"Pod","metadata":{"name":"here","namespace":"default"},"spec":{"nodeName":"n1","containers":[{"name":"c","image":"i","env":[{"name":"A","valueFrom":{"configMapKeyRef":{"name":"mounted","key":"k"}}}]}],"volumes":[{"name":"v","secret":{"secretName":"mounted"}}]}},
+{"apiVersion":"v1","kind":"Pod","metadata":{"name":"there","namespace":"default"},"spec":{"nodeName":"n2","containers":[{"name":"c","image":"i"}]}},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"reader"},"rules":[{"apiGroups":["","apps"],"resources":["pods","configmaps","deployments"],"verbs":["get","list","watch"]},{"nonResourceURLs":["/metrics","/logs/*"],"verbs":["get"]}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"one-map"},"rules":[{"apiGroups":[""],"resources":["configmaps"],"resourceNames":["one"],"verbs":["get","update","patch","delete","list","watch"]}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"part","labels":{"gather":"yes"}},"rules":[{"apiGroups":[""],"resources":["services"],"verbs":["get"]}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"rbac-editor"},"rules":[{"apiGroups":["rbac.authorization.k8s.io"],"resources":["roles","rolebindings","clusterroles","clusterrolebindings"],"verbs":["get","list","create","update","patch","delete"]}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"escalator"},"rules":[{"apiGroups":["rbac.authorization.k8s.io"],"resources":["roles"],"verbs":["escalate"]},{"apiGroups":["rbac.authorization.k8s.io"],"resources":["clusterroles"],"resourceNames":["reader"],"verbs":["bind"]}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"impersonator"},"rules":[{"apiGroups":[""],"resources":["users"],"resourceNames":["alice","bob"],"verbs":["impersonate"]},{"apiGroups":[""],"resources":["groups"],"resourceNames":["readers"],"verbs":["impersonate"]},{"apiGroups":[""],"resources":["serviceaccounts"],"resourceNames":["robot"],"verbs":["impersonate"]},{"apiGroups":["authentication.k8s.io"],"resources":["userextras/scopes"],"resourceNames":["view"],"verbs":["impersonate"]},{"apiGroups":["authentication.k8s.io"],"resources":["uids"],"resourceNames":["u1"],"verbs":["impersonate"]}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"constrained"},"rules":[{"apiGroups":["authentication.k8s.io"],"resources":["users"],"resourceNames":["alice"],"verbs":["impersonate:user-info"]},{"apiGroups":["authentication.k8s.io"],"resources":["serviceaccounts"],"resourceNames":["robot"],"verbs":["impersonate:serviceaccount"]},{"apiGroups":["authentication.k8s.io"],"resources":["nodes"],"resourceNames":["*"],"verbs":["impersonate:arbitrary-node"]},{"apiGroups":[""],"resources":["pods","configmaps"],"verbs":["impersonate-on:user-info:get","impersonate-on:user-info:list","impersonate-on:serviceaccount:get","impersonate-on:arbitrary-node:get"]}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"mapper","namespace":"default"},"rules":[{"apiGroups":[""],"resources":["configmaps","pods/log","pods/exec"],"verbs":["*"]}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"readers"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"reader"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"Group","name":"readers"}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"editors"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"rbac-editor"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"Group","name":"editors"}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"editors-read"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"one-map"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"Group","name":"editors"}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"escalators","namespace":"other"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"escalator"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"carol"}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"mappers","namespace":"default"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"Role","name":"mapper"},"subjects":[{"kind":"ServiceAccount","name":"robot","namespace":"default"}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"nobody","namespace":"default"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"Role","name":"not-there"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"bob"}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"impersonators"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"impersonator"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"carol"}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"constrained"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"constrained"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"bob"}]},
+{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"last","namespace":"other"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"reader"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"last"}]}
+]}`
+
+// everyRight asks every user's every right.
+func (a *axis) everyRight(p *pair, rbac, nodes bool) {
+	for _, s := range []*side{p.theirs, p.ours} {
+		a.prepare(s, rbac, nodes)
+	}
+	for _, user := range []string{"alice", "bob", "carol", "node", "nodeless", "robot", "root", ""} {
+		for _, r := range rights() {
+			one := *r
+			one.as, one.about = nobody, "as "+user
+			one.header = merged(map[string]string{}, r.header)
+			if user != "" {
+				one.header["Authorization"] = "Bearer " + user
+			}
+			p.askLater(&one)
+		}
+	}
+	a.impersonation(p)
+	a.accessReviews(p)
+}
+
+// prepare makes the policy, and waits until it is in force.
+func (a *axis) prepare(s *side, rbac, nodes bool) {
+	a.t.Helper()
+	// the roles that a server makes itself must be there: a binding to one is no more than what it gives
+	harness.Eventually(a.t, time.Minute, func() error {
+		if !rbac {
+			return nil
+		}
+		_, err := s.server.Client().
+			RbacV1().
+			ClusterRoleBindings().
+			Get(a.t.Context(), "system:basic-user", metav1.GetOptions{})
+		return err
+	})
+	withoutEvents(a.t, s.server)
+	if out, err := s.server.TryKubectl(policy, "create", "-f", "-"); err != nil {
+		a.t.Fatalf("%s: %v\n%s", s.name, err, out)
+	}
+	harness.Eventually(a.t, 20*time.Second, func() error {
+		r, err := s.server.Client().AuthorizationV1().SubjectAccessReviews().Create(a.t.Context(),
+			&authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+				User: "last", ResourceAttributes: &authorizationv1.ResourceAttributes{
+					Verb: "get", Resource: "pods", Namespace: "other",
+				},
+			}}, metav1.CreateOptions{})
+		if err == nil && !r.Status.Allowed && rbac {
+			err = fmt.Errorf("%s: the last binding is not in force: %s", s.name, r.Status.Reason)
+		}
+		return err
+	})
+	node := func(name string) error {
+		r, err := s.server.Client().AuthorizationV1().SubjectAccessReviews().Create(a.t.Context(),
+			&authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+				User: "system:node:n1", Groups: []string{"system:nodes"},
+				ResourceAttributes: &authorizationv1.ResourceAttributes{
+					Verb: "get", Resource: "secrets", Namespace: "default", Name: name,
+				},
+			}}, metav1.CreateOptions{})
+		if err == nil && !r.Status.Allowed {
+			err = fmt.Errorf("%s: the node's pod is not known: %s", s.name, r.Status.Reason)
+		}
+		return err
+	}
+	if nodes {
+		harness.Eventually(a.t, 20*time.Second, func() error { return node("mounted") })
+	}
+}
+
+// rights are requests, without credentials.
+func rights() (all []*request) {
+	get := func(paths ...string) {
+		for _, p := range paths {
+			all = append(all, &request{method: http.MethodGet, path: p})
+		}
+	}
+	send := func(method, path, body string) {
+		all = append(all, &request{
+			method: method, path: path, body: []byte(body),
+			header: map[string]string{"Content-Type": "application/json"},
+		})
+	}
+	get(
+		"/api",
+		"/apis",
+		"/api/v1",
+		"/apis/apps/v1",
+		"/version",
+		"/healthz",
+		"/livez",
+		"/readyz",
+		"/metrics",
+		"/logs/",
+		"/nonsense",
+		"/.well-known/openid-configuration",
+		"/api/v1/namespaces/default/secrets",
+		"/api/v1/namespaces/default/secrets/mounted",
+		"/api/v1/namespaces/default/secrets/loose",
+		"/api/v1/namespaces/default/secrets/hooked",
+		"/api/v1/namespaces/default/secrets/absent",
+		"/api/v1/namespaces/other/secrets/mounted",
+		"/api/v1/namespaces/default/secrets?fieldSelector=metadata.name%3Dmounted",
+		"/api/v1/namespaces/default/secrets?fieldSelector=metadata.name%3Dmounted&watch=true&timeoutSeconds=1",
+		"/api/v1/namespaces/default/configmaps",
+		"/api/v1/namespaces/default/configmaps/one",
+		"/api/v1/namespaces/default/configmaps/mounted",
+		"/api/v1/namespaces/other/configmaps/one",
+		"/api/v1/namespaces/default/configmaps?fieldSelector=metadata.name%3Done",
+		"/api/v1/namespaces/default/configmaps?fieldSelector=metadata.name%21%3Done",
+		"/api/v1/namespaces/default/configmaps?labelSelector=a%20in%20(b,c),!d",
+		"/api/v1/namespaces/default/configmaps?labelSelector=%3D%3D",
+		"/api/v1/configmaps",
+		"/api/v1/namespaces/default/pods/here",
+		"/api/v1/namespaces/default/pods/there",
+		"/api/v1/namespaces/default/pods/here/status",
+		"/api/v1/namespaces/default/pods/here/log",
+		"/api/v1/pods?fieldSelector=spec.nodeName%3Dn1",
+		"/api/v1/pods?fieldSelector=spec.nodeName%3Dn2",
+		"/api/v1/pods",
+		"/api/v1/nodes",
+		"/api/v1/nodes/n1",
+		"/api/v1/nodes/n2",
+		"/api/v1/nodes?fieldSelector=metadata.name%3Dn1",
+		"/api/v1/nodes/n1/proxy/healthz",
+		"/api/v1/namespaces",
+		"/api/v1/namespaces/default",
+		"/api/v1/namespaces/other/services",
+		"/api/v1/namespaces/default/services/x",
+		"/api/v1/namespaces/default/endpoints/x",
+		"/api/v1/namespaces/default/endpoints?fieldSelector=metadata.name%3Dx",
+		"/api/v1/events",
+		"/api/v1/namespaces/default/events",
+		"/apis/apps/v1/deployments",
+		"/apis/apps/v1/namespaces/other/deployments/x",
+		"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/n1",
+		"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/n2",
+		"/apis/storage.k8s.io/v1/csinodes/n1",
+		"/apis/storage.k8s.io/v1/csinodes/n2",
+		"/apis/rbac.authorization.k8s.io/v1/clusterroles/reader",
+		"/apis/nonsense/v1/things",
+		"/api/v1/nonsense",
+	)
+	send(
+		"POST",
+		"/api/v1/namespaces/default/configmaps?dryRun=All",
+		`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"new"}}`,
+	)
+	send(
+		"PUT",
+		"/api/v1/namespaces/default/configmaps/one?dryRun=All",
+		`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"one"}}`,
+	)
+	send("DELETE", "/api/v1/namespaces/default/configmaps/one?dryRun=All", "")
+	send("DELETE", "/api/v1/namespaces/default/configmaps?dryRun=All", "")
+	send(
+		"POST",
+		"/api/v1/namespaces/default/pods?dryRun=All",
+		`{"apiVersion":"v1","kind":"Pod","metadata":{"name":"n"},"spec":{"nodeName":"n1","containers":[{"name":"c","image":"i"}]}}`,
+	)
+	send("POST", "/api/v1/namespaces/default/pods/here/exec?command=x", "")
+	send(
+		"POST",
+		"/api/v1/namespaces/default/serviceaccounts/robot/token?dryRun=All",
+		`{"apiVersion":"authentication.k8s.io/v1","kind":"TokenRequest","spec":{"boundObjectRef":{"apiVersion":"v1","kind":"Pod","name":"here"}}}`,
+	)
+	send(
+		"POST",
+		"/apis/certificates.k8s.io/v1/certificatesigningrequests?dryRun=All",
+		`{"apiVersion":"certificates.k8s.io/v1","kind":"CertificateSigningRequest","metadata":{"name":"x"},"spec":{"request":"eA==","signerName":"a.example.com/b","usages":["client auth"]}}`,
+	)
+	const rbac = "/apis/rbac.authorization.k8s.io/v1/"
+	role := func(kind, name, rules string) string {
+		return fmt.Sprintf(
+			`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":%q,"metadata":{"name":%q},"rules":%s}`,
+			kind,
+			name,
+			rules,
+		)
+	}
+	for _, rules := range []string{`[{"apiGroups":[""],"resources":["secrets"],"verbs":["get"]}]`,
+		`[{"apiGroups":[""],"resources":["configmaps"],"resourceNames":["one"],"verbs":["get"]}]`,
+		`[{"apiGroups":["*"],"resources":["*"],"verbs":["*"]}]`, `[{"apiGroups":[""],"resources":["pods"],"verbs":["get","list"]}]`} {
+		send("POST", rbac+"namespaces/default/roles?dryRun=All", role("Role", "r", rules))
+		send("POST", rbac+"namespaces/other/roles?dryRun=All", role("Role", "r", rules))
+		send("POST", rbac+"clusterroles?dryRun=All", role("ClusterRole", "r", rules))
+		send("PUT", rbac+"clusterroles/part?dryRun=All", role("ClusterRole", "part", rules))
+	}
+	send(
+		"POST",
+		rbac+"clusterroles?dryRun=All",
+		`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"agg"},"aggregationRule":{"clusterRoleSelectors":[{"matchLabels":{"gather":"yes"}}]},"rules":[]}`,
+	)
+	for _, to := range []string{"reader", "one-map", "cluster-admin", "view", "absent"} {
+		body := fmt.Sprintf(
+			`"metadata":{"name":"b"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":%q},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"x"}]}`,
+			to,
+		)
+		for _, ns := range []string{"default", "other"} {
+			send(
+				"POST",
+				rbac+"namespaces/"+ns+"/rolebindings?dryRun=All",
+				`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding",`+body,
+			)
+		}
+		send(
+			"POST",
+			rbac+"clusterrolebindings?dryRun=All",
+			`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding",`+body,
+		)
+	}
+	for _, ns := range []string{"default", "other", "absent", ""} {
+		send(
+			"POST",
+			"/apis/authorization.k8s.io/v1/selfsubjectrulesreviews",
+			fmt.Sprintf(
+				`{"apiVersion":"authorization.k8s.io/v1","kind":"SelfSubjectRulesReview","spec":{"namespace":%q}}`,
+				ns,
+			),
+		)
+	}
+	for _, spec := range reviewed {
+		send(
+			"POST",
+			"/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+			`{"apiVersion":"authorization.k8s.io/v1","kind":"SelfSubjectAccessReview","spec":{`+spec+`}}`,
+		)
+	}
+	return all
+}
+
+// reviewed are what access is reviewed for.
+var reviewed = []string{
+	`"resourceAttributes":{"verb":"get","resource":"pods","namespace":"default","name":"here"}`,
+	`"resourceAttributes":{"verb":"get","resource":"pods","version":"v1","namespace":"default"}`,
+	`"resourceAttributes":{"verb":"list","resource":"pods","namespace":"default","fieldSelector":{"rawSelector":"spec.nodeName=n1"}}`,
+	`"resourceAttributes":{"verb":"list","resource":"pods","fieldSelector":{"requirements":[{"key":"spec.nodeName","operator":"In","values":["n1"]}]}}`,
+	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default","labelSelector":{"rawSelector":"a in (b"}}`,
+	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default","labelSelector":{"requirements":[{"key":"a","operator":"Odd"},{"key":"b","operator":"Exists"}]}}`,
+	`"resourceAttributes":{"verb":"list","resource":"configmaps","namespace":"default","labelSelector":{"rawSelector":"a=b","requirements":[{"key":"a","operator":"Exists"}]}}`,
+	`"resourceAttributes":{"verb":"*","resource":"*","group":"*"}`,
+	`"resourceAttributes":{"verb":"get","resource":"configmaps","namespace":"default","name":"one"}`,
+	`"resourceAttributes":{"verb":"get","resource":"events","namespace":"default"}`,
+	`"resourceAttributes":{"verb":"get","resource":"services","namespace":"default"}`,
+	`"resourceAttributes":{"verb":"get","resource":"endpoints","namespace":"default"}`,
+	`"resourceAttributes":{"verb":"escalate","resource":"roles","group":"rbac.authorization.k8s.io","namespace":"other"}`,
+	`"nonResourceAttributes":{"path":"/metrics","verb":"get"}`,
+	`"nonResourceAttributes":{"path":"/logs/x","verb":"get"}`,
+	`"nonResourceAttributes":{"path":"/apis","verb":"post"}`,
+	`"nonResourceAttributes":{"path":"","verb":""}`,
+	``,
+	`"resourceAttributes":{},"nonResourceAttributes":{}`,
+}
+
+// accessReviews are what the administrator asks of others.
+func (a *axis) accessReviews(p *pair) {
+	users := []string{
+		`"user":"alice","groups":["readers"]`,
+		`"user":"bob"`,
+		`"groups":["editors","hooked"],"user":"carol"`,
+		`"user":"system:node:n1","groups":["system:nodes"]`,
+		`"user":"n1","groups":["system:nodes"]`,
+		`"user":"system:serviceaccount:default:robot"`,
+		`"groups":["readers"]`,
+		`"user":"x","groups":["system:masters"]`,
+		`"user":"x","uid":"1","extra":{"a":["b"],"C":["d"]}`,
+		`"user":"system:anonymous","groups":["system:unauthenticated"]`,
+		``,
+	}
+	for _, u := range users {
+		for _, spec := range reviewed {
+			body := strings.Trim(u+","+spec, ",")
+			for _, to := range []string{"/apis/authorization.k8s.io/v1/subjectaccessreviews",
+				"/apis/authorization.k8s.io/v1/namespaces/default/localsubjectaccessreviews"} {
+				kind := "SubjectAccessReview"
+				if strings.Contains(to, "local") {
+					kind = "LocalSubjectAccessReview"
+				}
+				p.askLater(&request{
+					method: http.MethodPost, path: to, about: "review of " + u,
+					header: map[string]string{"Content-Type": "application/json"},
+					body: fmt.Appendf(
+						nil,
+						`{"apiVersion":"authorization.k8s.io/v1","kind":%q,"metadata":{"namespace":%q},"spec":{%s}}`,
+						kind,
+						map[string]string{"LocalSubjectAccessReview": "default"}[kind],
+						body,
+					),
+				})
+			}
+		}
+	}
+}
+
+// impersonation is who may be whom.
+func (a *axis) impersonation(p *pair) {
+	for _, headers := range []http.Header{
+		{"Impersonate-User": {"alice"}}, {"Impersonate-User": {"bob"}}, {"Impersonate-User": {"root"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Group": {"readers"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Group": {"readers", "editors"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Group": {"system:masters"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Uid": {"u1"}}, {"Impersonate-User": {"alice"}, "Impersonate-Uid": {"u2"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Extra-Scopes": {"view"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Extra-Scopes": {"view", "edit"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Extra-Other": {"view"}},
+		{"Impersonate-User": {"alice"}, "Impersonate-Extra-Acme.com%2fx": {"view"}},
+		{"Impersonate-User": {"system:serviceaccount:default:robot"}}, {"Impersonate-User": {"system:serviceaccount:other:robot"}},
+		{"Impersonate-User": {"system:serviceaccount:default"}}, {"Impersonate-User": {"system:serviceaccount:"}},
+		{"Impersonate-User": {"system:node:n1"}}, {"Impersonate-User": {"system:node:n1"}, "Impersonate-Group": {"system:nodes"}},
+		{"Impersonate-User": {"system:node:"}}, {"Impersonate-User": {"system:anonymous"}},
+		{"Impersonate-User": {"system:anonymous"}, "Impersonate-Group": {"system:authenticated"}},
+		{"Impersonate-Group": {"readers"}}, {"Impersonate-Uid": {"u1"}}, {"Impersonate-Extra-Scopes": {"view"}},
+		{"Impersonate-User": {""}}, {"Impersonate-User": {"alice", "bob"}}, {"Impersonate-User": {"alice"}, "Impersonate-Group": {""}},
+		{"Impersonate-User": {"ünï"}}, {"Impersonate-User": {"alice"}, "Impersonate-Odd": {"x"}},
+		{"Impersonate-User": {"system:watershed:authz"}, "Impersonate-Group": {"system:watershed"}},
+	} {
+		for _, who := range []string{"root", "carol", "bob", "alice", ""} {
+			for _, r := range []*request{
+				plain()[0], {method: http.MethodGet, path: "/api/v1/namespaces/default/configmaps/one"},
+				{method: http.MethodGet, path: "/api/v1/namespaces/default/pods"},
+				{method: http.MethodGet, path: "/api/v1/namespaces/default/pods/here"},
+				{method: http.MethodGet, path: "/api"},
+			} {
+				r.as, r.about = nobody, fmt.Sprintf("%s impersonates %v", who, headers)
+				r.more = func(*side) http.Header {
+					h := headers.Clone()
+					if who != "" {
+						h["Authorization"] = []string{"Bearer " + who}
+					}
+					return h
+				}
+				p.askLater(r)
+			}
+		}
+	}
+}

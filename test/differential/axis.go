@@ -1,0 +1,51 @@
+package main
+
+import (
+	"testing"
+
+	"watershed.dev/test/harness"
+)
+
+// axis asks servers of many configurations, each pair of which has the same flags, keys and certificates.
+type axis struct {
+	t      testing.TB
+	report *report
+	// keys are those of the test's OpenID issuers, by id.
+	keys map[string]any
+	// used: the next pair's stores have been served without its flags before.
+	used bool
+}
+
+// atOnce is how many requests that do not depend on each other are sent at a time.
+const atOnce = 8
+
+// configuration starts a pair with flags, which may name files that it writes to a directory and a server of the
+// test's own, and asks it.
+func (a *axis) configuration(name string, flags func(dir string, w *web) []string,
+	ask func(p *pair, w *web, dir string)) {
+	a.report.begin(name)
+	t, ok := a.t.(*testing.T)
+	if !ok {
+		return
+	}
+	t.Run(name, func(t *testing.T) {
+		one := *a
+		one.t = t
+		*a = one
+		dir, w := harness.TempDir(t), newWeb(t)
+		twins := harness.Twins
+		if a.used {
+			twins = harness.UsedTwins
+		}
+		theirs, ours := twins(t, flags(dir, w)...)
+		p := &pair{
+			t: t, report: a.report,
+			theirs: newSide(t, "kube-apiserver", theirs),
+			ours:   newSide(t, "watershed", ours),
+		}
+		p.asking.SetLimit(atOnce)
+		ask(p, w, dir)
+		_ = p.asking.Wait()
+	})
+	a.t = t
+}

@@ -1,0 +1,236 @@
+package main
+
+import (
+	"crypto"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/rsa"
+	"crypto/sha256"
+	"crypto/sha512"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/base64"
+	"encoding/json"
+	"encoding/pem"
+	"math/big"
+	"os"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/util/keyutil"
+)
+
+// certificate is what a client shows; without a chain it shows none.
+type certificate struct {
+	name  string
+	chain []tls.Certificate
+}
+
+// authority signs certificates.
+type authority struct {
+	t    testing.TB
+	cert *x509.Certificate
+	key  crypto.Signer
+}
+
+// authorityOf reads one from path.crt and path.key.
+func authorityOf(t testing.TB, path string) *authority {
+	t.Helper()
+	pair, err := tls.LoadX509KeyPair(path+".crt", path+".key")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := x509.ParseCertificate(pair.Certificate[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &authority{t, cert, pair.PrivateKey.(crypto.Signer)}
+}
+
+// newAuthority is one that nobody knows.
+func newAuthority(t testing.TB, name string) *authority {
+	t.Helper()
+	key := newKey(t, elliptic.P256())
+	self := template(pkix.Name{CommonName: name})
+	self.IsCA, self.ExtKeyUsage, self.KeyUsage = true, nil, x509.KeyUsageCertSign
+	der, err := x509.CreateCertificate(rand.Reader, self, self, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := x509.ParseCertificate(der)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &authority{t, cert, key}
+}
+
+// template is a client's certificate that is good now.
+func template(subject pkix.Name) *x509.Certificate {
+	serial, _ := rand.Int(rand.Reader, big.NewInt(1<<62))
+	return &x509.Certificate{
+		SerialNumber:          serial,
+		Subject:               subject,
+		NotBefore:             time.Now().Add(-time.Hour),
+		NotAfter:              time.Now().Add(time.Hour),
+		BasicConstraintsValid: true,
+		KeyUsage:              x509.KeyUsageDigitalSignature,
+		ExtKeyUsage:           []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	}
+}
+
+// sign makes a certificate with a key of its own; between are shown with it.
+func (a *authority) sign(name string, c *x509.Certificate, between ...*authority) *certificate {
+	a.t.Helper()
+	key := newKey(a.t, elliptic.P256())
+	der, err := x509.CreateCertificate(rand.Reader, c, a.cert, key.Public(), a.key)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	chain := tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
+	for _, b := range between {
+		chain.Certificate = append(chain.Certificate, b.cert.Raw)
+	}
+	return &certificate{name, []tls.Certificate{chain}}
+}
+
+// below is an authority that this one has signed.
+func (a *authority) below(name string) *authority {
+	a.t.Helper()
+	b := newAuthority(a.t, name)
+	b.cert.Issuer = a.cert.Subject
+	c := template(pkix.Name{CommonName: name})
+	c.IsCA, c.ExtKeyUsage, c.KeyUsage = true, nil, x509.KeyUsageCertSign
+	der, err := x509.CreateCertificate(rand.Reader, c, a.cert, b.key.Public(), a.key)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	if b.cert, err = x509.ParseCertificate(der); err != nil {
+		a.t.Fatal(err)
+	}
+	return b
+}
+
+// file writes the authority's certificate.
+func (a *authority) file(path string) string {
+	a.t.Helper()
+	if err := os.WriteFile(path, a.pem(), 0o600); err != nil {
+		a.t.Fatal(err)
+	}
+	return path
+}
+
+func (a *authority) pem() []byte {
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: a.cert.Raw})
+}
+
+// serving is a server's certificate for loopback.
+func (a *authority) serving() tls.Certificate {
+	c := template(pkix.Name{CommonName: "loopback"})
+	c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
+	c.IPAddresses = loopback
+	return a.sign("serving", c).chain[0]
+}
+
+func newKey(t testing.TB, c elliptic.Curve) *ecdsa.PrivateKey {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(c, rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key
+}
+
+func newRSA(t testing.TB) *rsa.PrivateKey {
+	t.Helper()
+	key, err := rsa.GenerateKey(rand.Reader, 2048)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key
+}
+
+func keyFile(t testing.TB, path string) crypto.Signer {
+	t.Helper()
+	key, err := keyutil.PrivateKeyFromFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key.(crypto.Signer)
+}
+
+// fields is an object of JSON.
+type fields = map[string]any
+
+// token is a JWT as it is to be sent, well made or not.
+type token struct {
+	header, claims fields
+	// key signs, by the algorithm that the header names unless alg is set.
+	key any
+	alg string
+	// bend changes the whole, nil: not.
+	bend func(string) string
+}
+
+func encoded(v any) string {
+	text, ok := v.([]byte)
+	if !ok {
+		text, _ = json.Marshal(v)
+	}
+	return base64.RawURLEncoding.EncodeToString(text)
+}
+
+func (j *token) String() string {
+	signed := encoded(j.header) + "." + encoded(j.claims)
+	alg := j.alg
+	if alg == "" {
+		alg, _ = j.header["alg"].(string)
+	}
+	whole := signed + "." + encoded(signature(alg, j.key, []byte(signed)))
+	if j.bend != nil {
+		whole = j.bend(whole)
+	}
+	return whole
+}
+
+// signature signs as an algorithm of JWS does (RFC 7518); one that it does not know gives nothing.
+func signature(alg string, key any, data []byte) []byte {
+	var sum []byte
+	hash := crypto.SHA256
+	switch {
+	case len(alg) < 3:
+		return nil
+	case alg[2:] == "256":
+		s := sha256.Sum256(data)
+		sum = s[:]
+	case alg[2:] == "384":
+		s := sha512.Sum384(data)
+		sum, hash = s[:], crypto.SHA384
+	case alg[2:] == "512":
+		s := sha512.Sum512(data)
+		sum, hash = s[:], crypto.SHA512
+	}
+	switch k := key.(type) {
+	case *rsa.PrivateKey:
+		if alg[:2] == "PS" {
+			out, _ := rsa.SignPSS(rand.Reader, k, hash, sum, &rsa.PSSOptions{SaltLength: rsa.PSSSaltLengthEqualsHash})
+			return out
+		}
+		out, _ := rsa.SignPKCS1v15(rand.Reader, k, hash, sum)
+		return out
+	case *ecdsa.PrivateKey:
+		r, s, err := ecdsa.Sign(rand.Reader, k, sum)
+		if err != nil {
+			return nil
+		}
+		n := (k.Curve.Params().BitSize + 7) / 8
+		return append(r.FillBytes(make([]byte, n)), s.FillBytes(make([]byte, n))...)
+	case []byte:
+		h := hmac.New(sha256.New, k)
+		h.Write(data)
+		return h.Sum(nil)
+	}
+	return nil
+}

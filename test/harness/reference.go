@@ -1,0 +1,250 @@
+package harness
+
+import (
+	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"k8s.io/client-go/rest"
+)
+
+// Reference is the real kube-apiserver.
+type Reference struct {
+	*Server
+	args []string
+}
+
+// KubeAPIServer starts the real thing on an etcd, with certificates of its own and with more flags.
+func KubeAPIServer(t testing.TB, dir, etcd string, flags ...string) *Reference {
+	t.Helper()
+	s := &Server{
+		t:          t,
+		Dir:        dir,
+		Port:       FreePort(t),
+		Kubeconfig: filepath.Join(dir, "reference.kubeconfig"),
+		SAKey:      filepath.Join(dir, "pki", "sa.key"),
+		CA:         filepath.Join(dir, "pki", "ca"),
+	}
+	p := func(f string) string { return filepath.Join(dir, "pki", f) }
+	if _, err := os.Stat(p("ca.crt")); err != nil {
+		makePKI(t, filepath.Join(dir, "pki"))
+	}
+	conf := fmt.Sprintf(
+		`{"apiVersion":"v1","kind":"Config","current-context":"x","clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:%d","insecure-skip-tls-verify":true}}],
+"users":[{"name":"u","user":{"client-certificate":%q,"client-key":%q}}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`,
+		s.Port,
+		p("admin.crt"),
+		p("admin.key"),
+	)
+	if err := os.WriteFile(s.Kubeconfig, []byte(conf), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	own := []string{"--etcd-servers=" + etcd, "--secure-port=" + fmt.Sprint(s.Port), "--bind-address=127.0.0.1",
+		"--cert-dir=" + filepath.Join(dir, "certs")}
+	r := &Reference{s, slices.Concat(own, clusterFlags(dir, flags))}
+	r.Restart()
+	return r
+}
+
+// clusterFlags are flags with which kube-apiserver and Watershed serve a cluster whose certificates and keys lie in
+// dir/pki, and more, which replace those of their names.
+func clusterFlags(dir string, more []string) []string {
+	p := func(f string) string { return filepath.Join(dir, "pki", f) }
+	flags := []string{
+		"--client-ca-file=" + p("ca.crt"),
+		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+		"--service-account-key-file=" + p("sa.pub"),
+		"--service-account-signing-key-file=" + p("sa.key"),
+		"--authorization-mode=Node,RBAC",
+		"--service-cluster-ip-range=10.96.0.0/16",
+		"--allow-privileged=true",
+		"--advertise-address=192.0.2.1",
+	}
+	if _, err := os.Stat(p("serving.crt")); err == nil {
+		flags = append(flags,
+			"--tls-cert-file="+p("serving.crt"),
+			"--tls-private-key-file="+p("serving.key"),
+			"--kubelet-client-certificate="+p("admin.crt"),
+			"--kubelet-client-key="+p("admin.key"),
+			"--requestheader-client-ca-file="+p("ca.crt"),
+			"--requestheader-allowed-names=front-proxy-client",
+			"--requestheader-username-headers=X-Remote-User",
+			"--requestheader-group-headers=X-Remote-Group",
+			"--requestheader-extra-headers-prefix=X-Remote-Extra-",
+			"--proxy-client-cert-file="+p("front-proxy.crt"),
+			"--proxy-client-key-file="+p("front-proxy.key"))
+	}
+	flags = slices.DeleteFunc(flags, func(f string) bool {
+		name, _, _ := strings.Cut(f, "=")
+		return slices.ContainsFunc(more, func(m string) bool {
+			given, _, _ := strings.Cut(m, "=")
+			return given == name || replaces[given] == name
+		})
+	})
+	for _, m := range more { // a flag with no value only takes the place of one
+		if !strings.HasSuffix(m, "=") {
+			flags = append(flags, m)
+		}
+	}
+	return flags
+}
+
+// replaces are flags that cannot be given with another.
+var replaces = map[string]string{"--authorization-config": "--authorization-mode"}
+
+// UsedTwins are Twins whose stores have been served without the flags before.
+func UsedTwins(t testing.TB, flags ...string) (theirs, ours *Server) {
+	t.Helper()
+	dir := TempDir(t)
+	etcd := Etcd(t, dir)
+	first := KubeAPIServer(t, dir, etcd)
+	client := first.Client()
+	Eventually(t, time.Minute, func() error { // the last of what it makes for itself
+		_, err := client.SchedulingV1().PriorityClasses().Get(t.Context(), "system-node-critical", metav1.GetOptions{})
+		return err
+	})
+	first.Stop()
+	ours = Up(t, "", clusterFlags(dir, nil)...)
+	ours.Stop()
+	return twins(t, dir, etcd, ours.Dir, flags)
+}
+
+// Twins are kube-apiserver and Watershed, each on a fresh etcd, with the same certificates, keys and flags.
+func Twins(t testing.TB, flags ...string) (theirs, ours *Server) {
+	t.Helper()
+	dir := TempDir(t)
+	return twins(t, dir, Etcd(t, dir), "", flags)
+}
+
+func twins(t testing.TB, dir, etcd, data string, flags []string) (theirs, ours *Server) {
+	t.Helper()
+	theirs = KubeAPIServer(t, dir, etcd, flags...).Server
+	ours = Up(t, data, clusterFlags(dir, flags)...)
+	conf, err := os.ReadFile(theirs.Kubeconfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours.Kubeconfig = filepath.Join(ours.Dir, "twin.kubeconfig")
+	conf = bytes.Replace(conf, fmt.Appendf(nil, ":%d", theirs.Port), fmt.Appendf(nil, ":%d", ours.Port), 1)
+	if err := os.WriteFile(ours.Kubeconfig, conf, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	ours.CA, ours.SAKey = theirs.CA, theirs.SAKey
+	return theirs, ours
+}
+
+// Restart starts it as it was when it was stopped, and waits until it is ready.
+func (s *Reference) Restart() {
+	s.t.Helper()
+	s.process = Start(s.t, s.Dir, "kube-apiserver", Peer("kube-apiserver"), s.args...)
+	client, err := rest.HTTPClientFor(s.Config())
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	client.Timeout = 5 * time.Second
+	Eventually(s.t, 2*time.Minute, func() error {
+		return get(client, fmt.Sprintf("https://127.0.0.1:%d/readyz", s.Port))
+	})
+}
+
+// Manifest is it as a static pod, as kubeadm writes it.
+func (s *Reference) Manifest() string {
+	type object = map[string]any
+	containers := []object{{"name": "kube-apiserver", "command": append([]string{"kube-apiserver"}, s.args...)}}
+	text, err := json.MarshalIndent(object{
+		"apiVersion": "v1",
+		"kind":       "Pod",
+		"metadata":   object{"name": "kube-apiserver", "namespace": "kube-system"},
+		"spec":       object{"containers": containers},
+	}, "", "  ")
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return string(text)
+}
+
+// Oracle is kube-apiserver on a fresh etcd, with more flags.
+func Oracle(t testing.TB, flags ...string) *Server {
+	dir := TempDir(t)
+	return KubeAPIServer(t, dir, Etcd(t, dir), flags...).Server
+}
+
+func makePKI(t testing.TB, dir string) {
+	t.Helper()
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	fail := func(err error) {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	write := func(name, kind string, der []byte) {
+		fail(os.WriteFile(filepath.Join(dir, name), pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
+	}
+	key := func(name string) *ecdsa.PrivateKey {
+		k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+		fail(err)
+		der, err := x509.MarshalECPrivateKey(k)
+		fail(err)
+		write(name, "EC PRIVATE KEY", der)
+		return k
+	}
+	cert := func(cn string, orgs []string, ca bool) *x509.Certificate {
+		return &x509.Certificate{
+			SerialNumber:          big.NewInt(time.Now().UnixNano()),
+			Subject:               pkix.Name{CommonName: cn, Organization: orgs},
+			NotBefore:             time.Now().Add(-time.Hour),
+			NotAfter:              time.Now().Add(24 * time.Hour),
+			IsCA:                  ca,
+			BasicConstraintsValid: true,
+
+			KeyUsage:    x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
+			ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+		}
+	}
+	caKey, ca := key("ca.key"), cert("ca", nil, true)
+	ca.ExtKeyUsage = nil
+	der, err := x509.CreateCertificate(rand.Reader, ca, ca, &caKey.PublicKey, caKey)
+	fail(err)
+	write("ca.crt", "CERTIFICATE", der)
+	adminKey, admin := key("admin.key"), cert("admin", []string{"system:masters"}, false)
+	der, err = x509.CreateCertificate(rand.Reader, admin, ca, &adminKey.PublicKey, caKey)
+	fail(err)
+	write("admin.crt", "CERTIFICATE", der)
+	for name, c := range map[string]*x509.Certificate{
+		"serving":     cert("kube-apiserver", nil, false),
+		"front-proxy": cert("front-proxy-client", nil, false),
+	} {
+		if name == "serving" {
+			c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
+			c.DNSNames = []string{"kubernetes", "kubernetes.default", "kubernetes.default.svc",
+				"kubernetes.default.svc.cluster.local", "localhost"}
+			c.IPAddresses = []net.IP{net.IPv4(127, 0, 0, 1), net.IPv4(10, 96, 0, 1), net.IPv4(10, 99, 0, 1)}
+		}
+		k := key(name + ".key")
+		der, err = x509.CreateCertificate(rand.Reader, c, ca, &k.PublicKey, caKey)
+		fail(err)
+		write(name+".crt", "CERTIFICATE", der)
+	}
+	sa := key("sa.key")
+	pub, err := x509.MarshalPKIXPublicKey(&sa.PublicKey)
+	fail(err)
+	write("sa.pub", "PUBLIC KEY", pub)
+}
