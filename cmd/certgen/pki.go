@@ -176,6 +176,28 @@ func (p *PKI) clientLeaves() error {
 	return nil
 }
 
+// Component is a program of the cluster's own, as a user of the cluster.
+type Component struct {
+	// Name is that of its kubeconfig, without .kubeconfig, and of its certificate.
+	Name, User string
+	Groups     []string
+}
+
+// Issue makes a component's certificate and its kubeconfig, which holds all that it takes, and answers the kubeconfig's
+// path.
+func (p *PKI) Issue(c Component) (string, error) {
+	if _, _, _, err := p.CA.Leaf(pki.Leaf{
+		Name:          c.Name,
+		CommonName:    c.User,
+		Organizations: c.Groups,
+		Usage:         pki.Client,
+	}); err != nil {
+		return "", err
+	}
+	path := p.File(c.Name + ".kubeconfig")
+	return path, p.write(kubeconfig{path: path, leaf: c.Name, user: c.User})
+}
+
 // renewPeriod is how often it is looked whether a certificate is to be made anew.
 const renewPeriod = time.Hour
 

@@ -21,7 +21,9 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/clientcmd"
 
+	"watershed.dev/cmd/certgen"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/pki"
 )
 
 // controllers make an API server a cluster: kube-controller-manager, kube-scheduler, and kwok, whose nodes run pods
@@ -83,18 +85,37 @@ func (c *controllers) part(l *layout) (lifecycle.Part, error) {
 		return lifecycle.Part{}, err
 	}
 	admin, kwok := l.pki.AdminKubeconfig(), "127.0.0.1:"+strconv.Itoa(ports[0])
+	manager, err := l.pki.Issue(certgen.Component{Name: "controller-manager", User: "system:kube-controller-manager"})
+	if err != nil {
+		return lifecycle.Part{}, err
+	}
+	scheduler, err := l.pki.Issue(certgen.Component{Name: "scheduler", User: "system:kube-scheduler"})
+	if err != nil {
+		return lifecycle.Part{}, err
+	}
+	// what --kubelet-certificate-authority asks of a node
+	serving, key, _, err := l.pki.CA.Leaf(pki.Leaf{
+		Name:       "kwok",
+		CommonName: "kwok",
+		SANs:       []string{"127.0.0.1"},
+		Usage:      pki.Server,
+	})
+	if err != nil {
+		return lifecycle.Part{}, err
+	}
 	var all []*child
 	for _, of := range []struct {
 		program string
 		args    []string
 	}{
-		{"kube-controller-manager", []string{"--kubeconfig", admin, "--controllers", "*",
+		{"kube-controller-manager", []string{"--kubeconfig", manager, "--controllers", "*",
 			"--use-service-account-credentials", "--leader-elect=false", "--secure-port=0",
 			"--service-account-private-key-file", l.pki.File("sa.key"), "--root-ca-file", l.pki.File("ca.crt"),
 			"--cluster-signing-cert-file", l.pki.File("ca.crt"), "--cluster-signing-key-file", l.pki.File("ca.key")}},
-		{"kube-scheduler", []string{"--kubeconfig", admin, "--leader-elect=false", "--secure-port=0"}},
+		{"kube-scheduler", []string{"--kubeconfig", scheduler, "--leader-elect=false", "--secure-port=0"}},
 		{"kwok", []string{"--kubeconfig", admin, "--config", stages, "--manage-all-nodes=false", "--manage-nodes-with-annotation-selector",
 			fakeNode + "=fake", "--node-ip", "127.0.0.1", "--node-port", strconv.Itoa(ports[0]), "--cidr", "10.244.0.0/16",
+			"--tls-cert-file", serving, "--tls-private-key-file", key,
 			"--server-address", kwok, "--node-lease-duration-seconds", "40"}},
 	} {
 		path, err := c.find(of.program)

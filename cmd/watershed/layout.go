@@ -81,14 +81,22 @@ func writeYAML(path string, doc any) error {
 
 const issuer = "https://kubernetes.default.svc.cluster.local"
 
-// externalSigner is the flag by which service accounts' tokens are signed elsewhere.
-const externalSigner = "service-account-signing-endpoint"
-
-// signedElsewhere leaves the directory's own keys of service accounts out of a service's settings.
-func signedElsewhere(settings map[string]any) {
-	delete(settings, "service-account-key-file")
-	delete(settings, "service-account-signing-key-file")
+// settingsBeside are a service's settings where the command was told some flags itself: what these make wrong is left
+// out.
+func (l *layout) settingsBeside(name string, told func(flag string) bool) map[string]any {
+	settings := l.settings(name)
+	if told("service-account-signing-endpoint") { // tokens are signed elsewhere
+		delete(settings, "service-account-key-file")
+		delete(settings, "service-account-signing-key-file")
+	}
+	if told("client-ca-file") { // the cluster's PKI is another, and who signed for its kubelets is not known
+		delete(settings, kubeletCA)
+	}
+	return settings
 }
+
+// kubeletCA is the flag of who has signed for kubelets.
+const kubeletCA = "kubelet-certificate-authority"
 
 // settings are a service's, by flag name, as this directory's cluster has them.
 func (l *layout) settings(name string) map[string]any {
@@ -108,8 +116,8 @@ func (l *layout) settings(name string) map[string]any {
 			"proxy-client-cert-file":           p("front-proxy-client.crt"),
 			"proxy-client-key-file":            p("front-proxy-client.key"),
 			"kubelet-client-certificate":       p("apiserver-kubelet-client.crt"),
-
-			"kubelet-client-key": p("apiserver-kubelet-client.key"),
+			"kubelet-client-key":               p("apiserver-kubelet-client.key"),
+			kubeletCA:                          p("ca.crt"),
 		})
 	case "authn":
 		return with(requestHeader, map[string]any{
@@ -124,8 +132,13 @@ func (l *layout) settings(name string) map[string]any {
 			"kubeconfig":                         l.pki.Kubeconfig(name),
 			"services-client-ca-file":            p("inner-ca.crt"),
 		})
-	case "authz", "admission":
+	case "authz":
 		return map[string]any{"kubeconfig": l.pki.Kubeconfig(name)}
+	case "admission":
+		return map[string]any{
+			"kubeconfig":               l.pki.Kubeconfig(name),
+			"enable-admission-plugins": "NodeRestriction", // as kubeadm sets it up
+		}
 	case "gateway":
 		return with(requestHeader, map[string]any{
 			"tls-cert-file":                 p("apiserver.crt"),
@@ -139,6 +152,7 @@ func (l *layout) settings(name string) map[string]any {
 			"proxy-client-key-file":         p("front-proxy-client.key"),
 			"kubelet-client-certificate":    p("apiserver-kubelet-client.crt"),
 			"kubelet-client-key":            p("apiserver-kubelet-client.key"),
+			kubeletCA:                       p("ca.crt"),
 		})
 	}
 	return map[string]any{}

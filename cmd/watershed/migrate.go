@@ -232,6 +232,8 @@ func (m *migration) differ(given map[string][]string) {
 		{"authorization-mode", "authorization-config", []string{allowsEverybody}},
 		{"service-cluster-ip-range", "", "10.0.0.0/24"},
 		{"allow-privileged", "", false},
+		{"enable-admission-plugins", "", []string{}},
+		{"kubelet-certificate-authority", "", ""},
 		{"enable-bootstrap-token-auth", "", false},
 		// without which kube-apiserver takes nobody's word from a front proxy
 		{"requestheader-username-headers", "", []string{}},

@@ -100,7 +100,7 @@ func TestAManifestBecomesSettings(t *testing.T) {
 			t.Errorf("--%s %q, not %q", name, got, want)
 		}
 	}
-	if len(m.differs) != 9 { // the seven defaults, nobody but who is known, and a signing key
+	if len(m.differs) != 11 { // the nine defaults, nobody but who is known, and a signing key
 		t.Errorf("%q", m.differs)
 	}
 }

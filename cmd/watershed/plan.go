@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"watershed.dev/platform/process"
@@ -126,11 +127,12 @@ func (s *splitRun) writeReplicas() error {
 
 // serviceSettings are what every process of a service is told.
 func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
-	own := s.settings(m.Name)
-	if s.told[m.Name][externalSigner] != nil {
-		signedElsewhere(own)
+	told := func(flag string) bool {
+		return slices.ContainsFunc(slices.Collect(maps.Values(s.told)), func(of map[string]any) bool {
+			return of[flag] != nil
+		})
 	}
-	settings := with(own, s.identitySettings(m.Name), s.told[m.Name])
+	settings := with(s.settingsBeside(m.Name, told), s.identitySettings(m.Name), s.told[m.Name])
 	for _, peer := range m.Calls {
 		settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -34,6 +35,7 @@ import (
 	controlplaneadmission "k8s.io/kubernetes/pkg/controlplane/apiserver/admission"
 	kubeadmission "k8s.io/kubernetes/pkg/kubeapiserver/admission"
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
+	"k8s.io/kubernetes/plugin/pkg/admission/noderestriction"
 
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/features"
@@ -46,6 +48,7 @@ type Config struct {
 	Options           *kubeoptions.AdmissionOptions
 	Kubeconfig        string
 	AggregatorRouting bool
+	Hooks             HookOptions
 	Freshness         apiclient.Freshness
 }
 
@@ -57,6 +60,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
+	c.Hooks.AddFlags(fs)
 	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false,
 		"Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
@@ -72,6 +76,7 @@ type Service struct {
 	mapper    *mapper
 	resolver  webhookutil.ServiceResolver
 	customs   *customs
+	hooks     *hooks
 	synced    atomic.Bool
 	ready     lifecycle.Readiness
 	policies  lifecycle.Readiness
@@ -80,7 +85,7 @@ type Service struct {
 
 // New builds the chain.
 func New(ctx context.Context, c *Config) (*Service, error) {
-	if errs := c.Options.Validate(); len(errs) > 0 {
+	if errs := append(c.Options.Validate(), c.Hooks.Validate()); errors.Join(errs...) != nil {
 		return nil, errors.Join(errs...)
 	}
 	plain, err := apiclient.Config(c.Kubeconfig, "admission")
@@ -102,6 +107,9 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if s.resolver, err = apiclient.NewServiceResolver(s.informers, c.AggregatorRouting); err != nil {
 		return nil, err
 	}
+	if s.hooks, err = newHooks(c.Hooks, s.informers); err != nil {
+		return nil, err
+	}
 	initializers, err := s.initializers(apiclient.Protobuf(plain))
 	if err != nil {
 		return nil, err
@@ -119,12 +127,17 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if s.customs, err = newCustoms(plain, s.resolver, s.mapper.touch); err != nil {
 		return nil, err
 	}
-	// Plugins beyond the default may look at anything, and so may webhooks and policies from files, which no informer
-	// tells of.
-	all := len(c.Options.GenericAdmission.EnablePlugins) > 0 || len(c.Options.PluginNames) > 0 ||
-		utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
+	// Other plugins than the default and NodeRestriction may look at anything, and so may webhooks and policies from
+	// files, which no informer tells of.
+	all := slices.ContainsFunc(c.Options.GenericAdmission.EnablePlugins, unknownInterests) ||
+		len(c.Options.PluginNames) > 0 || utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
 	s.interests = newInterests(s.informers, all)
 	return s, nil
+}
+
+// unknownInterests says whether builtIn does not hold what a plugin looks at.
+func unknownInterests(plugin string) bool {
+	return plugin != noderestriction.PluginName && kubeoptions.DefaultOffAdmissionPlugins().Has(plugin)
 }
 
 // trackAges names what the chain decides by, and whose age therefore counts: webhooks, policies, and what the default
@@ -158,6 +171,10 @@ func (s *Service) initializers(rc *rest.Config) ([]admission.PluginInitializer, 
 	if err != nil {
 		return nil, err
 	}
+	if s.hooks != nil {
+		initializers = append(initializers, s.hooks.initializer(
+			webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, rc, otel.GetTracerProvider())))
+	}
 	return append(initializers, kubeadmission.NewPluginInitializer()), nil
 }
 
@@ -165,7 +182,7 @@ func (s *Service) initializers(rc *rest.Config) ([]admission.PluginInitializer, 
 func (s *Service) Register(g grpc.ServiceRegistrar) { admissionv1.RegisterAdmissionServer(g, s) }
 
 // Collectors are the service's own metrics; upstream's register themselves.
-func (s *Service) Collectors() []prometheus.Collector { return nil }
+func (s *Service) Collectors() []prometheus.Collector { return hookMetrics() }
 
 // Ready is so from the start: a plugin that has not read what it needs refuses by itself.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }

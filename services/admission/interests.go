@@ -4,7 +4,9 @@ import (
 	"context"
 
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/client-go/informers"
 	admissionlisters "k8s.io/client-go/listers/admissionregistration/v1"
 	"k8s.io/client-go/tools/cache"
@@ -13,19 +15,18 @@ import (
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
 
-// builtIn is what the default plugins look at, from their own Handles and Admit methods at 1.36. It errs on the side of
-// asking. Where any other plugin is on, everything is asked.
+// builtIn is what the default plugins and NodeRestriction look at, from their own Handles and Admit methods at 1.36.
+// Where any other plugin is on, everything is asked. TestInterestsHoldWhatPluginsLookAt runs every plugin over
+// everything that is left out.
 //
-//   - NamespaceLifecycle looks at every creation in a namespace and every deletion of one; ResourceQuota counts every
-//     creation, and updates of what it measures; OwnerReferencesPermissionEnforcement is off by default.
-//   - What is left out is what nobody looks at, above all a Lease's heartbeat, an Event's and an EndpointSlice's update
-//     and the status updates of most kinds.
+// Above all that is a Lease's heartbeat, an Event's and an EndpointSlice's update and most status updates. One thing is
+// left out that a plugin would act on: NamespaceLifecycle refuses an update of an object whose namespace is gone, which
+// only what is left behind by a deletion that was not finished can be.
 func builtIn() (admit, validate []*admissionv1.Interest) {
 	const (
-		create  = admissionv1.Operation_OPERATION_CREATE
-		update  = admissionv1.Operation_OPERATION_UPDATE
-		remove  = admissionv1.Operation_OPERATION_DELETE
-		connect = admissionv1.Operation_OPERATION_CONNECT
+		create = admissionv1.Operation_OPERATION_CREATE
+		update = admissionv1.Operation_OPERATION_UPDATE
+		remove = admissionv1.Operation_OPERATION_DELETE
 	)
 	in := func(group, resource, subresource string, ops ...admissionv1.Operation) *admissionv1.Interest {
 		return &admissionv1.Interest{
@@ -35,32 +36,49 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 			Operations:  ops,
 		}
 	}
-	admit = []*admissionv1.Interest{
-		in("*", "*", "*", create, connect),
-		in("", "namespaces", "*", update, remove),
-		in("", "pods", "*", update, remove),
-		in("", "nodes", "*", update, remove),
-		in("", "services", "*", update),
-		in("", "persistentvolumeclaims", "*", update),
-		in("", "persistentvolumes", "*", update),
-		in("", "serviceaccounts", "*", update),
-		in("apps", "*", "*", update),
-		in("batch", "*", "*", update),
-		in("", "replicationcontrollers", "*", update),
-		in("", "podtemplates", "*", update),
-		in("networking.k8s.io", "*", "*", update),
-		in("scheduling.k8s.io", "*", "*", update, remove),
-		in("storage.k8s.io", "*", "*", update),
-		in("certificates.k8s.io", "*", "*", update),
-		in("resource.k8s.io", "*", "*", update, remove),
-		in("rbac.authorization.k8s.io", "*", "*", update),
-		in("node.k8s.io", "*", "*", update),
-		in("admissionregistration.k8s.io", "*", "*", update),
-		in("storagemigration.k8s.io", "*", "*", update),
+	// ofNodes is what NodeRestriction looks at: what nodes do.
+	ofNodes := func(i *admissionv1.Interest) *admissionv1.Interest {
+		i.UserGroup = user.NodesGroup
+		return i
 	}
-	// NodeRestriction also looks at what nodes do with leases and CSINodes. Their creation is asked about above; for
-	// their updates the Node authorizer already holds a node to the object of its own name.
-	return admit, append([]*admissionv1.Interest{}, admit...)
+	heartbeats := ofNodes(in("coordination.k8s.io", "leases", "", update, remove))
+	heartbeats.UnlessOwnIn = corev1.NamespaceNodeLease // a node's own, which it may write
+	admit = []*admissionv1.Interest{
+		in("*", "*", "*", create),        // NamespaceLifecycle: whatever is created in a namespace
+		in("", "namespaces", "", remove), // NamespaceLifecycle
+		in("", "pods", "", update),       // DefaultTolerationSeconds
+		in("", "pods", "ephemeralcontainers", update),
+		in("", "pods", "resize", update), // LimitRanger
+		in("", "persistentvolumeclaims", "", update),
+		ofNodes(in("", "pods", "*", update, remove)),
+		ofNodes(in("", "nodes", "*", update, remove)),
+		ofNodes(in("", "persistentvolumeclaims", "*", update, remove)),
+		ofNodes(in("certificates.k8s.io", "podcertificaterequests", "*", update, remove)),
+		heartbeats,
+		ofNodes(in("resource.k8s.io", "resourceslices", "", remove)),
+		ofNodes(in("storage.k8s.io", "csinodes", "", update, remove)),
+	}
+	validate = []*admissionv1.Interest{
+		in("*", "*", "", create), // ResourceQuota counts whatever is created in a namespace
+		// PodSecurity: pods, and what holds a template of one
+		in("", "namespaces", "", update),
+		in("", "pods", "", update),
+		in("", "pods", "ephemeralcontainers", create, update), // ServiceAccount
+		in("", "pods", "resize", create, update),              // PodResizeValidator, LimitRanger, ResourceQuota
+		in("", "podtemplates", "", update),
+		in("", "replicationcontrollers", "", update),
+		in("apps", "*", "", update),
+		in("batch", "*", "", update), // JobValidation
+		// ResourceQuota, LimitRanger, PersistentVolumeClaimResize
+		in("", "persistentvolumeclaims", "*", create, update),
+		in("", "services", "", update),
+		in("resource.k8s.io", "resourceclaims", "", update),
+		in("scheduling.k8s.io", "priorityclasses", "", update),                      // Priority
+		in("certificates.k8s.io", "certificatesigningrequests", "approval", update), // CertificateApproval
+		in("certificates.k8s.io", "certificatesigningrequests", "status", update),   // CertificateSigning
+		in("certificates.k8s.io", "clustertrustbundles", "*", update),               // ClusterTrustBundleAttest
+	}
+	return admit, validate
 }
 
 // interests is the built-in list and what webhooks and policies add to it.

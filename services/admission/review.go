@@ -81,7 +81,7 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		}, r.Resource.Subresource,
 		operations[r.Operation], opts, r.DryRun, u)
 	ctx, warned := warnings.Record(asRequest(ctx, r, u))
-	ctx = audit.WithAuditContext(ctx)
+	ctx = audit.WithAuditContext(s.hooks.withBudget(ctx))
 	if err := run(ctx, attrs, c.interfaces); err != nil {
 		// As kube-apiserver does it: an API error that another one speaks of is not what is answered.
 		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason

@@ -30,7 +30,7 @@ type kubelet struct {
 	asked chan *http.Request
 }
 
-func newKubelet(t *testing.T) *kubelet {
+func newKubelet(t *testing.T, s *harness.Server) *kubelet {
 	k := &kubelet{asked: make(chan *http.Request, 100)}
 	const idle, creation = time.Hour, 30 * time.Second
 	mux := http.NewServeMux()
@@ -79,7 +79,11 @@ func newKubelet(t *testing.T) *kubelet {
 		t.Fatal(err)
 	}
 	k.Listener = l
-	k.TLS = &tls.Config{ClientAuth: tls.RequestClientCert}
+	serving, err := tls.LoadX509KeyPair(s.ServingCertificate("kubelet", harness.HostAddress(t)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.TLS = &tls.Config{ClientAuth: tls.RequestClientCert, Certificates: []tls.Certificate{serving}}
 	k.StartTLS()
 	t.Cleanup(k.Close)
 	return k
@@ -123,7 +127,7 @@ func TestStreaming(t *testing.T) {
 }
 
 func streams(t *testing.T, s *harness.Server) {
-	k := newKubelet(t)
+	k := newKubelet(t, s)
 	_, port, _ := net.SplitHostPort(k.Listener.Addr().String())
 	s.Apply(fmt.Sprintf(`{apiVersion: v1, kind: Node, metadata: {name: node}, status: {addresses: [{type: InternalIP, address: %q}], daemonEndpoints: {kubeletEndpoint: {Port: %s}}}}`, harness.HostAddress(t), port))
 	s.Kubectl("patch", "node", "node", "--subresource=status", "--type=merge", "-p",

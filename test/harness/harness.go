@@ -24,6 +24,9 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"watershed.dev/platform/pki"
 )
 
 // Root is the repository.
@@ -259,14 +262,51 @@ func (s *Server) Apply(manifest string, flags ...string) string {
 func (s *Server) Managers() string {
 	s.t.Helper()
 	dir := TempDir(s.t)
-	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), "--kubeconfig", s.Kubeconfig,
+	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"),
+		"--kubeconfig", s.Identity("system:kube-controller-manager"),
 		"--service-account-private-key-file", s.SAKey,
 		"--use-service-account-credentials", "--root-ca-file", s.CA+".crt", "--cluster-signing-cert-file", s.CA+".crt",
 		"--cluster-signing-key-file", s.CA+".key",
 		"--leader-elect=false", "--secure-port", "0", "--controllers", "*")
-	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"), "--kubeconfig", s.Kubeconfig,
+	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"),
+		"--kubeconfig", s.Identity("system:kube-scheduler"),
 		"--leader-elect=false", "--secure-port", "0")
 	return dir
+}
+
+// Identity is the kubeconfig of a user in some groups, who is known by a certificate of the cluster's CA.
+func (s *Server) Identity(user string, groups ...string) string {
+	s.t.Helper()
+	name := strings.ReplaceAll(user, ":", "-")
+	cert, key := s.leaf(pki.Leaf{Name: name, CommonName: user, Organizations: groups, Usage: pki.Client})
+	path := filepath.Join(s.Dir, name+".kubeconfig")
+	conf := clientcmdapi.NewConfig()
+	conf.Clusters["c"] = &clientcmdapi.Cluster{Server: s.Config().Host, InsecureSkipTLSVerify: true}
+	conf.AuthInfos["u"] = &clientcmdapi.AuthInfo{ClientCertificate: cert, ClientKey: key}
+	conf.Contexts["x"] = &clientcmdapi.Context{Cluster: "c", AuthInfo: "u"}
+	conf.CurrentContext = "x"
+	if err := clientcmd.WriteToFile(*conf, path); err != nil {
+		s.t.Fatal(err)
+	}
+	return path
+}
+
+// ServingCertificate is one that the cluster's CA has signed for a server at some names and addresses.
+func (s *Server) ServingCertificate(name string, at ...string) (cert, key string) {
+	s.t.Helper()
+	return s.leaf(pki.Leaf{Name: name, CommonName: name, SANs: at, Usage: pki.Server})
+}
+
+func (s *Server) leaf(l pki.Leaf) (cert, key string) {
+	s.t.Helper()
+	ca, err := pki.OpenCA(filepath.Dir(s.CA), filepath.Base(s.CA), "kubernetes")
+	if err == nil {
+		cert, key, _, err = ca.Leaf(l)
+	}
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return cert, key
 }
 
 // Controllers runs kube-controller-manager, kube-scheduler and kwok with three nodes.
@@ -274,9 +314,10 @@ func (s *Server) Controllers() {
 	s.t.Helper()
 	dir := s.Managers()
 	port := fmt.Sprint(FreePort(s.t))
+	cert, key := s.ServingCertificate("kwok", "127.0.0.1")
 	Start(s.t, dir, "kwok", Peer("kwok"), "--kubeconfig", s.Kubeconfig, "--manage-all-nodes=true", "--node-ip",
 		"127.0.0.1", "--node-port", port, "--cidr", "10.244.0.0/16",
-		"--server-address", "127.0.0.1:"+port, "--config", stages(s.t, dir), "--node-lease-duration-seconds", "40")
+		"--server-address", "127.0.0.1:"+port, "--tls-cert-file", cert, "--tls-private-key-file", key, "--config", stages(s.t, dir), "--node-lease-duration-seconds", "40")
 	var nodes strings.Builder
 	for i := range 3 {
 		fmt.Fprintf(&nodes, `---

@@ -126,6 +126,7 @@ state = "%[1]s/state"
     bin_dirs = ["/usr/lib/cni"]
     conf_dir = "%[1]s/cni"
 `, dir, socket))
+	serving, key := s.ServingCertificate("kubelet", Name, Address)
 	kubelet := write("kubelet.yaml", fmt.Sprintf(`
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
@@ -133,6 +134,8 @@ cgroupDriver: cgroupfs
 failCgroupV1: false
 failSwapOn: false
 containerRuntimeEndpoint: unix://%[2]s
+tlsCertFile: %[6]q
+tlsPrivateKeyFile: %[7]q
 authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: %[3]q}}
 authorization: {mode: Webhook}
 clusterDomain: cluster.local
@@ -146,7 +149,7 @@ localStorageCapacityIsolation: false
 resolvConf: /etc/resolv.conf
 podLogsDir: %[1]s/podlogs
 maxPods: 200
-`, dir, socket, s.CA+".crt", Address, dnsOf(o)))
+`, dir, socket, s.CA+".crt", Address, dnsOf(o), serving, key))
 	t.Cleanup(func() { sweep(dir) })
 	t.Setenv("PATH", filepath.Dir(harness.Peer("containerd"))+":"+
 		os.Getenv("PATH")) // containerd looks for its shim there
@@ -168,11 +171,12 @@ maxPods: 200
 		}
 		n.Import(t, path)
 	}
-	harness.Start(t, dir, "kubelet", harness.Peer("kubelet"), "--config", kubelet, "--kubeconfig", s.Kubeconfig,
+	harness.Start(t, dir, "kubelet", harness.Peer("kubelet"), "--config", kubelet,
+		"--kubeconfig", s.Identity("system:node:"+Name, "system:nodes"),
 		"--hostname-override", Name, "--root-dir", filepath.Join(dir, "kubelet"),
 		"--node-ip", Address, "--cert-dir", filepath.Join(dir, "pki"))
-	harness.Start(t, dir, "kube-proxy", harness.Peer("kube-proxy"), "--kubeconfig", s.Kubeconfig, "--proxy-mode",
-		"iptables", "--cluster-cidr", "10.244.0.0/16", "--hostname-override", Name,
+	harness.Start(t, dir, "kube-proxy", harness.Peer("kube-proxy"),
+		"--kubeconfig", s.Identity("system:kube-proxy"), "--proxy-mode", "iptables", "--cluster-cidr", "10.244.0.0/16", "--hostname-override", Name,
 		"--conntrack-max-per-core", "0", "--conntrack-tcp-timeout-established", "0",
 		"--conntrack-tcp-timeout-close-wait", "0")
 	harness.Eventually(t, time.Minute, func() error {

@@ -2,6 +2,7 @@ package routing
 
 import (
 	"context"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -36,17 +37,26 @@ var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREA
 	admissionv1.Operation_OPERATION_UPDATE,
 	admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}
 
-// For is the operations on r that each phase looks at.
-func (i *Interests) For(r *commonv1.Resource) (admit, validate []admissionv1.Operation) {
+// For is the operations that each phase looks at of a user's request on an object of r.
+func (i *Interests) For(r *commonv1.Resource, namespace, name string,
+	u *commonv1.User) (admit, validate []admissionv1.Operation) {
 	set := i.current.Load()
 	if set == nil {
 		return allOperations, allOperations
 	}
-	return matching(set.Admit, r), matching(set.Validate, r)
+	return matching(set.Admit, r, namespace, name, u), matching(set.Validate, r, namespace, name, u)
 }
 
-func matching(all []*admissionv1.Interest, r *commonv1.Resource) (ops []admissionv1.Operation) {
+// nodeUser is how the names of nodes' users begin.
+const nodeUser = "system:node:"
+
+func matching(all []*admissionv1.Interest, r *commonv1.Resource, namespace, name string,
+	u *commonv1.User) (ops []admissionv1.Operation) {
 	for _, in := range all {
+		if in.UserGroup != "" && !slices.Contains(u.GetGroups(), in.UserGroup) ||
+			in.UnlessOwnIn != "" && in.UnlessOwnIn == namespace && name != "" && u.GetName() == nodeUser+name {
+			continue
+		}
 		if (in.Group == "*" || in.Group == r.Group) && (in.Resource == "*" || in.Resource == r.Resource) &&
 			(in.Subresource == "*" || in.Subresource == r.Subresource) {
 			ops = append(ops, in.Operations...)

@@ -49,7 +49,7 @@ func (c *call) writeRequest() *registryv1.WriteRequest {
 		Path:      c.req.URL.Path,
 	}
 	if !c.asksItself() {
-		r.Admit, r.Validate = c.router.Interests.For(c.entry.Resource)
+		r.Admit, r.Validate = c.router.Interests.For(c.entry.Resource, r.Namespace, r.Name, c.user)
 	}
 	return r
 }

@@ -410,11 +410,15 @@ func (x *InterestSet) GetValidate() []*Interest {
 
 // Interest matches requests; "*" matches anything.
 type Interest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Group         string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
-	Resource      string                 `protobuf:"bytes,2,opt,name=resource" json:"resource,omitempty"`
-	Subresource   string                 `protobuf:"bytes,3,opt,name=subresource" json:"subresource,omitempty"`
-	Operations    []Operation            `protobuf:"varint,4,rep,packed,name=operations,enum=watershed.admission.v1.Operation" json:"operations,omitempty"`
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Group       string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
+	Resource    string                 `protobuf:"bytes,2,opt,name=resource" json:"resource,omitempty"`
+	Subresource string                 `protobuf:"bytes,3,opt,name=subresource" json:"subresource,omitempty"`
+	Operations  []Operation            `protobuf:"varint,4,rep,packed,name=operations,enum=watershed.admission.v1.Operation" json:"operations,omitempty"`
+	// Only requests of users in this group; empty: whoever asks. A caller that does not know the field asks more.
+	UserGroup string `protobuf:"bytes,5,opt,name=user_group,json=userGroup" json:"user_group,omitempty"`
+	// But for those of a node for the object of its own name in this namespace; empty: there is no such exception.
+	UnlessOwnIn   string `protobuf:"bytes,6,opt,name=unless_own_in,json=unlessOwnIn" json:"unless_own_in,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -477,6 +481,20 @@ func (x *Interest) GetOperations() []Operation {
 	return nil
 }
 
+func (x *Interest) GetUserGroup() string {
+	if x != nil {
+		return x.UserGroup
+	}
+	return ""
+}
+
+func (x *Interest) GetUnlessOwnIn() string {
+	if x != nil {
+		return x.UnlessOwnIn
+	}
+	return ""
+}
+
 var File_watershed_admission_v1_admission_proto protoreflect.FileDescriptor
 
 const file_watershed_admission_v1_admission_proto_rawDesc = "" +
@@ -508,14 +526,17 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\x10InterestsRequest\"\x83\x01\n" +
 	"\vInterestSet\x126\n" +
 	"\x05admit\x18\x01 \x03(\v2 .watershed.admission.v1.InterestR\x05admit\x12<\n" +
-	"\bvalidate\x18\x02 \x03(\v2 .watershed.admission.v1.InterestR\bvalidate\"\xa1\x01\n" +
+	"\bvalidate\x18\x02 \x03(\v2 .watershed.admission.v1.InterestR\bvalidate\"\xe4\x01\n" +
 	"\bInterest\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\tR\x05group\x12\x1a\n" +
 	"\bresource\x18\x02 \x01(\tR\bresource\x12 \n" +
 	"\vsubresource\x18\x03 \x01(\tR\vsubresource\x12A\n" +
 	"\n" +
 	"operations\x18\x04 \x03(\x0e2!.watershed.admission.v1.OperationR\n" +
-	"operations*\x7f\n" +
+	"operations\x12\x1d\n" +
+	"\n" +
+	"user_group\x18\x05 \x01(\tR\tuserGroup\x12\"\n" +
+	"\runless_own_in\x18\x06 \x01(\tR\vunlessOwnIn*\x7f\n" +
 	"\tOperation\x12\x19\n" +
 	"\x15OPERATION_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10OPERATION_CREATE\x10\x01\x12\x14\n" +

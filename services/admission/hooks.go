@@ -1,0 +1,434 @@
+package admission
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apiserver/pkg/admission"
+	webhookinit "k8s.io/apiserver/pkg/admission/plugin/webhook/initializer"
+	webhookutil "k8s.io/apiserver/pkg/util/webhook"
+	"k8s.io/client-go/informers"
+	admissionlisters "k8s.io/client-go/listers/admissionregistration/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+)
+
+// HookOptions keep a slow or dead webhook its owner's matter (kubernetes 128162). They are off by default:
+// kube-apiserver has nothing of the kind, and calls a hook until its own timeout for every request.
+type HookOptions struct {
+	// Budget is how long all hooks together that may be ignored may take of a request's mutation, and again of its
+	// validation; what they would take beyond it they fail to answer. 0: as long as their timeouts allow.
+	Budget time.Duration
+	// Concurrency is how many requests a hook may be sent at a time; further ones wait for their turn within its
+	// timeout. 0: any.
+	Concurrency int
+	// Failures is after how many failures in a row a hook is not called any more for Pause; it then is tried with one
+	// request at a time until one succeeds. Meanwhile it fails at once, and its failurePolicy says what comes of that.
+	// 0: it is always called.
+	Failures int
+	Pause    time.Duration
+}
+
+// AddFlags adds every setting to fs.
+func (o *HookOptions) AddFlags(fs *pflag.FlagSet) {
+	fs.DurationVar(&o.Budget, "webhook-ignore-budget", 0,
+		"How long all admission webhooks together whose failurePolicy is Ignore may take of a request's mutation, and "+
+			"again of its validation. 0: as long as their own timeouts allow, as in kube-apiserver.")
+	fs.IntVar(&o.Concurrency, "webhook-max-concurrent", 0,
+		"How many requests an admission webhook is sent at a time by this process; others wait within its timeout. 0: any "+
+			"number, as in kube-apiserver.")
+	fs.IntVar(&o.Failures, "webhook-breaker-failures", 0,
+		"After how many failures in a row an admission webhook is not called any more for --webhook-breaker-pause. It then "+
+			"fails at once, and its failurePolicy decides. 0: it is always called, as in kube-apiserver.")
+	fs.DurationVar(&o.Pause, "webhook-breaker-pause", 10*time.Second,
+		"How long an admission webhook that fails is left alone, before one request at a time tries it.")
+}
+
+// Validate says what cannot be meant.
+func (o *HookOptions) Validate() error {
+	switch {
+	case o.Budget < 0:
+		return fmt.Errorf("--webhook-ignore-budget %s: want 0 (no budget) or more", o.Budget)
+	case o.Concurrency < 0:
+		return fmt.Errorf("--webhook-max-concurrent %d: want 0 (any number) or more", o.Concurrency)
+	case o.Failures < 0:
+		return fmt.Errorf("--webhook-breaker-failures %d: want 0 (no breaker) or more", o.Failures)
+	case o.Failures > 0 && o.Pause <= 0:
+		return fmt.Errorf("--webhook-breaker-pause %s: want more than 0", o.Pause)
+	}
+	return nil
+}
+
+// What became of a call, as metrics say it.
+const (
+	answered    = "answered"
+	failed      = "failed"
+	overBudget  = "over budget"
+	broken      = "not called"
+	interrupted = "interrupted"
+)
+
+var (
+	hookCalls = prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "watershed_admission_webhook_calls_total",
+		Help: "Calls of admission webhooks, by endpoint and what became of them: answered, failed, interrupted (who asked " +
+			"is gone), over budget, not called (the breaker is open).",
+	}, []string{"endpoint", "result"})
+	hooksInFlight = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "watershed_admission_webhook_inflight",
+		Help: "Calls of admission webhooks that are under way or wait for their turn, by endpoint.",
+	}, []string{"endpoint"})
+	hookSeconds = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		Name:    "watershed_admission_webhook_seconds",
+		Help:    "How long calls of admission webhooks took, with the wait for their turn, by endpoint.",
+		Buckets: []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30},
+	}, []string{"endpoint"})
+	breakersOpen = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "watershed_admission_webhook_breaker_open",
+		Help: "1 while an admission webhook is not called because it has failed, by endpoint.",
+	}, []string{"endpoint"})
+)
+
+func hookMetrics() []prometheus.Collector {
+	return []prometheus.Collector{hookCalls, hooksInFlight, hookSeconds, breakersOpen}
+}
+
+// hooks are the endpoints of webhooks. Its methods may be called by any number of goroutines.
+type hooks struct {
+	options    HookOptions
+	mutating   admissionlisters.MutatingWebhookConfigurationLister
+	validating admissionlisters.ValidatingWebhookConfigurationLister
+	// known are the endpoints that a configuration names, and whether every hook of theirs may be ignored.
+	known atomic.Pointer[map[string]bool]
+
+	mu        sync.Mutex
+	endpoints map[string]*endpoint
+}
+
+func newHooks(o HookOptions, f informers.SharedInformerFactory) (*hooks, error) {
+	a := f.Admissionregistration().V1()
+	h := &hooks{
+		options:    o,
+		mutating:   a.MutatingWebhookConfigurations().Lister(),
+		validating: a.ValidatingWebhookConfigurations().Lister(),
+		endpoints:  map[string]*endpoint{},
+	}
+	h.known.Store(&map[string]bool{})
+	changed := cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(any) { h.look() },
+		UpdateFunc: func(any, any) { h.look() },
+		DeleteFunc: func(any) { h.look() },
+	}
+	for _, i := range []cache.SharedIndexInformer{a.MutatingWebhookConfigurations().Informer(),
+		a.ValidatingWebhookConfigurations().Informer()} {
+		if _, err := i.AddEventHandler(changed); err != nil {
+			return nil, err
+		}
+	}
+	return h, nil
+}
+
+// look takes note of what is configured, and forgets the endpoints that are not any more.
+func (h *hooks) look() {
+	known := map[string]bool{}
+	note := func(c admissionregistrationv1.WebhookClientConfig, p *admissionregistrationv1.FailurePolicyType) {
+		at := endpointOf(c)
+		if ignored, ok := known[at]; at != "" && (!ok || ignored) {
+			known[at] = p != nil && *p == admissionregistrationv1.Ignore
+		}
+	}
+	mutating, _ := h.mutating.List(labels.Everything())
+	for _, c := range mutating {
+		for _, w := range c.Webhooks {
+			note(w.ClientConfig, w.FailurePolicy)
+		}
+	}
+	validating, _ := h.validating.List(labels.Everything())
+	for _, c := range validating {
+		for _, w := range c.Webhooks {
+			note(w.ClientConfig, w.FailurePolicy)
+		}
+	}
+	h.known.Store(&known)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for at := range h.endpoints {
+		if _, ok := known[at]; !ok {
+			h.forget(at)
+		}
+	}
+}
+
+func (h *hooks) forget(at string) {
+	delete(h.endpoints, at)
+	hookCalls.DeletePartialMatch(prometheus.Labels{"endpoint": at})
+	hooksInFlight.DeleteLabelValues(at)
+	hookSeconds.DeleteLabelValues(at)
+	breakersOpen.DeleteLabelValues(at)
+}
+
+// endpointOf names where a hook is called: host:port and path, as the request's URL has them.
+func endpointOf(c admissionregistrationv1.WebhookClientConfig) string {
+	if s := c.Service; s != nil {
+		port, path := int32(443), ""
+		if s.Port != nil {
+			port = *s.Port
+		}
+		if s.Path != nil {
+			path = *s.Path
+		}
+		return name(s.Name+"."+s.Namespace+".svc:"+strconv.Itoa(int(port)), path)
+	}
+	if c.URL == nil {
+		return ""
+	}
+	u, err := url.Parse(*c.URL)
+	if err != nil {
+		return ""
+	}
+	return name(u.Host, u.Path)
+}
+
+func name(host, path string) string {
+	if path == "" {
+		path = "/"
+	}
+	return host + path
+}
+
+// endpoint is one that has been called.
+type endpoint struct {
+	name string
+	// turns bounds the calls under way; nil: there is no bound.
+	turns chan struct{}
+
+	mu sync.Mutex
+	// failures are those in a row, and until is when it may be tried again. trying: somebody does.
+	failures int
+	until    time.Time
+	trying   bool
+}
+
+func (h *hooks) at(u *url.URL) *endpoint {
+	at := name(u.Host, u.Path)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	e := h.endpoints[at]
+	if e == nil {
+		e = &endpoint{name: at}
+		if h.options.Concurrency > 0 {
+			e.turns = make(chan struct{}, h.options.Concurrency)
+		}
+		h.endpoints[at] = e
+	}
+	return e
+}
+
+// initializer hands webhook plugins clients that keep to the bounds. It comes after upstream's, whose clients it wraps.
+func (h *hooks) initializer(upstream webhookutil.AuthenticationInfoResolverWrapper) admission.PluginInitializer {
+	return hookInitializer{func(r webhookutil.AuthenticationInfoResolver) webhookutil.AuthenticationInfoResolver {
+		return &webhookutil.AuthenticationInfoResolverDelegator{
+			ClientConfigForFunc: func(hostPort string) (*rest.Config, error) {
+				return h.wrapped(upstream(r).ClientConfigFor(hostPort))
+			},
+			ClientConfigForServiceFunc: func(service, namespace string, port int) (*rest.Config, error) {
+				return h.wrapped(upstream(r).ClientConfigForService(service, namespace, port))
+			},
+		}
+	}}
+}
+
+type hookInitializer struct {
+	wrapper webhookutil.AuthenticationInfoResolverWrapper
+}
+
+func (i hookInitializer) Initialize(plugin admission.Interface) {
+	if w, ok := plugin.(webhookinit.WantsAuthenticationInfoResolverWrapper); ok {
+		w.SetAuthenticationInfoResolverWrapper(i.wrapper)
+	}
+}
+
+func (h *hooks) wrapped(c *rest.Config, err error) (*rest.Config, error) {
+	if err != nil {
+		return nil, err
+	}
+	c = rest.CopyConfig(c) // it may be everybody's
+	c.Wrap(func(next http.RoundTripper) http.RoundTripper { return &hookTransport{h, next} })
+	return c, nil
+}
+
+// budget is what is left of the time that hooks which may be ignored may take of one phase of a request.
+type budget struct {
+	mu   sync.Mutex
+	left time.Duration
+}
+
+type budgetKey struct{}
+
+// withBudget gives a phase of a request its budget.
+func (h *hooks) withBudget(ctx context.Context) context.Context {
+	if h == nil || h.options.Budget == 0 {
+		return ctx
+	}
+	return context.WithValue(ctx, budgetKey{}, &budget{left: h.options.Budget})
+}
+
+func (b *budget) remains() time.Duration {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.left
+}
+
+func (b *budget) spend(d time.Duration) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.left -= d
+}
+
+var (
+	errBroken     = errors.New("it is not called for a while because it has failed (--webhook-breaker-failures)")
+	errOverBudget = errors.New("the time that webhooks of the kind may take of a request is spent (--webhook-ignore-budget)")
+)
+
+// hookTransport calls one hook's endpoint within the bounds.
+type hookTransport struct {
+	hooks *hooks
+	next  http.RoundTripper
+}
+
+// RoundTrip implements http.RoundTripper. Its errors are those of a hook that does not answer: its failurePolicy says
+// what comes of them.
+func (t *hookTransport) RoundTrip(req *http.Request) (*http.Response, error) {
+	e, began := t.hooks.at(req.URL), time.Now()
+	hooksInFlight.WithLabelValues(e.name).Inc()
+	defer hooksInFlight.WithLabelValues(e.name).Dec()
+	resp, result, err := t.call(req, e)
+	hookCalls.WithLabelValues(e.name, result).Inc()
+	hookSeconds.WithLabelValues(e.name).Observe(time.Since(began).Seconds())
+	return resp, err
+}
+
+func (t *hookTransport) call(req *http.Request, e *endpoint) (_ *http.Response, result string, err error) {
+	ctx, cancel := req.Context(), func() {}
+	b, _ := ctx.Value(budgetKey{}).(*budget)
+	if b != nil && (*t.hooks.known.Load())[e.name] {
+		left := b.remains()
+		if left <= 0 {
+			return nil, overBudget, errOverBudget
+		}
+		began := time.Now()
+		ctx, cancel = context.WithTimeoutCause(ctx, left, errOverBudget)
+		defer func() { b.spend(time.Since(began)) }()
+	}
+	if !e.mayCall(t.hooks.options) {
+		cancel()
+		return nil, broken, errBroken
+	}
+	if e.turns != nil {
+		select {
+		case e.turns <- struct{}{}:
+			defer func() { <-e.turns }()
+		case <-ctx.Done():
+			cancel()
+			e.gaveUp()
+			return nil, resultOf(req, ctx), context.Cause(ctx)
+		}
+	}
+	resp, err := t.next.RoundTrip(req.WithContext(ctx))
+	if err != nil {
+		defer cancel()
+		result = resultOf(req, ctx)
+		if result == overBudget {
+			err = errOverBudget
+		}
+		if result == interrupted {
+			e.gaveUp()
+		} else {
+			e.called(t.hooks.options, false)
+		}
+		return nil, result, err
+	}
+	e.called(t.hooks.options, resp.StatusCode < http.StatusInternalServerError)
+	resp.Body = &cancelled{resp.Body, cancel}
+	if resp.StatusCode >= http.StatusInternalServerError {
+		return resp, failed, nil
+	}
+	return resp, answered, nil
+}
+
+// resultOf says why a call ended without an answer.
+func resultOf(req *http.Request, ctx context.Context) string {
+	switch {
+	case errors.Is(context.Cause(ctx), errOverBudget):
+		return overBudget
+	case errors.Is(req.Context().Err(), context.Canceled): // who asked is gone: it says nothing of the hook
+		return interrupted
+	}
+	return failed
+}
+
+// cancelled ends a call's context with its body.
+type cancelled struct {
+	io.ReadCloser
+	cancel func()
+}
+
+func (c *cancelled) Close() error {
+	defer c.cancel()
+	return c.ReadCloser.Close()
+}
+
+// mayCall says whether the breaker lets a call through.
+func (e *endpoint) mayCall(o HookOptions) bool {
+	if o.Failures == 0 {
+		return true
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	switch {
+	case e.failures < o.Failures:
+		return true
+	case time.Now().Before(e.until) || e.trying:
+		return false
+	}
+	e.trying = true
+	return true
+}
+
+// gaveUp: a call ended before the hook could show whether it works.
+func (e *endpoint) gaveUp() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.trying = false
+}
+
+// called notes whether a call succeeded.
+func (e *endpoint) called(o HookOptions, well bool) {
+	if o.Failures == 0 {
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.trying = false
+	if well {
+		e.failures = 0
+		breakersOpen.WithLabelValues(e.name).Set(0)
+		return
+	}
+	if e.failures++; e.failures >= o.Failures {
+		e.until = time.Now().Add(o.Pause)
+		breakersOpen.WithLabelValues(e.name).Set(1)
+	}
+}

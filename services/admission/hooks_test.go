@@ -1,0 +1,185 @@
+package admission
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// hook is a webhook's server, as its client's transport sees it.
+type hook struct {
+	mu    sync.Mutex
+	calls int
+	most  int
+	now   int
+	// takes is how long it takes to answer, and code what it answers; 0: nothing.
+	takes time.Duration
+	code  int
+}
+
+func (h *hook) RoundTrip(req *http.Request) (*http.Response, error) {
+	h.mu.Lock()
+	h.calls++
+	h.now++
+	h.most = max(h.most, h.now)
+	takes, code := h.takes, h.code
+	h.mu.Unlock()
+	defer func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		h.now--
+	}()
+	select {
+	case <-req.Context().Done():
+		return nil, req.Context().Err()
+	case <-time.After(takes):
+	}
+	if code == 0 {
+		return nil, errors.New("connection refused")
+	}
+	return &http.Response{StatusCode: code, Body: io.NopCloser(strings.NewReader("{}"))}, nil
+}
+
+func (h *hook) called() int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.calls
+}
+
+const hookURL = "https://hook.ns.svc:443/review?timeout=10s"
+
+func transportTo(h *hook, o HookOptions, ignored bool) *hookTransport {
+	all := &hooks{options: o, endpoints: map[string]*endpoint{}}
+	all.known.Store(&map[string]bool{"hook.ns.svc:443/review": ignored})
+	return &hookTransport{all, h}
+}
+
+func call(ctx context.Context, t *testing.T, to *hookTransport) error {
+	t.Helper()
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, hookURL, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := to.RoundTrip(req)
+	if err != nil {
+		return err
+	}
+	return resp.Body.Close()
+}
+
+func TestAFailingHookIsLeftAlone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := &hook{}
+		to := transportTo(h, HookOptions{Failures: 3, Pause: 10 * time.Second}, false)
+		for range 3 {
+			if err := call(t.Context(), t, to); err == nil || errors.Is(err, errBroken) {
+				t.Errorf("a failure is not told: %v", err)
+			}
+		}
+		if err := call(t.Context(), t, to); !errors.Is(err, errBroken) || h.called() != 3 {
+			t.Errorf("it is called again: %v, %d calls", err, h.called())
+		}
+		time.Sleep(11 * time.Second)
+		h.code, h.takes = 500, time.Second // one tries it, and fails
+		var wg sync.WaitGroup
+		for range 5 {
+			wg.Go(func() { _ = call(t.Context(), t, to) })
+		}
+		wg.Wait()
+		if h.called() != 4 {
+			t.Errorf("%d calls: more than one tries it", h.called())
+		}
+		time.Sleep(11 * time.Second)
+		gone, cancel := context.WithCancel(t.Context())
+		time.AfterFunc(time.Millisecond, cancel)
+		if err := call(gone, t, to); !errors.Is(
+			err,
+			context.Canceled,
+		) { // says nothing of the hook, and lets others try
+			t.Error(err)
+		}
+		h.code, h.takes = 200, 0
+		for range 3 {
+			if err := call(t.Context(), t, to); err != nil {
+				t.Errorf("it works again: %v", err)
+			}
+		}
+	})
+}
+
+func TestAHookIsSentSoManyRequestsAtATime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := &hook{code: 200, takes: time.Second}
+		to := transportTo(h, HookOptions{Concurrency: 2}, false)
+		var wg sync.WaitGroup
+		for range 6 {
+			wg.Go(func() {
+				if err := call(t.Context(), t, to); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+		if h.most != 2 || h.called() != 6 {
+			t.Errorf("%d calls, %d at a time", h.called(), h.most)
+		}
+		timed, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+		defer cancel()
+		h.takes = time.Hour
+		for range 3 { // the third does not come to its turn within its timeout
+			wg.Go(func() {
+				if err := call(timed, t, to); !errors.Is(err, context.DeadlineExceeded) {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+	})
+}
+
+func TestHooksThatMayBeIgnoredHaveABudget(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := &hook{code: 200, takes: 400 * time.Millisecond}
+		o := HookOptions{Budget: time.Second}
+		to := transportTo(h, o, true)
+		ctx, began := to.hooks.withBudget(t.Context()), time.Now()
+		for n := range 10 {
+			err := call(ctx, t, to)
+			if over := errors.Is(err, errOverBudget); over != (n >= 2) || !over && err != nil {
+				t.Errorf("call %d: %v", n, err)
+			}
+		}
+		if spent := time.Since(began); spent != time.Second {
+			t.Errorf("ten calls take %s of a budget of a second", spent)
+		}
+		must, began := transportTo(h, o, false), time.Now()
+		ctx = must.hooks.withBudget(t.Context())
+		for range 5 {
+			if err := call(ctx, t, must); err != nil {
+				t.Errorf("one that may not be ignored: %v", err)
+			}
+		}
+		if spent := time.Since(began); spent != 2*time.Second {
+			t.Errorf("five calls take %s", spent)
+		}
+	})
+}
+
+func TestHookOptionsAreChecked(t *testing.T) {
+	for want, o := range map[string]HookOptions{
+		"--webhook-ignore-budget -1s":   {Budget: -time.Second},
+		"--webhook-max-concurrent -1":   {Concurrency: -1},
+		"--webhook-breaker-failures -1": {Failures: -1},
+		"--webhook-breaker-pause 0s":    {Failures: 1},
+	} {
+		if err := o.Validate(); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v: %v", o, err)
+		}
+	}
+}

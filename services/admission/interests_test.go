@@ -1,0 +1,459 @@
+package admission
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/admission/initializer"
+	"k8s.io/apiserver/pkg/admission/plugin/namespace/lifecycle"
+	mutatingpolicy "k8s.io/apiserver/pkg/admission/plugin/policy/mutating"
+	mutatingwebhook "k8s.io/apiserver/pkg/admission/plugin/webhook/mutating"
+	auditinternal "k8s.io/apiserver/pkg/apis/audit"
+	"k8s.io/apiserver/pkg/audit"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/util/compatibility"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/kubernetes/plugin/pkg/admission/noderestriction"
+
+	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/warnings"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+)
+
+// served is one resource or subresource that upstream serves, and what may be asked about it.
+type served struct {
+	resource    schema.GroupVersionResource
+	subresource string
+	kind        schema.GroupVersionKind
+	namespaced  bool
+	ops         []admission.Operation
+}
+
+func (s served) String() string {
+	name := s.resource.Resource
+	if s.subresource != "" {
+		name += "/" + s.subresource
+	}
+	if s.resource.Group != "" {
+		name = s.resource.Group + " " + name
+	}
+	return name
+}
+
+// connects are the subresources that are connections, whatever the verb.
+var connects = []string{"attach", "exec", "portforward", "proxy"}
+
+// everyResource is what kube-apiserver serves in every version, alpha and beta too, by the discovery documents that
+// upstream keeps beside its code and checks in its own tests; and custom resources, which nobody knows beforehand.
+func everyResource(t *testing.T) (all []served) {
+	t.Helper()
+	dir, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "k8s.io/kubernetes").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// a document of a version, not one of a group
+	files, err := filepath.Glob(filepath.Join(strings.TrimSpace(string(dir)), "api/discovery/api*__v*.json"))
+	if err != nil || len(files) < 20 {
+		t.Fatal(files, err)
+	}
+	for _, f := range files {
+		data, err := os.ReadFile(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var list metav1.APIResourceList
+		if err := json.Unmarshal(data, &list); err != nil {
+			t.Fatal(f, err)
+		}
+		gv, err := schema.ParseGroupVersion(list.GroupVersion)
+		if err != nil {
+			t.Fatal(f, err)
+		}
+		for _, r := range list.APIResources {
+			s := served{namespaced: r.Namespaced, kind: gv.WithKind(r.Kind)}
+			if r.Version != "" {
+				s.kind = schema.GroupVersionKind{Group: r.Group, Version: r.Version, Kind: r.Kind}
+			}
+			name, sub, _ := strings.Cut(r.Name, "/")
+			s.resource, s.subresource, s.ops = gv.WithResource(name), sub, opsOf(sub, r.Verbs)
+			all = append(all, s)
+		}
+	}
+	custom := schema.GroupVersion{Group: "example.com", Version: "v1"}
+	verbs := []string{"create", "update", "delete"}
+	for name, namespaced := range map[string]bool{"widgets": true, "globals": false} {
+		for sub, verbs := range map[string][]string{"": verbs, "status": {"update"}, "scale": {"update"}} {
+			all = append(all, served{
+				resource:    custom.WithResource(name),
+				subresource: sub,
+				kind:        custom.WithKind("Custom"),
+				namespaced:  namespaced,
+				ops:         opsOf(sub, verbs),
+			})
+		}
+	}
+	return all
+}
+
+func opsOf(sub string, verbs []string) []admission.Operation {
+	if slices.Contains(connects, sub) {
+		return []admission.Operation{admission.Connect}
+	}
+	of := map[admission.Operation]bool{}
+	for _, v := range verbs {
+		switch v {
+		case "create":
+			of[admission.Create] = true
+		case "update", "patch": // may create: an update that does is admitted as a creation
+			of[admission.Update], of[admission.Create] = true, true
+		case "delete", "deletecollection":
+			of[admission.Delete] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(of))
+}
+
+// spy is a request that notes what a plugin reads of it beyond which request it is: resource, subresource, kind,
+// namespace and operation. A plugin that reads nothing else, changes nothing and refuses nothing cannot have acted on
+// the object, whatever it holds: only on what it knows of the cluster, and therefore the worlds.
+type spy struct {
+	admission.Attributes
+	mu    sync.Mutex
+	reads map[string]bool
+}
+
+func (s *spy) read(what string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.reads[what] = true
+}
+
+func (s *spy) GetName() string { s.read("name"); return s.Attributes.GetName() }
+
+func (s *spy) GetObject() runtime.Object { s.read("object"); return s.Attributes.GetObject() }
+
+func (s *spy) GetOldObject() runtime.Object { s.read("old"); return s.Attributes.GetOldObject() }
+
+func (s *spy) GetOperationOptions() runtime.Object {
+	s.read("options")
+	return s.Attributes.GetOperationOptions()
+}
+
+func (s *spy) IsDryRun() bool { s.read("dryRun"); return s.Attributes.IsDryRun() }
+
+func (s *spy) GetUserInfo() user.Info { s.read("user"); return s.Attributes.GetUserInfo() }
+
+func (s *spy) AddAnnotation(k, v string) error {
+	s.read("annotation")
+	return s.Attributes.AddAnnotation(k, v)
+}
+
+func (s *spy) AddAnnotationWithLevel(k, v string, l auditinternal.Level) error {
+	s.read("annotation")
+	return s.Attributes.AddAnnotationWithLevel(k, v, l)
+}
+
+func (s *spy) GetReinvocationContext() admission.ReinvocationContext {
+	s.read("reinvocation")
+	return s.Attributes.GetReinvocationContext()
+}
+
+// beforehand is what a plugin reads of every request before it knows whether it looks at it. For a user, both a node
+// and another ask. The generic ones act by what is configured, which compute adds.
+var beforehand = map[string][]string{
+	noderestriction.PluginName: {"user"},
+	mutatingwebhook.PluginName: {"reinvocation", "object"}, // notes it for a reinvocation
+	mutatingpolicy.PluginName:  {"reinvocation"},
+}
+
+// worlds are clusters as plugins know them.
+var worlds = map[string]cluster{
+	// one in which whatever decides by the cluster has something to decide by
+	"full": {
+		"/api/v1/namespaces": {`{"metadata":{"name":"x","labels":{"kubernetes.io/metadata.name":"x",
+			"pod-security.kubernetes.io/enforce":"restricted","pod-security.kubernetes.io/warn":"restricted",
+			"pod-security.kubernetes.io/audit":"restricted"}},"status":{"phase":"Active"}}`,
+			`{"metadata":{"name":"kube-system"},"status":{"phase":"Active"}}`,
+			`{"metadata":{"name":"kube-node-lease"},"status":{"phase":"Active"}}`},
+		"/api/v1/serviceaccounts": {`{"metadata":{"name":"default","namespace":"x"}}`,
+			`{"metadata":{"name":"default","namespace":"kube-system"}}`,
+			`{"metadata":{"name":"default","namespace":"kube-node-lease"}}`},
+		"/api/v1/limitranges": {`{"metadata":{"name":"l","namespace":"x"},"spec":{"limits":[
+			{"type":"Container","default":{"cpu":"2"},"max":{"cpu":"4"}}]}}`},
+		"/api/v1/resourcequotas": {`{"metadata":{"name":"q","namespace":"x"},"spec":{"hard":{"count/n.example.com":"1"}},
+			"status":{"hard":{"count/n.example.com":"1"},"used":{"count/n.example.com":"0"}}}`},
+		"/api/v1/nodes": {`{"metadata":{"name":"one","labels":{"topology.kubernetes.io/zone":"z"}}}`},
+		"/apis/storage.k8s.io/v1/storageclasses": {`{"metadata":{"name":"s","annotations":
+			{"storageclass.kubernetes.io/is-default-class":"true"}}}`},
+		"/apis/networking.k8s.io/v1/ingressclasses": {`{"metadata":{"name":"i","annotations":
+			{"ingressclass.kubernetes.io/is-default-class":"true"}}}`},
+		"/apis/scheduling.k8s.io/v1/priorityclasses": {`{"metadata":{"name":"p"},"value":1,"globalDefault":true}`},
+	},
+	"terminating": {"/api/v1/namespaces": {`{"metadata":{"name":"x"},"status":{"phase":"Terminating"}}`,
+		`{"metadata":{"name":"kube-system"},"status":{"phase":"Terminating"}}`,
+		`{"metadata":{"name":"kube-node-lease"},"status":{"phase":"Terminating"}}`}},
+	// one in which nothing is found, not even the namespace
+	"empty": {},
+}
+
+var users = []user.Info{
+	&user.DefaultInfo{Name: "jane", Groups: []string{user.AllAuthenticated}},
+	&user.DefaultInfo{Name: "system:node:one", Groups: []string{user.NodesGroup, user.AllAuthenticated}},
+}
+
+// plugins are the default ones, and NodeRestriction, each alone.
+func plugins(t *testing.T, c cluster) map[string]admission.Interface {
+	t.Helper()
+	rc, err := apiclient.Config(c.kubeconfig(t), "admission")
+	if err != nil {
+		t.Fatal(err)
+	}
+	rc.QPS = -1
+	client, dyn := kubernetes.NewForConfigOrDie(rc), dynamic.NewForConfigOrDie(rc)
+	f := informers.NewSharedInformerFactory(client, 0)
+	resolver, err := apiclient.NewServiceResolver(f, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &Service{informers: f, resolver: resolver, mapper: newMapper(client.Discovery())}
+	own, err := s.initializers(rest.CopyConfig(rc))
+	if err != nil {
+		t.Fatal(err)
+	}
+	deny := authorizer.AuthorizerFunc(func(context.Context, authorizer.Attributes) (
+		authorizer.Decision, string, error) {
+		return authorizer.DecisionDeny, "", nil
+	})
+	chain := append(admission.PluginInitializers{initializer.New(client, dyn, f, deny, utilfeature.DefaultFeatureGate,
+		compatibility.DefaultBuildEffectiveVersion(), t.Context().Done(), s.mapper)}, own...)
+	chain = append(chain, s.mapper)
+	options := NewConfig().Options.GenericAdmission
+	out := map[string]admission.Interface{}
+	for _, name := range options.RecommendedPluginOrder {
+		if options.DefaultOffPlugins.Has(name) && name != noderestriction.PluginName {
+			continue
+		}
+		if out[name], err = options.Plugins.InitPlugin(name, nil, chain); err != nil {
+			t.Fatal(name, err)
+		}
+	}
+	f.Start(t.Context().Done())
+	for typ, ok := range f.WaitForCacheSync(t.Context().Done()) {
+		if !ok {
+			t.Fatal(typ)
+		}
+	}
+	return out
+}
+
+// objectOf is an empty object as the plugins get it: of the internal version, or of none that a scheme knows.
+func objectOf(k schema.GroupVersionKind) (runtime.Object, admission.ObjectInterfaces) {
+	for _, of := range schemes {
+		for _, v := range []string{runtime.APIVersionInternal, k.Version} {
+			if o, err := of.scheme.New(k.GroupKind().WithVersion(v)); err == nil {
+				return o, admission.NewObjectInterfacesFromScheme(of.scheme)
+			}
+		}
+	}
+	return &unstructured.Unstructured{Object: map[string]any{}},
+		admission.NewObjectInterfacesFromScheme(schemes[0].scheme)
+}
+
+const (
+	admits    = "Admit"
+	validates = "Validate"
+)
+
+// acts runs one phase of one plugin, and says what it did that counts, or nothing.
+func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, op admission.Operation, namespace,
+	object string, u user.Info) (out string) {
+	t.Helper()
+	var run func(context.Context, admission.Attributes, admission.ObjectInterfaces) error
+	if m, ok := p.(admission.MutationInterface); ok && phase == admits {
+		run = m.Admit
+	} else if v, ok := p.(admission.ValidationInterface); ok && phase == validates {
+		run = v.Validate
+	} else {
+		return ""
+	}
+	if !p.Handles(op) {
+		return ""
+	}
+	obj, o := objectOf(r.kind)
+	var old runtime.Object
+	var options runtime.Object
+	switch op {
+	case admission.Create:
+		options = &metav1.CreateOptions{}
+	case admission.Update:
+		old, options = obj.DeepCopyObject(), &metav1.UpdateOptions{}
+	case admission.Delete:
+		obj, old, options = nil, obj, &metav1.DeleteOptions{}
+	}
+	a := &spy{
+		Attributes: admission.NewAttributesRecord(obj, old, r.kind, namespace, object, r.resource, r.subresource, op,
+			options, false, u),
+		reads: map[string]bool{},
+	}
+	ctx, warned := warnings.Record(audit.WithAuditContext(
+		request.WithUser(request.WithNamespace(t.Context(), namespace), u)))
+	audit.AuditContextFrom(ctx).Init(audit.RequestAuditConfig{Level: auditinternal.LevelMetadata}, nil)
+	defer func() {
+		if p := recover(); p != nil { // it took the object for another
+			out = fmt.Sprint("panics: ", p)
+		}
+	}()
+	err := run(ctx, a, o)
+	for _, known := range beforehand[plugin] {
+		delete(a.reads, known)
+	}
+	if itself(u, object) { // whose object it is decides, and it is its own
+		delete(a.reads, "name")
+	}
+	switch {
+	case err != nil:
+		return "refuses: " + err.Error()
+	case len(warned.List()) > 0:
+		return "warns"
+	case len(audit.AuditContextFrom(ctx).GetEventAnnotations()) > 0:
+		return "annotates"
+	case len(a.reads) > 0:
+		return "reads " + strings.Join(slices.Sorted(maps.Keys(a.reads)), ", ")
+	}
+	return ""
+}
+
+// itself says whether an object has a node's own name.
+func itself(u user.Info, object string) bool { return u.GetName() == "system:node:"+object }
+
+// asked is what gateway/routing makes of interests.
+func asked(all []*admissionv1.Interest, r served, op admission.Operation, namespace, object string, u user.Info) bool {
+	return slices.ContainsFunc(all, func(i *admissionv1.Interest) bool {
+		if i.UserGroup != "" && !slices.Contains(u.GetGroups(), i.UserGroup) ||
+			i.UnlessOwnIn != "" && i.UnlessOwnIn == namespace && itself(u, object) {
+			return false
+		}
+		return (i.Group == "*" || i.Group == r.resource.Group) &&
+			(i.Resource == "*" || i.Resource == r.resource.Resource) &&
+			(i.Subresource == "*" || i.Subresource == r.subresource) &&
+			slices.ContainsFunc(i.Operations, func(o admissionv1.Operation) bool { return operations[o] == op })
+	})
+}
+
+// excepted says where a plugin acts and is not asked on purpose.
+//
+//   - NamespaceLifecycle refuses an update where the namespace is gone and the object is not. It would be asked about
+//     every heartbeat, and nobody gains by such an update what he may not do anyway.
+func excepted(world, plugin, phase string, r served, op admission.Operation) bool {
+	return world == "empty" && plugin == lifecycle.PluginName && phase == admits && r.namespaced &&
+		op == admission.Update
+}
+
+// Nothing that a plugin looks at is left out of the interests: a plugin that is not asked does not act.
+func TestInterestsHoldWhatPluginsLookAt(t *testing.T) {
+	for name, gates := range map[string]map[string]bool{
+		"as they are": {},
+		"every gate":  {"AllAlpha": true, "AllBeta": true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			setGates(t, gates)
+			everyInterest(t)
+		})
+	}
+}
+
+func setGates(t *testing.T, gates map[string]bool) {
+	gate := utilfeature.DefaultMutableFeatureGate
+	state := func() map[string]bool {
+		of := map[string]bool{}
+		for f := range gate.GetAll() {
+			of[string(f)] = gate.Enabled(f)
+		}
+		return of
+	}
+	before := state()
+	if err := gate.SetFromMap(gates); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		for f := range gates { // then each one on its own
+			_ = gate.SetFromMap(map[string]bool{f: false})
+		}
+		back := map[string]bool{}
+		for f, on := range state() {
+			if before[f] != on {
+				back[f] = before[f]
+			}
+		}
+		if err := gate.SetFromMap(back); err != nil || !maps.Equal(state(), before) {
+			t.Errorf("the gates are not what they were: %v", err)
+		}
+	})
+}
+
+func everyInterest(t *testing.T) {
+	all := everyResource(t)
+	admit, validate := builtIn()
+	interests := map[string][]*admissionv1.Interest{admits: admit, validates: validate}
+	missing := map[string]map[string]string{} // phase resource op: plugin: what it did
+	for w, c := range worlds {
+		by := plugins(t, maps.Clone(c))
+		for _, r := range all {
+			namespaces := []string{""}
+			if r.namespaced {
+				namespaces = []string{"x", metav1.NamespaceSystem, "kube-node-lease"}
+			} else if r.resource.Resource == "namespaces" {
+				namespaces = []string{"", "x"} // registry's handlers differ by operation
+			}
+			ask := func(phase string, op admission.Operation, namespace, object string, u user.Info) {
+				if asked(interests[phase], r, op, namespace, object, u) {
+					return
+				}
+				for name, p := range by {
+					did := acts(t, name, phase, p, r, op, namespace, object, u)
+					if did == "" || excepted(w, name, phase, r, op) {
+						continue
+					}
+					key := fmt.Sprintf("%-8s %-6s %s as %s", phase, op, r, u.GetName())
+					if missing[key] == nil {
+						missing[key] = map[string]string{}
+					}
+					missing[key][name] = did
+				}
+			}
+			for _, op := range slices.Compact(append(slices.Clone(r.ops), admission.Connect)) {
+				for _, phase := range []string{admits, validates} {
+					for _, u := range users {
+						for _, ns := range namespaces {
+							ask(phase, op, ns, "n", u)
+							ask(phase, op, ns, "one", u)
+						}
+					}
+				}
+			}
+		}
+	}
+	for _, key := range slices.Sorted(maps.Keys(missing)) {
+		t.Errorf("not asked: %s: %v", key, missing[key])
+	}
+}
