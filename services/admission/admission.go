@@ -130,7 +130,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	// Other plugins than the default and NodeRestriction may look at anything, and so may webhooks and policies from
 	// files, which no informer tells of.
 	all := slices.ContainsFunc(c.Options.GenericAdmission.EnablePlugins, unknownInterests) ||
-		len(c.Options.PluginNames) > 0 || utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
+		len(c.Options.PluginNames) > 0 ||
+		utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
 	s.interests = newInterests(s.informers, all)
 	return s, nil
 }

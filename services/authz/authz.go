@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"sync/atomic"
 	"time"
 
@@ -25,6 +26,7 @@ import (
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/reload"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 )
 
@@ -54,6 +56,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 type Service struct {
 	authzv1.UnimplementedAuthzServer
 	chain       *chain
+	files       reload.Files
 	privileged  authorizer.Authorizer
 	cluster     *apiclient.Cluster
 	generations *generations
@@ -85,6 +88,9 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	}
 	if s.chain, err = newChain(ctx, ac, func() { s.generations.change("", true) }); err != nil {
 		return nil, fmt.Errorf("--authorization-mode: %w", err)
+	}
+	if err := s.chain.follow(&s.files); err != nil {
+		return nil, err
 	}
 	rbac := s.cluster.Informers.Rbac().V1()
 	for resource, i := range map[string]cache.SharedIndexInformer{
@@ -160,6 +166,9 @@ func (s *Service) Register(g grpc.ServiceRegistrar) { authzv1.RegisterAuthzServe
 // Collectors are the service's own metrics.
 func (s *Service) Collectors() []prometheus.Collector { return nil }
 
+// Files are those that are read anew while the service runs.
+func (s *Service) Files() http.Handler { return &s.files }
+
 // Ready is so from the start: the privileged group needs no policy, and until the policies are there everyone
 // else is refused. Policies says when they are.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
@@ -169,7 +178,7 @@ func (s *Service) Policies() *lifecycle.Readiness { return &s.policies }
 
 // Run follows the policies until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
-	go s.chain.watchFile(ctx)
+	go s.files.Run(ctx)
 	go func() {
 		s.cluster.Informers.WaitForCacheSync(ctx.Done())
 		s.synced.Store(ctx.Err() == nil)
@@ -189,10 +198,12 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 	out := &authzv1.AuthorizeResponse{Replica: s.generations.replica, Generation: generation}
 	if d, reason, _ := s.privileged.Authorize(ctx, attrs); d == authorizer.DecisionAllow {
 		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, reason
+		out.AnyName, out.AnyNamespace = attrs.ResourceRequest, attrs.ResourceRequest
 		return always(out), nil
 	}
 	if allowed, known := mayDo(attrs); allowed {
 		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, "a service of the system"
+		out.AnyName, out.AnyNamespace = attrs.ResourceRequest, attrs.ResourceRequest // the rights name neither
 		return always(out), nil
 	} else if known {
 		out.Reason = "not among the rights of this service of the system"
@@ -214,6 +225,8 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 	if !keep || isNode(attrs.User) {
 		// and who does not know Transient keeps it for as good as nothing
 		out.Transient, out.CacheMilliseconds = true, 1
+	} else if d == authorizer.DecisionAllow {
+		out.AnyName, out.AnyNamespace = s.chain.wide(ctx, attrs)
 	}
 	return out, nil
 }

@@ -1,6 +1,7 @@
 package authz
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -8,12 +9,15 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/client-go/informers"
@@ -22,6 +26,7 @@ import (
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
 	"watershed.dev/platform/identity"
+	"watershed.dev/platform/reload"
 )
 
 // hook is an authorization webhook that says what it is told to.
@@ -56,14 +61,15 @@ func newHook(t *testing.T) *hook {
 	return h
 }
 
-func chainOf(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions)) *chain {
+func chainOf(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions), cluster ...runtime.Object) *chain {
 	t.Helper()
 	o := kubeoptions.NewBuiltInAuthorizationOptions()
 	set(o)
 	if errs := append(o.Complete(), o.Validate()...); len(errs) > 0 {
 		t.Fatal(errors.Join(errs...))
 	}
-	c, err := o.ToAuthorizationConfig(informers.NewSharedInformerFactory(fake.NewClientset(), 0))
+	f := informers.NewSharedInformerFactory(fake.NewClientset(cluster...), 0)
+	c, err := o.ToAuthorizationConfig(f)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -71,6 +77,8 @@ func chainOf(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions)) *
 	if err != nil {
 		t.Fatal(err)
 	}
+	f.Start(t.Context().Done())
+	f.WaitForCacheSync(t.Context().Done())
 	return h
 }
 
@@ -130,6 +138,13 @@ func TestAConfigurationIsReadAnew(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	read := func() []byte {
+		data, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return data
+	}
 	write("RBAC")
 	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.AuthorizationConfigurationFile = file })
 	reloads := 0
@@ -138,18 +153,129 @@ func TestAConfigurationIsReadAnew(t *testing.T) {
 		d, _, _, _ := c.decide(t.Context(), by("bob"))
 		return d
 	}
-	if err := c.reload(t.Context()); err != nil || reloads != 0 || decided() == authorizer.DecisionAllow {
+	if err := c.reload(t.Context(), read()); err != nil || reloads != 0 || decided() == authorizer.DecisionAllow {
 		t.Errorf("unchanged: %v, %d reloads", err, reloads)
 	}
 	write("RBAC", "AlwaysAllow")
-	if err := c.reload(t.Context()); err != nil || reloads != 1 || decided() != authorizer.DecisionAllow {
+	if err := c.reload(t.Context(), read()); err != nil || reloads != 1 || decided() != authorizer.DecisionAllow {
 		t.Errorf("changed: %v, %d reloads, %v", err, reloads, decided())
 	}
 	for _, bad := range [][]string{{"AlwaysAllow"}, {"RBAC", "Node"}, {"RBAC", "Nonsense"}} {
 		write(bad...)
-		if err := c.reload(t.Context()); err == nil || reloads != 1 || decided() != authorizer.DecisionAllow {
+		if err := c.reload(t.Context(), read()); err == nil || reloads != 1 || decided() != authorizer.DecisionAllow {
 			t.Errorf("%v: %v, %d reloads", bad, err, reloads)
 		}
+	}
+}
+
+// What is said to hold for every name or namespace does.
+func TestADecisionIsAsWideAsThePolicy(t *testing.T) {
+	meta := func(name, namespace string) metav1.ObjectMeta {
+		return metav1.ObjectMeta{Name: name, Namespace: namespace}
+	}
+	rules := func(names ...string) []rbacv1.PolicyRule {
+		return []rbacv1.PolicyRule{{
+			Verbs: []string{"get"}, APIGroups: []string{""}, Resources: []string{"pods"}, ResourceNames: names,
+		}}
+	}
+	to := func(user string) []rbacv1.Subject { return []rbacv1.Subject{{Kind: "User", Name: user}} }
+	role := func(name string) rbacv1.RoleRef {
+		return rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: name}
+	}
+	policy := []runtime.Object{
+		&rbacv1.ClusterRole{ObjectMeta: meta("all", ""), Rules: rules()},
+		&rbacv1.ClusterRole{ObjectMeta: meta("one", ""), Rules: rules("one")},
+		&rbacv1.ClusterRoleBinding{ObjectMeta: meta("a", ""), RoleRef: role("all"), Subjects: to("everywhere")},
+		&rbacv1.ClusterRoleBinding{ObjectMeta: meta("b", ""), RoleRef: role("one"), Subjects: to("one-everywhere")},
+		&rbacv1.RoleBinding{ObjectMeta: meta("c", "x"), RoleRef: role("all"), Subjects: to("in-x")},
+		&rbacv1.RoleBinding{ObjectMeta: meta("d", "x"), RoleRef: role("one"), Subjects: to("one-in-x")},
+		&rbacv1.ClusterRoleBinding{ObjectMeta: meta("e", ""), RoleRef: role("one"), Subjects: to("both")},
+		&rbacv1.RoleBinding{ObjectMeta: meta("f", "x"), RoleRef: role("all"), Subjects: to("both")},
+	}
+	abac := filepath.Join(t.TempDir(), "policy.jsonl")
+	if err := os.WriteFile(abac, []byte(`{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy",`+
+		`"spec":{"user":"unset","resource":"pods","apiGroup":""}}`+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	h := newHook(t)
+	rbac := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"Node", "RBAC"} }, policy...)
+	lines := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.Modes, o.PolicyFile = []string{"ABAC", "RBAC"}, abac
+	}, policy...)
+	asks := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.Modes, o.WebhookConfigFile = []string{"Webhook", "RBAC"}, h.kubeconfig
+	}, policy...)
+	for _, x := range []struct {
+		chain         *chain
+		user          string
+		name, anyname bool
+	}{
+		{rbac, "everywhere", true, true},
+		{rbac, "one-everywhere", false, false},
+		{rbac, "in-x", true, false},
+		{rbac, "one-in-x", false, false},
+		{rbac, "both", true, false},
+		{lines, "everywhere", true, false}, // a line without a namespace is for what has none
+		{asks, "everywhere", false, false},
+	} {
+		a := by(x.user)
+		a.Verb, a.Name = "get", "one"
+		if d, _, _, err := x.chain.decide(t.Context(), a); d != authorizer.DecisionAllow || err != nil {
+			t.Errorf("%s: %v, %v", x.user, d, err)
+		}
+		if name, everywhere := x.chain.wide(t.Context(), a); name != x.name || everywhere != x.anyname {
+			t.Errorf("%s: every name %v, every namespace %v", x.user, name, everywhere)
+		}
+	}
+}
+
+// What ABAC's lines say is in force soon after they are written, and moves the generation; bad ones leave what was.
+func TestAPolicyFileIsReadAnew(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "policy.jsonl")
+	write := func(text string) {
+		if err := os.WriteFile(file+".new", []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(file+".new", file); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const line = `{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":%q,"namespace":"*","resource":"*","apiGroup":"*"}}` +
+		"\n"
+	write(fmt.Sprintf(line, "eve"))
+	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.Modes, o.PolicyFile = []string{"RBAC", "ABAC"}, file
+	})
+	moved := make(chan struct{}, 10)
+	c.reloaded = func() { moved <- struct{}{} }
+	files := &reload.Files{}
+	if err := c.follow(files); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() { files.Run(ctx); close(done) }()
+	defer func() { cancel(); <-done }()
+	decided := func() authorizer.Decision {
+		d, _, _, _ := c.decide(t.Context(), by("bob"))
+		return d
+	}
+	if decided() == authorizer.DecisionAllow {
+		t.Error("bob may before the file says so")
+	}
+	write(fmt.Sprintf(line, "bob"))
+	<-moved
+	if decided() != authorizer.DecisionAllow {
+		t.Error("bob may not")
+	}
+	write("nonsense\n")
+	for shown := ""; !strings.Contains(shown, "refused"); time.Sleep(5 * time.Millisecond) {
+		w := httptest.NewRecorder()
+		files.ServeHTTP(w, nil)
+		shown = w.Body.String()
+	}
+	if decided() != authorizer.DecisionAllow || len(moved) > 0 {
+		t.Error("a bad file was put in force")
 	}
 }
 

@@ -1,17 +1,13 @@
 package authz
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"log/slog"
-	"os"
 	"reflect"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	utilerrors "k8s.io/apimachinery/pkg/util/errors"
 	"k8s.io/apimachinery/pkg/util/sets"
@@ -21,8 +17,10 @@ import (
 	authorizationcel "k8s.io/apiserver/pkg/authorization/cel"
 	"k8s.io/apiserver/pkg/authorization/union"
 	authorizationconfigmetrics "k8s.io/apiserver/pkg/server/options/authorizationconfig/metrics"
-	"k8s.io/apiserver/pkg/util/filesystem"
 	kubeauthorizer "k8s.io/kubernetes/pkg/kubeapiserver/authorizer"
+	"k8s.io/kubernetes/pkg/kubeapiserver/authorizer/modes"
+
+	"watershed.dev/platform/reload"
 )
 
 // serverID labels upstream's metrics of reloads.
@@ -40,10 +38,9 @@ type chain struct {
 	// reloaded is called after a new configuration is in force.
 	reloaded func()
 
-	mu       sync.Mutex // guards what follows
-	made     map[authzconfig.AuthorizerType]link
-	lastData []byte
-	last     *authzconfig.AuthorizationConfiguration
+	mu   sync.Mutex // guards what follows
+	made map[authzconfig.AuthorizerType]link
+	last *authzconfig.AuthorizationConfiguration
 }
 
 // link is one authorizer.
@@ -62,7 +59,6 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, reloaded func()) (*
 		compiler: authorizationcel.NewDefaultCompiler(),
 		reloaded: reloaded,
 		made:     map[authzconfig.AuthorizerType]link{},
-		lastData: []byte(c.InitialAuthorizationConfigurationData),
 		last:     c.AuthorizationConfiguration,
 	}
 	for _, a := range c.AuthorizationConfiguration.Authorizers {
@@ -149,6 +145,28 @@ func (h *chain) decide(ctx context.Context,
 	return authorizer.DecisionNoOpinion, strings.Join(reasons, "\n"), keep, utilerrors.NewAggregate(errs)
 }
 
+// wide says whether what is allowed for an object is so whatever its name is, and whatever its namespace: then whoever
+// walks ten thousand objects is asked about once.
+//
+// RBAC allows what has no name by rules that name no objects alone, and what has no namespace by cluster role bindings
+// alone; either allow the rest too. ABAC's lines know no names, but "" among their namespaces is not all of them. No
+// other authorizer that a decision is kept of looks at either; Node has no opinion but of nodes.
+func (h *chain) wide(ctx context.Context, attrs authorizer.AttributesRecord) (anyName, anyNamespace bool) {
+	if !attrs.ResourceRequest || attrs.Name == "" && attrs.Namespace == "" {
+		return false, false
+	}
+	allows := func(namespace string) bool {
+		general := attrs
+		general.Name, general.Namespace = "", namespace
+		d, _, keep, err := h.decide(ctx, general)
+		return d == authorizer.DecisionAllow && keep && err == nil
+	}
+	if attrs.Namespace != "" && !h.has(abacType) && allows("") {
+		return true, true
+	}
+	return attrs.Name != "" && allows(attrs.Namespace), false
+}
+
 // RulesFor implements authorizer.RuleResolver.
 func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]authorizer.ResourceRuleInfo,
 	[]authorizer.NonResourceRuleInfo, bool, error) {
@@ -159,32 +177,61 @@ func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]
 	return union.NewRuleResolvers(all...).RulesFor(ctx, u, namespace)
 }
 
-// watchFile reads the configuration's file anew whenever it changes, until ctx is done. A bad one is told of, and the
-// old one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go).
-func (h *chain) watchFile(ctx context.Context) {
-	if h.base.ReloadFile == "" {
-		return
+// follow has the files that the authorizers are made of read anew whenever they change. A bad one is told of, and the old
+// one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go; that of ABAC and those that name webhooks
+// kube-apiserver reads once).
+func (h *chain) follow(files *reload.Files) error {
+	if file := h.base.ReloadFile; file != "" {
+		data := h.base.InitialAuthorizationConfigurationData
+		authorizationconfigmetrics.RecordAuthorizationConfigLastConfigInfo(serverID, data)
+		files.Add("authorization-config", file, []byte(data), func(ctx context.Context, data []byte) error {
+			if err := h.reload(ctx, data); err != nil {
+				authorizationconfigmetrics.RecordAuthorizationConfigAutomaticReloadFailure(serverID)
+				return err
+			}
+			authorizationconfigmetrics.RecordAuthorizationConfigAutomaticReloadSuccess(serverID, string(data))
+			return nil
+		})
 	}
-	authorizationconfigmetrics.RecordAuthorizationConfigLastConfigInfo(serverID, string(h.lastData))
-	filesystem.WatchUntil(ctx, time.Minute, h.base.ReloadFile, func() {
-		if err := h.reload(ctx); err != nil {
-			authorizationconfigmetrics.RecordAuthorizationConfigAutomaticReloadFailure(serverID)
-			slog.Error("--authorization-config was not read anew; what was read before stays in force", "file",
-				h.base.ReloadFile, "error", err)
+	for _, a := range h.last.Authorizers {
+		flag, file := "", ""
+		switch {
+		case a.Type == abacType:
+			flag, file = "authorization-policy-file", h.base.PolicyFile
+		case a.Webhook != nil && a.Webhook.ConnectionInfo.KubeConfigFile != nil:
+			flag, file = "authorization-webhook-config-file", *a.Webhook.ConnectionInfo.KubeConfigFile
 		}
-	}, func(err error) {
-		slog.Error("--authorization-config cannot be watched", "file", h.base.ReloadFile, "error", err)
-	})
+		if _, err := files.Read(flag, file, func(ctx context.Context, _ []byte) error {
+			return h.remake(ctx)
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
-func (h *chain) reload(ctx context.Context) error {
+const abacType = authzconfig.AuthorizerType(modes.ModeABAC)
+
+// remake makes what holds no state of the cluster anew from its files.
+func (h *chain) remake(ctx context.Context) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	data, err := os.ReadFile(h.base.ReloadFile)
-	if err != nil || bytes.Equal(data, h.lastData) {
+	old, ok := h.made[abacType]
+	delete(h.made, abacType)
+	if err := h.build(ctx, h.last, true); err != nil {
+		if ok {
+			h.made[abacType] = old
+		}
 		return err
 	}
-	h.lastData = data // also of one that is bad: it does not become better
+	h.reloaded()
+	return nil
+}
+
+// reload puts a configuration in force.
+func (h *chain) reload(ctx context.Context, data []byte) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
 	c, err := kubeauthorizer.LoadAndValidateData(data, h.compiler, h.required)
 	if err != nil || reflect.DeepEqual(c, h.last) {
 		return err
@@ -193,8 +240,6 @@ func (h *chain) reload(ctx context.Context) error {
 		return err
 	}
 	h.last = c
-	authorizationconfigmetrics.RecordAuthorizationConfigAutomaticReloadSuccess(serverID, string(data))
-	slog.Info("--authorization-config was read anew", "file", h.base.ReloadFile)
 	h.reloaded()
 	return nil
 }

@@ -225,7 +225,7 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 	defer cancel()
 	for pause := stillPause; ; pause = min(2*pause, stillMost) {
 		if keepable {
-			if d, ok := a.cached(key); ok { // as when the watch is only now being opened
+			if d, ok := a.cached(key, attrs); ok { // as when the watch is only now being opened
 				return d.decision == authorizer.DecisionAllow
 			}
 		}
@@ -260,7 +260,7 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes) (authorizer.Decision, string, error) {
 	key, keepable := keyOf(attrs)
 	if keepable {
-		if d, ok := a.cached(key); ok {
+		if d, ok := a.cached(key, attrs); ok {
 			telemetry.Note(ctx, "Decision kept", nil)
 			return d.decision, d.reason, nil
 		}
@@ -280,6 +280,13 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
 		until := time.Now().Add(ttl)
+		switch { // others than this one have the same answer
+		case resp.AnyNamespace:
+			key, _ = wideKey(attrs, true)
+			d.namespace = "" // no namespace's policy has a part in it
+		case resp.AnyName:
+			key, _ = wideKey(attrs, false)
+		}
 		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d,
 			len(d.reason)+len(d.namespace)+len(d.replica), until)
 	}
@@ -308,8 +315,17 @@ func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) de
 	return d
 }
 
-// cached is a decision that stands, if one was made.
-func (a *Authorizer) cached(key digest) (decision, bool) {
+// cached is a decision that stands, if one was made: of every object, of those of the namespace, or of this one.
+func (a *Authorizer) cached(key digest, attrs authorizer.Attributes) (decision, bool) {
+	if attrs.IsResourceRequest() {
+		for _, everywhere := range []bool{true, false} {
+			if wide, ok := wideKey(attrs, everywhere); ok {
+				if d, ok := a.cache().get(wide); ok && a.stands(d) {
+					return d, true
+				}
+			}
+		}
+	}
 	d, ok := a.cache().get(key)
 	return d, ok && a.stands(d)
 }
@@ -328,17 +344,33 @@ func (a *Authorizer) Ask(ctx context.Context, attrs *commonv1.Attributes) (*auth
 // keyOf is everything that a decision may depend on; ok is false where nothing may be kept: the selectors did not
 // parse, or it is all too long.
 func keyOf(a authorizer.Attributes) (key digest, ok bool) {
-	d := newDigester()
-	writeUser(d, a.GetUser())
-	d.part(a.GetVerb())
 	if !a.IsResourceRequest() {
+		d := newDigester()
+		writeUser(d, a.GetUser())
+		d.part(a.GetVerb())
 		d.part("path")
 		d.part(a.GetPath())
 		return d.sum()
 	}
-	d.part("resource")
-	for _, s := range []string{a.GetAPIGroup(), a.GetAPIVersion(), a.GetResource(), a.GetSubresource(),
-		a.GetNamespace(), a.GetName()} {
+	return keyAbout(a, "resource", a.GetNamespace(), a.GetName())
+}
+
+// wideKey is that of the decision that holds for every name in a request's namespace, or everywhere.
+func wideKey(a authorizer.Attributes, everywhere bool) (key digest, ok bool) {
+	if everywhere {
+		return keyAbout(a, "every resource", "", "")
+	}
+	return keyAbout(a, "every name", a.GetNamespace(), "")
+}
+
+// keyAbout is the key of a decision about resources of a kind, which tells how much the decision holds for.
+func keyAbout(a authorizer.Attributes, what, namespace, name string) (key digest, ok bool) {
+	d := newDigester()
+	writeUser(d, a.GetUser())
+	d.part(a.GetVerb())
+	d.part(what)
+	for _, s := range []string{a.GetAPIGroup(), a.GetAPIVersion(), a.GetResource(), a.GetSubresource(), namespace,
+		name} {
 		d.part(s)
 	}
 	fields, err := a.GetFieldSelector()

@@ -96,6 +96,55 @@ func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
 	}
 }
 
+// Who walks many objects is asked about once, where what is decided holds for all of them, and no further than that.
+func TestADecisionHoldsAsFarAsItSays(t *testing.T) {
+	allow := func(anyName, anyNamespace bool) *authzv1.AuthorizeResponse {
+		return &authzv1.AuthorizeResponse{
+			Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a",
+			AnyName: anyName, AnyNamespace: anyNamespace,
+		}
+	}
+	of := func(verb, namespace, name string) authorizer.Attributes {
+		return authorizer.AttributesRecord{
+			User: &user.DefaultInfo{Name: "bob"}, Verb: verb, ResourceRequest: true, Resource: "pods",
+			Namespace: namespace, Name: name,
+		}
+	}
+	for _, x := range []struct {
+		answer *authzv1.AuthorizeResponse
+		asked  int
+		what   string
+	}{
+		{allow(false, false), 5, "one object"},
+		{allow(true, false), 3, "every name in the namespace"}, // the other namespace, and the other verb
+		{allow(true, true), 2, "everything"},                   // the other verb
+	} {
+		p := &policy{answer: x.answer}
+		a := &Authorizer{Client: p}
+		a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+		for _, r := range []authorizer.Attributes{of("get", "x", "one"), of("get", "x", "two"), of("get", "x", ""),
+			of("get", "y", "one"), of("delete", "x", "one"), of("get", "x", "two")} {
+			if d, _, err := a.Authorize(t.Context(), r); d != authorizer.DecisionAllow || err != nil {
+				t.Fatal(d, err)
+			}
+		}
+		if p.asked != x.asked {
+			t.Errorf("%s: asked %d times, want %d", x.what, p.asked, x.asked)
+		}
+		a.moved(&authzv1.Generation{Generation: 6, Replica: "a", Namespace: "x", MayRevoke: true}, false)
+		before := p.asked
+		p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, Generation: 6, Replica: "a"})
+		d, _, _ := a.Authorize(t.Context(), of("get", "x", "one"))
+		if x.answer.AnyNamespace != (d == authorizer.DecisionAllow && p.asked == before) {
+			t.Errorf("%s: a namespace's policy has moved: %v, asked %d times", x.what, d, p.asked-before)
+		}
+		a.moved(&authzv1.Generation{Generation: 7, Replica: "a", MayRevoke: true}, false)
+		if d, _, _ := a.Authorize(t.Context(), of("get", "x", "one")); d == authorizer.DecisionAllow {
+			t.Errorf("%s: everybody's policy has moved, and it is still allowed", x.what)
+		}
+	}
+}
+
 // A watch that is opened under a decision that is kept costs no second question; once the policy has moved it does.
 func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
 	p := &policy{answer: &authzv1.AuthorizeResponse{

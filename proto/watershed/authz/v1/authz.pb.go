@@ -131,7 +131,10 @@ type AuthorizeResponse struct {
 	// How long, in milliseconds, the decision may be kept at most. 0: for as long as its generation stands.
 	CacheMilliseconds int64 `protobuf:"varint,6,opt,name=cache_milliseconds,json=cacheMilliseconds" json:"cache_milliseconds,omitempty"`
 	// The decision is not to be kept: something has a part in it whose changes no generation tells of.
-	Transient     bool `protobuf:"varint,7,opt,name=transient" json:"transient,omitempty"`
+	Transient bool `protobuf:"varint,7,opt,name=transient" json:"transient,omitempty"`
+	// What was decided holds for every name, in the same namespace, and for every namespace with every name.
+	AnyName       bool `protobuf:"varint,8,opt,name=any_name,json=anyName" json:"any_name,omitempty"`
+	AnyNamespace  bool `protobuf:"varint,9,opt,name=any_namespace,json=anyNamespace" json:"any_namespace,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -211,6 +214,20 @@ func (x *AuthorizeResponse) GetCacheMilliseconds() int64 {
 func (x *AuthorizeResponse) GetTransient() bool {
 	if x != nil {
 		return x.Transient
+	}
+	return false
+}
+
+func (x *AuthorizeResponse) GetAnyName() bool {
+	if x != nil {
+		return x.AnyName
+	}
+	return false
+}
+
+func (x *AuthorizeResponse) GetAnyNamespace() bool {
+	if x != nil {
+		return x.AnyNamespace
 	}
 	return false
 }
@@ -579,7 +596,7 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\x10AuthorizeRequest\x12?\n" +
 	"\n" +
 	"attributes\x18\x01 \x01(\v2\x1f.watershed.common.v1.AttributesR\n" +
-	"attributes\"\x97\x02\n" +
+	"attributes\"\xd7\x02\n" +
 	"\x11AuthorizeResponse\x128\n" +
 	"\bdecision\x18\x01 \x01(\x0e2\x1c.watershed.authz.v1.DecisionR\bdecision\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12)\n" +
@@ -589,7 +606,9 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"generation\x12\x18\n" +
 	"\areplica\x18\x05 \x01(\tR\areplica\x12-\n" +
 	"\x12cache_milliseconds\x18\x06 \x01(\x03R\x11cacheMilliseconds\x12\x1c\n" +
-	"\ttransient\x18\a \x01(\bR\ttransient\"[\n" +
+	"\ttransient\x18\a \x01(\bR\ttransient\x12\x19\n" +
+	"\bany_name\x18\b \x01(\bR\aanyName\x12#\n" +
+	"\rany_namespace\x18\t \x01(\bR\fanyNamespace\"[\n" +
 	"\fRulesRequest\x12-\n" +
 	"\x04user\x18\x01 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\"\x88\x01\n" +
