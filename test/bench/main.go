@@ -127,6 +127,7 @@ var work = []struct {
 	{"update a Lease", updateLeases},
 	{"create a ConfigMap", createConfigMaps},
 	{"create a pod", createPods},
+	{"create by a token's user", admitted},
 	{"a consistent LIST of one small object", smallList},
 	{"deliver to 1000", func(s *server) map[string]float64 { return deliver(s, 1000, 40, 200) }},
 	{"deliver to 5000", func(s *server) map[string]float64 { return deliver(s, 5000, 10, 50) }},
