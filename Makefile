@@ -54,12 +54,17 @@ e2e: build peers ## real clients and controllers against both forms, and against
 	cd test && go test -count=1 -timeout 30m ./...
 
 # What the tests run against, each from its own module.
-peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kwok kwok-stages.yaml etcd etcdctl etcdutl sample-apiserver) ## real peers for the tests
+peers: $(addprefix $(PEERS)/,kubectl kube-apiserver kube-controller-manager kube-scheduler kubeadm kwok kwok-stages.yaml dex etcd etcdctl etcdutl sample-apiserver) ## real peers for the tests
 
 $(PEERS)/kube-%: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ ./peers/kube-$*
 $(PEERS)/kubectl: test/go.mod
 	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubectl
+$(PEERS)/kubeadm: test/go.mod
+	cd test && go build -ldflags "$(STAMP)" -o ../$@ k8s.io/kubernetes/cmd/kubeadm
+# dex' releases are no versions of its module: the commit of v2.45.1.
+$(PEERS)/dex: test/peers/dex/go.mod
+	cd test/peers/dex && GOWORK=off go build -ldflags "-s -w" -o ../../../$@ github.com/dexidp/dex/cmd/dex
 $(PEERS)/sample-apiserver: test/go.mod
 	cd test && go build -o ../$@ k8s.io/sample-apiserver
 $(PEERS)/kwok: test/go.mod
