@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 	"sigs.k8s.io/yaml"
 
@@ -65,6 +66,20 @@ func openLayout(dir, bind string, port int, hosts []string) (*layout, error) {
 	_ = l.lock.Truncate(0)
 	_, _ = l.lock.WriteAt(fmt.Appendf(nil, "%d\n", os.Getpid()), 0)
 	return l, l.pki.Open()
+}
+
+// advertised are the names under which the gateway is told to be reached: its certificate is good for them.
+func advertised(fs *pflag.FlagSet) (names []string) {
+	for _, flag := range []string{"advertise-address", "external-hostname"} {
+		name, _ := fs.GetString(flag)
+		if host, _, err := net.SplitHostPort(name); err == nil {
+			name = host
+		}
+		if name != "" {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 // close gives the directory up. The lock lasts as long as its file is open, and the layout keeps that from being

@@ -64,7 +64,7 @@ func split(args []string) error {
 	if err != nil {
 		return err
 	}
-	l, err := openLayout(*dataDir, *bind, *port, *hosts)
+	l, err := openLayout(*dataDir, *bind, *port, append(*hosts, advertised(fs)...))
 	if err != nil {
 		return err
 	}

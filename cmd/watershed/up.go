@@ -36,7 +36,7 @@ func up(args []string) error {
 	}
 	port, _ := fs.GetInt("secure-port")
 	bind, _ := fs.GetString("bind-address")
-	l, err := openLayout(fs.dataDir, bind, port, fs.hosts)
+	l, err := openLayout(fs.dataDir, bind, port, append(fs.hosts, advertised(fs.FlagSet)...))
 	if err != nil {
 		return err
 	}

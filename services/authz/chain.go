@@ -177,9 +177,9 @@ func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]
 	return union.NewRuleResolvers(all...).RulesFor(ctx, u, namespace)
 }
 
-// follow has the files that the authorizers are made of read anew whenever they change. A bad one is told of, and the old
-// one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go; that of ABAC and those that name webhooks
-// kube-apiserver reads once).
+// follow has the files that the authorizers are made of read anew whenever they change. A bad one is told of, and the
+// old one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go; that of ABAC and those that name
+// webhooks kube-apiserver reads once).
 func (h *chain) follow(files *reload.Files) error {
 	if file := h.base.ReloadFile; file != "" {
 		data := h.base.InitialAuthorizationConfigurationData

@@ -99,8 +99,8 @@ func newHook() *webhook {
 	return h
 }
 
-// robot makes a namespace in which a service account may make config maps, each of which the webhook is asked about, and
-// answers the account's token.
+// robot makes a namespace in which a service account may make config maps, each of which the webhook is asked about,
+// and answers the account's token.
 func (s *server) robot(name string, hook *webhook) string {
 	post := func(path, text string, args ...any) []byte {
 		return s.do("POST", path, "", fmt.Appendf(nil, text, args...), 201)

@@ -68,7 +68,7 @@ func configurations(t *testing.T, o options) {
 
 // run does all of it, and fails where anything differs that is not listed.
 func run(t *testing.T, o options) {
-	theirs := harness.Oracle(t)
+	theirs := harness.Oracle(t, "--enable-admission-plugins=NodeRestriction") // as up and split have it
 	var ours *harness.Server
 	if o.form == "split" {
 		ours = harness.Split(t, "")

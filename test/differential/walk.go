@@ -12,6 +12,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"watershed.dev/test/harness"
 )
 
 // walker makes requests at random over a few names of a few types, so that they meet each other's results.
@@ -43,6 +45,7 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 			w.kinds = append(w.kinds, o)
 		}
 	}
+	p.allowWalkers()
 	var watches []*watching
 	for _, o := range w.kinds {
 		for _, query := range []string{"", "&labelSelector=app%3Da", "&fieldSelector=metadata.name%3Dw1"} {
@@ -87,6 +90,40 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 	}
 }
 
+// walkers are users who may all of some resources, read everything, all of one name, and nothing.
+var walkers = []string{"editor", "reader", "namer", "system:serviceaccount:default:default", "nobody"}
+
+// allowWalkers makes their rights on both sides, and waits until they are in force.
+func (p *pair) allowWalkers() {
+	const rbac = "/apis/rbac.authorization.k8s.io/v1/"
+	post := func(path, body string, args ...any) {
+		p.ask(&request{
+			method: "POST", path: rbac + path, header: jsonBody, body: fmt.Appendf(nil, body, args...), about: "walkers",
+		})
+	}
+	for _, r := range []struct{ user, rule string }{
+		{"editor", `{"apiGroups":["","apps"],"resources":["configmaps","pods","deployments","services"],"verbs":["*"]},` +
+			`{"apiGroups":["rbac.authorization.k8s.io"],"resources":["roles"],"verbs":["*"]}`},
+		{"reader", `{"apiGroups":["*"],"resources":["*"],"verbs":["get","list","watch"]}`},
+		{"namer", `{"apiGroups":["*"],"resources":["*"],"resourceNames":["w1"],"verbs":["*"]}`},
+		{"last", `{"apiGroups":[""],"resources":["pods"],"verbs":["get"]}`},
+	} {
+		post("clusterroles", `{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"walk-%s"},"rules":[%s]}`,
+			r.user, r.rule)
+		post("clusterrolebindings", `{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"walk-%[1]s"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"walk-%[1]s"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":%[1]q}]}`,
+			r.user)
+	}
+	last := &request{method: "GET", path: "/api/v1/namespaces/default/pods/none", header: map[string]string{"Impersonate-User": "last"}}
+	for _, s := range []*side{p.theirs, p.ours} {
+		harness.Eventually(p.t, 20*time.Second, func() error {
+			if got := s.do(p.t.Context(), last); got.code != http.StatusNotFound {
+				return fmt.Errorf("%s: %d %s", s.name, got.code, got.body)
+			}
+			return nil
+		})
+	}
+}
+
 func (w *walker) pick(all ...string) string { return all[w.rng.IntN(len(all))] }
 
 func (w *walker) step() {
@@ -122,6 +159,10 @@ func (w *walker) step() {
 			} else {
 				r.body = must(json.Marshal(body))
 			}
+		}
+		if w.rng.IntN(4) == 0 { // somebody else than the administrator
+			r.header["Impersonate-User"] = walkers[w.rng.IntN(len(walkers))]
+			r.about += " as " + r.header["Impersonate-User"]
 		}
 		if w.rng.IntN(10) == 0 {
 			r.header["Accept"] = accepts[w.rng.IntN(len(accepts))]
