@@ -14,6 +14,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"time"
 
@@ -43,6 +44,7 @@ type PKI struct {
 	// CA signs what the cluster's clients show, inner the services' identities among themselves: a client of the
 	// cluster can have none of these.
 	CA, inner, frontProxy *pki.CA
+	issued                []Component
 }
 
 // Open makes what is missing in the directory.
@@ -129,7 +131,12 @@ func (p *PKI) leaves() error {
 		}
 	}
 	admin := kubeconfig{path: p.AdminKubeconfig(), leaf: "admin", user: "kubernetes-admin"}
-	return errors.Join(p.write(admin), p.innerLeaves(), p.clientLeaves())
+	errs := []error{p.write(admin), p.innerLeaves(), p.clientLeaves()}
+	for _, c := range slices.Clone(p.issued) {
+		_, err := p.Issue(c)
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
 }
 
 // innerLeaves issues the services' certificates on the inner network.
@@ -184,7 +191,7 @@ type Component struct {
 }
 
 // Issue makes a component's certificate and its kubeconfig, which holds all that it takes, and answers the kubeconfig's
-// path.
+// path. Renew, which must come after it, keeps both young.
 func (p *PKI) Issue(c Component) (string, error) {
 	if _, _, _, err := p.CA.Leaf(pki.Leaf{
 		Name:          c.Name,
@@ -195,7 +202,11 @@ func (p *PKI) Issue(c Component) (string, error) {
 		return "", err
 	}
 	path := p.File(c.Name + ".kubeconfig")
-	return path, p.write(kubeconfig{path: path, leaf: c.Name, user: c.User})
+	if err := p.write(kubeconfig{path: path, leaf: c.Name, user: c.User}); err != nil {
+		return "", err
+	}
+	p.issued = append(slices.DeleteFunc(p.issued, func(o Component) bool { return o.Name == c.Name }), c)
+	return path, nil
 }
 
 // renewPeriod is how often it is looked whether a certificate is to be made anew.

@@ -97,18 +97,24 @@ func writeYAML(path string, doc any) error {
 const issuer = "https://kubernetes.default.svc.cluster.local"
 
 // settingsBeside are a service's settings where the command was told some flags itself: what these make wrong is left
-// out.
-func (l *layout) settingsBeside(name string, told func(flag string) bool) map[string]any {
+// out. told is a flag's value; empty: it was not told.
+func (l *layout) settingsBeside(name string, told func(flag string) string) map[string]any {
 	settings := l.settings(name)
-	if told("service-account-signing-endpoint") { // tokens are signed elsewhere
+	if strings.Contains(told("disable-admission-plugins"), nodeRestriction) || told("admission-control") != "" {
+		delete(settings, "enable-admission-plugins") // it may not be given beside these
+	}
+	if told("service-account-signing-endpoint") != "" { // tokens are signed elsewhere
 		delete(settings, "service-account-key-file")
 		delete(settings, "service-account-signing-key-file")
 	}
-	if told("client-ca-file") { // the cluster's PKI is another, and who signed for its kubelets is not known
+	if told("client-ca-file") != "" { // the cluster's PKI is another, and who signed for its kubelets is not known
 		delete(settings, kubeletCA)
 	}
 	return settings
 }
+
+// nodeRestriction is the admission plugin that is on beside kube-apiserver's default.
+const nodeRestriction = "NodeRestriction"
 
 // kubeletCA is the flag of who has signed for kubelets.
 const kubeletCA = "kubelet-certificate-authority"
@@ -152,7 +158,7 @@ func (l *layout) settings(name string) map[string]any {
 	case "admission":
 		return map[string]any{
 			"kubeconfig":               l.pki.Kubeconfig(name),
-			"enable-admission-plugins": "NodeRestriction", // as kubeadm sets it up
+			"enable-admission-plugins": nodeRestriction, // as kubeadm sets it up
 		}
 	case "gateway":
 		return with(requestHeader, map[string]any{

@@ -7,7 +7,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 
 	"watershed.dev/platform/process"
@@ -127,10 +126,13 @@ func (s *splitRun) writeReplicas() error {
 
 // serviceSettings are what every process of a service is told.
 func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
-	told := func(flag string) bool {
-		return slices.ContainsFunc(slices.Collect(maps.Values(s.told)), func(of map[string]any) bool {
-			return of[flag] != nil
-		})
+	told := func(flag string) string {
+		for _, of := range s.told {
+			if v := of[flag]; v != nil {
+				return fmt.Sprint(v)
+			}
+		}
+		return ""
 	}
 	settings := with(s.settingsBeside(m.Name, told), s.identitySettings(m.Name), s.told[m.Name])
 	for _, peer := range m.Calls {

@@ -97,6 +97,34 @@ func TestWhatEveryProcessIsTold(t *testing.T) {
 	}
 }
 
+// What a flag makes wrong of what the directory says is left out.
+func TestWhatFlagsMakeWrongIsLeftOut(t *testing.T) {
+	const plugins, keys = "enable-admission-plugins", "service-account-key-file"
+	for flag, left := range map[string]map[string]bool{
+		"": {plugins: true, keys: true, kubeletCA: true},
+		"--disable-admission-plugins=PodSecurity":                 {plugins: true, keys: true, kubeletCA: true},
+		"--disable-admission-plugins=PodSecurity,NodeRestriction": {keys: true, kubeletCA: true},
+		"--service-account-signing-endpoint=/s":                   {plugins: true, kubeletCA: true},
+		"--client-ca-file=/ca.crt":                                {plugins: true, keys: true},
+	} {
+		var flags []string
+		if flag != "" {
+			flags = []string{flag}
+		}
+		has := map[string]bool{}
+		for _, p := range plannedSplit(t, nil, flags...) {
+			for name := range settingsIn(t, p.config) {
+				has[name] = true
+			}
+		}
+		for _, name := range []string{plugins, keys, kubeletCA} {
+			if has[name] != left[name] {
+				t.Errorf("%q: --%s is there: %v", flag, name, has[name])
+			}
+		}
+	}
+}
+
 // Split hands each service the flags that are its own, and what follows from them.
 func TestSplitHandsFlagsOn(t *testing.T) {
 	of := map[string]map[string]any{}

@@ -183,9 +183,9 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 		log := &stores.NATS{Dir: filepath.Join(u.dir, "nats"), KeyFile: u.pki.JetStreamKey()}
 		parts = append(parts, log.Part(func(s *server.Server) { u.nats = s }))
 	}
-	given := map[string]bool{} // before any service is told what the directory says: they share flags
-	u.flags.Visit(func(f *pflag.Flag) { given[f.Name] = true })
-	told := func(flag string) bool { return given[flag] }
+	given := map[string]string{} // before any service is told what the directory says: they share flags
+	u.flags.Visit(func(f *pflag.Flag) { given[f.Name] = f.Value.String() })
+	told := func(flag string) string { return given[flag] }
 	for _, m := range modules {
 		if err := u.all[m.Name].applyFlags(u.flags); err != nil {
 			return nil, err

@@ -44,8 +44,8 @@ type HookOptions struct {
 // AddFlags adds every setting to fs.
 func (o *HookOptions) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&o.Budget, "webhook-ignore-budget", 0,
-		"How long all admission webhooks together whose failurePolicy is Ignore may take of a request's mutation, and "+
-			"again of its validation. 0: as long as their own timeouts allow, as in kube-apiserver.")
+		"How long all admission webhooks together whose failurePolicy is Ignore, as that of every other one at their "+
+			"endpoint, may take of a request's mutation, and again of its validation. 0: as long as their own timeouts allow, as in kube-apiserver.")
 	fs.IntVar(&o.Concurrency, "webhook-max-concurrent", 0,
 		"How many requests an admission webhook is sent at a time by this process; others wait within its timeout. 0: any "+
 			"number, as in kube-apiserver.")
@@ -75,8 +75,8 @@ func (o *HookOptions) Validate() error {
 const (
 	answered    = "answered"
 	failed      = "failed"
-	overBudget  = "over budget"
-	broken      = "not called"
+	overBudget  = "over_budget"
+	broken      = "not_called"
 	interrupted = "interrupted"
 )
 
@@ -84,7 +84,7 @@ var (
 	hookCalls = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_admission_webhook_calls_total",
 		Help: "Calls of admission webhooks, by endpoint and what became of them: answered, failed, interrupted (who asked " +
-			"is gone), over budget, not called (the breaker is open).",
+			"is gone), over_budget, not_called (the breaker is open).",
 	}, []string{"endpoint", "result"})
 	hooksInFlight = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_admission_webhook_inflight",
@@ -236,7 +236,8 @@ func (h *hooks) at(u *url.URL) *endpoint {
 	return e
 }
 
-// initializer hands webhook plugins clients that keep to the bounds. It comes after upstream's, whose clients it wraps.
+// initializer hands webhook plugins clients that keep to the bounds. It comes after upstream's initializer, whose
+// wrapper it replaces by one around the same.
 func (h *hooks) initializer(upstream webhookutil.AuthenticationInfoResolverWrapper) admission.PluginInitializer {
 	return hookInitializer{func(r webhookutil.AuthenticationInfoResolver) webhookutil.AuthenticationInfoResolver {
 		return &webhookutil.AuthenticationInfoResolverDelegator{
@@ -321,50 +322,56 @@ func (t *hookTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 }
 
 func (t *hookTransport) call(req *http.Request, e *endpoint) (_ *http.Response, result string, err error) {
-	ctx, cancel := req.Context(), func() {}
+	ctx, done, whole := req.Context(), func() {}, true
 	b, _ := ctx.Value(budgetKey{}).(*budget)
 	if b != nil && (*t.hooks.known.Load())[e.name] {
 		left := b.remains()
 		if left <= 0 {
 			return nil, overBudget, errOverBudget
 		}
+		whole = left == t.hooks.options.Budget
 		began := time.Now()
-		ctx, cancel = context.WithTimeoutCause(ctx, left, errOverBudget)
+		ctx, done = context.WithTimeoutCause(ctx, left, errOverBudget)
 		defer func() { b.spend(time.Since(began)) }()
 	}
-	if !e.mayCall(t.hooks.options) {
-		cancel()
+	c, ok := e.mayCall(t.hooks.options)
+	if !ok {
+		done()
 		return nil, broken, errBroken
 	}
 	if e.turns != nil {
 		select {
 		case e.turns <- struct{}{}:
-			defer func() { <-e.turns }()
+			cancel := done
+			done = func() { cancel(); <-e.turns }
 		case <-ctx.Done():
-			cancel()
-			e.gaveUp()
+			done()
+			c.gaveUp()
 			return nil, resultOf(req, ctx), context.Cause(ctx)
 		}
 	}
 	resp, err := t.next.RoundTrip(req.WithContext(ctx))
 	if err != nil {
-		defer cancel()
-		result = resultOf(req, ctx)
+		defer done()
+		switch result = resultOf(req, ctx); {
+		case result == overBudget && !whole: // those before it have spent the time
+			c.gaveUp()
+		case result == interrupted:
+			c.gaveUp()
+		default:
+			c.ended(false)
+		}
 		if result == overBudget {
 			err = errOverBudget
 		}
-		if result == interrupted {
-			e.gaveUp()
-		} else {
-			e.called(t.hooks.options, false)
-		}
 		return nil, result, err
 	}
-	e.called(t.hooks.options, resp.StatusCode < http.StatusInternalServerError)
-	resp.Body = &cancelled{resp.Body, cancel}
+	resp.Body = &lasting{ReadCloser: resp.Body, done: done}
 	if resp.StatusCode >= http.StatusInternalServerError {
+		c.ended(false)
 		return resp, failed, nil
 	}
+	c.ended(true)
 	return resp, answered, nil
 }
 
@@ -379,56 +386,65 @@ func resultOf(req *http.Request, ctx context.Context) string {
 	return failed
 }
 
-// cancelled ends a call's context with its body.
-type cancelled struct {
+// lasting is an answer's body, whose call ends with it.
+type lasting struct {
 	io.ReadCloser
-	cancel func()
+	once sync.Once
+	done func()
 }
 
-func (c *cancelled) Close() error {
-	defer c.cancel()
-	return c.ReadCloser.Close()
+func (l *lasting) Close() error {
+	defer l.once.Do(l.done)
+	return l.ReadCloser.Close()
 }
 
-// mayCall says whether the breaker lets a call through.
-func (e *endpoint) mayCall(o HookOptions) bool {
+// called is a call that the breaker let through. trial: it is the one that tries whether the endpoint works again.
+type called struct {
+	*endpoint
+	options HookOptions
+	trial   bool
+}
+
+// mayCall says whether the breaker lets a call through, which then says how it ended: ended or gaveUp.
+func (e *endpoint) mayCall(o HookOptions) (called, bool) {
+	c := called{endpoint: e, options: o}
 	if o.Failures == 0 {
-		return true
+		return c, true
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	switch {
 	case e.failures < o.Failures:
-		return true
+		return c, true
 	case time.Now().Before(e.until) || e.trying:
-		return false
+		return c, false
 	}
-	e.trying = true
-	return true
+	e.trying, c.trial = true, true
+	return c, true
 }
 
-// gaveUp: a call ended before the hook could show whether it works.
-func (e *endpoint) gaveUp() {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.trying = false
+// gaveUp: it ended before the endpoint could show whether it works.
+func (c called) gaveUp() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.trying = c.trying && !c.trial
 }
 
-// called notes whether a call succeeded.
-func (e *endpoint) called(o HookOptions, well bool) {
-	if o.Failures == 0 {
+// ended notes whether it succeeded.
+func (c called) ended(well bool) {
+	if c.options.Failures == 0 {
 		return
 	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.trying = false
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.trying = c.trying && !c.trial
 	if well {
-		e.failures = 0
-		breakersOpen.WithLabelValues(e.name).Set(0)
+		c.failures = 0
+		breakersOpen.WithLabelValues(c.name).Set(0)
 		return
 	}
-	if e.failures++; e.failures >= o.Failures {
-		e.until = time.Now().Add(o.Pause)
-		breakersOpen.WithLabelValues(e.name).Set(1)
+	if c.failures++; c.failures >= c.options.Failures {
+		c.until = time.Now().Add(c.options.Pause)
+		breakersOpen.WithLabelValues(c.name).Set(1)
 	}
 }

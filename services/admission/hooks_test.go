@@ -10,6 +10,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 )
 
 // hook is a webhook's server, as its client's transport sees it.
@@ -140,6 +142,9 @@ func TestAHookIsSentSoManyRequestsAtATime(t *testing.T) {
 			})
 		}
 		wg.Wait()
+		if h.called() != 8 {
+			t.Errorf("%d calls", h.called())
+		}
 	})
 }
 
@@ -169,6 +174,45 @@ func TestHooksThatMayBeIgnoredHaveABudget(t *testing.T) {
 			t.Errorf("five calls take %s", spent)
 		}
 	})
+}
+
+// Who has no time left because of those before it has not failed.
+func TestTheLastOfABudgetIsNotToBlame(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		slow, quick := &hook{code: 200, takes: 900 * time.Millisecond}, &hook{code: 200, takes: 200 * time.Millisecond}
+		o := HookOptions{Budget: time.Second, Failures: 1, Pause: time.Hour}
+		to := transportTo(slow, o, true)
+		for range 5 {
+			ctx := to.hooks.withBudget(t.Context())
+			to.next = slow
+			if err := call(ctx, t, to); err != nil {
+				t.Error(err)
+			}
+			to.next = quick
+			if err := call(ctx, t, to); !errors.Is(err, errOverBudget) {
+				t.Errorf("it has 100 ms: %v", err)
+			}
+		}
+	})
+}
+
+func TestEndpointsAreNamedAsTheyAreCalled(t *testing.T) {
+	port, path, url := int32(8443), "/review", "https://hooks.example:444/a/b?x=y"
+	service := func(port *int32, path *string) admissionregistrationv1.WebhookClientConfig {
+		return admissionregistrationv1.WebhookClientConfig{
+			Service: &admissionregistrationv1.ServiceReference{Name: "s", Namespace: "n", Port: port, Path: path},
+		}
+	}
+	for want, c := range map[string]admissionregistrationv1.WebhookClientConfig{
+		"s.n.svc:443/":          service(nil, nil),
+		"s.n.svc:8443/review":   service(&port, &path),
+		"hooks.example:444/a/b": {URL: &url},
+		"":                      {},
+	} {
+		if got := endpointOf(c); got != want {
+			t.Errorf("%q, not %q", got, want)
+		}
+	}
 }
 
 func TestHookOptionsAreChecked(t *testing.T) {

@@ -81,7 +81,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"basic-auth-file",
 		"",
 		"A file of users who are known by HTTP basic authentication, a line each: password,user,uid[,\"group1,group2\"]. "+
-			"A password may be a bcrypt hash. Kubernetes has removed this in 1.19: passwords of files do not expire. "+
+			"A password may be a bcrypt hash. Kubernetes removed this in 1.19: passwords of files do not expire. "+
 			"Off unless it is given.",
 	)
 	fs.StringVar(&c.SigningEndpoint, "service-account-signing-endpoint", "",
@@ -116,10 +116,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	}
 	if accounts != nil && c.SigningEndpoint != "" {
 		if len(accounts.KeyFiles) > 0 {
-			return nil, errors.New(
-				"--service-account-key-file cannot be given with --service-account-signing-endpoint: " +
-					"the signer tells its keys; leave it out",
-			)
+			return nil, fmt.Errorf("--service-account-key-file %q cannot be given with --service-account-signing-endpoint: "+
+				"the signer tells its keys; leave the former out", accounts.KeyFiles)
 		}
 		var err error
 		if accounts.ExternalPublicKeysGetter, err = externalKeys(ctx, accounts.Issuers, c.SigningEndpoint); err != nil {
@@ -176,7 +174,7 @@ func (s *Service) build(ctx context.Context, ac *kubeauthenticator.Config) error
 		deprecated.WithLabelValues("basic").Set(1)
 		slog.Warn(
 			"--basic-auth-file is on: its passwords do not expire, and whoever reads the file has them. Kubernetes "+
-				"has removed it in 1.19; take client certificates, OpenID Connect or tokens of service accounts",
+				"removed it in 1.19; take client certificates, OpenID Connect or tokens of service accounts",
 			"file",
 			c.BasicAuthFile,
 		)
@@ -398,9 +396,9 @@ func (s *Service) IssuerDocument(_ context.Context,
 	if s.documents == nil {
 		return nil, status.Error(codes.NotFound, "no service account issuer")
 	}
-	shown := s.documents.at(r.ExternalAddress)
-	if shown == nil {
-		return nil, status.Error(codes.NotFound, "the service account issuer's URL allows no OpenID documents")
+	shown, err := s.documents.at(r.ExternalAddress)
+	if err != nil {
+		return nil, status.Error(codes.NotFound, err.Error())
 	}
 	if r.Path == serviceaccount.OpenIDConfigPath {
 		body, age := shown.GetConfigJSON()

@@ -2,7 +2,6 @@ package authn
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/http"
 	"net/url"
@@ -176,10 +175,11 @@ func (h *chain) refresh() {
 	if h.union == nil {
 		return
 	}
-	h.cached.set(h.union)
+	tokens := h.union
 	if c.TokenSuccessCacheTTL > 0 || c.TokenFailureCacheTTL > 0 {
-		h.cached.set(tokencache.New(h.union, true, c.TokenSuccessCacheTTL, c.TokenFailureCacheTTL))
+		tokens = tokencache.New(tokens, true, c.TokenSuccessCacheTTL, c.TokenFailureCacheTTL)
 	}
+	h.cached.set(tokens)
 }
 
 // tokenFile reads --token-auth-file, now and whenever it changes.
@@ -216,9 +216,6 @@ func (h *chain) file(files *reload.Files, flag, path string, read func() error) 
 func (h *chain) webhookFile(files *reload.Files) error {
 	c := &h.config
 	read := func() error {
-		if c.WebhookRetryBackoff == nil {
-			return errors.New("retry backoff parameters for authentication webhook has not been specified")
-		}
 		client, err := webhookutil.LoadKubeconfig(c.WebhookTokenAuthnConfigFile, c.CustomDial)
 		if err != nil {
 			return err

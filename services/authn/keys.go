@@ -2,9 +2,8 @@ package authn
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -17,19 +16,21 @@ import (
 
 // keyFiles are the public keys of --service-account-key-file, which may come and go while they are used.
 type keyFiles struct {
-	paths []string
 	swapped[serviceaccount.PublicKeysGetter]
 
 	mu        sync.Mutex
 	listeners []serviceaccount.Listener
+	// byFile are the keys of each file, in the order of the flags.
+	byFile [][]any
 }
 
 // newKeyFiles reads the files, and again when they change.
 func newKeyFiles(paths []string, files *reload.Files) (*keyFiles, error) {
-	k := &keyFiles{paths: paths}
-	for _, p := range paths {
-		if _, err := files.Read("service-account-key-file", p, func(context.Context, []byte) error {
-			if err := k.read(); err != nil {
+	const flag = "service-account-key-file"
+	k := &keyFiles{byFile: make([][]any, len(paths))}
+	for i, p := range paths {
+		data, err := files.Read(flag, p, func(_ context.Context, data []byte) error {
+			if err := k.take(i, data); err != nil {
 				return err
 			}
 			k.mu.Lock()
@@ -38,11 +39,36 @@ func newKeyFiles(paths []string, files *reload.Files) (*keyFiles, error) {
 				l.Enqueue()
 			}
 			return nil
-		}); err != nil {
+		})
+		if err == nil {
+			if err = k.take(i, data); err != nil {
+				err = fmt.Errorf("--%s %q: %w", flag, p, err)
+			}
+		}
+		if err != nil {
 			return nil, err
 		}
 	}
-	return k, k.read()
+	return k, nil
+}
+
+// take puts one file's keys in force.
+func (k *keyFiles) take(i int, data []byte) error {
+	keys, err := keyutil.ParsePublicKeysPEM(data)
+	if err != nil {
+		return err
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	all := slices.Clone(k.byFile)
+	all[i] = keys
+	getter, err := serviceaccount.StaticPublicKeysGetter(slices.Concat(all...))
+	if err != nil {
+		return err
+	}
+	k.byFile = all
+	k.set(getter)
+	return nil
 }
 
 // AddListener implements serviceaccount.PublicKeysGetter.
@@ -60,32 +86,16 @@ func (k *keyFiles) GetPublicKeys(ctx context.Context, id string) []serviceaccoun
 	return k.get().GetPublicKeys(ctx, id)
 }
 
-func (k *keyFiles) read() error {
-	var all []any
-	for _, f := range k.paths {
-		keys, err := keyutil.PublicKeysFromFile(f)
-		if err != nil {
-			return fmt.Errorf("--service-account-key-file %q: %w", f, err)
-		}
-		all = append(all, keys...)
-	}
-	getter, err := serviceaccount.StaticPublicKeysGetter(all)
-	if err != nil {
-		return fmt.Errorf("--service-account-key-file: %w", err)
-	}
-	k.set(getter)
-	return nil
-}
-
 // externalKeys are those of the signer at --service-account-signing-endpoint, which is asked for them now and then for
 // as long as ctx is not done (KEP-740).
 func externalKeys(ctx context.Context, issuers []string, endpoint string) (serviceaccount.PublicKeysGetter, error) {
 	if len(issuers) == 0 {
-		return nil, errors.New("--service-account-signing-endpoint needs --service-account-issuer")
+		return nil, fmt.Errorf("--service-account-signing-endpoint %q: it needs --service-account-issuer; give that too",
+			endpoint)
 	}
 	_, keys, err := plugin.New(ctx, issuers[0], endpoint, keySync, false)
 	if err != nil {
-		return nil, fmt.Errorf("--service-account-signing-endpoint %q: while setting up external-jwt-signer: %w",
+		return nil, fmt.Errorf("--service-account-signing-endpoint %q: while setting up external-jwt-signer (is it listening?): %w",
 			endpoint, err)
 	}
 	return keys, nil
@@ -94,36 +104,22 @@ func externalKeys(ctx context.Context, issuers []string, endpoint string) (servi
 // keySync bounds how long the external signer may take to tell its keys, as in kube-apiserver.
 const keySync = time.Minute
 
-// maxExternal bounds the addresses that the keys are shown under: there are as many as gateways are told of.
-const maxExternal = 16
-
 // documents are the issuer's OpenID documents, which name where the gateway is reached.
 type documents struct {
 	issuer, jwks string
 	keys         serviceaccount.PublicKeysGetter
-
-	mu         sync.Mutex
-	byExternal map[string]serviceaccount.OpenIDMetadataProvider
 }
 
-// at is what is shown where the gateway is reached at an address; nil where there is nothing to show.
-func (d *documents) at(external string) serviceaccount.OpenIDMetadataProvider {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if p, ok := d.byExternal[external]; ok {
-		return p
-	}
-	if len(d.byExternal) >= maxExternal {
-		return nil
-	}
-	p, err := serviceaccount.NewOpenIDMetadataProvider(d.issuer, d.jwks, external, d.keys)
-	if err != nil {
-		slog.Info("No OpenID documents for the service account issuer", "issuer", d.issuer, "reason", err)
-		p = nil
-	}
-	if d.byExternal == nil {
-		d.byExternal = map[string]serviceaccount.OpenIDMetadataProvider{}
-	}
-	d.byExternal[external] = p
-	return p
+// at is what is shown where the gateway is reached at an address. It is made anew each time: few ask, and the keys may
+// have changed.
+func (d *documents) at(external string) (serviceaccount.OpenIDMetadataProvider, error) {
+	return serviceaccount.NewOpenIDMetadataProvider(d.issuer, d.jwks, external, unheard{d.keys})
 }
+
+// unheard are keys of whose changes nobody is told.
+type unheard struct {
+	serviceaccount.PublicKeysGetter
+}
+
+// AddListener implements serviceaccount.PublicKeysGetter.
+func (unheard) AddListener(serviceaccount.Listener) {}

@@ -37,7 +37,7 @@ const (
 //
 // as Kubernetes had it until 1.19 (--basic-auth-file). A password that begins with $2a$, $2b$ or $2y$ is a bcrypt hash.
 type passwords struct {
-	users swapped[map[string]*account]
+	users swapped[*accounts]
 	// hashing bounds how many processors passwords may be hashed on: anybody may have it done.
 	hashing chan struct{}
 }
@@ -50,8 +50,13 @@ type account struct {
 	info  user.DefaultInfo
 }
 
-// nobody is compared with where a user is not known, so that it takes no less time to say so.
-var nobody = &account{}
+// accounts are those of a file.
+type accounts struct {
+	byName map[string]*account
+	// nobody is compared with where a user is not known: the account whose comparison takes longest, so that nobody is
+	// told apart by an answer that comes sooner. Where plain and hashed passwords are mixed, those with plain ones are.
+	nobody *account
+}
 
 // newPasswords reads the file, and again when it changes.
 func newPasswords(path string, files *reload.Files) (*passwords, error) {
@@ -75,14 +80,14 @@ func (p *passwords) read(data []byte) error {
 	return err
 }
 
-func parsePasswords(data []byte) (map[string]*account, error) {
-	users := map[string]*account{}
+func parsePasswords(data []byte) (*accounts, error) {
+	all, most := &accounts{byName: map[string]*account{}, nobody: &account{}}, 0
 	r := csv.NewReader(bytes.NewReader(data))
 	r.FieldsPerRecord = -1
 	for {
 		record, err := r.Read()
 		if errors.Is(err, io.EOF) {
-			return users, nil
+			return all, nil
 		}
 		if err != nil {
 			return nil, err
@@ -96,7 +101,7 @@ func parsePasswords(data []byte) (map[string]*account, error) {
 		switch {
 		case record[0] == "" || record[1] == "":
 			return nil, fmt.Errorf("line %d: the password or the user's name is empty", line)
-		case users[record[1]] != nil:
+		case all.byName[record[1]] != nil:
 			return nil, fmt.Errorf("line %d: user %q is there twice", line, record[1])
 		case isHash(record[0]):
 			cost, err := bcrypt.Cost([]byte(record[0]))
@@ -111,7 +116,9 @@ func parsePasswords(data []byte) (map[string]*account, error) {
 					maxCost,
 				)
 			}
-			a.hash = []byte(record[0])
+			if a.hash = []byte(record[0]); cost > most {
+				most, all.nobody = cost, &account{hash: a.hash}
+			}
 		default:
 			a.plain = sha256.Sum256([]byte(record[0]))
 		}
@@ -120,7 +127,7 @@ func parsePasswords(data []byte) (map[string]*account, error) {
 				a.info.Groups = append(a.info.Groups, strings.TrimSpace(g))
 			}
 		}
-		users[a.info.Name] = a
+		all.byName[a.info.Name] = a
 	}
 }
 
@@ -138,11 +145,9 @@ func (p *passwords) AuthenticateRequest(req *http.Request) (*authenticator.Respo
 		return nil, false, nil
 	}
 	users := p.users.get()
-	a, known := users[name]
+	a, known := users.byName[name]
 	if !known {
-		if a = nobody; len(users) > 0 {
-			a = p.stand(users)
-		}
+		a = users.nobody
 	}
 	right, err := p.compare(req.Context(), a, password)
 	if err != nil {
@@ -154,16 +159,6 @@ func (p *passwords) AuthenticateRequest(req *http.Request) (*authenticator.Respo
 	req.Header.Del("Authorization")
 	info := a.info
 	return &authenticator.Response{User: &info}, true, nil
-}
-
-// stand is an account whose comparison takes as long as any: a hashed one, where there are such.
-func (*passwords) stand(users map[string]*account) *account {
-	for _, a := range users {
-		if a.hash != nil {
-			return a
-		}
-	}
-	return nobody
 }
 
 // compare says whether a password is an account's. It waits for its turn where many are hashed.

@@ -83,7 +83,7 @@ func TestABadFileOfPasswordsIsRefused(t *testing.T) {
 			t.Errorf("%q: %v", text, err)
 		}
 	}
-	if all, err := parsePasswords(nil); err != nil || len(all) != 0 {
+	if all, err := parsePasswords(nil); err != nil || len(all.byName) != 0 {
 		t.Errorf("nobody: %v, %v", all, err)
 	}
 }

@@ -86,11 +86,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	if s.chain, err = newChain(ctx, ac, func() { s.generations.change("", true) }); err != nil {
+	if s.chain, err = newChain(ctx, ac, &s.files, func() { s.generations.change("", true) }); err != nil {
 		return nil, fmt.Errorf("--authorization-mode: %w", err)
-	}
-	if err := s.chain.follow(&s.files); err != nil {
-		return nil, err
 	}
 	rbac := s.cluster.Informers.Rbac().V1()
 	for resource, i := range map[string]cache.SharedIndexInformer{

@@ -63,6 +63,12 @@ func newHook(t *testing.T) *hook {
 
 func chainOf(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions), cluster ...runtime.Object) *chain {
 	t.Helper()
+	return chainWith(t, &reload.Files{}, set, cluster...)
+}
+
+func chainWith(t *testing.T, files *reload.Files, set func(*kubeoptions.BuiltInAuthorizationOptions),
+	cluster ...runtime.Object) *chain {
+	t.Helper()
 	o := kubeoptions.NewBuiltInAuthorizationOptions()
 	set(o)
 	if errs := append(o.Complete(), o.Validate()...); len(errs) > 0 {
@@ -73,7 +79,7 @@ func chainOf(t *testing.T, set func(*kubeoptions.BuiltInAuthorizationOptions), c
 	if err != nil {
 		t.Fatal(err)
 	}
-	h, err := newChain(t.Context(), c, func() {})
+	h, err := newChain(t.Context(), c, files, func() {})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -185,6 +191,13 @@ func TestADecisionIsAsWideAsThePolicy(t *testing.T) {
 	policy := []runtime.Object{
 		&rbacv1.ClusterRole{ObjectMeta: meta("all", ""), Rules: rules()},
 		&rbacv1.ClusterRole{ObjectMeta: meta("one", ""), Rules: rules("one")},
+		&rbacv1.ClusterRole{ObjectMeta: meta("none-or-one", ""), Rules: rules("", "one")}, // a name may be empty
+		&rbacv1.ClusterRoleBinding{
+			ObjectMeta: meta("g", ""),
+			RoleRef:    role("none-or-one"),
+			Subjects:   to("none-or-one"),
+		},
+		&rbacv1.RoleBinding{ObjectMeta: meta("h", "x"), RoleRef: role("none-or-one"), Subjects: to("none-or-one-in-x")},
 		&rbacv1.ClusterRoleBinding{ObjectMeta: meta("a", ""), RoleRef: role("all"), Subjects: to("everywhere")},
 		&rbacv1.ClusterRoleBinding{ObjectMeta: meta("b", ""), RoleRef: role("one"), Subjects: to("one-everywhere")},
 		&rbacv1.RoleBinding{ObjectMeta: meta("c", "x"), RoleRef: role("all"), Subjects: to("in-x")},
@@ -198,12 +211,18 @@ func TestADecisionIsAsWideAsThePolicy(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := newHook(t)
-	rbac := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"Node", "RBAC"} }, policy...)
+	rbac := chainOf(
+		t,
+		func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"Node", "RBAC"} },
+		policy...)
 	lines := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes, o.PolicyFile = []string{"ABAC", "RBAC"}, abac
 	}, policy...)
 	asks := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes, o.WebhookConfigFile = []string{"Webhook", "RBAC"}, h.kubeconfig
+	}, policy...)
+	asksLast := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+		o.Modes, o.WebhookConfigFile = []string{"RBAC", "Webhook"}, h.kubeconfig
 	}, policy...)
 	for _, x := range []struct {
 		chain         *chain
@@ -212,12 +231,19 @@ func TestADecisionIsAsWideAsThePolicy(t *testing.T) {
 	}{
 		{rbac, "everywhere", true, true},
 		{rbac, "one-everywhere", false, false},
+		{rbac, "none-or-one", false, false},
+		{rbac, "none-or-one-in-x", false, false},
 		{rbac, "in-x", true, false},
 		{rbac, "one-in-x", false, false},
 		{rbac, "both", true, false},
 		{lines, "everywhere", true, false}, // a line without a namespace is for what has none
-		{asks, "everywhere", false, false},
+		{asksLast, "in-x", true, false},
+		{asksLast, "one-in-x", false, false},
+		{asks, "everywhere", false, false}, // the last: it is asked for the decision, and for no other
 	} {
+		if asked := h.asked.Load(); asked != 0 {
+			t.Errorf("%s: the webhook was asked %d times", x.user, asked)
+		}
 		a := by(x.user)
 		a.Verb, a.Name = "get", "one"
 		if d, _, _, err := x.chain.decide(t.Context(), a); d != authorizer.DecisionAllow || err != nil {
@@ -243,15 +269,12 @@ func TestAPolicyFileIsReadAnew(t *testing.T) {
 	const line = `{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":%q,"namespace":"*","resource":"*","apiGroup":"*"}}` +
 		"\n"
 	write(fmt.Sprintf(line, "eve"))
-	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+	files := &reload.Files{}
+	c := chainWith(t, files, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes, o.PolicyFile = []string{"RBAC", "ABAC"}, file
 	})
 	moved := make(chan struct{}, 10)
 	c.reloaded = func() { moved <- struct{}{} }
-	files := &reload.Files{}
-	if err := c.follow(files); err != nil {
-		t.Fatal(err)
-	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
 	go func() { files.Run(ctx); close(done) }()

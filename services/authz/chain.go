@@ -2,9 +2,11 @@ package authz
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -51,8 +53,9 @@ type link struct {
 	asks bool
 }
 
-// newChain builds the authorizers of a configuration, which ToAuthorizationConfig fills from flags and files alike.
-func newChain(ctx context.Context, c *kubeauthorizer.Config, reloaded func()) (*chain, error) {
+// newChain builds the authorizers of a configuration, which ToAuthorizationConfig fills from flags and files alike, and
+// has the files followed.
+func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files, reloaded func()) (*chain, error) {
 	h := &chain{
 		base:     *c,
 		required: sets.New[authzconfig.AuthorizerType](),
@@ -67,6 +70,9 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, reloaded func()) (*
 		}
 	}
 	authorizationconfigmetrics.RegisterMetrics() // it makes what recording needs
+	if err := h.follow(files); err != nil {      // first: what changes while they are built is read again
+		return nil, err
+	}
 	return h, h.build(ctx, c.AuthorizationConfiguration, true)
 }
 
@@ -145,21 +151,32 @@ func (h *chain) decide(ctx context.Context,
 	return authorizer.DecisionNoOpinion, strings.Join(reasons, "\n"), keep, utilerrors.NewAggregate(errs)
 }
 
+// unguessable is a name that no rule holds.
+var unguessable = rand.Text()
+
 // wide says whether what is allowed for an object is so whatever its name is, and whatever its namespace: then whoever
 // walks ten thousand objects is asked about once.
 //
-// RBAC allows what has no name by rules that name no objects alone, and what has no namespace by cluster role bindings
-// alone; either allow the rest too. ABAC's lines know no names, but "" among their namespaces is not all of them. No
-// other authorizer that a decision is kept of looks at either; Node has no opinion but of nodes.
+// A rule of RBAC that allows a name which nobody can have written names no objects, and what is allowed without a
+// namespace is so by cluster role bindings alone: either allow the rest too. ABAC's lines know no names, but "" among
+// their namespaces is not all of them. No other authorizer that a decision is kept of looks at either; Node has no
+// opinion but of nodes. Who asks another server is not asked about what nobody has asked.
 func (h *chain) wide(ctx context.Context, attrs authorizer.AttributesRecord) (anyName, anyNamespace bool) {
 	if !attrs.ResourceRequest || attrs.Name == "" && attrs.Namespace == "" {
 		return false, false
 	}
 	allows := func(namespace string) bool {
 		general := attrs
-		general.Name, general.Namespace = "", namespace
-		d, _, keep, err := h.decide(ctx, general)
-		return d == authorizer.DecisionAllow && keep && err == nil
+		general.Name, general.Namespace = unguessable, namespace
+		for _, l := range *h.links.Load() {
+			if l.asks {
+				return false
+			}
+			if d, _, err := l.Authorize(ctx, general); err != nil || d != authorizer.DecisionNoOpinion {
+				return err == nil && d == authorizer.DecisionAllow
+			}
+		}
+		return false
 	}
 	if attrs.Namespace != "" && !h.has(abacType) && allows("") {
 		return true, true
@@ -200,9 +217,12 @@ func (h *chain) follow(files *reload.Files) error {
 			flag, file = "authorization-policy-file", h.base.PolicyFile
 		case a.Webhook != nil && a.Webhook.ConnectionInfo.KubeConfigFile != nil:
 			flag, file = "authorization-webhook-config-file", *a.Webhook.ConnectionInfo.KubeConfigFile
+			if h.base.ReloadFile != "" {
+				flag = "authorization-config" // which names it
+			}
 		}
 		if _, err := files.Read(flag, file, func(ctx context.Context, _ []byte) error {
-			return h.remake(ctx)
+			return h.remake(ctx, a.Type)
 		}); err != nil {
 			return err
 		}
@@ -212,18 +232,26 @@ func (h *chain) follow(files *reload.Files) error {
 
 const abacType = authzconfig.AuthorizerType(modes.ModeABAC)
 
-// remake makes what holds no state of the cluster anew from its files.
-func (h *chain) remake(ctx context.Context) error {
+// remake makes the authorizers of a type anew from their files: ABAC, or the webhooks.
+func (h *chain) remake(ctx context.Context, of authzconfig.AuthorizerType) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	old, ok := h.made[abacType]
-	delete(h.made, abacType)
-	if err := h.build(ctx, h.last, true); err != nil {
-		if ok {
-			h.made[abacType] = old
+	old, kept := h.made[of]
+	delete(h.made, of)
+	links := slices.Clone(*h.links.Load())
+	for i, a := range h.last.Authorizers {
+		if a.Type != of {
+			continue
 		}
-		return err
+		var err error
+		if links[i], err = h.link(ctx, a, true); err != nil {
+			if kept {
+				h.made[of] = old
+			}
+			return err
+		}
 	}
+	h.links.Store(&links)
 	h.reloaded()
 	return nil
 }

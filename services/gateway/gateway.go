@@ -128,7 +128,9 @@ type Service struct {
 	views     *views
 	handler   http.Handler
 	health    map[string]*check
-	ready     lifecycle.Readiness
+	// external is where clients reach the gateway.
+	external string
+	ready    lifecycle.Readiness
 }
 
 // NewConfig returns the defaults.
@@ -151,8 +153,9 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 		server:    edge.NewServer(&c.Edge),
 		authz:     &access.Authorizer{Client: d.Authz},
 		interests: &routing.Interests{Client: d.Admission},
-		views:     newViews(c.externalAddress(), d.Catalog, remotes),
+		external:  c.externalAddress(),
 	}
+	g.views = newViews(g.external, d.Catalog, remotes)
 	g.catalog = &catalog.Catalog{Registry: d.Catalog, Changed: g.views.publish}
 	names, prefixes := c.Edge.FrontProxyHeaders()
 	authn := access.NewAuthenticator(d.Authn, names, prefixes)
@@ -272,7 +275,7 @@ func under(path, root string) bool { return path == root || strings.HasPrefix(pa
 func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 	d, err := g.deps.Authn.IssuerDocument(req.Context(), &authnv1.IssuerDocumentRequest{
 		Path:            strings.TrimSuffix(req.URL.Path, "/"),
-		ExternalAddress: g.config.externalAddress(),
+		ExternalAddress: g.external,
 	})
 	if err != nil {
 		answer.NotFound(w, req)

@@ -34,7 +34,7 @@ func (c *Config) tokens(ctx context.Context) (*tokens, error) {
 	t := &tokens{longest: c.MaxTokenExpiration, extended: serviceaccount.ExpirationExtensionSeconds * time.Second}
 	if d := c.MaxTokenExpiration; d != 0 && (d < time.Hour || d > time.Duration(1<<32)*time.Second) {
 		return nil, fmt.Errorf(
-			"--service-account-max-token-expiration %s: it must be between 1 hour and 2^32 seconds",
+			"--service-account-max-token-expiration %s: want between 1 hour and 2^32 seconds",
 			d,
 		)
 	}
@@ -94,8 +94,8 @@ func (t *tokens) external(ctx context.Context, issuer, endpoint string) error {
 	}
 	longest := time.Duration(about.MaxTokenExpirationSeconds) * time.Second
 	if t.longest > longest {
-		return fmt.Errorf("--service-account-max-token-expiration %s: it cannot be longer than the token expiration "+
-			"supported by --service-account-signing-endpoint, %s", t.longest, longest)
+		return fmt.Errorf("--service-account-max-token-expiration %s: --service-account-signing-endpoint supports %s at "+
+			"most; take that or less", t.longest, longest)
 	}
 	if t.longest == 0 {
 		t.longest = longest

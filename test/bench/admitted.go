@@ -26,7 +26,7 @@ func admitted(s *server) map[string]float64 {
 	defer s.do("DELETE", "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/"+name, "", nil, 200)
 	token := s.robot(name, hook)
 	client := &http.Client{Transport: &http.Transport{
-		TLSClientConfig:     &tls.Config{InsecureSkipVerify: true}, // no certificate of its own: the token says who it is
+		TLSClientConfig:     &tls.Config{InsecureSkipVerify: true}, // the token says who it is
 		MaxIdleConnsPerHost: atOnce,
 	}}
 	create := func(i int) int {

@@ -44,16 +44,16 @@ func (a *axis) authenticators() {
 			"--oidc-ca-file="+w.ca.file(filepath.Join(dir, "oidc-ca.crt")),
 			"--oidc-username-claim=email", "--oidc-groups-claim=groups", "--oidc-groups-prefix=oidc:",
 			"--oidc-required-claim=team=a", "--oidc-signing-algs=RS256,ES256")
-	}, func(p *pair, w *web, dir string) { a.everyCredential(p, w, dir, w.base+"/flags", "kubernetes") })
+	}, func(p *pair, w *web, _ string) { a.everyCredential(p, w.base+"/flags", "kubernetes") })
 	a.configuration("authenticators by configuration", func(dir string, w *web) []string {
 		return append(a.everyAuthenticator(dir, w), "--authentication-config="+a.structured(dir, w))
-	}, func(p *pair, w *web, dir string) {
-		a.everyCredential(p, w, dir, w.base+"/flags", "kubernetes")
+	}, func(p *pair, w *web, _ string) {
+		a.everyCredential(p, w.base+"/flags", "kubernetes")
 		a.structuredTokens(p, w)
 	})
 	a.configuration("nobody without a credential", func(dir string, w *web) []string {
 		return append(a.everyAuthenticator(dir, w), "--anonymous-auth=false", "--api-audiences=api,other")
-	}, func(p *pair, w *web, dir string) { a.everyCredential(p, w, dir, w.base+"/nobody", "x") })
+	}, func(p *pair, w *web, _ string) { a.everyCredential(p, w.base+"/nobody", "x") })
 }
 
 // everyAuthenticator writes the files that the authenticators read, and answers the flags that name them.
@@ -125,7 +125,7 @@ jwt:
 }
 
 // everyCredential sends all of them.
-func (a *axis) everyCredential(p *pair, w *web, dir, issuer, audience string) {
+func (a *axis) everyCredential(p *pair, issuer, audience string) {
 	c := &credentials{tokens: map[string]func(*side) string{}}
 	a.opaque(c)
 	a.accounts(p, c)
@@ -288,7 +288,6 @@ func (a *axis) openID(issuer, audience string) map[string]*token {
 	claims("expiry is far", fields{"exp": int64(1) << 53})
 	claims("expiry is negative", fields{"exp": -1})
 	claims("not yet", fields{"nbf": now.Add(time.Hour).Unix()})
-	claims("just about", fields{"nbf": now.Add(time.Minute).Unix()})
 	claims("issued later", fields{"iat": now.Add(time.Hour).Unix()})
 	claims("wrong audience", fields{"aud": "somebody"})
 	claims("many audiences", fields{"aud": []string{"x", audience}})
@@ -610,7 +609,7 @@ func (a *axis) certificates(p *pair, c *credentials) {
 	add("no groups", ca, subject("carl"), nil)
 	add("masters", ca, subject("root", "system:masters"), nil)
 	add("expired", ca, subject("carl"), func(t *x509.Certificate) { t.NotAfter = time.Now().Add(-time.Minute) })
-	add("not yet", ca, subject("carl"), func(t *x509.Certificate) { t.NotBefore = time.Now().Add(time.Minute) })
+	add("not yet", ca, subject("carl"), func(t *x509.Certificate) { t.NotBefore = time.Now().Add(time.Hour) })
 	add("for servers", ca, subject("carl"), func(t *x509.Certificate) {
 		t.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
 	})
@@ -649,7 +648,7 @@ func (a *axis) certificates(p *pair, c *credentials) {
 	add("an authority itself", ca, subject("carl"), func(t *x509.Certificate) {
 		t.IsCA, t.KeyUsage = true, x509.KeyUsageCertSign
 	})
-	add("serial nought", ca, subject("carl"), func(t *x509.Certificate) { t.SerialNumber = big.NewInt(1) })
+	add("a small serial number", ca, subject("carl"), func(t *x509.Certificate) { t.SerialNumber = big.NewInt(1) })
 	add("the services' own name", ca, subject("system:watershed:authz", "dev"), nil)
 }
 

@@ -8,7 +8,7 @@ import (
 
 // axis asks servers of many configurations, each pair of which has the same flags, keys and certificates.
 type axis struct {
-	t      testing.TB
+	t      *testing.T
 	report *report
 	// keys are those of the test's OpenID issuers, by id.
 	keys map[string]any
@@ -24,14 +24,10 @@ const atOnce = 8
 func (a *axis) configuration(name string, flags func(dir string, w *web) []string,
 	ask func(p *pair, w *web, dir string)) {
 	a.report.begin(name)
-	t, ok := a.t.(*testing.T)
-	if !ok {
-		return
-	}
-	t.Run(name, func(t *testing.T) {
-		one := *a
-		one.t = t
-		*a = one
+	whole := a.t
+	defer func() { a.t = whole }()
+	whole.Run(name, func(t *testing.T) {
+		a.t = t
 		dir, w := harness.TempDir(t), newWeb(t)
 		twins := harness.Twins
 		if a.used {
@@ -44,8 +40,7 @@ func (a *axis) configuration(name string, flags func(dir string, w *web) []strin
 			ours:   newSide(t, "watershed", ours),
 		}
 		p.asking.SetLimit(atOnce)
+		defer func() { _ = p.asking.Wait() }()
 		ask(p, w, dir)
-		_ = p.asking.Wait()
 	})
-	a.t = t
 }

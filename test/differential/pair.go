@@ -32,6 +32,8 @@ type request struct {
 	bodyOf func(s *side) []byte
 	// as is who sends it; nil: the administrator, by certificate.
 	as *certificate
+	// mayFail: that neither answers compares as equal.
+	mayFail bool
 	// about is what it tries, for the report.
 	about string
 }
@@ -214,7 +216,7 @@ func (p *pair) ask(r *request) answer {
 // diff lists what differs between two answers: "where: theirs | ours".
 func diff(r *request, a, b answer) []string {
 	if a.err != nil || b.err != nil {
-		if a.err != nil && b.err != nil {
+		if a.err != nil && b.err != nil && r.mayFail {
 			return nil
 		}
 		return []string{fmt.Sprintf("error: %v | %v", a.err, b.err)}

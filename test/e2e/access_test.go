@@ -9,6 +9,7 @@ import (
 	"crypto/x509/pkix"
 	"encoding/json"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -52,10 +53,7 @@ func whoami(t testing.TB, c *kubernetes.Clientset) (string, error) {
 		Body([]byte(`{"apiVersion":"authentication.k8s.io/v1","kind":"SelfSubjectReview"}`)).DoRaw(t.Context())
 	var r struct {
 		Status struct {
-			UserInfo struct {
-				Username string
-				Groups   []string
-			}
+			UserInfo struct{ Username string }
 		}
 	}
 	if err == nil {
@@ -75,8 +73,8 @@ func writeFile(t testing.TB, path, text string) string {
 	return path
 }
 
-// What a file of credentials says is in force soon after it is written, in every process that reads it; a bad one is
-// told of, and what was read before stays.
+// What a file of credentials says is in force soon after it is written; a bad one is told of, and what was read before
+// stays.
 func TestFilesOfCredentialsAreReadAnew(t *testing.T) {
 	dir := t.TempDir()
 	tokens := writeFile(t, filepath.Join(dir, "tokens.csv"), "first,alice,1\n")
@@ -218,18 +216,35 @@ func TestAQuotaHoldsWithTwoReplicas(t *testing.T) {
 	if _, err := quotas.UpdateStatus(t.Context(), q, metav1.UpdateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	create := func(name string, dry []string) error {
-		_, err := s.Client().CoreV1().ConfigMaps("default").Create(t.Context(), &corev1.ConfigMap{
+	create := func(namespace, name string, dry ...string) error {
+		_, err := s.Client().CoreV1().ConfigMaps(namespace).Create(t.Context(), &corev1.ConfigMap{
 			ObjectMeta: metav1.ObjectMeta{Name: name},
 		}, metav1.CreateOptions{DryRun: dry})
 		return err
 	}
-	time.Sleep(time.Second) // a replica that has not read the quota lets all through, as kube-apiserver does
+	// A replica that has not read a quota lets all through, as kube-apiserver does. Another, of nothing, in another
+	// namespace tells when both have: it is younger.
+	s.Kubectl("create", "namespace", "full")
+	s.Apply(
+		`{apiVersion: v1, kind: ResourceQuota, metadata: {name: q, namespace: full}, spec: {hard: {count/configmaps: "0"}}}`,
+	)
+	s.Kubectl("-n", "full", "patch", "quota", "q", "--subresource=status", "--type=merge", "-p",
+		`{"status":{"hard":{"count/configmaps":"0"},"used":{"count/configmaps":"0"}}}`)
+	refusals := 0
+	harness.Eventually(t, 20*time.Second, func() error {
+		if refusals++; create("full", "none", metav1.DryRunAll) == nil {
+			refusals = 0
+		}
+		if refusals < 20 { // each replica has answered some of them
+			return errors.New("a replica does not know the quotas")
+		}
+		return nil
+	})
 	var made, refused atomic.Int32
 	var wg sync.WaitGroup
 	for n := range tries {
 		wg.Go(func() {
-			switch err := create(fmt.Sprintf("c-%d", n), nil); {
+			switch err := create("default", fmt.Sprintf("c-%d", n)); {
 			case err == nil:
 				made.Add(1)
 			case apierrors.IsForbidden(err) && strings.Contains(err.Error(), "exceeded quota"):
@@ -284,7 +299,8 @@ func TestAKubeletBootstraps(t *testing.T) {
 		}
 		return err
 	})
-	if _, err := bootstrap.CoreV1().Nodes().Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "mine"}},
+	mine := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "mine"}}
+	if _, err := bootstrap.CoreV1().Nodes().Create(t.Context(), mine,
 		metav1.CreateOptions{}); !apierrors.IsForbidden(
 		err,
 	) {

@@ -99,7 +99,8 @@ func TestDecisionsGoOnBesideWhatCannotBeRead(t *testing.T) {
 	bind(t, s, "bob")
 	bob := impersonator(t, s, "bob")
 	began := time.Now()
-	bound := 10 * time.Second // what the event log does not bring within 4 s is read with lists
+	// what the event log does not bring within 4 s is read with lists
+	bound := 10 * time.Second
 	for n := 0; time.Since(began) < 13*time.Second; n++ { // past --policy-freshness-bound
 		harness.Eventually(t, bound, func() error {
 			_, err := bob.CoreV1().ConfigMaps("default").Create(t.Context(),

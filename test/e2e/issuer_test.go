@@ -64,8 +64,11 @@ func login(who []string) error {
 	var token struct {
 		ID string `json:"id_token"`
 	}
-	if err := json.NewDecoder(resp.Body).Decode(&token); err != nil || token.ID == "" {
+	if err := json.NewDecoder(resp.Body).Decode(&token); err != nil {
 		return fmt.Errorf("%s: %w", resp.Status, err)
+	}
+	if token.ID == "" {
+		return fmt.Errorf("%s: there is no token in the answer", resp.Status)
 	}
 	cred := &clientauthenticationv1.ExecCredential{
 		Status: &clientauthenticationv1.ExecCredentialStatus{Token: token.ID},

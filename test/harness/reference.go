@@ -72,6 +72,7 @@ func clusterFlags(dir string, more []string) []string {
 		"--service-account-key-file=" + p("sa.pub"),
 		"--service-account-signing-key-file=" + p("sa.key"),
 		"--authorization-mode=Node,RBAC",
+		"--enable-admission-plugins=NodeRestriction", // as up has it
 		"--service-cluster-ip-range=10.96.0.0/16",
 		"--allow-privileged=true",
 		"--advertise-address=192.0.2.1",

@@ -280,12 +280,11 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
 		until := time.Now().Add(ttl)
-		switch { // others than this one have the same answer
-		case resp.AnyNamespace:
-			key, _ = wideKey(attrs, true)
-			d.namespace = "" // no namespace's policy has a part in it
-		case resp.AnyName:
-			key, _ = wideKey(attrs, false)
+		if wide, ok := wideKey(attrs, resp.AnyNamespace); ok && d.decision == authorizer.DecisionAllow &&
+			(resp.AnyName || resp.AnyNamespace) { // others than this one have the same answer
+			if key = wide; resp.AnyNamespace {
+				d.namespace = "" // no namespace's policy has a part in it
+			}
 		}
 		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d,
 			len(d.reason)+len(d.namespace)+len(d.replica), until)
