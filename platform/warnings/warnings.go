@@ -4,16 +4,25 @@ package warnings
 
 import (
 	"context"
-	"slices"
 	"sync"
+	"unicode/utf8"
 
 	"k8s.io/apiserver/pkg/warning"
 )
 
-// Recorder gathers warnings. Its methods may be called by any number of goroutines.
+const (
+	// most is how many runes of warnings a client is told, of which a long one counts as item: no more are kept here
+	// either (k8s.io/apiserver/pkg/endpoints/filters, WithWarningRecorder).
+	most = 4 << 10
+	item = 256
+)
+
+// Recorder gathers warnings, as many as a client is told. Its methods may be called by any number of goroutines.
 type Recorder struct {
-	mu   sync.Mutex
-	list []string
+	mu    sync.Mutex
+	said  map[string]struct{}
+	list  []string
+	runes int
 }
 
 // Record returns a context in which warnings are gathered, and what gathers them.
@@ -26,16 +35,34 @@ func Record(ctx context.Context) (context.Context, *Recorder) {
 func (r *Recorder) AddWarning(_, text string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if !slices.Contains(r.list, text) {
-		r.list = append(r.list, text)
+	if r.runes >= most {
+		return
 	}
+	if _, ok := r.said[text]; ok || text == "" {
+		return
+	}
+	if len(text) > most { // a client is told the beginning alone of what is longer than all
+		n := 0
+		for i := range text {
+			if n++; n > most+1 {
+				text = text[:i]
+				break
+			}
+		}
+	}
+	if r.said == nil {
+		r.said = map[string]struct{}{}
+	}
+	r.said[text] = struct{}{}
+	r.list = append(r.list, text)
+	r.runes += min(utf8.RuneCountInString(text), item)
 }
 
 // List is what has been said, each once and in order.
 func (r *Recorder) List() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return slices.Clone(r.list)
+	return append([]string(nil), r.list...)
 }
 
 // Tell hands warnings of another service to whoever answers the request of ctx.

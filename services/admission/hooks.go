@@ -7,7 +7,9 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"path"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -182,14 +184,14 @@ func (h *hooks) forget(at string) {
 // endpointOf names where a hook is called: host:port and path, as the request's URL has them.
 func endpointOf(c admissionregistrationv1.WebhookClientConfig) string {
 	if s := c.Service; s != nil {
-		port, path := int32(443), ""
+		port, at := int32(443), ""
 		if s.Port != nil {
 			port = *s.Port
 		}
 		if s.Path != nil {
-			path = *s.Path
+			at = *s.Path
 		}
-		return name(s.Name+"."+s.Namespace+".svc:"+strconv.Itoa(int(port)), path)
+		return name(s.Name+"."+s.Namespace+".svc:"+strconv.Itoa(int(port)), at)
 	}
 	if c.URL == nil {
 		return ""
@@ -201,11 +203,9 @@ func endpointOf(c admissionregistrationv1.WebhookClientConfig) string {
 	return name(u.Host, u.Path)
 }
 
-func name(host, path string) string {
-	if path == "" {
-		path = "/"
-	}
-	return host + path
+// name is as metrics show it, and as a client makes it of a configuration's path.
+func name(host, at string) string {
+	return strings.ToValidUTF8(host+path.Clean("/"+at), "\ufffd")
 }
 
 // endpoint is one that has been called.
@@ -278,9 +278,17 @@ type budget struct {
 
 type budgetKey struct{}
 
+// askedBy is the context of who asked for the request that webhooks are called for. Once it is done, whether by a
+// timeout that a client chose or because the client has gone, how a call ends says nothing of the webhook.
+type askedBy struct{}
+
 // withBudget gives a phase of a request its budget.
 func (h *hooks) withBudget(ctx context.Context) context.Context {
-	if h == nil || h.options.Budget == 0 {
+	if h == nil {
+		return ctx
+	}
+	ctx = context.WithValue(ctx, askedBy{}, ctx)
+	if h.options.Budget == 0 {
 		return ctx
 	}
 	return context.WithValue(ctx, budgetKey{}, &budget{left: h.options.Budget})
@@ -331,8 +339,8 @@ func (t *hookTransport) call(req *http.Request, e *endpoint) (_ *http.Response, 
 		}
 		whole = left == t.hooks.options.Budget
 		began := time.Now()
-		ctx, done = context.WithTimeoutCause(ctx, left, errOverBudget)
-		defer func() { b.spend(time.Since(began)) }()
+		limited, cancel := context.WithTimeoutCause(ctx, left, errOverBudget)
+		ctx, done = limited, func() { cancel(); b.spend(time.Since(began)) }
 	}
 	c, ok := e.mayCall(t.hooks.options)
 	if !ok {
@@ -342,59 +350,77 @@ func (t *hookTransport) call(req *http.Request, e *endpoint) (_ *http.Response, 
 	if e.turns != nil {
 		select {
 		case e.turns <- struct{}{}:
-			cancel := done
-			done = func() { cancel(); <-e.turns }
+			before := done
+			done = func() { before(); <-e.turns }
 		case <-ctx.Done():
 			done()
 			c.gaveUp()
 			return nil, resultOf(req, ctx), context.Cause(ctx)
 		}
 	}
-	resp, err := t.next.RoundTrip(req.WithContext(ctx))
-	if err != nil {
+	// ended takes note of how the call ended, by an error or not.
+	ended := func(err error) string {
 		defer done()
-		switch result = resultOf(req, ctx); {
-		case result == overBudget && !whole: // those before it have spent the time
+		if err == nil {
+			c.ended(true)
+			return answered
+		}
+		result := resultOf(req, ctx)
+		if result == interrupted || result == overBudget && !whole { // those before it have spent the time
 			c.gaveUp()
-		case result == interrupted:
-			c.gaveUp()
-		default:
+		} else {
 			c.ended(false)
 		}
-		if result == overBudget {
+		return result
+	}
+	resp, err := t.next.RoundTrip(req.WithContext(ctx))
+	if err != nil {
+		if result = ended(err); result == overBudget {
 			err = errOverBudget
 		}
 		return nil, result, err
 	}
-	resp.Body = &lasting{ReadCloser: resp.Body, done: done}
 	if resp.StatusCode >= http.StatusInternalServerError {
-		c.ended(false)
+		resp.Body = &lasting{ReadCloser: resp.Body, ended: func(error) string { return ended(errServer) }}
 		return resp, failed, nil
 	}
-	c.ended(true)
+	resp.Body = &lasting{ReadCloser: resp.Body, ended: ended}
 	return resp, answered, nil
 }
 
+// errServer is an answer that says that the webhook's server is broken.
+var errServer = errors.New("the server answers 5xx")
+
 // resultOf says why a call ended without an answer.
 func resultOf(req *http.Request, ctx context.Context) string {
+	asked, _ := req.Context().Value(askedBy{}).(context.Context)
 	switch {
+	case asked != nil && asked.Err() != nil, errors.Is(req.Context().Err(), context.Canceled):
+		return interrupted
 	case errors.Is(context.Cause(ctx), errOverBudget):
 		return overBudget
-	case errors.Is(req.Context().Err(), context.Canceled): // who asked is gone: it says nothing of the hook
-		return interrupted
 	}
 	return failed
 }
 
-// lasting is an answer's body, whose call ends with it.
+// lasting is an answer's body, with which the call ends, well unless reading it failed.
 type lasting struct {
 	io.ReadCloser
-	once sync.Once
-	done func()
+	once  sync.Once
+	err   error
+	ended func(error) string
+}
+
+func (l *lasting) Read(p []byte) (int, error) {
+	n, err := l.ReadCloser.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) {
+		l.err = err
+	}
+	return n, err
 }
 
 func (l *lasting) Close() error {
-	defer l.once.Do(l.done)
+	defer l.once.Do(func() { l.ended(l.err) })
 	return l.ReadCloser.Close()
 }
 

@@ -176,6 +176,24 @@ func TestHooksThatMayBeIgnoredHaveABudget(t *testing.T) {
 	})
 }
 
+// A timeout that a client has chosen for its own request says nothing of the webhook.
+func TestAClientsTimeoutOpensNoBreaker(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		h := &hook{code: 200, takes: 100 * time.Millisecond}
+		to := transportTo(h, HookOptions{Failures: 1, Pause: time.Hour}, false)
+		for range 3 {
+			short, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			if err := call(to.hooks.withBudget(short), t, to); !errors.Is(err, context.DeadlineExceeded) {
+				t.Error(err)
+			}
+			cancel()
+		}
+		if err := call(to.hooks.withBudget(t.Context()), t, to); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // Who has no time left because of those before it has not failed.
 func TestTheLastOfABudgetIsNotToBlame(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -198,6 +216,7 @@ func TestTheLastOfABudgetIsNotToBlame(t *testing.T) {
 
 func TestEndpointsAreNamedAsTheyAreCalled(t *testing.T) {
 	port, path, url := int32(8443), "/review", "https://hooks.example:444/a/b?x=y"
+	slashes, odd := "https://hooks.example//a/", "https://hooks.example/%ff"
 	service := func(port *int32, path *string) admissionregistrationv1.WebhookClientConfig {
 		return admissionregistrationv1.WebhookClientConfig{
 			Service: &admissionregistrationv1.ServiceReference{Name: "s", Namespace: "n", Port: port, Path: path},
@@ -207,6 +226,8 @@ func TestEndpointsAreNamedAsTheyAreCalled(t *testing.T) {
 		"s.n.svc:443/":          service(nil, nil),
 		"s.n.svc:8443/review":   service(&port, &path),
 		"hooks.example:444/a/b": {URL: &url},
+		"hooks.example/a":       {URL: &slashes},
+		"hooks.example/\ufffd":  {URL: &odd},
 		"":                      {},
 	} {
 		if got := endpointOf(c); got != want {

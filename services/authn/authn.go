@@ -373,6 +373,9 @@ func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.Authentic
 	}
 	ctx, warned := warnings.Record(req.Context())
 	resp, ok, err := s.auth.AuthenticateRequest(req.WithContext(ctx))
+	if !ok && errors.Is(err, errBusy) { // nobody has looked at the password: it is not wrong
+		return nil, nil, status.Error(codes.Unavailable, errBusy.Error())
+	}
 	out := &authnv1.AuthenticateResponse{Authenticated: ok, Warnings: warned.List()}
 	if err != nil {
 		out.Error = err.Error()

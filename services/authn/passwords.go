@@ -3,6 +3,8 @@ package authn
 import (
 	"bytes"
 	"context"
+	"crypto/hmac"
+	"crypto/rand"
 	"crypto/sha256"
 	"crypto/subtle"
 	"encoding/csv"
@@ -12,6 +14,7 @@ import (
 	"net/http"
 	"runtime"
 	"strings"
+	"sync/atomic"
 
 	"golang.org/x/crypto/bcrypt"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
@@ -38,9 +41,17 @@ const (
 // as Kubernetes had it until 1.19 (--basic-auth-file). A password that begins with $2a$, $2b$ or $2y$ is a bcrypt hash.
 type passwords struct {
 	users swapped[*accounts]
-	// hashing bounds how many processors passwords may be hashed on: anybody may have it done.
+	// hashing bounds how many processors passwords may be hashed on: anybody may have it done. waiting are those whose
+	// turn has not come.
 	hashing chan struct{}
+	waiting atomic.Int32
 }
+
+// maxWaiting is how many passwords may wait to be hashed; who comes beyond that is told to come back.
+const maxWaiting = 32
+
+// errBusy: a password could not be looked at.
+var errBusy = errors.New("passwords are being hashed for too many; try again")
 
 type account struct {
 	// plain is a digest, so that passwords of every length compare in the same time; hash is set in its place for
@@ -48,6 +59,20 @@ type account struct {
 	plain [sha256.Size]byte
 	hash  []byte
 	info  user.DefaultInfo
+	// right is a digest, with a key of the process's own, of the password that was right: who has it does not wait.
+	right atomic.Pointer[[sha256.Size]byte]
+}
+
+var digestKey = func() (key [32]byte) {
+	_, _ = rand.Read(key[:]) // never fails
+	return key
+}()
+
+func digest(password string) (sum [sha256.Size]byte) {
+	h := hmac.New(sha256.New, digestKey[:])
+	h.Write([]byte(password))
+	h.Sum(sum[:0])
+	return sum
 }
 
 // accounts are those of a file.
@@ -170,11 +195,25 @@ func (p *passwords) compare(ctx context.Context, a *account, password string) (b
 	if len(password) > maxHashed {
 		return false, nil
 	}
+	given := digest(password)
+	if right := a.right.Load(); right != nil && subtle.ConstantTimeCompare(right[:], given[:]) == 1 {
+		return true, nil
+	}
+	if p.waiting.Add(1) > maxWaiting {
+		p.waiting.Add(-1)
+		return false, errBusy
+	}
 	select {
 	case p.hashing <- struct{}{}:
+		p.waiting.Add(-1)
 		defer func() { <-p.hashing }()
 	case <-ctx.Done():
-		return false, ctx.Err()
+		p.waiting.Add(-1)
+		return false, errBusy
 	}
-	return bcrypt.CompareHashAndPassword(a.hash, []byte(password)) == nil, nil
+	if bcrypt.CompareHashAndPassword(a.hash, []byte(password)) != nil {
+		return false, nil
+	}
+	a.right.Store(&given)
+	return true, nil
 }

@@ -1,11 +1,14 @@
 package authn
 
 import (
+	"context"
+	"errors"
 	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/crypto/bcrypt"
 
@@ -66,6 +69,42 @@ func TestPasswordsAreKnown(t *testing.T) {
 	req.Header.Set("Authorization", "Bearer x")
 	if _, ok, err := p.AuthenticateRequest(req); ok || err != nil {
 		t.Errorf("a token is no password: %v, %v", ok, err)
+	}
+}
+
+// Who is known does not wait behind strangers, and who cannot be looked at is not told that the password is wrong.
+func TestStrangersDoNotLockUsersOut(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "passwords.csv")
+	if err := os.WriteFile(path, []byte(hashed(t, "hush")+",bob,2\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p, err := newPasswords(path, &reload.Files{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ask := func(ctx context.Context, name, password string) (bool, error) {
+		req, _ := http.NewRequestWithContext(ctx, http.MethodGet, "/", nil)
+		req.SetBasicAuth(name, password)
+		_, ok, err := p.AuthenticateRequest(req)
+		return ok, err
+	}
+	if ok, err := ask(t.Context(), "bob", "hush"); !ok {
+		t.Fatal(err)
+	}
+	for range cap(p.hashing) {
+		p.hashing <- struct{}{} // strangers have every turn
+	}
+	if ok, err := ask(t.Context(), "bob", "hush"); !ok {
+		t.Errorf("he waits, though his password was right before: %v", err)
+	}
+	short, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	if ok, err := ask(short, "bob", "Hush"); ok || !errors.Is(err, errBusy) {
+		t.Errorf("nobody has looked: %v", err)
+	}
+	p.waiting.Store(maxWaiting)
+	if ok, err := ask(t.Context(), "bob", "Hush"); ok || !errors.Is(err, errBusy) {
+		t.Errorf("too many wait: %v", err)
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"path/filepath"
 	"slices"
@@ -103,8 +104,8 @@ func (s *pluginSet) flags(a *axis, dir string, w *web) (flags []string) {
 	return flags
 }
 
-// stepBound is how long an informer of either server may lag.
-const stepBound = 20 * time.Second
+// stepBound is how long an informer of either server may lag, or what discovery said be believed: half a minute.
+const stepBound = 45 * time.Second
 
 // step sends a step to both, and holds the corpus to what kube-apiserver says.
 func (a *axis) step(p *pair, step pluginStep, place func(string) string) {
@@ -196,6 +197,19 @@ func (w *web) reviews() {
 			"uid": review["uid"], "allowed": false, "warnings": []string{"a warning of the webhook"},
 			"status": fields{"message": "denied by /deny; authorization: " + req.Header.Get("Authorization")},
 		})
+	})
+	w.HandleFunc("/slow", func(_ http.ResponseWriter, req *http.Request) {
+		_, _ = io.Copy(io.Discard, req.Body) // from when on it is told that its client has gone
+		<-req.Context().Done()
+	})
+	w.HandleFunc("/broken", func(rw http.ResponseWriter, _ *http.Request) {
+		http.Error(rw, "broken", http.StatusInternalServerError)
+	})
+	w.HandleFunc("/garbage", func(rw http.ResponseWriter, _ *http.Request) { _, _ = rw.Write([]byte("{")) })
+	w.HandleFunc("/badpatch", func(rw http.ResponseWriter, req *http.Request) {
+		of, review := decode(req)
+		patch := []byte(`[{"op":"remove","path":"/metadata/labels/none"}]`)
+		answer(rw, of, "response", fields{"uid": review["uid"], "allowed": true, "patchType": "JSONPatch", "patch": patch})
 	})
 	w.HandleFunc("/label", func(rw http.ResponseWriter, req *http.Request) {
 		of, review := decode(req)
