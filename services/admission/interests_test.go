@@ -36,8 +36,11 @@ import (
 	"k8s.io/kubernetes/plugin/pkg/admission/noderestriction"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/identity"
+	"watershed.dev/platform/interest"
 	"watershed.dev/platform/warnings"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
 // served is one resource or subresource that upstream serves, and what may be asked about it.
@@ -327,7 +330,7 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 	for _, known := range beforehand[plugin] {
 		delete(a.reads, known)
 	}
-	if itself(u, object) { // whose object it is decides, and it is its own
+	if interest.Own(identity.UserProto(u), object) { // whose object it is decides, and it is its own
 		delete(a.reads, "name")
 	}
 	switch {
@@ -343,21 +346,11 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 	return ""
 }
 
-// itself says whether an object has a node's own name.
-func itself(u user.Info, object string) bool { return u.GetName() == "system:node:"+object }
-
-// asked is what gateway/routing makes of interests.
+// asked says whether the gateway asks admission.
 func asked(all []*admissionv1.Interest, r served, op admission.Operation, namespace, object string, u user.Info) bool {
-	return slices.ContainsFunc(all, func(i *admissionv1.Interest) bool {
-		if i.UserGroup != "" && !slices.Contains(u.GetGroups(), i.UserGroup) ||
-			i.UnlessOwnIn != "" && i.UnlessOwnIn == namespace && itself(u, object) {
-			return false
-		}
-		return (i.Group == "*" || i.Group == r.resource.Group) &&
-			(i.Resource == "*" || i.Resource == r.resource.Resource) &&
-			(i.Subresource == "*" || i.Subresource == r.subresource) &&
-			slices.ContainsFunc(i.Operations, func(o admissionv1.Operation) bool { return operations[o] == op })
-	})
+	of := &commonv1.Resource{Group: r.resource.Group, Resource: r.resource.Resource, Subresource: r.subresource}
+	return slices.ContainsFunc(interest.Operations(all, of, namespace, object, identity.UserProto(u)),
+		func(o admissionv1.Operation) bool { return operations[o] == op })
 }
 
 // excepted says where a plugin acts and is not asked on purpose.

@@ -103,8 +103,8 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 var floors = map[string][][]string{
 	"platform": {
 		{
-			"config", "events", "features", "frame", "guard", "identity", "paths", "pki", "reload", "version", "warnings",
-			"watchable",
+			"config", "events", "features", "frame", "guard", "identity", "interest", "paths", "pki", "reload",
+			"reload/reloadtest", "version", "warnings", "watchable",
 		},
 		{"kubeversion", "telemetry"},
 		{"rpc"},

@@ -2,12 +2,12 @@ package routing
 
 import (
 	"context"
-	"slices"
 	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
 
+	"watershed.dev/platform/interest"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -44,23 +44,6 @@ func (i *Interests) For(r *commonv1.Resource, namespace, name string,
 	if set == nil {
 		return allOperations, allOperations
 	}
-	return matching(set.Admit, r, namespace, name, u), matching(set.Validate, r, namespace, name, u)
-}
-
-// nodeUser is how the names of nodes' users begin.
-const nodeUser = "system:node:"
-
-func matching(all []*admissionv1.Interest, r *commonv1.Resource, namespace, name string,
-	u *commonv1.User) (ops []admissionv1.Operation) {
-	for _, in := range all {
-		if in.UserGroup != "" && !slices.Contains(u.GetGroups(), in.UserGroup) ||
-			in.UnlessOwnIn != "" && in.UnlessOwnIn == namespace && name != "" && u.GetName() == nodeUser+name {
-			continue
-		}
-		if (in.Group == "*" || in.Group == r.Group) && (in.Resource == "*" || in.Resource == r.Resource) &&
-			(in.Subresource == "*" || in.Subresource == r.Subresource) {
-			ops = append(ops, in.Operations...)
-		}
-	}
-	return ops
+	return interest.Operations(set.Admit, r, namespace, name, u),
+		interest.Operations(set.Validate, r, namespace, name, u)
 }
