@@ -5,6 +5,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/spf13/pflag"
@@ -97,17 +98,22 @@ func writeYAML(path string, doc any) error {
 const issuer = "https://kubernetes.default.svc.cluster.local"
 
 // settingsBeside are a service's settings where the command was told some flags itself: what these make wrong is left
-// out. told is a flag's value; empty: it was not told.
-func (l *layout) settingsBeside(name string, told func(flag string) string) map[string]any {
+// out. told is a flag's value, as config.Setting has it; nil: it was not told.
+func (l *layout) settingsBeside(name string, told func(flag string) any) map[string]any {
 	settings := l.settings(name)
-	if strings.Contains(told("disable-admission-plugins"), nodeRestriction) || told("admission-control") != "" {
+	given := func(flag string) bool { v := told(flag); return v != nil && v != "" }
+	disabled, _ := told("disable-admission-plugins").([]string)
+	if slices.Contains(disabled, nodeRestriction) || given("admission-control") {
 		delete(settings, "enable-admission-plugins") // it may not be given beside these
 	}
-	if told("service-account-signing-endpoint") != "" { // tokens are signed elsewhere
+	if issuers := told("service-account-issuer"); issuers != nil && name == "gateway" {
+		settings["api-audiences"] = issuers // what tokens are for, where it is not said: who issues them
+	}
+	if given("service-account-signing-endpoint") { // tokens are signed elsewhere
 		delete(settings, "service-account-key-file")
 		delete(settings, "service-account-signing-key-file")
 	}
-	if told("client-ca-file") != "" { // the cluster's PKI is another, and who signed for its kubelets is not known
+	if given("client-ca-file") { // the cluster's PKI is another, and who signed for its kubelets is not known
 		delete(settings, kubeletCA)
 	}
 	return settings

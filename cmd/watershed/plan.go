@@ -126,13 +126,13 @@ func (s *splitRun) writeReplicas() error {
 
 // serviceSettings are what every process of a service is told.
 func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
-	told := func(flag string) string {
+	told := func(flag string) any {
 		for _, of := range s.told {
 			if v := of[flag]; v != nil {
-				return fmt.Sprint(v)
+				return v
 			}
 		}
-		return ""
+		return nil
 	}
 	settings := with(s.settingsBeside(m.Name, told), s.identitySettings(m.Name), s.told[m.Name])
 	for _, peer := range m.Calls {

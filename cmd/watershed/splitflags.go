@@ -49,8 +49,5 @@ func (all splitFlags) told(fs *pflag.FlagSet) map[string]map[string]any {
 	if modes, ok := told["authz"]["authorization-mode"].([]string); ok && slices.Contains(modes, allowsEverybody) {
 		told["authn"]["anonymous-auth"] = false // as kube-apiserver does, also where it is asked for
 	}
-	if issuers, ok := told["authn"]["service-account-issuer"]; ok && told["gateway"]["api-audiences"] == nil {
-		told["gateway"]["api-audiences"] = issuers // what tokens are for: who issues them
-	}
 	return told
 }

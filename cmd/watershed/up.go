@@ -183,9 +183,9 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 		log := &stores.NATS{Dir: filepath.Join(u.dir, "nats"), KeyFile: u.pki.JetStreamKey()}
 		parts = append(parts, log.Part(func(s *server.Server) { u.nats = s }))
 	}
-	given := map[string]string{} // before any service is told what the directory says: they share flags
-	u.flags.Visit(func(f *pflag.Flag) { given[f.Name] = f.Value.String() })
-	told := func(flag string) string { return given[flag] }
+	given := map[string]any{} // before any service is told what the directory says: they share flags
+	u.flags.Visit(func(f *pflag.Flag) { given[f.Name] = config.Setting(f) })
+	told := func(flag string) any { return given[flag] }
 	for _, m := range modules {
 		if err := u.all[m.Name].applyFlags(u.flags); err != nil {
 			return nil, err
@@ -193,10 +193,6 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 	}
 	if err := u.closeToStrangers(); err != nil {
 		return nil, err
-	}
-	var audiences []string // what tokens are for, where it is not said: who issues them
-	if f := u.flags.Lookup("service-account-issuer"); f.Changed {
-		audiences = f.Value.(pflag.SliceValue).GetSlice()
 	}
 	for _, m := range modules {
 		name := m.Name
@@ -206,9 +202,6 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 		}
 		if name == "gateway" {
 			settings["gets-from-watch-tier"] = true // in one process the tier is the cheaper one to ask
-		}
-		if name == "gateway" && len(audiences) > 0 {
-			settings["api-audiences"] = strings.Join(audiences, ",")
 		}
 		if err := u.all[name].settle(settings); err != nil {
 			return nil, err

@@ -76,8 +76,25 @@ func (f *Files) Add(flag, path string, data []byte, apply Apply) {
 	refused.WithLabelValues(flag, path).Set(0)
 }
 
-// Read has a file followed that it reads now.
-func (f *Files) Read(flag, path string, apply Apply) ([]byte, error) {
+// Follow has a file followed whose contents now are in force. An empty path is no file.
+func (f *Files) Follow(flag, path string, apply Apply) error {
+	_, err := f.read(flag, path, apply)
+	return err
+}
+
+// Take puts in force what a file says, now and whenever it changes. An empty path is no file. Its error names the flag.
+func (f *Files) Take(ctx context.Context, flag, path string, apply Apply) error {
+	data, err := f.read(flag, path, apply)
+	if err != nil || path == "" {
+		return err
+	}
+	if err := apply(ctx, data); err != nil {
+		return fmt.Errorf("--%s %q: %w", flag, path, err)
+	}
+	return nil
+}
+
+func (f *Files) read(flag, path string, apply Apply) ([]byte, error) {
 	if path == "" {
 		return nil, nil
 	}

@@ -133,7 +133,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	}
 	ac.APIServerID = serverID
 	if accounts != nil && len(accounts.KeyFiles) > 0 {
-		if ac.ServiceAccountPublicKeysGetter, err = newKeyFiles(accounts.KeyFiles, &s.files); err != nil {
+		if ac.ServiceAccountPublicKeysGetter, err = newKeyFiles(ctx, accounts.KeyFiles, &s.files); err != nil {
 			return nil, err
 		}
 	}

@@ -85,7 +85,7 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 	}
 	if basic != "" { // where it stood until Kubernetes 1.19
 		var err error
-		if h.passwords, err = newPasswords(basic, files); err != nil {
+		if h.passwords, err = newPasswords(ctx, basic, files); err != nil {
 			return nil, nil, err
 		}
 		add("basic", authenticator.WrapAudienceAgnosticRequest(c.APIAudiences, h.passwords))
@@ -116,7 +116,7 @@ func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
 	var all []authenticator.Token
 	add := func(name string, t authenticator.Token) { all = append(all, countedToken(name, t)) }
 	if c.TokenAuthFile != "" {
-		if err := h.tokenFile(files); err != nil {
+		if err := h.tokenFile(ctx, files); err != nil {
 			return err
 		}
 		add("tokenfile", authenticator.WrapAudienceAgnosticToken(c.APIAudiences, authenticator.TokenFunc(
@@ -155,7 +155,7 @@ func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
 		add("jwt", tokenOf{jwt})
 	}
 	if c.WebhookTokenAuthnConfigFile != "" {
-		if err := h.webhookFile(files); err != nil {
+		if err := h.webhookFile(ctx, files); err != nil {
 			return err
 		}
 		add("webhook", authenticator.TokenFunc(
@@ -183,56 +183,42 @@ func (h *chain) refresh() {
 }
 
 // tokenFile reads --token-auth-file, now and whenever it changes.
-func (h *chain) tokenFile(files *reload.Files) error {
+func (h *chain) tokenFile(ctx context.Context, files *reload.Files) error {
 	path := h.config.TokenAuthFile
-	read := func() error {
+	return files.Take(ctx, "token-auth-file", path, func(context.Context, []byte) error {
 		t, err := tokenfile.NewCSV(path)
-		if err == nil {
-			h.tokens.set(t)
-		}
-		return err
-	}
-	return h.file(files, "token-auth-file", path, read)
-}
-
-// file has read put what a file says in force, now and whenever it changes.
-func (h *chain) file(files *reload.Files, flag, path string, read func() error) error {
-	if _, err := files.Read(flag, path, func(context.Context, []byte) error {
-		if err := read(); err != nil {
+		if err != nil {
 			return err
 		}
+		h.tokens.set(t)
 		h.refresh()
 		return nil
-	}); err != nil {
-		return err
-	}
-	if err := read(); err != nil {
-		return fmt.Errorf("--%s %q: %w", flag, path, err)
-	}
-	return nil
+	})
 }
 
 // webhookFile reads --authentication-token-webhook-config-file, now and whenever it changes.
-func (h *chain) webhookFile(files *reload.Files) error {
+func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 	c := &h.config
-	read := func() error {
-		client, err := webhookutil.LoadKubeconfig(c.WebhookTokenAuthnConfigFile, c.CustomDial)
+	path := c.WebhookTokenAuthnConfigFile
+	return files.Take(ctx, "authentication-token-webhook-config-file", path, func(context.Context, []byte) error {
+		client, err := webhookutil.LoadKubeconfig(path, c.CustomDial)
 		if err != nil {
 			return err
 		}
 		w, err := webhook.New(client, c.WebhookTokenAuthnVersion, c.APIAudiences, *c.WebhookRetryBackoff)
-		if err == nil {
-			h.webhook.set(tokencache.New(w, false, c.WebhookTokenAuthnCacheTTL, c.WebhookTokenAuthnCacheTTL))
+		if err != nil {
+			return err
 		}
-		return err
-	}
-	return h.file(files, "authentication-token-webhook-config-file", c.WebhookTokenAuthnConfigFile, read)
+		h.webhook.set(tokencache.New(w, false, c.WebhookTokenAuthnCacheTTL, c.WebhookTokenAuthnCacheTTL))
+		h.refresh()
+		return nil
+	})
 }
 
 // followIssuerCA has --oidc-ca-file followed: configure makes the configuration with what it says now.
 func (h *chain) followIssuerCA(files *reload.Files, path string,
 	configure func() (kubeauthenticator.Config, error)) error {
-	_, err := files.Read("oidc-ca-file", path, func(ctx context.Context, _ []byte) error {
+	return files.Follow("oidc-ca-file", path, func(ctx context.Context, _ []byte) error {
 		next, err := configure()
 		if err != nil {
 			return err
@@ -245,7 +231,6 @@ func (h *chain) followIssuerCA(files *reload.Files, path string,
 		h.refresh()
 		return nil
 	})
-	return err
 }
 
 // tokenOf asks an authenticator of requests about a token alone.

@@ -1,10 +1,7 @@
 package authn
 
 import (
-	"context"
 	"net/http"
-	"net/http/httptest"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -16,6 +13,7 @@ import (
 	kubeauthenticator "k8s.io/kubernetes/pkg/kubeapiserver/authenticator"
 
 	"watershed.dev/platform/reload"
+	"watershed.dev/platform/reload/reloadtest"
 )
 
 func bearer(t *testing.T, token string) *http.Request {
@@ -30,16 +28,7 @@ func bearer(t *testing.T, token string) *http.Request {
 
 func TestAFileOfTokensIsReadAnew(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tokens.csv")
-	write := func(text string) {
-		t.Helper()
-		if err := os.WriteFile(path+".new", []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.Rename(path+".new", path); err != nil {
-			t.Fatal(err)
-		}
-	}
-	write("first,alice,1\n")
+	reloadtest.Replace(t, path, "first,alice,1\n")
 	files := &reload.Files{}
 	_, auth, err := newChain(t.Context(), kubeauthenticator.Config{
 		TokenAuthFile:        path,
@@ -49,13 +38,7 @@ func TestAFileOfTokensIsReadAnew(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan struct{})
-	go func() {
-		files.Run(ctx)
-		close(done)
-	}()
-	defer func() { cancel(); <-done }()
+	reloadtest.Follow(t, files)
 	knows := func(token string) bool {
 		_, ok, err := auth.AuthenticateRequest(bearer(t, token))
 		if !ok && err == nil {
@@ -63,29 +46,17 @@ func TestAFileOfTokensIsReadAnew(t *testing.T) {
 		}
 		return ok
 	}
-	until := func(token string) {
-		t.Helper()
-		for deadline := time.Now().Add(10 * time.Second); !knows(token); time.Sleep(5 * time.Millisecond) {
-			if time.Now().After(deadline) {
-				t.Fatalf("%s is not known", token)
-			}
-		}
-	}
 	before := testutil.ToFloat64(attempts.WithLabelValues("tokenfile", "success"))
 	if !knows("first") || testutil.ToFloat64(attempts.WithLabelValues("tokenfile", "success")) != before+1 {
 		t.Error("the first token is not known, or not counted")
 	}
-	write("second,alice,1\n")
-	until("second")
+	reloadtest.Replace(t, path, "second,alice,1\n")
+	reloadtest.Until(t, "the second token is known", func() bool { return knows("second") })
 	if knows("first") {
 		t.Error("a token that the file has no more is known")
 	}
-	write("no columns\n")
-	for shown := ""; !strings.Contains(shown, "refused"); time.Sleep(5 * time.Millisecond) {
-		w := httptest.NewRecorder()
-		files.ServeHTTP(w, nil)
-		shown = w.Body.String()
-	}
+	reloadtest.Replace(t, path, "no columns\n")
+	reloadtest.Shown(t, files, "refused")
 	if !knows("second") {
 		t.Error("a bad file was put in force")
 	}

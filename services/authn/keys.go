@@ -25,34 +25,19 @@ type keyFiles struct {
 }
 
 // newKeyFiles reads the files, and again when they change.
-func newKeyFiles(paths []string, files *reload.Files) (*keyFiles, error) {
-	const flag = "service-account-key-file"
+func newKeyFiles(ctx context.Context, paths []string, files *reload.Files) (*keyFiles, error) {
 	k := &keyFiles{byFile: make([][]any, len(paths))}
 	for i, p := range paths {
-		data, err := files.Read(flag, p, func(_ context.Context, data []byte) error {
-			if err := k.take(i, data); err != nil {
-				return err
-			}
-			k.mu.Lock()
-			defer k.mu.Unlock()
-			for _, l := range k.listeners {
-				l.Enqueue()
-			}
-			return nil
-		})
-		if err == nil {
-			if err = k.take(i, data); err != nil {
-				err = fmt.Errorf("--%s %q: %w", flag, p, err)
-			}
-		}
-		if err != nil {
+		if err := files.Take(ctx, "service-account-key-file", p, func(_ context.Context, data []byte) error {
+			return k.take(i, data)
+		}); err != nil {
 			return nil, err
 		}
 	}
 	return k, nil
 }
 
-// take puts one file's keys in force.
+// take puts one file's keys in force, and tells who listens.
 func (k *keyFiles) take(i int, data []byte) error {
 	keys, err := keyutil.ParsePublicKeysPEM(data)
 	if err != nil {
@@ -68,6 +53,9 @@ func (k *keyFiles) take(i int, data []byte) error {
 	}
 	k.byFile = all
 	k.set(getter)
+	for _, l := range k.listeners {
+		l.Enqueue()
+	}
 	return nil
 }
 

@@ -84,25 +84,15 @@ type accounts struct {
 }
 
 // newPasswords reads the file, and again when it changes.
-func newPasswords(path string, files *reload.Files) (*passwords, error) {
-	const flag = "basic-auth-file"
+func newPasswords(ctx context.Context, path string, files *reload.Files) (*passwords, error) {
 	p := &passwords{hashing: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)/2))}
-	data, err := files.Read(flag, path, func(_ context.Context, data []byte) error { return p.read(data) })
-	if err != nil {
-		return nil, err
-	}
-	if err := p.read(data); err != nil {
-		return nil, fmt.Errorf("--%s %q: %w", flag, path, err)
-	}
-	return p, nil
-}
-
-func (p *passwords) read(data []byte) error {
-	users, err := parsePasswords(data)
-	if err == nil {
-		p.users.set(users)
-	}
-	return err
+	return p, files.Take(ctx, "basic-auth-file", path, func(_ context.Context, data []byte) error {
+		users, err := parsePasswords(data)
+		if err == nil {
+			p.users.set(users)
+		}
+		return err
+	})
 }
 
 func parsePasswords(data []byte) (*accounts, error) {

@@ -31,7 +31,7 @@ func TestPasswordsAreKnown(t *testing.T) {
 	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	p, err := newPasswords(path, &reload.Files{})
+	p, err := newPasswords(t.Context(), path, &reload.Files{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -78,7 +78,7 @@ func TestStrangersDoNotLockUsersOut(t *testing.T) {
 	if err := os.WriteFile(path, []byte(hashed(t, "hush")+",bob,2\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	p, err := newPasswords(path, &reload.Files{})
+	p, err := newPasswords(t.Context(), path, &reload.Files{})
 	if err != nil {
 		t.Fatal(err)
 	}

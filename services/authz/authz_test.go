@@ -1,7 +1,6 @@
 package authz
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -9,10 +8,8 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -27,6 +24,7 @@ import (
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/reload"
+	"watershed.dev/platform/reload/reloadtest"
 )
 
 // hook is an authorization webhook that says what it is told to.
@@ -258,27 +256,16 @@ func TestADecisionIsAsWideAsThePolicy(t *testing.T) {
 // What ABAC's lines say is in force soon after they are written, and moves the generation; bad ones leave what was.
 func TestAPolicyFileIsReadAnew(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "policy.jsonl")
-	write := func(text string) {
-		if err := os.WriteFile(file+".new", []byte(text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.Rename(file+".new", file); err != nil {
-			t.Fatal(err)
-		}
-	}
-	const line = `{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":%q,"namespace":"*","resource":"*","apiGroup":"*"}}` +
-		"\n"
-	write(fmt.Sprintf(line, "eve"))
+	const line = `{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy",` +
+		`"spec":{"user":%q,"namespace":"*","resource":"*","apiGroup":"*"}}` + "\n"
+	reloadtest.Replace(t, file, fmt.Sprintf(line, "eve"))
 	files := &reload.Files{}
 	c := chainWith(t, files, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes, o.PolicyFile = []string{"RBAC", "ABAC"}, file
 	})
 	moved := make(chan struct{}, 10)
 	c.reloaded = func() { moved <- struct{}{} }
-	ctx, cancel := context.WithCancel(t.Context())
-	done := make(chan struct{})
-	go func() { files.Run(ctx); close(done) }()
-	defer func() { cancel(); <-done }()
+	reloadtest.Follow(t, files)
 	decided := func() authorizer.Decision {
 		d, _, _, _ := c.decide(t.Context(), by("bob"))
 		return d
@@ -286,17 +273,14 @@ func TestAPolicyFileIsReadAnew(t *testing.T) {
 	if decided() == authorizer.DecisionAllow {
 		t.Error("bob may before the file says so")
 	}
-	write(fmt.Sprintf(line, "bob"))
+	reloadtest.Replace(t, file, fmt.Sprintf(line, "bob"))
+	reloadtest.Until(t, "the generation moves", func() bool { return len(moved) > 0 })
 	<-moved
 	if decided() != authorizer.DecisionAllow {
 		t.Error("bob may not")
 	}
-	write("nonsense\n")
-	for shown := ""; !strings.Contains(shown, "refused"); time.Sleep(5 * time.Millisecond) {
-		w := httptest.NewRecorder()
-		files.ServeHTTP(w, nil)
-		shown = w.Body.String()
-	}
+	reloadtest.Replace(t, file, "nonsense\n")
+	reloadtest.Shown(t, files, "refused")
 	if decided() != authorizer.DecisionAllow || len(moved) > 0 {
 		t.Error("a bad file was put in force")
 	}

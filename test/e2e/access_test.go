@@ -14,7 +14,6 @@ import (
 	"io"
 	"maps"
 	"net/http"
-	"os"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -34,6 +33,7 @@ import (
 	"k8s.io/client-go/rest"
 	signer "k8s.io/kubernetes/pkg/serviceaccount/externaljwt/plugin/testing/v1"
 
+	"watershed.dev/platform/reload/reloadtest"
 	"watershed.dev/test/harness"
 )
 
@@ -65,12 +65,7 @@ func whoami(t testing.TB, c *kubernetes.Clientset) (string, error) {
 
 func writeFile(t testing.TB, path, text string) string {
 	t.Helper()
-	if err := os.WriteFile(path+".new", []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Rename(path+".new", path); err != nil {
-		t.Fatal(err)
-	}
+	reloadtest.Replace(t, path, text)
 	return path
 }
 

@@ -17,7 +17,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/retry"
 
@@ -360,9 +359,7 @@ func TestAlwaysAllowTurnsStrangersAway(t *testing.T) {
 		"watershed":      harness.Up(t, "", flags...),
 		"kube-apiserver": harness.Oracle(t, flags...),
 	} {
-		conf := rest.AnonymousClientConfig(s.Config())
-		conf.Insecure, conf.CAData, conf.CAFile = true, nil, ""
-		_, err := kubernetes.NewForConfigOrDie(conf).CoreV1().Secrets("kube-system").List(t.Context(), metav1.ListOptions{})
+		_, err := as(t, s, func(*rest.Config) {}).CoreV1().Secrets("kube-system").List(t.Context(), metav1.ListOptions{})
 		if !apierrors.IsUnauthorized(err) {
 			t.Errorf("%s: %v", name, err)
 		}

@@ -104,9 +104,9 @@ var floors = map[string][][]string{
 	"platform": {
 		{
 			"config", "events", "features", "frame", "guard", "identity", "interest", "paths", "pki", "reload",
-			"reload/reloadtest", "version", "warnings", "watchable",
+			"version", "warnings", "watchable",
 		},
-		{"kubeversion", "telemetry"},
+		{"kubeversion", "reload/reloadtest", "telemetry"},
 		{"rpc"},
 		{"apiclient", "catalog", "coalesce", "crd", "eventlog", "lifecycle"},
 		{"process"},
