@@ -219,13 +219,13 @@ const (
 // Still authorizes an open watch again. It retries while authz cannot be asked, and answers false after stillBound.
 // Many watches that ask the same at once, as they do when the generation has moved, cost authz one question.
 func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) bool {
-	key, keepable := keyOf(attrs)
+	k, keepable := keysOf(attrs)
 	until := time.Now().Add(stillBound)
 	asking, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	for pause := stillPause; ; pause = min(2*pause, stillMost) {
 		if keepable {
-			if d, ok := a.cached(key, attrs); ok { // as when the watch is only now being opened
+			if d, ok := a.cached(k); ok { // as when the watch is only now being opened
 				return d.decision == authorizer.DecisionAllow
 			}
 		}
@@ -234,7 +234,7 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 		if !keepable {
 			d, err = a.ask(asking, attrs)
 		} else {
-			d, err = a.asking.Get(asking, string(key[:]), func(ctx context.Context) (decision, error) {
+			d, err = a.asking.Get(asking, string(k.this[:]), func(ctx context.Context) (decision, error) {
 				return a.ask(ctx, attrs)
 			})
 		}
@@ -258,9 +258,9 @@ func (a *Authorizer) Still(ctx context.Context, attrs authorizer.Attributes) boo
 
 // Authorize implements authorizer.Authorizer.
 func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes) (authorizer.Decision, string, error) {
-	key, keepable := keyOf(attrs)
+	k, keepable := keysOf(attrs)
 	if keepable {
-		if d, ok := a.cached(key, attrs); ok {
+		if d, ok := a.cached(k); ok {
 			telemetry.Note(ctx, "Decision kept", nil)
 			return d.decision, d.reason, nil
 		}
@@ -280,10 +280,13 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond
 		}
 		until := time.Now().Add(ttl)
-		if wide, ok := wideKey(attrs, resp.AnyNamespace); ok && d.decision == authorizer.DecisionAllow &&
-			(resp.AnyName || resp.AnyNamespace) { // others than this one have the same answer
-			if key = wide; resp.AnyNamespace {
-				d.namespace = "" // no namespace's policy has a part in it
+		key := k.this
+		if k.resource && d.decision == authorizer.DecisionAllow { // others than this one may have the same answer
+			switch {
+			case resp.AnyNamespace:
+				key, d.namespace = k.everywhere, "" // no namespace's policy has a part in it
+			case resp.AnyName:
+				key = k.everyName
 			}
 		}
 		a.cache().put(key, identity.Owner(attrs.GetUser().GetName()), d,
@@ -315,18 +318,17 @@ func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) de
 }
 
 // cached is a decision that stands, if one was made: of every object, of those of the namespace, or of this one.
-func (a *Authorizer) cached(key digest, attrs authorizer.Attributes) (decision, bool) {
-	if attrs.IsResourceRequest() {
-		for _, everywhere := range []bool{true, false} {
-			if wide, ok := wideKey(attrs, everywhere); ok {
-				if d, ok := a.cache().get(wide); ok && a.stands(d) {
-					return d, true
-				}
-			}
+func (a *Authorizer) cached(k keys) (decision, bool) {
+	all := []digest{k.everywhere, k.everyName, k.this}
+	if !k.resource {
+		all = all[2:]
+	}
+	for _, key := range all {
+		if d, ok := a.cache().get(key); ok && a.stands(d) {
+			return d, true
 		}
 	}
-	d, ok := a.cache().get(key)
-	return d, ok && a.stands(d)
+	return decision{}, false
 }
 
 // Ask is Authorize in the contract's words. It is not remembered.
@@ -340,41 +342,32 @@ func (a *Authorizer) Ask(ctx context.Context, attrs *commonv1.Attributes) (*auth
 	return resp, nil
 }
 
-// keyOf is everything that a decision may depend on; ok is false where nothing may be kept: the selectors did not
-// parse, or it is all too long.
-func keyOf(a authorizer.Attributes) (key digest, ok bool) {
-	if !a.IsResourceRequest() {
-		d := newDigester()
-		writeUser(d, a.GetUser())
-		d.part(a.GetVerb())
-		d.part("path")
-		d.part(a.GetPath())
-		return d.sum()
-	}
-	return keyAbout(a, "resource", a.GetNamespace(), a.GetName())
+// keys are those under which a decision about a request may be kept: one that holds everywhere, for every name in its
+// namespace, or for this request alone. What is no resource has the last alone.
+type keys struct {
+	everywhere, everyName, this digest
+	resource                    bool
 }
 
-// wideKey is that of the decision that holds for every name in a request's namespace, or everywhere.
-func wideKey(a authorizer.Attributes, everywhere bool) (key digest, ok bool) {
-	if everywhere {
-		return keyAbout(a, "every resource", "", "")
-	}
-	return keyAbout(a, "every name", a.GetNamespace(), "")
-}
-
-// keyAbout is the key of a decision about resources of a kind, which tells how much the decision holds for.
-func keyAbout(a authorizer.Attributes, what, namespace, name string) (key digest, ok bool) {
+// keysOf is made of everything that a decision may depend on; ok is false where nothing may be kept: the selectors did
+// not parse, or it is all too long.
+func keysOf(a authorizer.Attributes) (k keys, ok bool) {
 	d := newDigester()
 	writeUser(d, a.GetUser())
 	d.part(a.GetVerb())
-	d.part(what)
-	for _, s := range []string{a.GetAPIGroup(), a.GetAPIVersion(), a.GetResource(), a.GetSubresource(), namespace,
-		name} {
+	if !a.IsResourceRequest() {
+		d.part("path")
+		d.part(a.GetPath())
+		k.this, ok = d.sum()
+		return k, ok
+	}
+	k.resource = true
+	for _, s := range []string{"resource", a.GetAPIGroup(), a.GetAPIVersion(), a.GetResource(), a.GetSubresource()} {
 		d.part(s)
 	}
 	fields, err := a.GetFieldSelector()
 	if err != nil {
-		return key, false
+		return keys{}, false
 	}
 	d.number(len(fields))
 	for _, f := range fields {
@@ -384,13 +377,18 @@ func keyAbout(a authorizer.Attributes, what, namespace, name string) (key digest
 	}
 	labels, err := a.GetLabelSelector()
 	if err != nil {
-		return key, false
+		return keys{}, false
 	}
 	d.number(len(labels))
 	for _, l := range labels {
 		d.part(l.String())
 	}
-	return d.sum()
+	k.everywhere = d.sumSoFar()
+	d.part(a.GetNamespace())
+	k.everyName = d.sumSoFar()
+	d.part(a.GetName())
+	k.this, ok = d.sum()
+	return k, ok
 }
 
 func writeUser(d *digester, u user.Info) {

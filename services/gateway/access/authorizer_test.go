@@ -85,7 +85,8 @@ func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
 			Resource:        "pods",
 		},
 		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob"}, Verb: "get", Path: "/x"}} {
-		k, keepable := keyOf(r)
+		keys, keepable := keysOf(r)
+		k := keys.this
 		if !keepable {
 			t.Errorf("%v is not kept", r)
 		}
@@ -145,6 +146,34 @@ func TestADecisionHoldsAsFarAsItSays(t *testing.T) {
 	}
 }
 
+// No name and no namespace makes a request's own key that of a wider decision.
+func TestNoNameStandsForAll(t *testing.T) {
+	of := func(namespace, name string) keys {
+		r := asking("bob", "get").(authorizer.AttributesRecord)
+		r.Namespace, r.Name = namespace, name
+		k, ok := keysOf(r)
+		if !ok {
+			t.Fatal("nothing is kept")
+		}
+		return k
+	}
+	seen := map[digest]string{}
+	note := func(d digest, what string) {
+		if other, ok := seen[d]; ok && other != what {
+			t.Errorf("%s and %s are kept as one", other, what)
+		}
+		seen[d] = what
+	}
+	for _, namespace := range []string{"", "x", "every name", "everywhere", "\xff\xff\xff\xff"} {
+		for _, name := range []string{"", "x", "every name", "everywhere", "\xff\xff\xff\xff"} {
+			k := of(namespace, name)
+			note(k.everywhere, "everywhere")
+			note(k.everyName, "every name in "+namespace)
+			note(k.this, namespace+"/"+name)
+		}
+	}
+}
+
 // A watch that is opened under a decision that is kept costs no second question; once the policy has moved it does.
 func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
 	p := &policy{answer: &authzv1.AuthorizeResponse{
@@ -164,5 +193,23 @@ func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
 	a.moved(&authzv1.Generation{Generation: 6, Replica: "a", MayRevoke: true}, false)
 	if a.Still(t.Context(), asking("bob", "watch")) {
 		t.Error("a revoked permission is still allowed")
+	}
+}
+
+// BenchmarkKept is what a decision that is kept costs each request.
+func BenchmarkKept(b *testing.B) {
+	a := &Authorizer{Client: &policy{answer: &authzv1.AuthorizeResponse{
+		Decision:   authzv1.Decision_DECISION_ALLOW,
+		Generation: 5,
+		Replica:    "a",
+	}}}
+	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+	r := asking("system:serviceaccount:kube-system:deployment-controller", "get").(authorizer.AttributesRecord)
+	r.User.(*user.DefaultInfo).Groups = []string{"system:serviceaccounts", "system:authenticated"}
+	r.Namespace, r.Name = "x", "one"
+	for b.Loop() {
+		if d, _, err := a.Authorize(b.Context(), r); d != authorizer.DecisionAllow {
+			b.Fatal(err)
+		}
 	}
 }

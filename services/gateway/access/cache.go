@@ -151,6 +151,16 @@ func (d *digester) part(s string) {
 
 func (d *digester) number(n int) { d.data = binary.BigEndian.AppendUint32(d.data, uint32(n)) }
 
+// sumSoFar is the digest of the parts so far. It is never that of more parts, whatever they are: it ends with a length
+// that no part has.
+func (d *digester) sumSoFar() (sum digest) {
+	n := len(d.data)
+	d.number(-1)
+	sum = sha256.Sum256(d.data)
+	d.data = d.data[:n]
+	return sum
+}
+
 // sum is the digest; ok is false where the parts are too long to be kept under one. The digester must not be used
 // afterwards.
 func (d *digester) sum() (sum digest, ok bool) {
