@@ -47,13 +47,14 @@ type HookOptions struct {
 func (o *HookOptions) AddFlags(fs *pflag.FlagSet) {
 	fs.DurationVar(&o.Budget, "webhook-ignore-budget", 0,
 		"How long all admission webhooks together whose failurePolicy is Ignore, as that of every other one at their "+
-			"endpoint, may take of a request's mutation, and again of its validation. 0: as long as their own timeouts allow, as in kube-apiserver.")
+			"endpoint, may take of a request's mutation, and again of its validation. 0: as long as their own "+
+			"timeouts allow, as in kube-apiserver.")
 	fs.IntVar(&o.Concurrency, "webhook-max-concurrent", 0,
-		"How many requests an admission webhook is sent at a time by this process; others wait within its timeout. 0: any "+
-			"number, as in kube-apiserver.")
+		"How many requests an admission webhook is sent at a time by this process; others wait within its timeout. "+
+			"0: any number, as in kube-apiserver.")
 	fs.IntVar(&o.Failures, "webhook-breaker-failures", 0,
-		"After how many failures in a row an admission webhook is not called any more for --webhook-breaker-pause. It then "+
-			"fails at once, and its failurePolicy decides. 0: it is always called, as in kube-apiserver.")
+		"After how many failures in a row an admission webhook is not called any more for --webhook-breaker-pause. "+
+			"It then fails at once, and its failurePolicy decides. 0: it is always called, as in kube-apiserver.")
 	fs.DurationVar(&o.Pause, "webhook-breaker-pause", 10*time.Second,
 		"How long an admission webhook that fails is left alone, before one request at a time tries it.")
 }
@@ -85,8 +86,8 @@ const (
 var (
 	hookCalls = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_admission_webhook_calls_total",
-		Help: "Calls of admission webhooks, by endpoint and what became of them: answered, failed, interrupted (who asked " +
-			"is gone), over_budget, not_called (the breaker is open).",
+		Help: "Calls of admission webhooks, by endpoint and what became of them: answered, failed, interrupted (who " +
+			"asked is gone), over_budget, not_called (the breaker is open).",
 	}, []string{"endpoint", "result"})
 	hooksInFlight = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_admission_webhook_inflight",
@@ -270,45 +271,10 @@ func (h *hooks) wrapped(c *rest.Config, err error) (*rest.Config, error) {
 	return c, nil
 }
 
-// budget is what is left of the time that hooks which may be ignored may take of one phase of a request.
-type budget struct {
-	mu   sync.Mutex
-	left time.Duration
-}
-
-type budgetKey struct{}
-
-// askedBy is the context of who asked for the request that webhooks are called for. Once it is done, whether by a
-// timeout that a client chose or because the client has gone, how a call ends says nothing of the webhook.
-type askedBy struct{}
-
-// withBudget gives a phase of a request its budget.
-func (h *hooks) withBudget(ctx context.Context) context.Context {
-	if h == nil {
-		return ctx
-	}
-	ctx = context.WithValue(ctx, askedBy{}, ctx)
-	if h.options.Budget == 0 {
-		return ctx
-	}
-	return context.WithValue(ctx, budgetKey{}, &budget{left: h.options.Budget})
-}
-
-func (b *budget) remains() time.Duration {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.left
-}
-
-func (b *budget) spend(d time.Duration) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.left -= d
-}
-
 var (
 	errBroken     = errors.New("it is not called for a while because it has failed (--webhook-breaker-failures)")
-	errOverBudget = errors.New("the time that webhooks of the kind may take of a request is spent (--webhook-ignore-budget)")
+	errOverBudget = errors.New("the time that webhooks of the kind may take of a request is spent " +
+		"(--webhook-ignore-budget)")
 )
 
 // hookTransport calls one hook's endpoint within the bounds.
@@ -422,55 +388,4 @@ func (l *lasting) Read(p []byte) (int, error) {
 func (l *lasting) Close() error {
 	defer l.once.Do(func() { l.ended(l.err) })
 	return l.ReadCloser.Close()
-}
-
-// called is a call that the breaker let through. trial: it is the one that tries whether the endpoint works again.
-type called struct {
-	*endpoint
-	options HookOptions
-	trial   bool
-}
-
-// mayCall says whether the breaker lets a call through, which then says how it ended: ended or gaveUp.
-func (e *endpoint) mayCall(o HookOptions) (called, bool) {
-	c := called{endpoint: e, options: o}
-	if o.Failures == 0 {
-		return c, true
-	}
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	switch {
-	case e.failures < o.Failures:
-		return c, true
-	case time.Now().Before(e.until) || e.trying:
-		return c, false
-	}
-	e.trying, c.trial = true, true
-	return c, true
-}
-
-// gaveUp: it ended before the endpoint could show whether it works.
-func (c called) gaveUp() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.trying = c.trying && !c.trial
-}
-
-// ended notes whether it succeeded.
-func (c called) ended(well bool) {
-	if c.options.Failures == 0 {
-		return
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.trying = c.trying && !c.trial
-	if well {
-		c.failures = 0
-		breakersOpen.WithLabelValues(c.name).Set(0)
-		return
-	}
-	if c.failures++; c.failures >= c.options.Failures {
-		c.until = time.Now().Add(c.options.Pause)
-		breakersOpen.WithLabelValues(c.name).Set(1)
-	}
 }

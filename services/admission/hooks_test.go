@@ -87,7 +87,7 @@ func TestAFailingHookIsLeftAlone(t *testing.T) {
 		if err := call(t.Context(), t, to); !errors.Is(err, errBroken) || h.called() != 3 {
 			t.Errorf("it is called again: %v, %d calls", err, h.called())
 		}
-		time.Sleep(11 * time.Second)
+		time.Sleep(11 * time.Second)       // of the bubble's clock: past the pause
 		h.code, h.takes = 500, time.Second // one tries it, and fails
 		var wg sync.WaitGroup
 		for range 5 {
@@ -97,7 +97,7 @@ func TestAFailingHookIsLeftAlone(t *testing.T) {
 		if h.called() != 4 {
 			t.Errorf("%d calls: more than one tries it", h.called())
 		}
-		time.Sleep(11 * time.Second)
+		time.Sleep(11 * time.Second) // likewise
 		gone, cancel := context.WithCancel(t.Context())
 		time.AfterFunc(time.Millisecond, cancel)
 		if err := call(gone, t, to); !errors.Is(

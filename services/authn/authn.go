@@ -76,14 +76,11 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
 		"The certificate authority of authn's, authz's and admission's client certificates. Empty: --client-ca-file "+
 			"signs them. Nobody else is known by it.")
-	fs.StringVar(
-		&c.BasicAuthFile,
-		"basic-auth-file",
-		"",
-		"A file of users who are known by HTTP basic authentication, a line each: password,user,uid[,\"group1,group2\"]. "+
+	fs.StringVar(&c.BasicAuthFile, "basic-auth-file", "",
+		"A file of users who are known by HTTP basic authentication, a line each: "+
+			"password,user,uid[,\"group1,group2\"]. "+
 			"A password may be a bcrypt hash. Kubernetes removed this in 1.19: passwords of files do not expire. "+
-			"Off unless it is given.",
-	)
+			"Off unless it is given.")
 	fs.StringVar(&c.SigningEndpoint, "service-account-signing-endpoint", "",
 		"Path to the socket where an external JWT signer is listening. This flag is mutually exclusive with "+
 			"--service-account-signing-key-file and --service-account-key-file.")
@@ -116,7 +113,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	}
 	if accounts != nil && c.SigningEndpoint != "" {
 		if len(accounts.KeyFiles) > 0 {
-			return nil, fmt.Errorf("--service-account-key-file %q cannot be given with --service-account-signing-endpoint: "+
+			return nil, fmt.Errorf("--service-account-key-file %q cannot be given with "+
+				"--service-account-signing-endpoint: "+
 				"the signer tells its keys; leave the former out", accounts.KeyFiles)
 		}
 		var err error

@@ -32,8 +32,8 @@ import (
 var (
 	attempts = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_authn_attempts_total",
-		Help: "Credentials that an authenticator knew (success) or refused as its own kind (error), by authenticator. " +
-			"An authenticator that a credential means nothing to does not count.",
+		Help: "Credentials that an authenticator knew (success) or refused as its own kind (error), by " +
+			"authenticator. An authenticator that a credential means nothing to does not count.",
 	}, []string{"authenticator", "result"})
 	deprecated = prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "watershed_authn_deprecated",

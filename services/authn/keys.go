@@ -78,12 +78,14 @@ func (k *keyFiles) GetPublicKeys(ctx context.Context, id string) []serviceaccoun
 // as long as ctx is not done (KEP-740).
 func externalKeys(ctx context.Context, issuers []string, endpoint string) (serviceaccount.PublicKeysGetter, error) {
 	if len(issuers) == 0 {
-		return nil, fmt.Errorf("--service-account-signing-endpoint %q: it needs --service-account-issuer; give that too",
+		return nil, fmt.Errorf("--service-account-signing-endpoint %q: it needs --service-account-issuer; give that "+
+			"too",
 			endpoint)
 	}
 	_, keys, err := plugin.New(ctx, issuers[0], endpoint, keySync, false)
 	if err != nil {
-		return nil, fmt.Errorf("--service-account-signing-endpoint %q: while setting up external-jwt-signer (is it listening?): %w",
+		return nil, fmt.Errorf("--service-account-signing-endpoint %q: while setting up external-jwt-signer (is it "+
+			"listening?): %w",
 			endpoint, err)
 	}
 	return keys, nil

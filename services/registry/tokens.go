@@ -94,8 +94,8 @@ func (t *tokens) external(ctx context.Context, issuer, endpoint string) error {
 	}
 	longest := time.Duration(about.MaxTokenExpirationSeconds) * time.Second
 	if t.longest > longest {
-		return fmt.Errorf("--service-account-max-token-expiration %s: --service-account-signing-endpoint supports %s at "+
-			"most; take that or less", t.longest, longest)
+		return fmt.Errorf("--service-account-max-token-expiration %s: --service-account-signing-endpoint supports %s "+
+			"at most; take that or less", t.longest, longest)
 	}
 	if t.longest == 0 {
 		t.longest = longest

@@ -1,6 +1,7 @@
 package main
 
 import (
+	_ "embed"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -35,7 +36,7 @@ root,root,7,system:masters
 			flags = append(flags, "--authorization-policy-file="+filepath.Join(dir, "abac.jsonl"))
 		}
 		if strings.Contains(modes, "Webhook") {
-			flags = append(flags, "--authorization-webhook-config-file="+a.hook(dir, "authorizer", w, "/authorize"),
+			flags = append(flags, "--authorization-webhook-config-file="+a.webhookKubeconfig(dir, "authorizer", w, "/authorize"),
 				"--authorization-webhook-version=v1")
 		}
 		return flags
@@ -49,20 +50,16 @@ root,root,7,system:masters
 	a.configuration("authorizers by configuration", func(dir string, w *web) []string {
 		w.authorizer("/authorize")
 		path := filepath.Join(dir, "authorization.yaml")
-		write(a.t, path, fmt.Sprintf(authorization, a.hook(dir, "authorizer", w, "/authorize"),
-			a.hook(dir, "dead", &web{base: "https://127.0.0.1:1", ca: w.ca}, "/")))
+		write(a.t, path, fmt.Sprintf(authorization, a.webhookKubeconfig(dir, "authorizer", w, "/authorize"),
+			a.webhookKubeconfig(dir, "dead", &web{base: "https://127.0.0.1:1", ca: w.ca}, "/")))
 		return append(users(dir), "--authorization-config="+path)
 	}, func(p *pair, _ *web, _ string) { a.everyRight(p, true, true) })
 }
 
 // abac is a policy file of lines (k8s.io/kubernetes/pkg/apis/abac).
-const abac = `{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":"bob","namespace":"*","resource":"pods","apiGroup":"","readonly":true}}
-{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"group":"readers","namespace":"default","resource":"*","apiGroup":"*","readonly":true}}
-{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":"system:serviceaccount:default:robot","namespace":"default","resource":"configmaps","apiGroup":""}}
-{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"group":"system:authenticated","nonResourcePath":"/api*","readonly":true}}
-{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"user":"*","nonResourcePath":"/version","readonly":true}}
-{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy","spec":{"group":"system:masters","namespace":"*","resource":"*","apiGroup":"*","nonResourcePath":"*"}}
-`
+//
+//go:embed abac.jsonl
+var abac string
 
 // authorization is an AuthorizationConfiguration with two webhooks, of which one is away.
 const authorization = `apiVersion: apiserver.config.k8s.io/v1
@@ -133,39 +130,9 @@ func (w *web) authorizer(path string) {
 }
 
 // policy is RBAC and what nodes' rights follow from.
-const policy = `
-{"apiVersion":"v1","kind":"List","items":[
-{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"default","namespace":"default"}},
-{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"robot","namespace":"default"}},
-{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"other"}},
-{"apiVersion":"v1","kind":"Secret","metadata":{"name":"mounted","namespace":"default"}},
-{"apiVersion":"v1","kind":"Secret","metadata":{"name":"hooked","namespace":"default"}},
-{"apiVersion":"v1","kind":"Secret","metadata":{"name":"loose","namespace":"default"}},
-{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"mounted","namespace":"default"}},
-{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"one","namespace":"default"}},
-{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"one","namespace":"other"}},
-{"apiVersion":"v1","kind":"Node","metadata":{"name":"n1"}},
-{"apiVersion":"v1","kind":"Node","metadata":{"name":"n2"}},
-{"apiVersion":"v1","kind":"Pod","metadata":{"name":"here","namespace":"default"},"spec":{"nodeName":"n1","containers":[{"name":"c","image":"i","env":[{"name":"A","valueFrom":{"configMapKeyRef":{"name":"mounted","key":"k"}}}]}],"volumes":[{"name":"v","secret":{"secretName":"mounted"}}]}},
-{"apiVersion":"v1","kind":"Pod","metadata":{"name":"there","namespace":"default"},"spec":{"nodeName":"n2","containers":[{"name":"c","image":"i"}]}},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"reader"},"rules":[{"apiGroups":["","apps"],"resources":["pods","configmaps","deployments"],"verbs":["get","list","watch"]},{"nonResourceURLs":["/metrics","/logs/*"],"verbs":["get"]}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"one-map"},"rules":[{"apiGroups":[""],"resources":["configmaps"],"resourceNames":["one"],"verbs":["get","update","patch","delete","list","watch"]}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"part","labels":{"gather":"yes"}},"rules":[{"apiGroups":[""],"resources":["services"],"verbs":["get"]}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"rbac-editor"},"rules":[{"apiGroups":["rbac.authorization.k8s.io"],"resources":["roles","rolebindings","clusterroles","clusterrolebindings"],"verbs":["get","list","create","update","patch","delete"]}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"escalator"},"rules":[{"apiGroups":["rbac.authorization.k8s.io"],"resources":["roles"],"verbs":["escalate"]},{"apiGroups":["rbac.authorization.k8s.io"],"resources":["clusterroles"],"resourceNames":["reader"],"verbs":["bind"]}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"impersonator"},"rules":[{"apiGroups":[""],"resources":["users"],"resourceNames":["alice","bob"],"verbs":["impersonate"]},{"apiGroups":[""],"resources":["groups"],"resourceNames":["readers"],"verbs":["impersonate"]},{"apiGroups":[""],"resources":["serviceaccounts"],"resourceNames":["robot"],"verbs":["impersonate"]},{"apiGroups":["authentication.k8s.io"],"resources":["userextras/scopes"],"resourceNames":["view"],"verbs":["impersonate"]},{"apiGroups":["authentication.k8s.io"],"resources":["uids"],"resourceNames":["u1"],"verbs":["impersonate"]}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRole","metadata":{"name":"constrained"},"rules":[{"apiGroups":["authentication.k8s.io"],"resources":["users"],"resourceNames":["alice"],"verbs":["impersonate:user-info"]},{"apiGroups":["authentication.k8s.io"],"resources":["serviceaccounts"],"resourceNames":["robot"],"verbs":["impersonate:serviceaccount"]},{"apiGroups":["authentication.k8s.io"],"resources":["nodes"],"resourceNames":["*"],"verbs":["impersonate:arbitrary-node"]},{"apiGroups":[""],"resources":["pods","configmaps"],"verbs":["impersonate-on:user-info:get","impersonate-on:user-info:list","impersonate-on:serviceaccount:get","impersonate-on:arbitrary-node:get"]}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"mapper","namespace":"default"},"rules":[{"apiGroups":[""],"resources":["configmaps","pods/log","pods/exec"],"verbs":["*"]}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"readers"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"reader"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"Group","name":"readers"}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"editors"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"rbac-editor"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"Group","name":"editors"}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"editors-read"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"one-map"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"Group","name":"editors"}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"escalators","namespace":"other"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"escalator"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"carol"}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"mappers","namespace":"default"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"Role","name":"mapper"},"subjects":[{"kind":"ServiceAccount","name":"robot","namespace":"default"}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"nobody","namespace":"default"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"Role","name":"not-there"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"bob"}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"impersonators"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"impersonator"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"carol"}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"ClusterRoleBinding","metadata":{"name":"constrained"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"constrained"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"bob"}]},
-{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"last","namespace":"other"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"ClusterRole","name":"reader"},"subjects":[{"apiGroup":"rbac.authorization.k8s.io","kind":"User","name":"last"}]}
-]}`
+//
+//go:embed policy.yaml
+var policy string
 
 // everyRight asks every user's every right.
 func (a *axis) everyRight(p *pair, rbac, nodes bool) {

@@ -12,11 +12,13 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/asn1"
 	"encoding/base64"
 	"encoding/json"
 	"encoding/pem"
 	"math/big"
 	"os"
+	"strings"
 	"testing"
 	"time"
 
@@ -233,4 +235,64 @@ func signature(alg string, key any, data []byte) []byte {
 		return h.Sum(nil)
 	}
 	return nil
+}
+
+// certificates are clients' certificates, good and bad.
+func (a *axis) certificates(p *pair, c *credentials) {
+	ca := authorityOf(a.t, p.theirs.server.CA)
+	other := newAuthority(a.t, "ca") // the same name and another key
+	subject := func(cn string, groups ...string) pkix.Name { return pkix.Name{CommonName: cn, Organization: groups} }
+	add := func(name string, by *authority, s pkix.Name, change func(*x509.Certificate), between ...*authority) {
+		t := template(s)
+		if change != nil {
+			change(t)
+		}
+		c.certificates = append(c.certificates, by.sign(name, t, between...))
+	}
+	middle, loose := ca.below("middle"), ca.below("loose")
+	add("valid", ca, subject("carl", "dev", "ops"), nil)
+	add("no groups", ca, subject("carl"), nil)
+	add("masters", ca, subject("root", "system:masters"), nil)
+	add("expired", ca, subject("carl"), func(t *x509.Certificate) { t.NotAfter = time.Now().Add(-time.Minute) })
+	add("not yet", ca, subject("carl"), func(t *x509.Certificate) { t.NotBefore = time.Now().Add(time.Hour) })
+	add("for servers", ca, subject("carl"), func(t *x509.Certificate) {
+		t.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
+	})
+	add("for anything", ca, subject("carl"), func(t *x509.Certificate) {
+		t.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageAny}
+	})
+	add("no usage", ca, subject("carl"), func(t *x509.Certificate) { t.ExtKeyUsage = nil })
+	add("another authority's", other, subject("carl", "system:masters"), nil)
+	add("no name", ca, pkix.Name{Organization: []string{"system:masters"}}, nil)
+	add("empty", ca, pkix.Name{}, nil)
+	add("a system name", ca, subject("system:anonymous"), nil)
+	add("a node", ca, subject("system:node:n1", "system:nodes"), nil)
+	add("an account's name", ca, subject("system:serviceaccount:default:robot", "system:serviceaccounts"), nil)
+	add("name twice", ca, pkix.Name{CommonName: "carl", ExtraNames: []pkix.AttributeTypeAndValue{
+		{Type: asn1.ObjectIdentifier{2, 5, 4, 3}, Value: "carl"},
+		{Type: asn1.ObjectIdentifier{2, 5, 4, 3}, Value: "admin"},
+	}}, nil)
+	add("a uid", ca, pkix.Name{CommonName: "carl", ExtraNames: []pkix.AttributeTypeAndValue{
+		{Type: asn1.ObjectIdentifier{2, 5, 4, 3}, Value: "carl"},
+		{Type: asn1.ObjectIdentifier{1, 3, 6, 1, 4, 1, 57683, 2}, Value: "uid-1"},
+	}}, nil)
+	add("two uids", ca, pkix.Name{ExtraNames: []pkix.AttributeTypeAndValue{
+		{Type: asn1.ObjectIdentifier{2, 5, 4, 3}, Value: "carl"},
+		{Type: asn1.ObjectIdentifier{1, 3, 6, 1, 4, 1, 57683, 2}, Value: "uid-1"},
+		{Type: asn1.ObjectIdentifier{1, 3, 6, 1, 4, 1, 57683, 2}, Value: "uid-2"},
+	}}, nil)
+	add("group twice", ca, subject("carl", "dev", "dev"), nil)
+	add("an empty group", ca, subject("carl", ""), nil)
+	add("authenticated itself", ca, subject("carl", "system:authenticated", "system:unauthenticated"), nil)
+	add("odd letters", ca, subject("ünï\tcode", "grüppe"), nil)
+	add("long", ca, subject(strings.Repeat("n", 64), strings.Repeat("g", 64)), nil)
+	add("many groups", ca, subject("carl", strings.Split(strings.Repeat("g,", 200)+"g", ",")...), nil)
+	add("by a middle one", middle, subject("carl"), nil, middle)
+	add("middle one missing", middle, subject("carl"), nil)
+	add("wrong middle one", middle, subject("carl"), nil, loose)
+	add("an authority itself", ca, subject("carl"), func(t *x509.Certificate) {
+		t.IsCA, t.KeyUsage = true, x509.KeyUsageCertSign
+	})
+	add("a small serial number", ca, subject("carl"), func(t *x509.Certificate) { t.SerialNumber = big.NewInt(1) })
+	add("the services' own name", ca, subject("system:watershed:authz", "dev"), nil)
 }

@@ -45,7 +45,8 @@ var knownByConfiguration = []*difference{
 		when: func(_ *request, _, b answer) bool {
 			return strings.Contains(string(b.body), "anonymous requests are not allowed where everything is")
 		},
-		reason: "authz refuses them also where they are impersonated or asked about: it does not know what authn lets in.",
+		reason: "authz refuses them also where they are impersonated or asked about: it does not know what authn " +
+			"lets in.",
 	},
 	{
 		name:    "ABAC's readonly and constrained impersonation",
@@ -55,8 +56,8 @@ var knownByConfiguration = []*difference{
 			return strings.Contains(r.about, "impersonates") && b.code == 403 &&
 				strings.Contains(string(b.body), "cannot impersonate-on:")
 		},
-		reason: "kube-apiserver takes impersonate-on:…:get for a reading, which ABAC's readonly lines then allow to whom " +
-			"they allow the reading; here the verb is what it says.",
+		reason: "kube-apiserver takes impersonate-on:…:get for a reading, which ABAC's readonly lines then allow to " +
+			"whom they allow the reading; here the verb is what it says.",
 	},
 	{
 		name:    "metrics are a page each",

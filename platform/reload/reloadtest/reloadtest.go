@@ -40,7 +40,8 @@ func Follow(t testing.TB, files *reload.Files) {
 // Until waits until something is so; it fails the test where that does not come.
 func Until(t testing.TB, what string, so func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(bound); !so(); time.Sleep(5 * time.Millisecond) { // how often the condition is looked at
+	const look = 5 * time.Millisecond // how often it is looked whether it is so
+	for deadline := time.Now().Add(bound); !so(); time.Sleep(look) {
 		if time.Now().After(deadline) {
 			t.Fatalf("not within %s: %s", bound, what)
 		}
