@@ -42,13 +42,11 @@ const (
 	ownLogs    = "logs are written as they come, to one stream"
 	ownMetrics = "metrics are all shown, as they are"
 	ownHealth  = "how long a health check waits for etcd is fixed"
-	noEncrypt  = "encryption at rest is not offered: what is stored encrypted cannot be read"
 	noPeers    = "every gateway serves everything, and asks no other one"
 )
 
 // absentFamilies are flags that are absent together, by how their names begin.
 var absentFamilies = map[string]Absent{
-	"audit-":                  {Why: "audit is not offered; requests are logged with --v=3, without bodies"},
 	"coordinated-leadership-": {Why: "coordinated leader election is not offered", Leave: true},
 	"log-json-":               {Why: ownLogs, Leave: true},
 	"log-text-":               {Why: ownLogs, Leave: true},
@@ -84,8 +82,6 @@ var absent = map[string]Absent{
 		Why:     "API Priority and Fairness is not offered; --max-requests-inflight and --max-mutating-requests-inflight bound requests",
 		Neutral: "false",
 	},
-	"encryption-provider-config":                  {Why: noEncrypt, Blocks: true},
-	"encryption-provider-config-automatic-reload": {Why: noEncrypt, Neutral: "false"},
 	"endpoint-reconciler-type": {
 		Why: "the elected registry alone keeps the endpoints of the kubernetes Service", Leave: true,
 		Neutral: "lease",

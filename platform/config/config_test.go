@@ -110,9 +110,9 @@ func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
 // A flag of kube-apiserver's that is not offered stops the start with the reason and what to do, wherever it is given.
 func TestAnAbsentFlagSaysWhy(t *testing.T) {
 	for name, want := range map[string]string{
-		"emulated-version":  "only Kubernetes 1.36 itself is served; leave the flag out",
-		"audit-log-path":    "audit is not offered",
-		"watch-cache-sizes": "--watch-ring-bytes",
+		"emulated-version":      "only Kubernetes 1.36 itself is served; leave the flag out",
+		"log-text-split-stream": "logs are written as they come",
+		"watch-cache-sizes":     "--watch-ring-bytes",
 	} {
 		fs, _, _ := flags()
 		given := Load(fs, []string{"--" + name + "=x"})

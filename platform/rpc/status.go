@@ -42,7 +42,7 @@ func ToStatus(err error) error {
 	// gRPC's own field is checked for UTF-8; the detail has the message as it is.
 	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message, "\ufffd"))
 	detail := StatusProto(&s)
-	detail.Warnings = Warnings(err)
+	detail.Warnings, detail.Audit = Warnings(err), Trail(err)
 	if with, derr := st.WithDetails(detail); derr == nil {
 		st = with
 	}
@@ -85,6 +85,45 @@ func Warnings(err error) []string {
 	return nil
 }
 
+// trailedError is an API error with what the audit event says of what came before it.
+type trailedError struct {
+	error
+	trail *commonv1.AuditTrail
+}
+
+func (t *trailedError) Unwrap() error { return t.error }
+
+// WithTrail attaches what is to be audited, if anything.
+func WithTrail(err error, trail *commonv1.AuditTrail) error {
+	if err == nil || trail == nil {
+		return err
+	}
+	return &trailedError{err, trail}
+}
+
+// Trail is what is to be audited of a request that ended with an error.
+func Trail(err error) *commonv1.AuditTrail {
+	var trailed *trailedError
+	if errors.As(err, &trailed) {
+		return trailed.trail
+	}
+	return nil
+}
+
+// Bare is the error without what is told beside it.
+func Bare(err error) error {
+	for {
+		switch e := err.(type) { //nolint:errorlint // it is this very error that is taken off
+		case *WarnedError:
+			err = e.error
+		case *trailedError:
+			err = e.error
+		default:
+			return err
+		}
+	}
+}
+
 // FromStatus is ToStatus's inverse. An error that carries no metav1.Status comes back as the one kube-apiserver would
 // give: a lost peer is 503 with Retry-After, a passed deadline 504, anything else 500.
 func FromStatus(err error) error {
@@ -97,7 +136,7 @@ func FromStatus(err error) error {
 	}
 	for _, d := range st.Details() {
 		if p, ok := d.(*commonv1.Status); ok {
-			return WithWarnings(APIError(p), p.Warnings)
+			return WithTrail(WithWarnings(APIError(p), p.Warnings), p.Audit)
 		}
 	}
 	switch st.Code() {

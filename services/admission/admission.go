@@ -123,7 +123,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		append(initializers, s.mapper)...); err != nil {
 		return nil, err
 	}
-	s.chain = gc.AdmissionControl
+	s.chain = admission.WithAudit(gc.AdmissionControl)
 	if s.customs, err = newCustoms(plain, s.resolver, s.mapper.touch); err != nil {
 		return nil, err
 	}

@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/admission"
+	auditinternal "k8s.io/apiserver/pkg/apis/audit"
 	"k8s.io/apiserver/pkg/audit"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -81,15 +82,16 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		}, r.Resource.Subresource,
 		operations[r.Operation], opts, r.DryRun, u)
 	ctx, warned := warnings.Record(asRequest(ctx, r, u))
-	ctx = audit.WithAuditContext(s.hooks.withBudget(ctx))
+	ctx, trail := audited(s.hooks.withBudget(ctx), r.AuditLevel)
 	if err := run(ctx, attrs, c.interfaces); err != nil {
 		// As kube-apiserver does it: an API error that another one speaks of is not what is answered.
 		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason
 			err = rpc.Plain(err)
 		}
+		err = rpc.WithTrail(err, &commonv1.AuditTrail{Annotations: trail.GetEventAnnotations()})
 		return nil, rpc.WithWarnings(err, warned.List())
 	}
-	v := &admissionv1.Verdict{Warnings: warned.List()}
+	v := &admissionv1.Verdict{Warnings: warned.List(), AuditAnnotations: trail.GetEventAnnotations()}
 	if mayChange && obj != nil {
 		after, err := c.encode(obj)
 		if err != nil {
@@ -100,6 +102,21 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		}
 	}
 	return v, nil
+}
+
+// audited has plugins write audit annotations, of the level that the request is audited at.
+func audited(ctx context.Context, level commonv1.AuditLevel) (context.Context, *audit.AuditContext) {
+	ctx = audit.WithAuditContext(ctx)
+	trail := audit.AuditContextFrom(ctx)
+	_ = trail.Init(audit.RequestAuditConfig{Level: auditLevels[level]}, nil) // it is new
+	return ctx, trail
+}
+
+var auditLevels = map[commonv1.AuditLevel]auditinternal.Level{
+	commonv1.AuditLevel_AUDIT_LEVEL_NONE:             auditinternal.LevelNone,
+	commonv1.AuditLevel_AUDIT_LEVEL_METADATA:         auditinternal.LevelMetadata,
+	commonv1.AuditLevel_AUDIT_LEVEL_REQUEST:          auditinternal.LevelRequest,
+	commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE: auditinternal.LevelRequestResponse,
 }
 
 // asRequest makes ctx one of the request that is reviewed, as plugins read it.

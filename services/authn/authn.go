@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apiserver/pkg/audit"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	apiserverserviceaccount "k8s.io/apiserver/pkg/authentication/serviceaccount"
 	"k8s.io/apiserver/pkg/authentication/user"
@@ -369,12 +370,13 @@ func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.Authentic
 	if len(audiences) > 0 {
 		req = req.WithContext(authenticator.WithAudiences(req.Context(), audiences))
 	}
-	ctx, warned := warnings.Record(req.Context())
+	ctx, warned := warnings.Record(audit.WithAuditContext(req.Context()))
 	resp, ok, err := s.auth.AuthenticateRequest(req.WithContext(ctx))
 	if !ok && errors.Is(err, errBusy) { // nobody has looked at the password: it is not wrong
 		return nil, nil, status.Error(codes.Unavailable, errBusy.Error())
 	}
 	out := &authnv1.AuthenticateResponse{Authenticated: ok, Warnings: warned.List()}
+	out.AuditAnnotations = audit.AuditContextFrom(ctx).GetEventAnnotations()
 	if err != nil {
 		out.Error = err.Error()
 	}

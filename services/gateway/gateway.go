@@ -27,6 +27,7 @@ import (
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/kubeversion"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/reload"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -37,6 +38,7 @@ import (
 	"watershed.dev/services/gateway/access"
 	"watershed.dev/services/gateway/aggregation"
 	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/edge"
 	"watershed.dev/services/gateway/routing"
@@ -55,6 +57,7 @@ type Config struct {
 	Profiling         bool
 	Aggregation       aggregation.Config
 	Streaming         streaming.Config
+	Audit             audit.Config
 }
 
 // AddFlags adds every setting to fs.
@@ -64,6 +67,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Watch.AddFlags(fs)
 	c.Aggregation.AddFlags(fs)
 	c.Streaming.AddFlags(fs)
+	c.Audit.AddFlags(fs)
 	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
 		"Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of "+
 			"registry. It is cheaper where both are in one process.")
@@ -128,6 +132,8 @@ type Service struct {
 	views     *views
 	handler   http.Handler
 	health    map[string]*check
+	files     reload.Files
+	auditor   *audit.Auditor
 	// external is where clients reach the gateway.
 	external string
 	ready    lifecycle.Readiness
@@ -137,7 +143,7 @@ type Service struct {
 func NewConfig() *Config { return &Config{} }
 
 // New builds a gateway.
-func New(_ context.Context, c *Config, d Deps) (*Service, error) {
+func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	metrics.Register()
 	carrier, err := streaming.New(&c.Streaming)
 	if err != nil {
@@ -155,11 +161,14 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 		interests: &routing.Interests{Client: d.Admission},
 		external:  c.externalAddress(),
 	}
+	if g.auditor, err = audit.New(ctx, &c.Audit, &g.files); err != nil {
+		return nil, err
+	}
 	g.views = newViews(g.external, d.Catalog, remotes)
 	g.catalog = &catalog.Catalog{Registry: d.Catalog, Changed: g.views.publish}
 	names, prefixes := c.Edge.FrontProxyHeaders()
 	authn := access.NewAuthenticator(d.Authn, names, prefixes)
-	g.handler = c.Edge.Chain(g.mux(g.router(carrier)), authn, g.authz, g.server.InFlight, g.own)
+	g.handler = c.Edge.Chain(g.mux(g.router(carrier)), authn, g.authz, g.auditor, g.server.InFlight, g.own)
 	return g, nil
 }
 
@@ -291,8 +300,11 @@ func (g *Service) Register(grpc.ServiceRegistrar) {}
 
 // Collectors are the gateway's own metrics; kube-apiserver's are in the registry that it shares with its libraries.
 func (g *Service) Collectors() []prometheus.Collector {
-	return slices.Concat(watch.Metrics(), access.Metrics(), body.Metrics())
+	return slices.Concat(watch.Metrics(), access.Metrics(), audit.Metrics(), body.Metrics())
 }
+
+// Files are those that are read anew while the gateway runs.
+func (g *Service) Files() http.Handler { return &g.files }
 
 // StopTimeout is how long the gateway takes to stop at most.
 func (g *Service) StopTimeout() time.Duration { return g.config.Edge.StopTimeout() }
@@ -312,9 +324,11 @@ func (g *Service) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
 	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	wg.Go(func() { g.follow(following) })
+	wg.Go(func() { g.files.Run(following) })
 	err := g.server.Run(ctx, g.handler)
 	cancel()
 	wg.Wait()
+	g.auditor.Close()
 	return err
 }
 

@@ -95,6 +95,13 @@ func (g *Service) checks() map[string]*check {
 			_, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
 			return err
 		}},
+		"kms-providers": {ask: func(ctx context.Context) error {
+			r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
+			if err == nil && r.EncryptionError != "" {
+				return errors.New(r.EncryptionError)
+			}
+			return nil // whether etcd answers is another check's
+		}},
 		"authn": {ask: func(ctx context.Context) error {
 			_, err := g.deps.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})
 			return err
@@ -148,6 +155,8 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 	}
 	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
 		healthz.NamedCheck("etcd", g.health["etcd"].of)}
+	// As kube-apiserver has it where a KMS is used: not ready without it, but alive.
+	services = append(services, healthz.NamedCheck("kms-providers", g.health["kms-providers"].of))
 	ready := []healthz.HealthChecker{
 		healthz.NamedCheck("etcd-readiness", g.health["etcd"].of),
 		healthz.NamedCheck("informer-sync", g.health["etcd"].of),

@@ -141,7 +141,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	s.tasks.Ready.Set("informers", errors.New("they are not synced yet"))
 	s.tasks.Ready.Set("etcd", errors.New("it has not answered yet"))
 	etcdmetrics.Register()
-	store, err := storage.Open(c.Storage, served)
+	store, err := storage.Open(ctx, c.Storage, served, s.identity)
 	if err != nil {
 		return nil, err
 	}
@@ -298,6 +298,7 @@ func (s *Service) Run(ctx context.Context) error {
 		return err
 	}
 	s.tasks.Go(ctx, "etcd", s.askEtcd)
+	s.tasks.Go(ctx, "encryption", s.resources.Storage.FollowEncryption)
 	s.tasks.Go(ctx, "publisher", s.publisher.Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()

@@ -24,7 +24,7 @@ func TestConfigurationsAnswerAsKubeAPIServers(t *testing.T) {
 		t,
 		options{
 			out:  cmp.Or(os.Getenv("DIFFERENCES"), t.TempDir()),
-			axes: cmp.Or(os.Getenv("AXES"), "authn,authz,admission"),
+			axes: cmp.Or(os.Getenv("AXES"), "authn,authz,admission,audit"),
 		},
 	)
 }

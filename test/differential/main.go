@@ -37,7 +37,7 @@ func main() {
 		"Where differences.txt goes.")
 	flag.StringVar(&o.phases, "phases", "discovery,create,verbs,paths,definitions,fixtures,fuzz,walk,remove",
 		"What to do.")
-	flag.StringVar(&o.axes, "axes", "authn,authz,admission", "Configurations of what to compare.")
+	flag.StringVar(&o.axes, "axes", "authn,authz,admission,audit", "Configurations of what to compare.")
 	flag.Parse()
 	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{
 		Name: "differential",
@@ -51,7 +51,8 @@ func main() {
 // configurations asks servers of many configurations, and fails where anything differs that is not listed.
 func configurations(t *testing.T, o options) {
 	a := &axis{t: t, report: newReport(knownByConfiguration)}
-	axes := map[string]func(){"authn": a.authenticators, "authz": a.authorizers, "admission": a.plugins}
+	axes := map[string]func(){"authn": a.authenticators, "authz": a.authorizers, "admission": a.plugins,
+		"audit": a.audits}
 	for _, name := range strings.Split(o.axes, ",") {
 		if axes[name] == nil {
 			t.Fatalf("there is no axis %q", name)

@@ -45,6 +45,8 @@ var masks = []struct {
 	{regexp.MustCompile(`current time [0-9-]+ [0-9:.]+ \+0000 UTC m=\+[0-9.]+`), "current time"},
 	{regexp.MustCompile(`kube-api-access-[a-z0-9]{5}`), "kube-api-access-RANDOM"},
 	{regexp.MustCompile(`(resourceVersion\\*":\\*")\d+`), "${1}RV"},
+	{regexp.MustCompile(`(resourceVersion=)\d+`), "${1}RV"}, // in an audit log's requestURI
+	{regexp.MustCompile(`\b(who-)[a-z0-9]{5}\b`), "${1}RANDOM"},
 	// An object in the text of an error: the order of its managers is by the second. Where it is an object itself they
 	// are sorted and compared (normal).
 	{regexp.MustCompile(`(managedFields\\*":\[)[^\]]*\]`), "${1}…]"},

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"regexp"
 	"slices"
@@ -32,6 +33,8 @@ type request struct {
 	bodyOf func(s *side) []byte
 	// as is who sends it; nil: the administrator, by certificate.
 	as *certificate
+	// repeated: it is sent several times, of which the last one counts.
+	repeated bool
 	// mayFail: that neither answers compares as equal.
 	mayFail bool
 	// about is what it tries, for the report.
@@ -183,6 +186,10 @@ type pair struct {
 	ours, theirs *side
 	report       *report
 	asking       errgroup.Group
+	// audited: each request has an audit id of its own, the same for both; sent are the requests by it.
+	audited bool
+	mu      sync.Mutex
+	sent    map[string]*request
 }
 
 // askLater is ask for what depends on nothing else.
@@ -204,6 +211,9 @@ var (
 func (p *pair) ask(r *request) answer {
 	ctx, cancel := context.WithTimeout(p.t.Context(), time.Minute)
 	defer cancel()
+	if p.audited {
+		r = p.withAuditID(r)
+	}
 	var a, b answer
 	var wg sync.WaitGroup
 	wg.Go(func() { a = p.theirs.do(ctx, r) })
@@ -211,6 +221,24 @@ func (p *pair) ask(r *request) answer {
 	wg.Wait()
 	p.report.compare(r, a, b)
 	return a
+}
+
+// withAuditID is a request that the audit log knows by an id.
+func (p *pair) withAuditID(r *request) *request {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	marked := *r
+	marked.header = maps.Clone(r.header)
+	if marked.header == nil {
+		marked.header = map[string]string{}
+	}
+	id := fmt.Sprintf("%s%d", auditIDs, len(p.sent))
+	marked.header["Audit-Id"] = id
+	if p.sent == nil {
+		p.sent = map[string]*request{}
+	}
+	p.sent[id] = &marked
+	return &marked
 }
 
 // diff lists what differs between two answers: "where: theirs | ours".

@@ -68,11 +68,12 @@ func (a *axis) plugins() {
 		a.used = set.Bootstrap
 		a.configuration("admission "+set.Name, func(dir string, w *web) []string {
 			w.reviews()
-			return set.flags(a, dir, w)
+			return append(set.flags(a, dir, w), a.auditFlags(dir, everything)...)
 		}, func(p *pair, w *web, dir string) {
 			for _, step := range set.Steps {
 				a.step(p, step, func(text string) string { return placed(text, dir, w) })
 			}
+			a.compareAudits(p, func(s *side) []fields { return a.recordsOf(auditLog(dir, s.name)) })
 		})
 		a.used = false
 	}
@@ -124,6 +125,8 @@ func (a *axis) step(p *pair, step pluginStep, place func(string) string) {
 			return http.Header{"Impersonate-User": {step.As}, "Impersonate-Group": step.Groups}
 		}
 	}
+	r = p.withAuditID(r)
+	r.repeated = step.Until
 	until := func(s *side) (got answer) {
 		for began := time.Now(); ; time.Sleep(50 * time.Millisecond) {
 			got = s.do(a.t.Context(), r)

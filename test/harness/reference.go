@@ -133,10 +133,20 @@ func Twins(t testing.TB, flags ...string) (theirs, ours *Server) {
 	return twins(t, dir, Etcd(t, dir), "", flags)
 }
 
+// Side stands in a flag of twins for each one's own name, kube-apiserver or watershed.
+const Side = "{side}"
+
 func twins(t testing.TB, dir, etcd, data string, flags []string) (theirs, ours *Server) {
 	t.Helper()
-	theirs = KubeAPIServer(t, dir, etcd, flags...).Server
-	ours = Up(t, data, clusterFlags(dir, flags)...)
+	of := func(side string) []string {
+		own := slices.Clone(flags)
+		for i := range own {
+			own[i] = strings.ReplaceAll(own[i], Side, side)
+		}
+		return own
+	}
+	theirs = KubeAPIServer(t, dir, etcd, of("kube-apiserver")...).Server
+	ours = Up(t, data, clusterFlags(dir, of("watershed"))...)
 	conf, err := os.ReadFile(theirs.Kubeconfig)
 	if err != nil {
 		t.Fatal(err)

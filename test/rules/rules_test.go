@@ -119,7 +119,8 @@ var floors = map[string][][]string{
 	"cmd/stores":         {{"."}, {"cmd/etcd", "cmd/nats"}},
 	"cmd/xds":            {{"."}, {"cmd/xds"}},
 	"services/gateway": {
-		{"answer", "wire"},
+		{"audit", "wire"},
+		{"answer"},
 		{"body", "access", "watch", "streaming", "aggregation"},
 		{"discovery", "openapi", "routing", "edge"},
 		{"."},

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apiserver/pkg/audit"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/user"
 
@@ -73,6 +74,8 @@ type knownUser struct {
 	// consulted are the headers that authn reads, where they are not all passed on to it.
 	consulted []string
 	warnings  []string
+	// annotations are for the audit event of each request.
+	annotations map[string]string
 }
 
 // AuthenticateRequest implements authenticator.Request. It fails closed: an authn that cannot be asked is an error.
@@ -92,6 +95,7 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 	}
 	if !resp.Authenticated {
 		warnings.Tell(req.Context(), resp.Warnings)
+		audit.AddAuditAnnotationsMap(req.Context(), resp.AuditAnnotations)
 		if resp.Challenge != "" {
 			*req = *req.WithContext(context.WithValue(req.Context(), challengeKey{}, resp.Challenge))
 		}
@@ -101,10 +105,14 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 		return nil, false, nil
 	}
 	k := &knownUser{
-		response: &authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences},
-		warnings: resp.Warnings,
+		response:    &authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences},
+		warnings:    resp.Warnings,
+		annotations: resp.AuditAnnotations,
 	}
 	size := userBytes(k.response.User)
+	for key, value := range k.annotations {
+		size += 64 + len(key) + len(value)
+	}
 	for _, w := range k.warnings {
 		size += len(w)
 	}
@@ -226,6 +234,9 @@ func (a *Authenticator) finish(req *http.Request, k *knownUser) (*authenticator.
 		}
 	}
 	warnings.Tell(req.Context(), k.warnings)
+	if len(k.annotations) > 0 {
+		audit.AddAuditAnnotationsMap(req.Context(), k.annotations)
+	}
 	return &authenticator.Response{User: k.response.User, Audiences: k.response.Audiences}, true, nil
 }
 

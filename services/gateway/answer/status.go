@@ -3,6 +3,7 @@
 package answer
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"slices"
@@ -16,6 +17,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
+
+	"watershed.dev/services/gateway/audit"
 )
 
 // Codecs encode what the gateway itself says.
@@ -104,6 +107,11 @@ func Unversioned(w http.ResponseWriter, req *http.Request, obj runtime.Object) {
 	s := info.Serializer
 	if m.Pretty && info.PrettySerializer != nil {
 		s = info.PrettySerializer
+	}
+	if audit.Responds(req.Context()) {
+		if data, err := json.Marshal(obj); err == nil {
+			audit.Response(req.Context(), runtime.ContentTypeJSON, data)
+		}
 	}
 	w.Header().Set("Content-Type", info.MediaType)
 	_ = s.Encode(obj, w)

@@ -20,6 +20,7 @@ import (
 	"watershed.dev/platform/paths"
 	"watershed.dev/services/gateway/access"
 	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
 )
 
@@ -30,8 +31,8 @@ var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("wa
 // Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
 // DefaultBuildHandlerChain). buffered says of which requests the body is read before they count as in flight: those
 // that the gateway answers itself.
-func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, inFlight waitGroup,
-	buffered func(*http.Request) bool) http.Handler {
+func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, auditor *audit.Auditor,
+	inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
 	h := step("authorization", api, func(h http.Handler) http.Handler {
 		return genericapifilters.WithAuthorization(h, authz, answer.Codecs)
 	})
@@ -47,14 +48,16 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 			return impersonation.WithImpersonation(h, authz, answer.Codecs)
 		})
 	}
-	h = genericapifilters.WithAudit(h, nil, nil, LongRunning) // the hook: no policy, no records
+	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
 	h = traced(h)
-	h = genericapifilters.WithAuthentication(h, failClosed{authn}, unauthorized{},
+	failed := genericapifilters.WithFailedAuthenticationAudit(unauthorized{}, auditor.Sink, auditor.Policy)
+	h = genericapifilters.WithAuthentication(h, failClosed{authn}, failed,
 		authenticator.Audiences(c.APIAudiences), nil)
 	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
 	h = genericapifilters.WithWarningRecorder(h)
 	h = genericfilters.WithTimeoutForNonLongRunningRequests(h, LongRunning)
-	h = genericapifilters.WithRequestDeadline(h, nil, nil, LongRunning, answer.Codecs, c.RequestTimeout)
+	h = genericapifilters.WithRequestDeadline(h, auditor.Sink, auditor.Policy, LongRunning, answer.Codecs,
+		c.RequestTimeout)
 	h = genericfilters.WithWaitGroup(h, LongRunning, inFlight)
 	if c.GoawayChance > 0 {
 		h = genericfilters.WithProbabilisticGoaway(h, c.GoawayChance)

@@ -30,8 +30,8 @@ type dialect interface {
 	accepts(*call) error
 	// offers says whether objects as they are can be answered in application/subtype.
 	offers(subtype string) bool
-	// deprecated says whether requests for the resource count as for a deprecated API.
-	deprecated(*registryv1.ResourceEntry) bool
+	// deprecated says whether the request counts as one for a deprecated API.
+	deprecated(*call) bool
 }
 
 func dialectOf(e *registryv1.ResourceEntry) dialect {
@@ -135,7 +135,10 @@ func (builtIn) accepts(c *call) error {
 
 func (builtIn) offers(string) bool { return true }
 
-func (builtIn) deprecated(e *registryv1.ResourceEntry) bool { return e.Deprecation != "" }
+// deprecated does not count what the web framework refuses.
+func (d builtIn) deprecated(c *call) bool {
+	return c.entry.Deprecation != "" && d.supports(c) == nil && d.accepts(c) == nil
+}
 
 // custom is the dialect of custom resources
 // (k8s.io/apiextensions-apiserver/pkg/apiserver/customresource_handler.go).
@@ -186,6 +189,4 @@ func (custom) accepts(*call) error { return nil }
 // offers leaves out protobuf and CBOR: a custom resource has no message of its own.
 func (custom) offers(subtype string) bool { return subtype == "json" || subtype == "yaml" }
 
-func (custom) deprecated(e *registryv1.ResourceEntry) bool {
-	return e.Deprecation != "" || len(e.Warnings) > 0
-}
+func (custom) deprecated(c *call) bool { return c.entry.Deprecation != "" || len(c.entry.Warnings) > 0 }

@@ -1,34 +1,32 @@
 package routing
 
 import (
-	"errors"
+	"context"
 	"net/http"
 
-	"k8s.io/apiserver/pkg/warning"
-
 	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/warnings"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/wire"
 )
 
-// fail answers an error, with the warnings that came with it.
+// fail answers an error, with what came beside it.
 func (c *call) fail(err error) {
-	var warned *rpc.WarnedError
-	if errors.As(err, &warned) {
-		for _, t := range warned.Warnings {
-			warning.AddWarning(c.req.Context(), "", t)
-		}
-		err = warned.Unwrap()
-	}
-	answer.Error(c.w, c.req, c.groupVersion(), err)
+	warnings.Tell(c.req.Context(), rpc.Warnings(err))
+	audit.Follow(c.req.Context(), rpc.Trail(err), c.body)
+	answer.Error(c.w, c.req, c.groupVersion(), rpc.Bare(err))
 }
 
 // respond answers what registry has answered.
 func (c *call) respond(resp *registryv1.ObjectResponse) {
-	for _, t := range resp.Warnings {
-		warning.AddWarning(c.req.Context(), "", t)
+	ctx := c.req.Context()
+	warnings.Tell(ctx, resp.Warnings)
+	audit.Follow(ctx, resp.Audit, c.body)
+	if audit.Responds(ctx) {
+		audit.Response(ctx, c.out.MediaType, resp.Body)
 	}
 	to := body.NewWriter(c.w, c.req, c.out.MediaType, int(resp.Code), int64(len(resp.Body)))
 	_, _ = to.Write(resp.Body)
@@ -42,6 +40,9 @@ const directAbove = 64 << 10
 // begin begins an answer of some size and says how to write it and how to end it.
 func (c *call) begin(size int64) (write func([][]byte) error, end func()) {
 	ctx := c.req.Context()
+	if audit.Responds(ctx) {
+		return c.recorded(ctx, size)
+	}
 	if stream := wire.Of(c.req); stream != nil && size > directAbove && !body.Compressed(c.req, size) {
 		c.w.Header().Set("Content-Type", c.out.MediaType)
 		c.w.WriteHeader(http.StatusOK)
@@ -61,4 +62,17 @@ func (c *call) begin(size int64) (write func([][]byte) error, end func()) {
 		}
 		return nil
 	}, func() { _ = to.Close() }
+}
+
+// recorded is begin for an answer that is audited whole.
+func (c *call) recorded(ctx context.Context, size int64) (write func([][]byte) error, end func()) {
+	whole := make([]byte, 0, max(size, 0))
+	return func(parts [][]byte) error {
+			for _, p := range parts {
+				whole = append(whole, p...)
+			}
+			return nil
+		}, func() {
+			c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: whole})
+		}
 }

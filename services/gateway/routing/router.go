@@ -78,6 +78,8 @@ type call struct {
 	user    *commonv1.User
 	// out is what was negotiated.
 	out *registryv1.Output
+	// body is a write's.
+	body []byte
 }
 
 // ServeHTTP implements http.Handler.
@@ -104,20 +106,20 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	} else if info.Namespace != "" {
 		scope = "namespace"
 	}
-	d := dialectOf(entry)
+	c := &call{
+		router:  r,
+		w:       w,
+		req:     req,
+		info:    info,
+		entry:   entry,
+		dialect: dialectOf(entry),
+		user:    identity.UserProto(u),
+	}
 	metrics.InstrumentHandlerFunc(strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion, info.Resource,
 		info.Subresource, scope,
-		metrics.APIServerComponent, d.deprecated(entry), entry.RemovedRelease,
+		metrics.APIServerComponent, c.dialect.deprecated(c), entry.RemovedRelease,
 		func(w http.ResponseWriter, req *http.Request) {
-			c := &call{
-				router:  r,
-				w:       w,
-				req:     req,
-				info:    info,
-				entry:   entry,
-				dialect: d,
-				user:    identity.UserProto(u),
-			}
+			c.w, c.req = w, req
 			c.dispatch()
 		})(w, req)
 }

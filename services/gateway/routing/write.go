@@ -17,6 +17,7 @@ import (
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
 )
 
@@ -28,6 +29,7 @@ func (c *call) write() {
 		return
 	}
 	r := c.writeRequest()
+	c.body = data
 	r.ContentType, r.Body, r.Output = c.req.Header.Get("Content-Type"), data, c.out
 	m, err := c.converse(r, c.router.Objects.Write)
 	if err != nil {
@@ -47,6 +49,8 @@ func (c *call) writeRequest() *registryv1.WriteRequest {
 		Query:     c.req.URL.RawQuery,
 		UserAgent: c.req.UserAgent(),
 		Path:      c.req.URL.Path,
+
+		AuditLevel: audit.Level(c.req.Context()),
 	}
 	if !c.asksItself() {
 		r.Admit, r.Validate = c.router.Interests.For(c.entry.Resource, r.Namespace, r.Name, c.user)
@@ -124,11 +128,14 @@ func (c *call) review(ctx context.Context, q *registryv1.AdmissionNeeded) *regis
 	if q.Phase == registryv1.Phase_PHASE_ADMIT {
 		ask = c.router.Admission.Admit
 	}
+	q.Review.AuditLevel = audit.Level(ctx)
 	verdict, err := ask(ctx, q.Review)
 	if err == nil {
+		audit.Annotate(ctx, verdict.AuditAnnotations)
 		return &registryv1.AdmissionResult{Verdict: verdict}
 	}
 	err = rpc.FromStatus(err)
+	audit.Annotate(ctx, rpc.Trail(err).GetAnnotations())
 	var api apierrors.APIStatus
 	if !errors.As(err, &api) {
 		api = rpc.Plain(err)

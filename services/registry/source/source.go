@@ -53,7 +53,11 @@ func (s *Source) Revision(ctx context.Context, _ *registryv1.RevisionRequest) (*
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	return &registryv1.RevisionResponse{Revision: r}, nil
+	resp := &registryv1.RevisionResponse{Revision: r}
+	if err := s.resources.Storage.EncryptionErr(); err != nil {
+		resp.EncryptionError = err.Error()
+	}
+	return resp, nil
 }
 
 // CurrentRevision is etcd's, as of a read that began after it was asked for; all who wait share one.

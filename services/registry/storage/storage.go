@@ -27,8 +27,6 @@ import (
 	"k8s.io/apiserver/pkg/storage/etcd3"
 	"k8s.io/apiserver/pkg/storage/storagebackend"
 	"k8s.io/apiserver/pkg/storage/storagebackend/factory"
-	"k8s.io/apiserver/pkg/storage/value"
-	"k8s.io/apiserver/pkg/storage/value/encrypt/identity"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kubernetes/pkg/kubeapiserver"
 
@@ -42,6 +40,10 @@ type Options struct {
 	Prefix                    string
 	CompactionInterval        time.Duration
 	DefaultStorageMediaType   string
+	// EncryptionProviderConfig is a file, an EncryptionConfiguration (apiserver.config.k8s.io/v1); empty: nothing is
+	// encrypted.
+	EncryptionProviderConfig  string
+	EncryptionAutomaticReload bool
 }
 
 // AddFlags registers the flags --etcd-* and --storage-media-type, with their defaults.
@@ -57,6 +59,11 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 		"The interval of compaction requests. If 0, the compaction request from the registry is disabled.")
 	fs.StringVar(&o.DefaultStorageMediaType, "storage-media-type", runtime.ContentTypeProtobuf,
 		"The media type to use to store objects in storage.")
+	fs.StringVar(&o.EncryptionProviderConfig, "encryption-provider-config", "",
+		"The file containing configuration for encryption providers to be used for storing secrets in etcd.")
+	fs.BoolVar(&o.EncryptionAutomaticReload, "encryption-provider-config-automatic-reload", false,
+		"Determines if the file set by --encryption-provider-config should be automatically reloaded if the disk "+
+			"contents change.")
 }
 
 // Storage is the one connection to etcd and everything that is stored through it.
@@ -66,14 +73,17 @@ type Storage struct {
 	Options *serveroptions.EtcdOptions
 	prefix  string
 
+	encryption *encryption
+
 	mu       sync.RWMutex
 	byPrefix map[string]*Stored
 	byName   map[string]*Stored
 	deepest  int
 }
 
-// Open connects. resources says which resources are served, which decides the versions that are stored.
-func Open(o Options, resources *serverstorage.ResourceConfig) (*Storage, error) {
+// Open connects. resources says which resources are served, which decides the versions that are stored; id is the
+// process'. What is opened for encryption ends with ctx.
+func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfig, id string) (*Storage, error) {
 	if len(o.Servers) == 0 {
 		return nil, fmt.Errorf("--etcd-servers must be specified")
 	}
@@ -85,6 +95,10 @@ func Open(o Options, resources *serverstorage.ResourceConfig) (*Storage, error) 
 			return nil, fmt.Errorf("--etcd-certfile %q, --etcd-keyfile %q, --etcd-cafile %q: %w",
 				o.CertFile, o.KeyFile, o.CAFile, err)
 		}
+	}
+	encryption, err := openEncryption(ctx, &o, id)
+	if err != nil {
+		return nil, err
 	}
 	client, err := etcdkubernetes.New(clientv3.Config{
 		Endpoints:            o.Servers,
@@ -128,6 +142,8 @@ func Open(o Options, resources *serverstorage.ResourceConfig) (*Storage, error) 
 		prefix:   path.Join("/", o.Prefix) + "/",
 		byPrefix: map[string]*Stored{},
 		byName:   map[string]*Stored{},
+
+		encryption: encryption,
 	}, nil
 }
 
@@ -224,18 +240,11 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	versioner := apistorage.APIObjectVersioner{}
 	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
 		config.GroupResource,
-		transformerOf(config), config.LeaseManagerConfig, etcd3.NewDefaultDecoder(config.Codec, versioner), versioner)
+		s.encryption.of(config.GroupResource), config.LeaseManagerConfig, etcd3.NewDefaultDecoder(config.Codec, versioner), versioner)
 	if err != nil {
 		return nil, nil, err
 	}
 	return store, func() { store.Close() }, nil
-}
-
-func transformerOf(config *storagebackend.ConfigForResource) value.Transformer {
-	if config.Transformer != nil {
-		return config.Transformer
-	}
-	return identity.NewEncryptCheckTransformer()
 }
 
 // decorate is open, and remembers how to read the resource's values.
@@ -253,7 +262,7 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 		codec:         config.Codec,
 		newFunc:       newFunc,
 		attrs:         attrs,
-		transformer:   transformerOf(config),
+		transformer:   s.encryption.of(config.GroupResource),
 		versioner:     apistorage.APIObjectVersioner{},
 	}
 	if err := st.complete(config, newFunc()); err != nil {

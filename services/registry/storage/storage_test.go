@@ -77,10 +77,15 @@ func TestARowIsAnObjectOrSaysWhyNot(t *testing.T) {
 
 func TestBadSettingsNameTheirFlag(t *testing.T) {
 	for flag, o := range map[string]storage.Options{
-		"--etcd-servers":  {},
+		"--etcd-servers":               {},
+		"--encryption-provider-config": {Servers: []string{"http://localhost:1"}, EncryptionProviderConfig: "/none"},
+		"--encryption-provider-config-automatic-reload": {
+			Servers:                   []string{"http://localhost:1"},
+			EncryptionAutomaticReload: true,
+		},
 		"--etcd-certfile": {Servers: []string{"https://localhost:1"}, CertFile: "/none", KeyFile: "/none"},
 	} {
-		if _, err := storage.Open(o, nil); err == nil || !strings.Contains(err.Error(), flag) {
+		if _, err := storage.Open(t.Context(), o, nil, "test"); err == nil || !strings.Contains(err.Error(), flag) {
 			t.Errorf("%s: %v", flag, err)
 		}
 	}

@@ -16,7 +16,6 @@ import (
 	apistorage "k8s.io/apiserver/pkg/storage"
 	"k8s.io/apiserver/pkg/storage/storagebackend"
 	"k8s.io/apiserver/pkg/storage/value"
-	"k8s.io/apiserver/pkg/storage/value/encrypt/identity"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 
 	"watershed.dev/platform/guard"
@@ -60,7 +59,7 @@ func (s *Storage) Custom(gr schema.GroupResource, kind schema.GroupVersionKind,
 		codec:         decoder(decode),
 		attrs:         attrs,
 		newFunc:       func() runtime.Object { return &unstructured.Unstructured{} },
-		transformer:   identity.NewEncryptCheckTransformer(),
+		transformer:   s.encryption.of(gr),
 		versioner:     apistorage.APIObjectVersioner{},
 	}
 }

@@ -26,7 +26,7 @@ func (c *call) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, errEmptyName
 	}
 	ctx = request.WithNamespace(ctx, c.req.Namespace)
-	opts, err := c.deleteOptions()
+	opts, err := c.deleteOptions(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -53,7 +53,7 @@ func (c *call) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
 			Details: &metav1.StatusDetails{Name: c.req.Name, Kind: c.Kind.Kind},
 		}
 	}
-	return c.respond(ctx, c.req.Output, c.req.Query, code, result)
+	return c.answer(ctx, code, result)
 }
 
 func (c *call) deleteCollection(ctx context.Context) (*registryv1.ObjectResponse, error) {
@@ -66,7 +66,7 @@ func (c *call) deleteCollection(ctx context.Context) (*registryv1.ObjectResponse
 	if err != nil {
 		return nil, err
 	}
-	opts, err := c.deleteOptions()
+	opts, err := c.deleteOptions(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -85,11 +85,11 @@ func (c *call) deleteCollection(ctx context.Context) (*registryv1.ObjectResponse
 			Details: &metav1.StatusDetails{Kind: c.Kind.Kind},
 		}
 	}
-	return c.respond(ctx, c.req.Output, c.req.Query, http.StatusOK, result)
+	return c.answer(ctx, http.StatusOK, result)
 }
 
 // deleteOptions come from the body, or else from the query.
-func (c *call) deleteOptions() (*metav1.DeleteOptions, error) {
+func (c *call) deleteOptions(ctx context.Context) (*metav1.DeleteOptions, error) {
 	opts := &metav1.DeleteOptions{}
 	if len(c.req.Body) > 0 {
 		codecs := apihelpers.GetMetaInternalVersionCodecs()
@@ -98,13 +98,14 @@ func (c *call) deleteOptions() (*metav1.DeleteOptions, error) {
 			return nil, err
 		}
 		kind := metav1.SchemeGroupVersion.WithKind("DeleteOptions")
-		obj, _, err := codecs.DecoderToVersion(info.Serializer, kind.GroupVersion()).Decode(c.req.Body, &kind, opts)
+		obj, gvk, err := codecs.DecoderToVersion(info.Serializer, kind.GroupVersion()).Decode(c.req.Body, &kind, opts)
 		if err != nil {
 			return nil, apierrors.NewBadRequest(err.Error())
 		}
 		if obj != opts {
 			return nil, apierrors.NewBadRequest("decoded object cannot be converted to DeleteOptions")
 		}
+		c.trail.requested(ctx, obj, gvk.GroupVersion(), codecs)
 	} else if err := decodeOptions(c.req.Query, opts); err != nil {
 		return nil, err
 	}

@@ -78,6 +78,7 @@ func (c *call) patch(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return nil, invalidOptions("PatchOptions", errs)
 	}
 	p.opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("PatchOptions"))
+	c.trail.patched()
 	p.directive = directiveOf(p.opts.FieldValidation)
 	info, ok := runtime.SerializerInfoForMediaType(c.Serializer.SupportedMediaTypes(), runtime.ContentTypeJSON)
 	if !ok {
@@ -93,7 +94,7 @@ func (c *call) patch(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	if err != nil {
 		return nil, err
 	}
-	return c.respond(ctx, c.req.Output, c.req.Query, createdOrOK(created), result)
+	return c.answer(ctx, createdOrOK(created), result)
 }
 
 func (p *patcher) run(ctx context.Context) (runtime.Object, bool, error) {

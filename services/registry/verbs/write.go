@@ -43,12 +43,14 @@ type call struct {
 	user  user.Info
 	admit admission.Interface
 	gated *gateAdmission
+	trail *trail
 }
 
 // Write runs one write. ctx carries the user, the RequestInfo and the Gate.
 func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 	gate Gate) (resp *registryv1.ObjectResponse, err error) {
 	ctx, warned := warnings.Record(WithGate(ctx, gate))
+	ctx, trail := recordTrail(ctx, r.AuditLevel)
 	gated := &gateAdmission{
 		gate:     gate,
 		endpoint: e,
@@ -60,6 +62,7 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		req:      r,
 		user:     identity.User(r.User),
 		gated:    gated,
+		trail:    trail,
 		admit:    fieldmanager.NewManagedFieldsValidatingAdmissionController(gated),
 	}
 	if e.Terminating != nil && e.Terminating() && (r.Verb == "create" || r.Verb == "patch") {
@@ -87,9 +90,9 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		err = e.MethodNotSupported(r.Verb)
 	}
 	if err != nil {
-		return nil, rpc.WithWarnings(err, warned.List())
+		return nil, rpc.WithTrail(rpc.WithWarnings(err, warned.List()), trail.end())
 	}
-	resp.Warnings = warned.List()
+	resp.Warnings, resp.Audit = warned.List(), trail.end()
 	return resp, nil
 }
 
@@ -100,6 +103,12 @@ var steps = map[string]string{
 	"patch":            "Patch",
 	"delete":           "Delete",
 	"deletecollection": "DeleteCollection",
+}
+
+// answer encodes what a write has made of its object.
+func (c *call) answer(ctx context.Context, code int, result runtime.Object) (*registryv1.ObjectResponse, error) {
+	c.trail.answered(result)
+	return c.respond(ctx, c.req.Output, c.req.Query, code, result)
 }
 
 // finish runs what stores an object, for as long as the request has (k8s.io/apiserver/pkg/endpoints/handlers/finisher).
@@ -135,6 +144,7 @@ func (c *call) decodeBody(ctx context.Context, fieldValidation string,
 		return nil, apierrors.NewBadRequest(fmt.Sprintf("the API version in the data (%s) does not match the "+
 			"expected API version (%s)", gv, c.Kind.GroupVersion()))
 	}
+	c.trail.requested(ctx, obj, gvk.GroupVersion(), c.Serializer)
 	return obj, nil
 }
 
@@ -205,7 +215,7 @@ func (c *call) create(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	if s, ok := result.(*metav1.Status); ok && s.Code == 0 {
 		s.Code = http.StatusCreated
 	}
-	return c.respond(ctx, c.req.Output, c.req.Query, http.StatusCreated, result)
+	return c.answer(ctx, http.StatusCreated, result)
 }
 
 // prepareNew takes from a new object's metadata what is the server's to say.
@@ -338,7 +348,7 @@ func (c *call) update(ctx context.Context) (*registryv1.ObjectResponse, error) {
 	if err != nil {
 		return nil, err
 	}
-	return c.respond(ctx, c.req.Output, c.req.Query, createdOrOK(created), result)
+	return c.answer(ctx, createdOrOK(created), result)
 }
 
 // updateOptions reads an update's options.

@@ -95,7 +95,9 @@ type Review struct {
 	OldObject []byte `protobuf:"bytes,10,opt,name=old_object,json=oldObject" json:"old_object,omitempty"`
 	MediaType string `protobuf:"bytes,11,opt,name=media_type,json=mediaType" json:"media_type,omitempty"`
 	// The same resource in other versions, and their kinds: a webhook may ask for one of these.
-	Equivalents   []*Equivalent `protobuf:"bytes,12,rep,name=equivalents" json:"equivalents,omitempty"`
+	Equivalents []*Equivalent `protobuf:"bytes,12,rep,name=equivalents" json:"equivalents,omitempty"`
+	// How much of the request is audited: some annotations are for the higher levels alone.
+	AuditLevel    v1.AuditLevel `protobuf:"varint,13,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -214,6 +216,13 @@ func (x *Review) GetEquivalents() []*Equivalent {
 	return nil
 }
 
+func (x *Review) GetAuditLevel() v1.AuditLevel {
+	if x != nil {
+		return x.AuditLevel
+	}
+	return v1.AuditLevel(0)
+}
+
 type Equivalent struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Resource      *v1.Resource           `protobuf:"bytes,1,opt,name=resource" json:"resource,omitempty"`
@@ -269,10 +278,11 @@ func (x *Equivalent) GetKind() *v1.Kind {
 type Verdict struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The object as the chain left it; empty where nothing changed it.
-	Object        []byte   `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
-	Warnings      []string `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Object           []byte            `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
+	Warnings         []string          `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
+	AuditAnnotations map[string]string `protobuf:"bytes,4,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Verdict) Reset() {
@@ -315,6 +325,13 @@ func (x *Verdict) GetObject() []byte {
 func (x *Verdict) GetWarnings() []string {
 	if x != nil {
 		return x.Warnings
+	}
+	return nil
+}
+
+func (x *Verdict) GetAuditAnnotations() map[string]string {
+	if x != nil {
+		return x.AuditAnnotations
 	}
 	return nil
 }
@@ -499,7 +516,7 @@ var File_watershed_admission_v1_admission_proto protoreflect.FileDescriptor
 
 const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\n" +
-	"&watershed/admission/v1/admission.proto\x12\x16watershed.admission.v1\x1a watershed/common/v1/common.proto\"\xe3\x03\n" +
+	"&watershed/admission/v1/admission.proto\x12\x16watershed.admission.v1\x1a watershed/common/v1/common.proto\"\xa5\x04\n" +
 	"\x06Review\x12?\n" +
 	"\toperation\x18\x01 \x01(\x0e2!.watershed.admission.v1.OperationR\toperation\x12-\n" +
 	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\x129\n" +
@@ -515,14 +532,20 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	" \x01(\fR\toldObject\x12\x1d\n" +
 	"\n" +
 	"media_type\x18\v \x01(\tR\tmediaType\x12D\n" +
-	"\vequivalents\x18\f \x03(\v2\".watershed.admission.v1.EquivalentR\vequivalents\"v\n" +
+	"\vequivalents\x18\f \x03(\v2\".watershed.admission.v1.EquivalentR\vequivalents\x12@\n" +
+	"\vaudit_level\x18\r \x01(\x0e2\x1f.watershed.common.v1.AuditLevelR\n" +
+	"auditLevel\"v\n" +
 	"\n" +
 	"Equivalent\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12-\n" +
-	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"C\n" +
+	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\xec\x01\n" +
 	"\aVerdict\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\fR\x06object\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarningsJ\x04\b\x03\x10\x04\"\x12\n" +
+	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x12b\n" +
+	"\x11audit_annotations\x18\x04 \x03(\v25.watershed.admission.v1.Verdict.AuditAnnotationsEntryR\x10auditAnnotations\x1aC\n" +
+	"\x15AuditAnnotationsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x03\x10\x04\"\x12\n" +
 	"\x10InterestsRequest\"\x83\x01\n" +
 	"\vInterestSet\x126\n" +
 	"\x05admit\x18\x01 \x03(\v2 .watershed.admission.v1.InterestR\x05admit\x12<\n" +
@@ -561,7 +584,7 @@ func file_watershed_admission_v1_admission_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_admission_v1_admission_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
+var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_watershed_admission_v1_admission_proto_goTypes = []any{
 	(Operation)(0),           // 0: watershed.admission.v1.Operation
 	(*Review)(nil),           // 1: watershed.admission.v1.Review
@@ -570,32 +593,36 @@ var file_watershed_admission_v1_admission_proto_goTypes = []any{
 	(*InterestsRequest)(nil), // 4: watershed.admission.v1.InterestsRequest
 	(*InterestSet)(nil),      // 5: watershed.admission.v1.InterestSet
 	(*Interest)(nil),         // 6: watershed.admission.v1.Interest
-	(*v1.Kind)(nil),          // 7: watershed.common.v1.Kind
-	(*v1.Resource)(nil),      // 8: watershed.common.v1.Resource
-	(*v1.User)(nil),          // 9: watershed.common.v1.User
+	nil,                      // 7: watershed.admission.v1.Verdict.AuditAnnotationsEntry
+	(*v1.Kind)(nil),          // 8: watershed.common.v1.Kind
+	(*v1.Resource)(nil),      // 9: watershed.common.v1.Resource
+	(*v1.User)(nil),          // 10: watershed.common.v1.User
+	(v1.AuditLevel)(0),       // 11: watershed.common.v1.AuditLevel
 }
 var file_watershed_admission_v1_admission_proto_depIdxs = []int32{
 	0,  // 0: watershed.admission.v1.Review.operation:type_name -> watershed.admission.v1.Operation
-	7,  // 1: watershed.admission.v1.Review.kind:type_name -> watershed.common.v1.Kind
-	8,  // 2: watershed.admission.v1.Review.resource:type_name -> watershed.common.v1.Resource
-	9,  // 3: watershed.admission.v1.Review.user:type_name -> watershed.common.v1.User
+	8,  // 1: watershed.admission.v1.Review.kind:type_name -> watershed.common.v1.Kind
+	9,  // 2: watershed.admission.v1.Review.resource:type_name -> watershed.common.v1.Resource
+	10, // 3: watershed.admission.v1.Review.user:type_name -> watershed.common.v1.User
 	2,  // 4: watershed.admission.v1.Review.equivalents:type_name -> watershed.admission.v1.Equivalent
-	8,  // 5: watershed.admission.v1.Equivalent.resource:type_name -> watershed.common.v1.Resource
-	7,  // 6: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
-	6,  // 7: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
-	6,  // 8: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
-	0,  // 9: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
-	1,  // 10: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
-	1,  // 11: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
-	4,  // 12: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
-	3,  // 13: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
-	3,  // 14: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
-	5,  // 15: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
-	13, // [13:16] is the sub-list for method output_type
-	10, // [10:13] is the sub-list for method input_type
-	10, // [10:10] is the sub-list for extension type_name
-	10, // [10:10] is the sub-list for extension extendee
-	0,  // [0:10] is the sub-list for field type_name
+	11, // 5: watershed.admission.v1.Review.audit_level:type_name -> watershed.common.v1.AuditLevel
+	9,  // 6: watershed.admission.v1.Equivalent.resource:type_name -> watershed.common.v1.Resource
+	8,  // 7: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
+	7,  // 8: watershed.admission.v1.Verdict.audit_annotations:type_name -> watershed.admission.v1.Verdict.AuditAnnotationsEntry
+	6,  // 9: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
+	6,  // 10: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
+	0,  // 11: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
+	1,  // 12: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
+	1,  // 13: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
+	4,  // 14: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
+	3,  // 15: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
+	3,  // 16: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
+	5,  // 17: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
+	15, // [15:18] is the sub-list for method output_type
+	12, // [12:15] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_watershed_admission_v1_admission_proto_init() }
@@ -609,7 +636,7 @@ func file_watershed_admission_v1_admission_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_admission_v1_admission_proto_rawDesc), len(file_watershed_admission_v1_admission_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   6,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

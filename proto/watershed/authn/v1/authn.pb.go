@@ -161,9 +161,10 @@ type AuthenticateResponse struct {
 	// What a client that nobody is authenticated for may be asked for (WWW-Authenticate); empty: nothing.
 	Challenge string `protobuf:"bytes,9,opt,name=challenge" json:"challenge,omitempty"`
 	// What the client is to be told beside the answer: that a token is about to end, or is of a kind that is.
-	Warnings      []string `protobuf:"bytes,10,rep,name=warnings" json:"warnings,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Warnings         []string          `protobuf:"bytes,10,rep,name=warnings" json:"warnings,omitempty"`
+	AuditAnnotations map[string]string `protobuf:"bytes,11,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *AuthenticateResponse) Reset() {
@@ -255,6 +256,13 @@ func (x *AuthenticateResponse) GetChallenge() string {
 func (x *AuthenticateResponse) GetWarnings() []string {
 	if x != nil {
 		return x.Warnings
+	}
+	return nil
+}
+
+func (x *AuthenticateResponse) GetAuditAnnotations() map[string]string {
+	if x != nil {
+		return x.AuditAnnotations
 	}
 	return nil
 }
@@ -388,7 +396,7 @@ const file_watershed_authn_v1_authn_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01J\x04\b\x04\x10\x05\"H\n" +
 	"\x12ReviewTokenRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x1c\n" +
-	"\taudiences\x18\x02 \x03(\tR\taudiences\"\x86\x04\n" +
+	"\taudiences\x18\x02 \x03(\tR\taudiences\"\xb8\x05\n" +
 	"\x14AuthenticateResponse\x12$\n" +
 	"\rauthenticated\x18\x01 \x01(\bR\rauthenticated\x12-\n" +
 	"\x04user\x18\x02 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
@@ -399,10 +407,14 @@ const file_watershed_authn_v1_authn_proto_rawDesc = "" +
 	"\x11consulted_headers\x18\b \x03(\tR\x10consultedHeaders\x12\x1c\n" +
 	"\tchallenge\x18\t \x01(\tR\tchallenge\x12\x1a\n" +
 	"\bwarnings\x18\n" +
-	" \x03(\tR\bwarnings\x1a_\n" +
+	" \x03(\tR\bwarnings\x12k\n" +
+	"\x11audit_annotations\x18\v \x03(\v2>.watershed.authn.v1.AuthenticateResponse.AuditAnnotationsEntryR\x10auditAnnotations\x1a_\n" +
 	"\x14ReplacedHeadersEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x121\n" +
-	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01J\x04\b\x06\x10\a\"V\n" +
+	"\x05value\x18\x02 \x01(\v2\x1b.watershed.common.v1.ValuesR\x05value:\x028\x01\x1aC\n" +
+	"\x15AuditAnnotationsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x06\x10\a\"V\n" +
 	"\x15IssuerDocumentRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04path\x12)\n" +
 	"\x10external_address\x18\x02 \x01(\tR\x0fexternalAddress\"w\n" +
@@ -427,7 +439,7 @@ func file_watershed_authn_v1_authn_proto_rawDescGZIP() []byte {
 	return file_watershed_authn_v1_authn_proto_rawDescData
 }
 
-var file_watershed_authn_v1_authn_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_watershed_authn_v1_authn_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_watershed_authn_v1_authn_proto_goTypes = []any{
 	(*AuthenticateRequest)(nil),    // 0: watershed.authn.v1.AuthenticateRequest
 	(*ReviewTokenRequest)(nil),     // 1: watershed.authn.v1.ReviewTokenRequest
@@ -436,26 +448,28 @@ var file_watershed_authn_v1_authn_proto_goTypes = []any{
 	(*IssuerDocumentResponse)(nil), // 4: watershed.authn.v1.IssuerDocumentResponse
 	nil,                            // 5: watershed.authn.v1.AuthenticateRequest.HeadersEntry
 	nil,                            // 6: watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntry
-	(*v1.User)(nil),                // 7: watershed.common.v1.User
-	(*v1.Values)(nil),              // 8: watershed.common.v1.Values
+	nil,                            // 7: watershed.authn.v1.AuthenticateResponse.AuditAnnotationsEntry
+	(*v1.User)(nil),                // 8: watershed.common.v1.User
+	(*v1.Values)(nil),              // 9: watershed.common.v1.Values
 }
 var file_watershed_authn_v1_authn_proto_depIdxs = []int32{
 	5, // 0: watershed.authn.v1.AuthenticateRequest.headers:type_name -> watershed.authn.v1.AuthenticateRequest.HeadersEntry
-	7, // 1: watershed.authn.v1.AuthenticateResponse.user:type_name -> watershed.common.v1.User
+	8, // 1: watershed.authn.v1.AuthenticateResponse.user:type_name -> watershed.common.v1.User
 	6, // 2: watershed.authn.v1.AuthenticateResponse.replaced_headers:type_name -> watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntry
-	8, // 3: watershed.authn.v1.AuthenticateRequest.HeadersEntry.value:type_name -> watershed.common.v1.Values
-	8, // 4: watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntry.value:type_name -> watershed.common.v1.Values
-	0, // 5: watershed.authn.v1.Authn.Authenticate:input_type -> watershed.authn.v1.AuthenticateRequest
-	1, // 6: watershed.authn.v1.Authn.ReviewToken:input_type -> watershed.authn.v1.ReviewTokenRequest
-	3, // 7: watershed.authn.v1.Authn.IssuerDocument:input_type -> watershed.authn.v1.IssuerDocumentRequest
-	2, // 8: watershed.authn.v1.Authn.Authenticate:output_type -> watershed.authn.v1.AuthenticateResponse
-	2, // 9: watershed.authn.v1.Authn.ReviewToken:output_type -> watershed.authn.v1.AuthenticateResponse
-	4, // 10: watershed.authn.v1.Authn.IssuerDocument:output_type -> watershed.authn.v1.IssuerDocumentResponse
-	8, // [8:11] is the sub-list for method output_type
-	5, // [5:8] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	7, // 3: watershed.authn.v1.AuthenticateResponse.audit_annotations:type_name -> watershed.authn.v1.AuthenticateResponse.AuditAnnotationsEntry
+	9, // 4: watershed.authn.v1.AuthenticateRequest.HeadersEntry.value:type_name -> watershed.common.v1.Values
+	9, // 5: watershed.authn.v1.AuthenticateResponse.ReplacedHeadersEntry.value:type_name -> watershed.common.v1.Values
+	0, // 6: watershed.authn.v1.Authn.Authenticate:input_type -> watershed.authn.v1.AuthenticateRequest
+	1, // 7: watershed.authn.v1.Authn.ReviewToken:input_type -> watershed.authn.v1.ReviewTokenRequest
+	3, // 8: watershed.authn.v1.Authn.IssuerDocument:input_type -> watershed.authn.v1.IssuerDocumentRequest
+	2, // 9: watershed.authn.v1.Authn.Authenticate:output_type -> watershed.authn.v1.AuthenticateResponse
+	2, // 10: watershed.authn.v1.Authn.ReviewToken:output_type -> watershed.authn.v1.AuthenticateResponse
+	4, // 11: watershed.authn.v1.Authn.IssuerDocument:output_type -> watershed.authn.v1.IssuerDocumentResponse
+	9, // [9:12] is the sub-list for method output_type
+	6, // [6:9] is the sub-list for method input_type
+	6, // [6:6] is the sub-list for extension type_name
+	6, // [6:6] is the sub-list for extension extendee
+	0, // [0:6] is the sub-list for field type_name
 }
 
 func init() { file_watershed_authn_v1_authn_proto_init() }
@@ -469,7 +483,7 @@ func file_watershed_authn_v1_authn_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_authn_v1_authn_proto_rawDesc), len(file_watershed_authn_v1_authn_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   8,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

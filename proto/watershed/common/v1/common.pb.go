@@ -23,6 +23,59 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// AuditLevel is how much of a request the audit policy has recorded (audit.k8s.io/v1, Level).
+type AuditLevel int32
+
+const (
+	AuditLevel_AUDIT_LEVEL_NONE             AuditLevel = 0
+	AuditLevel_AUDIT_LEVEL_METADATA         AuditLevel = 1
+	AuditLevel_AUDIT_LEVEL_REQUEST          AuditLevel = 2
+	AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE AuditLevel = 3
+)
+
+// Enum value maps for AuditLevel.
+var (
+	AuditLevel_name = map[int32]string{
+		0: "AUDIT_LEVEL_NONE",
+		1: "AUDIT_LEVEL_METADATA",
+		2: "AUDIT_LEVEL_REQUEST",
+		3: "AUDIT_LEVEL_REQUEST_RESPONSE",
+	}
+	AuditLevel_value = map[string]int32{
+		"AUDIT_LEVEL_NONE":             0,
+		"AUDIT_LEVEL_METADATA":         1,
+		"AUDIT_LEVEL_REQUEST":          2,
+		"AUDIT_LEVEL_REQUEST_RESPONSE": 3,
+	}
+)
+
+func (x AuditLevel) Enum() *AuditLevel {
+	p := new(AuditLevel)
+	*p = x
+	return p
+}
+
+func (x AuditLevel) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (AuditLevel) Descriptor() protoreflect.EnumDescriptor {
+	return file_watershed_common_v1_common_proto_enumTypes[0].Descriptor()
+}
+
+func (AuditLevel) Type() protoreflect.EnumType {
+	return &file_watershed_common_v1_common_proto_enumTypes[0]
+}
+
+func (x AuditLevel) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use AuditLevel.Descriptor instead.
+func (AuditLevel) EnumDescriptor() ([]byte, []int) {
+	return file_watershed_common_v1_common_proto_rawDescGZIP(), []int{0}
+}
+
 // User is who a request is made as: authentication/v1 UserInfo.
 type User struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -399,7 +452,9 @@ type Status struct {
 	// The metav1.Status in JSON.
 	Json []byte `protobuf:"bytes,1,opt,name=json" json:"json,omitempty"`
 	// Warnings that were given before the error.
-	Warnings      []string `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
+	Warnings []string `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
+	// What the request's audit event is to say of what came before the error.
+	Audit         *AuditTrail `protobuf:"bytes,3,opt,name=audit" json:"audit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -448,6 +503,162 @@ func (x *Status) GetWarnings() []string {
 	return nil
 }
 
+func (x *Status) GetAudit() *AuditTrail {
+	if x != nil {
+		return x.Audit
+	}
+	return nil
+}
+
+// AuditTrail is what a request's audit event is to say, as far as the gateway, which writes it, cannot know.
+type AuditTrail struct {
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Annotations map[string]string      `protobuf:"bytes,1,rep,name=annotations" json:"annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// What the request's object says of itself; empty where it has none or could not be read.
+	Object *ObjectReference `protobuf:"bytes,2,opt,name=object" json:"object,omitempty"`
+	// The request's object in JSON, in the version that it was sent in; from AUDIT_LEVEL_REQUEST on.
+	RequestObject []byte `protobuf:"bytes,3,opt,name=request_object,json=requestObject" json:"request_object,omitempty"`
+	// The request's object is its body as it is: a patch.
+	RequestIsBody bool `protobuf:"varint,4,opt,name=request_is_body,json=requestIsBody" json:"request_is_body,omitempty"`
+	// The metav1.Status in JSON, where the answer is one.
+	Status        []byte `protobuf:"bytes,5,opt,name=status" json:"status,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *AuditTrail) Reset() {
+	*x = AuditTrail{}
+	mi := &file_watershed_common_v1_common_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *AuditTrail) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*AuditTrail) ProtoMessage() {}
+
+func (x *AuditTrail) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_common_v1_common_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use AuditTrail.ProtoReflect.Descriptor instead.
+func (*AuditTrail) Descriptor() ([]byte, []int) {
+	return file_watershed_common_v1_common_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *AuditTrail) GetAnnotations() map[string]string {
+	if x != nil {
+		return x.Annotations
+	}
+	return nil
+}
+
+func (x *AuditTrail) GetObject() *ObjectReference {
+	if x != nil {
+		return x.Object
+	}
+	return nil
+}
+
+func (x *AuditTrail) GetRequestObject() []byte {
+	if x != nil {
+		return x.RequestObject
+	}
+	return nil
+}
+
+func (x *AuditTrail) GetRequestIsBody() bool {
+	if x != nil {
+		return x.RequestIsBody
+	}
+	return false
+}
+
+func (x *AuditTrail) GetStatus() []byte {
+	if x != nil {
+		return x.Status
+	}
+	return nil
+}
+
+type ObjectReference struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	Namespace       string                 `protobuf:"bytes,1,opt,name=namespace" json:"namespace,omitempty"`
+	Name            string                 `protobuf:"bytes,2,opt,name=name" json:"name,omitempty"`
+	Uid             string                 `protobuf:"bytes,3,opt,name=uid" json:"uid,omitempty"`
+	ResourceVersion string                 `protobuf:"bytes,4,opt,name=resource_version,json=resourceVersion" json:"resource_version,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *ObjectReference) Reset() {
+	*x = ObjectReference{}
+	mi := &file_watershed_common_v1_common_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ObjectReference) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ObjectReference) ProtoMessage() {}
+
+func (x *ObjectReference) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_common_v1_common_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ObjectReference.ProtoReflect.Descriptor instead.
+func (*ObjectReference) Descriptor() ([]byte, []int) {
+	return file_watershed_common_v1_common_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ObjectReference) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *ObjectReference) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ObjectReference) GetUid() string {
+	if x != nil {
+		return x.Uid
+	}
+	return ""
+}
+
+func (x *ObjectReference) GetResourceVersion() string {
+	if x != nil {
+		return x.ResourceVersion
+	}
+	return ""
+}
+
 var File_watershed_common_v1_common_proto protoreflect.FileDescriptor
 
 const file_watershed_common_v1_common_proto_rawDesc = "" +
@@ -486,10 +697,32 @@ const file_watershed_common_v1_common_proto_rawDesc = "" +
 	"\x0efield_selector\x18\t \x01(\tR\rfieldSelector\x120\n" +
 	"\x14label_selector_error\x18\n" +
 	" \x01(\tR\x12labelSelectorError\x120\n" +
-	"\x14field_selector_error\x18\v \x01(\tR\x12fieldSelectorError\"8\n" +
+	"\x14field_selector_error\x18\v \x01(\tR\x12fieldSelectorError\"o\n" +
 	"\x06Status\x12\x12\n" +
 	"\x04json\x18\x01 \x01(\fR\x04json\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarningsB9Z0watershed.dev/proto/watershed/common/v1;commonv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
+	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x125\n" +
+	"\x05audit\x18\x03 \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05audit\"\xc5\x02\n" +
+	"\n" +
+	"AuditTrail\x12R\n" +
+	"\vannotations\x18\x01 \x03(\v20.watershed.common.v1.AuditTrail.AnnotationsEntryR\vannotations\x12<\n" +
+	"\x06object\x18\x02 \x01(\v2$.watershed.common.v1.ObjectReferenceR\x06object\x12%\n" +
+	"\x0erequest_object\x18\x03 \x01(\fR\rrequestObject\x12&\n" +
+	"\x0frequest_is_body\x18\x04 \x01(\bR\rrequestIsBody\x12\x16\n" +
+	"\x06status\x18\x05 \x01(\fR\x06status\x1a>\n" +
+	"\x10AnnotationsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x80\x01\n" +
+	"\x0fObjectReference\x12\x1c\n" +
+	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x10\n" +
+	"\x03uid\x18\x03 \x01(\tR\x03uid\x12)\n" +
+	"\x10resource_version\x18\x04 \x01(\tR\x0fresourceVersion*w\n" +
+	"\n" +
+	"AuditLevel\x12\x14\n" +
+	"\x10AUDIT_LEVEL_NONE\x10\x00\x12\x18\n" +
+	"\x14AUDIT_LEVEL_METADATA\x10\x01\x12\x17\n" +
+	"\x13AUDIT_LEVEL_REQUEST\x10\x02\x12 \n" +
+	"\x1cAUDIT_LEVEL_REQUEST_RESPONSE\x10\x03B9Z0watershed.dev/proto/watershed/common/v1;commonv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_common_v1_common_proto_rawDescOnce sync.Once
@@ -503,26 +736,34 @@ func file_watershed_common_v1_common_proto_rawDescGZIP() []byte {
 	return file_watershed_common_v1_common_proto_rawDescData
 }
 
-var file_watershed_common_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_watershed_common_v1_common_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_watershed_common_v1_common_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_watershed_common_v1_common_proto_goTypes = []any{
-	(*User)(nil),       // 0: watershed.common.v1.User
-	(*Values)(nil),     // 1: watershed.common.v1.Values
-	(*Resource)(nil),   // 2: watershed.common.v1.Resource
-	(*Kind)(nil),       // 3: watershed.common.v1.Kind
-	(*Attributes)(nil), // 4: watershed.common.v1.Attributes
-	(*Status)(nil),     // 5: watershed.common.v1.Status
-	nil,                // 6: watershed.common.v1.User.ExtraEntry
+	(AuditLevel)(0),         // 0: watershed.common.v1.AuditLevel
+	(*User)(nil),            // 1: watershed.common.v1.User
+	(*Values)(nil),          // 2: watershed.common.v1.Values
+	(*Resource)(nil),        // 3: watershed.common.v1.Resource
+	(*Kind)(nil),            // 4: watershed.common.v1.Kind
+	(*Attributes)(nil),      // 5: watershed.common.v1.Attributes
+	(*Status)(nil),          // 6: watershed.common.v1.Status
+	(*AuditTrail)(nil),      // 7: watershed.common.v1.AuditTrail
+	(*ObjectReference)(nil), // 8: watershed.common.v1.ObjectReference
+	nil,                     // 9: watershed.common.v1.User.ExtraEntry
+	nil,                     // 10: watershed.common.v1.AuditTrail.AnnotationsEntry
 }
 var file_watershed_common_v1_common_proto_depIdxs = []int32{
-	6, // 0: watershed.common.v1.User.extra:type_name -> watershed.common.v1.User.ExtraEntry
-	0, // 1: watershed.common.v1.Attributes.user:type_name -> watershed.common.v1.User
-	2, // 2: watershed.common.v1.Attributes.resource:type_name -> watershed.common.v1.Resource
-	1, // 3: watershed.common.v1.User.ExtraEntry.value:type_name -> watershed.common.v1.Values
-	4, // [4:4] is the sub-list for method output_type
-	4, // [4:4] is the sub-list for method input_type
-	4, // [4:4] is the sub-list for extension type_name
-	4, // [4:4] is the sub-list for extension extendee
-	0, // [0:4] is the sub-list for field type_name
+	9,  // 0: watershed.common.v1.User.extra:type_name -> watershed.common.v1.User.ExtraEntry
+	1,  // 1: watershed.common.v1.Attributes.user:type_name -> watershed.common.v1.User
+	3,  // 2: watershed.common.v1.Attributes.resource:type_name -> watershed.common.v1.Resource
+	7,  // 3: watershed.common.v1.Status.audit:type_name -> watershed.common.v1.AuditTrail
+	10, // 4: watershed.common.v1.AuditTrail.annotations:type_name -> watershed.common.v1.AuditTrail.AnnotationsEntry
+	8,  // 5: watershed.common.v1.AuditTrail.object:type_name -> watershed.common.v1.ObjectReference
+	2,  // 6: watershed.common.v1.User.ExtraEntry.value:type_name -> watershed.common.v1.Values
+	7,  // [7:7] is the sub-list for method output_type
+	7,  // [7:7] is the sub-list for method input_type
+	7,  // [7:7] is the sub-list for extension type_name
+	7,  // [7:7] is the sub-list for extension extendee
+	0,  // [0:7] is the sub-list for field type_name
 }
 
 func init() { file_watershed_common_v1_common_proto_init() }
@@ -535,13 +776,14 @@ func file_watershed_common_v1_common_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_common_v1_common_proto_rawDesc), len(file_watershed_common_v1_common_proto_rawDesc)),
-			NumEnums:      0,
-			NumMessages:   7,
+			NumEnums:      1,
+			NumMessages:   10,
 			NumExtensions: 0,
 			NumServices:   0,
 		},
 		GoTypes:           file_watershed_common_v1_common_proto_goTypes,
 		DependencyIndexes: file_watershed_common_v1_common_proto_depIdxs,
+		EnumInfos:         file_watershed_common_v1_common_proto_enumTypes,
 		MessageInfos:      file_watershed_common_v1_common_proto_msgTypes,
 	}.Build()
 	File_watershed_common_v1_common_proto = out.File

@@ -282,10 +282,12 @@ func (x *GetRequest) GetOutput() *Output {
 }
 
 type ObjectResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Code          int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
-	Body          []byte                 `protobuf:"bytes,2,opt,name=body" json:"body,omitempty"`
-	Warnings      []string               `protobuf:"bytes,3,rep,name=warnings" json:"warnings,omitempty"`
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Code     int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
+	Body     []byte                 `protobuf:"bytes,2,opt,name=body" json:"body,omitempty"`
+	Warnings []string               `protobuf:"bytes,3,rep,name=warnings" json:"warnings,omitempty"`
+	// Of a write whose audit_level asks for it.
+	Audit         *v1.AuditTrail `protobuf:"bytes,5,opt,name=audit" json:"audit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -337,6 +339,13 @@ func (x *ObjectResponse) GetBody() []byte {
 func (x *ObjectResponse) GetWarnings() []string {
 	if x != nil {
 		return x.Warnings
+	}
+	return nil
+}
+
+func (x *ObjectResponse) GetAudit() *v1.AuditTrail {
+	if x != nil {
+		return x.Audit
 	}
 	return nil
 }
@@ -405,7 +414,8 @@ type WriteRequest struct {
 	Admit    []v11.Operation `protobuf:"varint,12,rep,packed,name=admit,enum=watershed.admission.v1.Operation" json:"admit,omitempty"`
 	Validate []v11.Operation `protobuf:"varint,13,rep,packed,name=validate,enum=watershed.admission.v1.Operation" json:"validate,omitempty"`
 	// What follows the name and subresource in the path, for proxy.
-	Subpath       string `protobuf:"bytes,14,opt,name=subpath" json:"subpath,omitempty"`
+	Subpath       string        `protobuf:"bytes,14,opt,name=subpath" json:"subpath,omitempty"`
+	AuditLevel    v1.AuditLevel `protobuf:"varint,15,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -536,6 +546,13 @@ func (x *WriteRequest) GetSubpath() string {
 		return x.Subpath
 	}
 	return ""
+}
+
+func (x *WriteRequest) GetAuditLevel() v1.AuditLevel {
+	if x != nil {
+		return x.AuditLevel
+	}
+	return v1.AuditLevel(0)
 }
 
 type WriteCall struct {
@@ -2022,10 +2039,13 @@ func (*RevisionRequest) Descriptor() ([]byte, []int) {
 }
 
 type RevisionResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Revision      int64                  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Revision int64                  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
+	// Why what is stored cannot be encrypted or decrypted, as of some seconds ago: the KMS, which etcd's state says
+	// nothing of. Empty: it can, or nothing is encrypted.
+	EncryptionError string `protobuf:"bytes,2,opt,name=encryption_error,json=encryptionError" json:"encryption_error,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *RevisionResponse) Reset() {
@@ -2063,6 +2083,13 @@ func (x *RevisionResponse) GetRevision() int64 {
 		return x.Revision
 	}
 	return 0
+}
+
+func (x *RevisionResponse) GetEncryptionError() string {
+	if x != nil {
+		return x.EncryptionError
+	}
+	return ""
 }
 
 type OpenAPIRequest struct {
@@ -2353,13 +2380,14 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12-\n" +
 	"\x04user\x18\x04 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x14\n" +
 	"\x05query\x18\x05 \x01(\tR\x05query\x125\n" +
-	"\x06output\x18\x06 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06outputJ\x04\b\a\x10\bJ\x04\b\b\x10\t\"Z\n" +
+	"\x06output\x18\x06 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06outputJ\x04\b\a\x10\bJ\x04\b\b\x10\t\"\x91\x01\n" +
 	"\x0eObjectResponse\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x12\n" +
 	"\x04body\x18\x02 \x01(\fR\x04body\x12\x1a\n" +
-	"\bwarnings\x18\x03 \x03(\tR\bwarningsJ\x04\b\x04\x10\x05\"%\n" +
+	"\bwarnings\x18\x03 \x03(\tR\bwarnings\x125\n" +
+	"\x05audit\x18\x05 \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05auditJ\x04\b\x04\x10\x05\"%\n" +
 	"\tListChunk\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\x87\x04\n" +
+	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\xc9\x04\n" +
 	"\fWriteRequest\x12\x12\n" +
 	"\x04verb\x18\x01 \x01(\tR\x04verb\x129\n" +
 	"\bresource\x18\x02 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1c\n" +
@@ -2376,7 +2404,9 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x04path\x18\v \x01(\tR\x04path\x127\n" +
 	"\x05admit\x18\f \x03(\x0e2!.watershed.admission.v1.OperationR\x05admit\x12=\n" +
 	"\bvalidate\x18\r \x03(\x0e2!.watershed.admission.v1.OperationR\bvalidate\x12\x18\n" +
-	"\asubpath\x18\x0e \x01(\tR\asubpath\"\xed\x02\n" +
+	"\asubpath\x18\x0e \x01(\tR\asubpath\x12@\n" +
+	"\vaudit_level\x18\x0f \x01(\x0e2\x1f.watershed.common.v1.AuditLevelR\n" +
+	"auditLevel\"\xed\x02\n" +
 	"\tWriteCall\x12?\n" +
 	"\arequest\x18\x01 \x01(\v2#.watershed.registry.v1.WriteRequestH\x00R\arequest\x12F\n" +
 	"\tadmission\x18\x02 \x01(\v2&.watershed.registry.v1.AdmissionResultH\x00R\tadmission\x12R\n" +
@@ -2514,9 +2544,10 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\vFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x11\n" +
-	"\x0fRevisionRequest\".\n" +
+	"\x0fRevisionRequest\"Y\n" +
 	"\x10RevisionResponse\x12\x1a\n" +
-	"\brevision\x18\x01 \x01(\x03R\brevision\"*\n" +
+	"\brevision\x18\x01 \x01(\x03R\brevision\x12)\n" +
+	"\x10encryption_error\x18\x02 \x01(\tR\x0fencryptionError\"*\n" +
 	"\x0eOpenAPIRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04pathJ\x04\b\x02\x10\x03\"(\n" +
 	"\fOpenAPIChunk\x12\x12\n" +
@@ -2611,84 +2642,88 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*v1.Kind)(nil),                  // 34: watershed.common.v1.Kind
 	(*v1.Resource)(nil),              // 35: watershed.common.v1.Resource
 	(*v1.User)(nil),                  // 36: watershed.common.v1.User
-	(v11.Operation)(0),               // 37: watershed.admission.v1.Operation
-	(*v12.AuthenticateResponse)(nil), // 38: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 39: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 40: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 41: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 42: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 43: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 44: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 45: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 46: watershed.authz.v1.AuthorizeResponse
+	(*v1.AuditTrail)(nil),            // 37: watershed.common.v1.AuditTrail
+	(v11.Operation)(0),               // 38: watershed.admission.v1.Operation
+	(v1.AuditLevel)(0),               // 39: watershed.common.v1.AuditLevel
+	(*v12.AuthenticateResponse)(nil), // 40: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 41: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 42: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 43: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 44: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 45: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 46: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 47: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 48: watershed.authz.v1.AuthorizeResponse
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	34, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
 	35, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
 	36, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	35, // 4: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	36, // 5: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
-	2,  // 6: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	37, // 7: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	37, // 8: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	6,  // 9: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
-	10, // 10: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
-	11, // 11: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	38, // 12: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	39, // 13: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
-	4,  // 14: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	9,  // 15: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
-	40, // 16: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	41, // 17: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	42, // 18: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	27, // 19: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	0,  // 20: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	43, // 21: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
-	44, // 22: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	45, // 23: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	46, // 24: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	15, // 25: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
-	16, // 26: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	29, // 27: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
-	14, // 28: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
-	35, // 29: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
-	35, // 30: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	34, // 31: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	34, // 32: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	30, // 33: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	19, // 34: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	31, // 35: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	32, // 36: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	35, // 37: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 38: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	22, // 39: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	33, // 40: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 41: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	28, // 42: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 43: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 44: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	7,  // 45: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	7,  // 46: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	12, // 47: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
-	25, // 48: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	17, // 49: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	20, // 50: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	23, // 51: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	4,  // 52: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 53: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	8,  // 54: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	8,  // 55: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	13, // 56: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	26, // 57: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	18, // 58: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	21, // 59: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	24, // 60: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	52, // [52:61] is the sub-list for method output_type
-	43, // [43:52] is the sub-list for method input_type
-	43, // [43:43] is the sub-list for extension type_name
-	43, // [43:43] is the sub-list for extension extendee
-	0,  // [0:43] is the sub-list for field type_name
+	37, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditTrail
+	35, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	36, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
+	38, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	38, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	39, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
+	6,  // 11: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
+	10, // 12: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
+	11, // 13: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
+	40, // 14: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	41, // 15: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	4,  // 16: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	9,  // 17: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
+	42, // 18: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	43, // 19: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	44, // 20: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	27, // 21: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	0,  // 22: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
+	45, // 23: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	46, // 24: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	47, // 25: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	48, // 26: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	15, // 27: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
+	16, // 28: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
+	29, // 29: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
+	14, // 30: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
+	35, // 31: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
+	35, // 32: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	34, // 33: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	34, // 34: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	30, // 35: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	19, // 36: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	31, // 37: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	32, // 38: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	35, // 39: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 40: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	22, // 41: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	33, // 42: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 43: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	28, // 44: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 45: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 46: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	7,  // 47: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	7,  // 48: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	12, // 49: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
+	25, // 50: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	17, // 51: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	20, // 52: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	23, // 53: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	4,  // 54: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 55: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	8,  // 56: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	8,  // 57: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	13, // 58: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	26, // 59: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	18, // 60: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	21, // 61: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	24, // 62: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	54, // [54:63] is the sub-list for method output_type
+	45, // [45:54] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }

@@ -89,7 +89,7 @@ func New(t testing.TB, flags ...string) *World {
 	if err != nil {
 		t.Fatal(err)
 	}
-	store, err := storage.Open(s, served)
+	store, err := storage.Open(t.Context(), s, served, "world")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,191 @@
+package audit
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"strings"
+
+	"github.com/prometheus/client_golang/prometheus"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	auditinternal "k8s.io/apiserver/pkg/apis/audit"
+	"k8s.io/apiserver/pkg/audit"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+var stripped = prometheus.NewCounter(prometheus.CounterOpts{
+	Name: "watershed_audit_events_without_objects_total",
+	Help: "Audit events that lost their objects because the queue (--audit-*-batch-buffer-bytes) was full.",
+})
+
+// Metrics are the package's own; upstream's apiserver_audit_* are in the registry of Kubernetes' libraries.
+func Metrics() []prometheus.Collector { return []prometheus.Collector{stripped} }
+
+// levels are upstream's.
+var levels = map[auditinternal.Level]commonv1.AuditLevel{
+	auditinternal.LevelMetadata:        commonv1.AuditLevel_AUDIT_LEVEL_METADATA,
+	auditinternal.LevelRequest:         commonv1.AuditLevel_AUDIT_LEVEL_REQUEST,
+	auditinternal.LevelRequestResponse: commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE,
+}
+
+// Level is how much of the request of ctx is audited.
+func Level(ctx context.Context) commonv1.AuditLevel {
+	ac := audit.AuditContextFrom(ctx)
+	if ac == nil {
+		return commonv1.AuditLevel_AUDIT_LEVEL_NONE
+	}
+	return levels[ac.GetEventLevel()]
+}
+
+// Annotate adds what another service says of the request of ctx. What has been said before stays.
+func Annotate(ctx context.Context, annotations map[string]string) {
+	if len(annotations) > 0 {
+		audit.AddAuditAnnotationsMap(ctx, annotations)
+	}
+}
+
+// Follow takes over what registry says of a write's request. body is the request's.
+func Follow(ctx context.Context, trail *commonv1.AuditTrail, body []byte) {
+	if trail == nil || Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_NONE {
+		return
+	}
+	Annotate(ctx, trail.Annotations)
+	if trail.RequestIsBody {
+		audit.LogRequestPatch(ctx, patchJSON(body))
+	}
+	if o := trail.Object; o != nil {
+		audit.LogRequestObject(ctx, &object{
+			ObjectMeta: metav1.ObjectMeta{
+				Namespace:       o.Namespace,
+				Name:            o.Name,
+				UID:             types.UID(o.Uid),
+				ResourceVersion: o.ResourceVersion,
+			},
+			json: trail.RequestObject,
+		}, schema.GroupVersion{}, schema.GroupVersionResource{}, "", asItIs{})
+	}
+	if len(trail.Status) > 0 {
+		var s metav1.Status
+		if json.Unmarshal(trail.Status, &s) == nil {
+			audit.AuditContextFrom(ctx).LogResponseObject(&s, nil)
+		}
+	}
+}
+
+// Responds says whether the answer to the request of ctx is recorded whole.
+func Responds(ctx context.Context) bool {
+	return Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE
+}
+
+// Response records the body of an answer in a media type. What is no object, or of a type that nobody here knows, is
+// left out.
+func Response(ctx context.Context, mediaType string, body []byte) {
+	data, err := toJSON(mediaType, body)
+	if err != nil {
+		audit.HandlePluginError("response", err)
+		return
+	}
+	audit.LogResponseObject(ctx, &object{json: data}, schema.GroupVersion{}, asItIs{})
+}
+
+// object is one whose JSON is there already, as upstream's recording takes objects.
+type object struct {
+	metav1.TypeMeta
+	metav1.ObjectMeta
+	json []byte
+	// unmanaged: the policy has managedFields left out.
+	unmanaged bool
+}
+
+// DeepCopyObject implements runtime.Object. The bytes do not change.
+func (o *object) DeepCopyObject() runtime.Object {
+	copied := *o
+	return &copied
+}
+
+// SetManagedFields implements metav1.Object. It is how upstream has managedFields left out.
+func (o *object) SetManagedFields(f []metav1.ManagedFieldsEntry) { o.unmanaged = f == nil }
+
+// asItIs encodes an object's own bytes.
+type asItIs struct{ runtime.NegotiatedSerializer }
+
+// SupportedMediaTypes implements runtime.NegotiatedSerializer.
+func (asItIs) SupportedMediaTypes() []runtime.SerializerInfo {
+	return []runtime.SerializerInfo{{MediaType: runtime.ContentTypeJSON}}
+}
+
+// EncoderForVersion implements runtime.NegotiatedSerializer.
+func (asItIs) EncoderForVersion(runtime.Encoder, runtime.GroupVersioner) runtime.Encoder {
+	return asItIs{}
+}
+
+// Identifier implements runtime.Encoder.
+func (asItIs) Identifier() runtime.Identifier { return "as it is" }
+
+// Encode implements runtime.Encoder.
+func (asItIs) Encode(obj runtime.Object, w io.Writer) error {
+	o := obj.(*object)
+	data := o.json
+	if o.unmanaged {
+		data = withoutManagedFields(data)
+	}
+	_, err := w.Write(data)
+	return err
+}
+
+// withoutManagedFields leaves managedFields out of an object, of the items of a list and of the objects of a Table.
+// What cannot be read stays as it is.
+func withoutManagedFields(data []byte) []byte {
+	var top map[string]json.RawMessage
+	if json.Unmarshal(data, &top) != nil {
+		return data
+	}
+	unmanage(top)
+	for key, inner := range map[string]string{"items": "", "rows": "object"} {
+		var all []map[string]json.RawMessage
+		if raw, ok := top[key]; !ok || json.Unmarshal(raw, &all) != nil || all == nil {
+			continue
+		}
+		for _, one := range all {
+			if inner == "" {
+				unmanage(one)
+				continue
+			}
+			if raw, ok := one[inner]; ok {
+				one[inner] = withoutManagedFields(raw)
+			}
+		}
+		top[key] = encoded(all)
+	}
+	return encoded(top)
+}
+
+func unmanage(object map[string]json.RawMessage) {
+	var meta map[string]json.RawMessage
+	if raw, ok := object["metadata"]; !ok || json.Unmarshal(raw, &meta) != nil || meta == nil {
+		return
+	}
+	if _, ok := meta["managedFields"]; ok {
+		delete(meta, "managedFields")
+		object["metadata"] = encoded(meta)
+	}
+}
+
+// encoded is v in JSON; what was read from JSON can be written.
+func encoded(v any) []byte {
+	data, err := json.Marshal(v)
+	if err != nil {
+		panic(err)
+	}
+	return data
+}
+
+// mediaTypeOf is a Content-Type without its parameters.
+func mediaTypeOf(contentType string) string {
+	t, _, _ := strings.Cut(contentType, ";")
+	return strings.TrimSpace(t)
+}

@@ -1,0 +1,127 @@
+package storage
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/server/healthz"
+	"k8s.io/apiserver/pkg/server/options/encryptionconfig"
+	"k8s.io/apiserver/pkg/server/options/encryptionconfig/controller"
+	encryptionmetrics "k8s.io/apiserver/pkg/server/options/encryptionconfig/metrics"
+	"k8s.io/apiserver/pkg/storage/value"
+	"k8s.io/apiserver/pkg/storage/value/encrypt/identity"
+)
+
+// encryption is how values are encrypted at rest, as kube-apiserver does it: either reads what the other has written.
+type encryption struct {
+	// transformers is nil where nothing is encrypted.
+	transformers value.ResourceTransformers
+	health       []healthz.HealthChecker
+	// follow reads the configuration anew whenever it changes, until its context is done; nil: it is not followed.
+	follow func(context.Context)
+	// err is what the last check said, nil where it was well.
+	err atomic.Pointer[error]
+}
+
+// openEncryption follows k8s.io/apiserver/pkg/server/options/etcd.go, maybeApplyResourceTransformers. The connections
+// to KMS plugins end with ctx; id tells this process from others in metrics.
+func openEncryption(ctx context.Context, o *Options, id string) (*encryption, error) {
+	file, reload := o.EncryptionProviderConfig, o.EncryptionAutomaticReload
+	switch {
+	case file == "" && reload:
+		return nil, errors.New("--encryption-provider-config-automatic-reload true: set it with " +
+			"--encryption-provider-config alone")
+	case file == "":
+		return &encryption{}, nil
+	}
+	using, end := context.WithCancel(ctx)
+	config, err := encryptionconfig.LoadEncryptionConfig(using, file, reload, id)
+	if err != nil {
+		end()
+		return nil, fmt.Errorf("--encryption-provider-config %q: %w", file, err)
+	}
+	encryptionmetrics.RecordEncryptionConfigLastConfigInfo(id, config.EncryptionFileContentHash)
+	if !reload {
+		context.AfterFunc(ctx, end)
+		return &encryption{
+			transformers: encryptionconfig.StaticTransformers(config.Transformers),
+			health:       config.HealthChecks,
+		}, nil
+	}
+	dynamic := encryptionconfig.NewDynamicTransformers(config.Transformers, config.HealthChecks[0], end,
+		config.KMSCloseGracePeriod)
+	follower := controller.NewDynamicEncryptionConfiguration("encryption-provider-config", file, dynamic,
+		config.EncryptionFileContentHash, id)
+	return &encryption{
+		transformers: dynamic,
+		health:       []healthz.HealthChecker{dynamic},
+		follow:       follower.Run,
+	}, nil
+}
+
+// of is how a resource's values are encrypted.
+func (e *encryption) of(gr schema.GroupResource) value.Transformer {
+	if e.transformers == nil {
+		return identity.NewEncryptCheckTransformer()
+	}
+	return e.transformers.TransformerForResource(gr)
+}
+
+// encryptionPeriod is how often the providers are asked whether they can be used; their own caches bound how often a KMS
+// plugin is.
+const encryptionPeriod = 5 * time.Second
+
+// FollowEncryption reads --encryption-provider-config anew whenever it changes, where it is to be, and asks the providers
+// whether they can be used, until ctx is done.
+func (s *Storage) FollowEncryption(ctx context.Context) error {
+	e := s.encryption
+	if e.transformers == nil {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	if e.follow != nil {
+		wg.Go(func() { e.follow(ctx) })
+	}
+	for {
+		if err := e.check(ctx); err != nil {
+			e.err.Store(&err)
+		} else {
+			e.err.Store(nil)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(encryptionPeriod):
+		}
+	}
+}
+
+// EncryptionErr is why values cannot be encrypted or decrypted, as of when the providers were asked last, or nil.
+func (s *Storage) EncryptionErr() error {
+	if err := s.encryption.err.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+func (e *encryption) check(ctx context.Context) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "/", nil)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, h := range e.health {
+		if err := h.Check(req); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", h.Name(), err))
+		}
+	}
+	return errors.Join(errs...)
+}

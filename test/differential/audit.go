@@ -1,0 +1,274 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"watershed.dev/test/harness"
+)
+
+// auditIDs are what the audit ids of the test's requests begin with.
+const auditIDs = "differential-"
+
+// everything is an audit policy that records all there is.
+const everything = `apiVersion: audit.k8s.io/v1
+kind: Policy
+rules:
+- level: RequestResponse
+`
+
+// someOfIt is an audit policy of rules of every kind.
+const someOfIt = `apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [ResponseStarted]
+rules:
+- {level: None, users: [nobody]}
+- {level: None, nonResourceURLs: ["/healthz*", "/version"]}
+- {level: Metadata, nonResourceURLs: ["*"], omitStages: [RequestReceived]}
+- {level: Metadata, resources: [{group: "", resources: [secrets]}, {group: "", resources: [serviceaccounts/token]}]}
+- {level: Request, verbs: [create, update, patch], resources: [{group: apps}], omitManagedFields: true}
+- {level: None, verbs: [get], namespaces: [diff], resources: [{group: "", resources: [configmaps], resourceNames: [cm]}]}
+- {level: RequestResponse, userGroups: ["system:serviceaccounts"]}
+- {level: RequestResponse, verbs: [list, delete], omitManagedFields: true}
+- {level: RequestResponse, resources: [{group: "", resources: ["pods/*", "*/status"]}]}
+- {level: RequestResponse, resources: [{group: diff.example.com}], omitManagedFields: true}
+- {level: Metadata}
+`
+
+// audits compares what both servers' audit logs say of the same requests, record by record.
+func (a *axis) audits() {
+	a.configuration("audit of everything, to a file", func(dir string, _ *web) []string {
+		write(a.t, filepath.Join(dir, "tokens.csv"), "secret-of-alice,alice,1,\"readers\"\n")
+		return append(a.auditFlags(dir, everything), "--token-auth-file="+filepath.Join(dir, "tokens.csv"))
+	}, func(p *pair, _ *web, dir string) {
+		a.audited(p, func(s *side) []fields { return a.recordsOf(auditLog(dir, s.name)) })
+	})
+	posted := &posts{}
+	a.configuration("audit by rules, to a webhook", func(dir string, w *web) []string {
+		write(a.t, filepath.Join(dir, "tokens.csv"), "secret-of-alice,alice,1,\"readers\"\n")
+		write(a.t, filepath.Join(dir, "audit.yaml"), someOfIt)
+		for _, name := range []string{"kube-apiserver", "watershed"} {
+			w.HandleFunc("/audit/"+name, posted.take(name))
+			a.webhookKubeconfig(dir, "audit-"+name, w, "/audit/"+name)
+		}
+		return []string{"--audit-policy-file=" + filepath.Join(dir, "audit.yaml"),
+			"--audit-webhook-config-file=" + filepath.Join(dir, "audit-"+harness.Side),
+			"--audit-webhook-batch-max-size=1", "--audit-webhook-batch-throttle-enable=false",
+			"--audit-webhook-batch-buffer-size=100000", "--audit-webhook-initial-backoff=10ms",
+			"--token-auth-file=" + filepath.Join(dir, "tokens.csv")}
+	}, func(p *pair, _ *web, _ string) {
+		a.audited(p, func(s *side) []fields { return posted.of(s.name) })
+	})
+}
+
+// auditFlags have each server write a log of its own of what a policy says.
+func (a *axis) auditFlags(dir, policy string) []string {
+	write(a.t, filepath.Join(dir, "audit.yaml"), policy)
+	return []string{"--audit-policy-file=" + filepath.Join(dir, "audit.yaml"),
+		"--audit-log-path=" + auditLog(dir, harness.Side), "--audit-log-maxsize=1000"}
+}
+
+func auditLog(dir, side string) string { return filepath.Join(dir, side, "audit.log") }
+
+// posts are the events that a webhook was sent, by server.
+type posts struct {
+	mu  sync.Mutex
+	all map[string][]fields
+}
+
+func (p *posts) take(name string) http.HandlerFunc {
+	return func(_ http.ResponseWriter, req *http.Request) {
+		var list struct{ Items []json.RawMessage }
+		_ = json.NewDecoder(req.Body).Decode(&list)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.all == nil {
+			p.all = map[string][]fields{}
+		}
+		for _, e := range list.Items {
+			p.all[name] = append(p.all[name], fromJSON(e).(fields))
+		}
+	}
+}
+
+func (p *posts) of(name string) []fields {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.all[name])
+}
+
+func (a *axis) recordsOf(path string) (all []fields) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	lines := bufio.NewScanner(bytes.NewReader(data))
+	lines.Buffer(nil, 64<<20)
+	for lines.Scan() {
+		record, ok := fromJSON(lines.Bytes()).(fields)
+		if !ok {
+			a.t.Errorf("a line is no record: %.300s", lines.Bytes())
+			continue
+		}
+		all = append(all, record)
+	}
+	return all
+}
+
+// audited sends the corpus, and compares what is recorded of it.
+func (a *axis) audited(p *pair, records func(*side) []fields) {
+	answers := a.report
+	p.report, p.audited = newReport(slices.Concat(knownOfAudit, known, knownByConfiguration)), true
+	d := p.discover()
+	all := d.valid()
+	p.create(all)
+	p.verbs(all)
+	p.paths()
+	p.identities()
+	p.walk(all, 400, rand.New(rand.NewPCG(13, 1)))
+	p.remove(all)
+	if n := len(p.report.unexplained); n > 0 {
+		a.t.Errorf("%d answers differ", n)
+		p.report.write(a.t.TempDir())
+	}
+	p.report = answers
+	a.compareAudits(p, records)
+}
+
+// compareAudits reports where the records of what was sent differ.
+func (a *axis) compareAudits(p *pair, records func(*side) []fields) {
+	theirs, ours := a.settled(p.theirs, records), a.settled(p.ours, records)
+	listed := p.report.known
+	p.report.known = slices.Concat(knownOfAudit, known, listed)
+	for id, r := range p.sent {
+		p.compareRecords(r, theirs[id], ours[id])
+	}
+	p.report.known = listed
+	fmt.Printf("%s: %d requests audited, %d not\n", a.t.Name(), len(theirs), len(p.sent)-len(theirs))
+}
+
+// stranger comes without a certificate.
+var stranger = &certificate{name: "none"}
+
+// settled are a side's records by audit id, once there come no more.
+func (a *axis) settled(s *side, records func(*side) []fields) map[string][]fields {
+	var all map[string][]fields
+	count := func() (n int) {
+		for _, of := range all {
+			n += len(of)
+		}
+		return n
+	}
+	harness.Eventually(a.t, time.Minute, func() error {
+		before := count()
+		time.Sleep(time.Second)
+		if all = byID(records(s)); count() == before {
+			return nil
+		}
+		return fmt.Errorf("%s is still writing: %d records", s.name, count())
+	})
+	return all
+}
+
+// identities sends requests whose users differ: impersonated, by token, by a wrong one, by none.
+func (p *pair) identities() {
+	const path = "/api/v1/namespaces/" + namespace + "/configmaps"
+	for about, header := range map[string]map[string]string{
+		"a token":       {"Authorization": "Bearer secret-of-alice"},
+		"a wrong token": {"Authorization": "Bearer wrong"},
+		"impersonation": {"Impersonate-User": "bob", "Impersonate-Group": "g", "Impersonate-Uid": "7",
+			"Impersonate-Extra-Scopes": "a"},
+		"impersonation of an account": {"Impersonate-User": "system:serviceaccount:default:default"},
+		"a long agent":                {"User-Agent": strings.Repeat("agent ", 400)},
+		"forwarded":                   {"X-Forwarded-For": "192.0.2.7, 10.0.0.1", "X-Real-Ip": "192.0.2.8"},
+	} {
+		var as *certificate
+		if header["Authorization"] != "" {
+			as = stranger
+		}
+		for _, method := range []string{"GET", "POST", "DELETE"} {
+			p.ask(&request{
+				method: method, path: path, header: merged(jsonBody, header), about: about,
+				body: []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"who-"}}`),
+				as:   as,
+			})
+		}
+	}
+	for _, query := range []string{"?watch=1&timeoutSeconds=1", "?watch=1&timeoutSeconds=1&resourceVersion=1",
+		"?watch=1&resourceVersion=odd", "?watch=1&timeoutSeconds=1&sendInitialEvents=true"} {
+		p.ask(&request{method: "GET", path: "/api/v1/namespaces/none/configmaps" + query, about: "a watch"})
+	}
+}
+
+// byID are the records of the test's requests by audit id, in the order that they were written.
+func byID(all []fields) map[string][]fields {
+	out := map[string][]fields{}
+	for _, r := range all {
+		if id, _ := r["auditID"].(string); strings.HasPrefix(id, auditIDs) {
+			out[id] = append(out[id], r)
+		}
+	}
+	return out
+}
+
+// compareRecords reports where the records of one request differ, as if they were an answer.
+func (p *pair) compareRecords(r *request, theirs, ours []fields) {
+	if r.repeated {
+		theirs, ours = lastOfEach(theirs), lastOfEach(ours)
+	}
+	p.report.compare(r, asAnswer(theirs), asAnswer(ours))
+}
+
+// lastOfEach are the last records of each stage.
+func lastOfEach(records []fields) (last []fields) {
+	for i, r := range records {
+		if !slices.ContainsFunc(records[i+1:], func(later fields) bool { return later["stage"] == r["stage"] }) {
+			last = append(last, r)
+		}
+	}
+	return last
+}
+
+// stageOf is a record's place among those of its request.
+func stageOf(record any) int {
+	stage, _ := record.(fields)["stage"].(string)
+	return slices.Index([]string{"RequestReceived", "ResponseStarted", "ResponseComplete", "Panic"}, stage)
+}
+
+func asAnswer(records []fields) answer {
+	var stages []any
+	code := 0
+	for _, r := range records {
+		r = maps.Clone(r)
+		for _, k := range []string{"requestReceivedTimestamp", "stageTimestamp"} {
+			if r[k] != nil {
+				r[k] = "TIME"
+			}
+		}
+		if notes, ok := r["annotations"].(fields); ok {
+			for k := range notes {
+				if strings.HasPrefix(k, "apiserver.latency.k8s.io/") {
+					delete(notes, k)
+				}
+			}
+		}
+		if status, ok := r["responseStatus"].(fields); ok {
+			_, _ = fmt.Sscan(fmt.Sprint(status["code"]), &code)
+		}
+		stages = append(stages, r)
+	}
+	slices.SortStableFunc(stages, func(a, b any) int { return stageOf(a) - stageOf(b) }) // batches overtake each other
+	body, _ := json.Marshal(stages)
+	return answer{code: code, body: body, header: http.Header{"Content-Type": {"application/json"}}}
+}

@@ -1,0 +1,177 @@
+package e2e
+
+import (
+	"bytes"
+	"fmt"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/test/harness"
+)
+
+// encrypted is an EncryptionConfiguration of Secrets and custom resources; providers are in the order given.
+func encrypted(providers ...string) string {
+	return fmt.Sprintf(`{"apiVersion":"apiserver.config.k8s.io/v1","kind":"EncryptionConfiguration","resources":[
+{"resources":["secrets","things.e2e.example.com"],"providers":[%s]}]}`, strings.Join(providers, ","))
+}
+
+const (
+	noEncryption = `{"identity":{}}`
+	aKey         = `{"keys":[{"name":"k1","secret":"c2VjcmV0IGlzIHNlY3VyZSwgb3IgaXMgaXQ/MTIzNDU="}]}`
+	thing        = `apiVersion: e2e.example.com/v1
+kind: Thing
+metadata: {name: t}
+spec: {text: PLAINTEXT}
+`
+	things = `apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {name: things.e2e.example.com}
+spec:
+  group: e2e.example.com
+  scope: Namespaced
+  names: {plural: things, singular: thing, kind: Thing}
+  versions:
+  - name: v1
+    served: true
+    storage: true
+    schema: {openAPIV3Schema: {type: object, x-kubernetes-preserve-unknown-fields: true}}
+`
+)
+
+// raw is what etcd has below a key.
+func raw(t *testing.T, etcd, key string) []byte {
+	t.Helper()
+	c, err := clientv3.New(clientv3.Config{Endpoints: []string{etcd}, DialTimeout: 10 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	resp, err := c.Get(t.Context(), key)
+	if err != nil || len(resp.Kvs) != 1 {
+		t.Fatalf("%s: %v, %v", key, resp, err)
+	}
+	return resp.Kvs[0].Value
+}
+
+// What kube-apiserver has encrypted Watershed reads, and the other way round, with every provider.
+func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
+	kms := harness.NewKMS(t)
+	for name, provider := range map[string]string{
+		"aescbc":    `{"aescbc":` + aKey + `}`,
+		"aesgcm":    `{"aesgcm":` + aKey + `}`,
+		"secretbox": `{"secretbox":` + aKey + `}`,
+		"kms:v2":    fmt.Sprintf(`{"kms":{"apiVersion":"v2","name":"k","endpoint":%q,"timeout":"3s"}}`, kms.Endpoint),
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := harness.TempDir(t)
+			etcd := harness.Etcd(t, dir)
+			file := filepath.Join(dir, "encryption.json")
+			config := func(providers ...string) {
+				if err := os.WriteFile(file, []byte(encrypted(providers...)), 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			isEncrypted := func(key string) {
+				t.Helper()
+				if v := raw(t, etcd, key); !bytes.HasPrefix(v, []byte("k8s:enc:"+name)) || bytes.Contains(v, []byte("PLAINTEXT")) {
+					t.Errorf("etcd has %s as %.60q", key, v)
+				}
+			}
+			flag := "--encryption-provider-config=" + file
+			config(provider, noEncryption)
+			theirs := harness.KubeAPIServer(t, dir, etcd, flag)
+			theirs.Kubectl("create", "secret", "generic", "theirs", "--from-literal=k=PLAINTEXT")
+			theirs.Apply(things)
+			harness.Eventually(t, 20*time.Second, func() error {
+				_, err := theirs.TryKubectl(thing, "apply", "-f", "-")
+				return err
+			})
+			theirs.Stop()
+			isEncrypted("/registry/secrets/default/theirs")
+
+			ours := harness.Up(t, "", "--etcd-servers="+etcd, flag)
+			const data = "jsonpath={.data.k}"
+			contains(t, "their secret", ours.Kubectl("get", "secret", "theirs", "-o", data), "UExBSU5URVhU")
+			contains(t, "secrets, from the watch tier", ours.Kubectl("get", "secrets"), "theirs")
+			contains(t, "their custom object", ours.Kubectl("get", "thing", "t", "-o", "jsonpath={.spec.text}"), "PLAINTEXT")
+			ours.Kubectl("create", "secret", "generic", "ours", "--from-literal=k=PLAINTEXT")
+			ours.Kubectl("label", "secret", "theirs", "seen=yes")
+			ours.Kubectl("label", "thing", "t", "seen=yes")
+			contains(t, "what is written, from the watch tier",
+				ours.Kubectl("get", "secrets,things", "-l", "seen=yes", "-o", "name"), "secret/theirs\nthing.e2e.example.com/t")
+			ours.Stop()
+			for _, key := range []string{"secrets/default/ours", "secrets/default/theirs", "e2e.example.com/things/default/t"} {
+				isEncrypted("/registry/" + key)
+			}
+
+			theirs.Restart()
+			contains(t, "our secret", theirs.Kubectl("get", "secret", "ours", "-o", data), "UExBSU5URVhU")
+			contains(t, "our label", theirs.Kubectl("get", "secrets,things", "-l", "seen=yes", "-o", "name"), "secret/theirs\nthing")
+			theirs.Stop()
+
+			// Storage is migrated back to plaintext, by rewriting.
+			config(noEncryption, provider)
+			ours = harness.Up(t, "", "--etcd-servers="+etcd, flag)
+			list := ours.Kubectl("get", "secrets,things", "-o", "json")
+			if out, err := ours.TryKubectl(list, "replace", "-f", "-"); err != nil {
+				t.Fatal(out, err)
+			}
+			for _, key := range []string{"secrets/default/ours", "secrets/default/theirs", "e2e.example.com/things/default/t"} {
+				if v := raw(t, etcd, "/registry/"+key); bytes.HasPrefix(v, []byte("k8s:enc:")) {
+					t.Errorf("%s is still encrypted", key)
+				}
+			}
+		})
+	}
+}
+
+// Without its key an object is unreadable, by name; others are read, and kube-apiserver says the same.
+func TestAKeyThatIsGoneHidesItsObjectsAlone(t *testing.T) {
+	dir := harness.TempDir(t)
+	etcd := harness.Etcd(t, dir)
+	file := filepath.Join(dir, "encryption.json")
+	config := func(providers ...string) {
+		if err := os.WriteFile(file, []byte(encrypted(providers...)), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	flag := "--encryption-provider-config=" + file
+	config(`{"aesgcm":`+aKey+`}`, noEncryption)
+	theirs := harness.KubeAPIServer(t, dir, etcd, flag)
+	theirs.Apply(things)
+	theirs.Kubectl("create", "namespace", "n")
+	apply := func(s *harness.Server, to ...string) {
+		harness.Eventually(t, 20*time.Second, func() error {
+			_, err := s.TryKubectl(thing, append([]string{"apply", "-f", "-"}, to...)...)
+			return err
+		})
+	}
+	apply(theirs.Server)
+	theirs.Stop()
+	config(noEncryption, `{"aesgcm":{"keys":[{"name":"k2","secret":"`+strings.Repeat("A", 43)+`="}]}}`)
+	theirs.Restart()
+	apply(theirs.Server, "-n", "n")
+	ours := harness.Up(t, "", "--etcd-servers="+etcd, flag)
+	const lost, good = "/apis/e2e.example.com/v1/namespaces/default/things/t", "/apis/e2e.example.com/v1/namespaces/n/things/t"
+	for _, path := range []string{lost, good} {
+		code, body := theirs.Get(path)
+		if gotCode, got := ours.Get(path); gotCode != code || code != http.StatusOK && got != body {
+			t.Errorf("%s: %d %.400s\nnot %d %.400s", path, gotCode, got, code, body)
+		}
+	}
+	if code, body := ours.Get(lost); code != http.StatusInternalServerError {
+		t.Errorf("%d %s", code, body)
+	}
+	if code, body := ours.Get("/apis/e2e.example.com/v1/things"); code == http.StatusOK {
+		t.Errorf("a list hides what cannot be read: %s", body)
+	}
+	if code, _ := ours.Get("/apis/e2e.example.com/v1/namespaces/n/things"); code != http.StatusOK {
+		t.Errorf("a list of what can be read: %d", code)
+	}
+}

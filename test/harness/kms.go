@@ -1,0 +1,112 @@
+package harness
+
+import (
+	"context"
+	"crypto/aes"
+	"crypto/cipher"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/kms/pkg/service"
+)
+
+// KMS is a KMS v2 plugin of the test's own, which encrypts with AES-GCM.
+type KMS struct {
+	// Endpoint is its socket, as an EncryptionConfiguration names it.
+	Endpoint string
+
+	server *service.GRPCService
+	mu     sync.Mutex
+	keys   map[string]cipher.AEAD
+	now    string
+	broken string
+}
+
+// NewKMS starts a plugin with one key.
+func NewKMS(t testing.TB) *KMS {
+	t.Helper()
+	k := &KMS{keys: map[string]cipher.AEAD{}}
+	k.Rotate(t, "key-1")
+	socket := filepath.Join(TempDir(t), "kms.sock")
+	k.Endpoint = "unix://" + socket
+	k.server = service.NewGRPCService(socket, 5*time.Second, k)
+	go func() { _ = k.server.ListenAndServe() }()
+	t.Cleanup(k.server.Close)
+	return k
+}
+
+// Rotate has it encrypt with a new key, and decrypt with those before it too.
+func (k *KMS) Rotate(t testing.TB, id string) {
+	t.Helper()
+	raw := make([]byte, 32)
+	_, _ = rand.Read(raw)
+	block, err := aes.NewCipher(raw)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sealer, err := cipher.NewGCM(block)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.keys[id], k.now = sealer, id
+}
+
+// Break has it fail for a reason, "hang" or "garbage"; empty: it works again.
+func (k *KMS) Break(why string) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.broken = why
+}
+
+func (k *KMS) state(ctx context.Context) (id string, sealer cipher.AEAD, err error) {
+	k.mu.Lock()
+	broken, id := k.broken, k.now
+	sealer = k.keys[id]
+	k.mu.Unlock()
+	switch broken {
+	case "":
+		return id, sealer, nil
+	case "hang":
+		<-ctx.Done()
+	}
+	return id, sealer, errors.New("the plugin is broken: " + broken)
+}
+
+// Status implements service.Service.
+func (k *KMS) Status(ctx context.Context) (*service.StatusResponse, error) {
+	id, _, err := k.state(ctx)
+	return &service.StatusResponse{Version: "v2", Healthz: "ok", KeyID: id}, err
+}
+
+// Encrypt implements service.Service.
+func (k *KMS) Encrypt(ctx context.Context, _ string, data []byte) (*service.EncryptResponse, error) {
+	id, sealer, err := k.state(ctx)
+	if err != nil {
+		return nil, err
+	}
+	nonce := make([]byte, sealer.NonceSize())
+	_, _ = rand.Read(nonce)
+	return &service.EncryptResponse{Ciphertext: sealer.Seal(nonce, nonce, data, nil), KeyID: id}, nil
+}
+
+// Decrypt implements service.Service.
+func (k *KMS) Decrypt(ctx context.Context, _ string, r *service.DecryptRequest) ([]byte, error) {
+	if _, _, err := k.state(ctx); err != nil {
+		return nil, err
+	}
+	k.mu.Lock()
+	sealer := k.keys[r.KeyID]
+	k.mu.Unlock()
+	if sealer == nil || len(r.Ciphertext) < sealer.NonceSize() {
+		return nil, fmt.Errorf("there is no key %q", r.KeyID)
+	}
+	n := sealer.NonceSize()
+	return sealer.Open(nil, r.Ciphertext[:n], r.Ciphertext[n:], nil)
+}
