@@ -108,11 +108,9 @@ func TestAManifestBecomesSettings(t *testing.T) {
 // What is not offered is said; what the cluster cannot be served without is no settings at all.
 func TestWhatIsNotOfferedIsSaid(t *testing.T) {
 	for arg, want := range map[string]string{
-		"--audit-log-path=/x":              "left",
 		"--storage-backend=etcd3":          "",
 		"--storage-backend=etcd9":          "left",
 		"--watch-cache=true":               "",
-		"--encryption-provider-config=/x":  "blocked",
 		"--etcd-servers-overrides=/e#h://": "blocked",
 		"--secure-port=x":                  "blocked",
 		"--no-such-flag=x":                 "blocked",

@@ -78,10 +78,6 @@ var absent = map[string]Absent{
 		Neutral: "true",
 	},
 	"enable-logs-handler": {Why: "/logs is not served", Leave: true, Neutral: "false"},
-	"enable-priority-and-fairness": {
-		Why:     "API Priority and Fairness is not offered; --max-requests-inflight and --max-mutating-requests-inflight bound requests",
-		Neutral: "false",
-	},
 	"endpoint-reconciler-type": {
 		Why: "the elected registry alone keeps the endpoints of the kubernetes Service", Leave: true,
 		Neutral: "lease",

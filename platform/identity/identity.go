@@ -24,6 +24,8 @@ const (
 	Authn         = "system:watershed:authn"
 	Authz         = "system:watershed:authz"
 	Admission     = "system:watershed:admission"
+	// GatewayUser is a gateway to its own API, within its process: nobody has a certificate of that name.
+	GatewayUser = "system:watershed:gateway"
 )
 
 // Gateway is the gateway's name on the inner network, by which authn, authz and admission ask for it.

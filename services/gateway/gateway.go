@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"context"
+	"crypto/rand"
 	"fmt"
 	"net"
 	"net/http"
@@ -16,6 +17,7 @@ import (
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
+	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/component-base/metrics/legacyregistry"
@@ -25,6 +27,7 @@ import (
 	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/features"
+	"watershed.dev/platform/identity"
 	"watershed.dev/platform/kubeversion"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/reload"
@@ -41,6 +44,8 @@ import (
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
 	"watershed.dev/services/gateway/edge"
+	"watershed.dev/services/gateway/fairness"
+	"watershed.dev/services/gateway/loopback"
 	"watershed.dev/services/gateway/routing"
 	"watershed.dev/services/gateway/streaming"
 	"watershed.dev/services/gateway/watch"
@@ -58,6 +63,7 @@ type Config struct {
 	Aggregation       aggregation.Config
 	Streaming         streaming.Config
 	Audit             audit.Config
+	Fairness          fairness.Config
 }
 
 // AddFlags adds every setting to fs.
@@ -68,6 +74,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Aggregation.AddFlags(fs)
 	c.Streaming.AddFlags(fs)
 	c.Audit.AddFlags(fs)
+	c.Fairness.AddFlags(fs)
 	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
 		"Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of "+
 			"registry. It is cheaper where both are in one process.")
@@ -134,6 +141,8 @@ type Service struct {
 	health    map[string]*check
 	files     reload.Files
 	auditor   *audit.Auditor
+	// fairness is nil where requests are not bounded by flow.
+	fairness *fairness.Fairness
 	// external is where clients reach the gateway.
 	external string
 	ready    lifecycle.Readiness
@@ -168,9 +177,27 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	g.catalog = &catalog.Catalog{Registry: d.Catalog, Changed: g.views.publish}
 	names, prefixes := c.Edge.FrontProxyHeaders()
 	authn := access.NewAuthenticator(d.Authn, names, prefixes)
-	g.handler = c.Edge.Chain(g.mux(g.router(carrier)), authn, g.authz, g.auditor, g.server.InFlight, g.own)
+	router := g.router(carrier)
+	api := g.mux(router)
+	if c.Fairness.Enabled {
+		as := &user.DefaultInfo{Name: identity.GatewayUser, Groups: []string{identity.ServicesGroup}}
+		seats := c.Edge.MaxInFlight + c.Edge.MaxMutating
+		if seats <= 0 {
+			return nil, fmt.Errorf("--max-requests-inflight %d and --max-mutating-requests-inflight %d: their sum must be "+
+				"positive with --enable-priority-and-fairness", c.Edge.MaxInFlight, c.Edge.MaxMutating)
+		}
+		g.fairness, err = fairness.New(loopback.Client(edge.Authorized(api, g.authz), as), name(), seats)
+		if err != nil {
+			return nil, err
+		}
+		router.Answered = g.fairness.Answered
+	}
+	g.handler = c.Edge.Chain(api, authn, g.authz, g.auditor, g.fairness, g.server.InFlight, g.own)
 	return g, nil
 }
+
+// name tells the gateway from others.
+func name() string { return "watershed-gateway-" + strings.ToLower(rand.Text()[:10]) }
 
 // router is what answers requests for resources.
 func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
@@ -221,6 +248,11 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 		telemetry.Profiles(own)
 	}
 	slis.SLIMetricsWithReset{}.Install(own)
+	if g.config.Fairness.Enabled {
+		own.HandleFunc("/debug/api_priority_and_fairness/", func(w http.ResponseWriter, req *http.Request) {
+			g.fairness.ServeHTTP(w, req)
+		})
+	}
 	g.health = g.checks()
 	for _, name := range needed {
 		g.ready.Set(name, errNotAsked)
@@ -325,6 +357,9 @@ func (g *Service) Run(ctx context.Context) error {
 	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	wg.Go(func() { g.follow(following) })
 	wg.Go(func() { g.files.Run(following) })
+	if g.fairness != nil {
+		wg.Go(func() { g.fairness.Run(following) })
+	}
 	err := g.server.Run(ctx, g.handler)
 	cancel()
 	wg.Wait()

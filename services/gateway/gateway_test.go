@@ -147,7 +147,7 @@ func start(t *testing.T, o *others) *Service {
 	c := NewConfig()
 	fs := pflag.NewFlagSet("gateway", pflag.ContinueOnError)
 	c.AddFlags(fs)
-	if err := fs.Parse([]string{"--advertise-address=192.0.2.1"}); err != nil {
+	if err := fs.Parse([]string{"--advertise-address=192.0.2.1", "--enable-priority-and-fairness=false"}); err != nil {
 		t.Fatal(err)
 	}
 	g, err := New(t.Context(), c, Deps{

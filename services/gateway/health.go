@@ -35,6 +35,9 @@ var hooks = map[string]string{
 	"poststarthook/start-kubernetes-service-cidr-controller":      "etcd",
 	"poststarthook/start-service-ip-repair-controllers":           "etcd",
 	"poststarthook/start-legacy-token-tracking-controller":        "etcd",
+	"poststarthook/priority-and-fairness-config-consumer":         "fairness",
+	"poststarthook/priority-and-fairness-filter":                  "fairness",
+	"poststarthook/priority-and-fairness-config-producer":         "etcd",
 	"poststarthook/rbac/bootstrap-roles":                          "authz",
 	"poststarthook/scheduling/bootstrap-system-priority-classes":  "etcd",
 	"poststarthook/start-cluster-authentication-info-controller":  "etcd",
@@ -95,6 +98,17 @@ func (g *Service) checks() map[string]*check {
 			_, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
 			return err
 		}},
+		"fairness": {ask: func(context.Context) error {
+			if g.fairness == nil {
+				return nil
+			}
+			select {
+			case <-g.fairness.Ready():
+				return nil
+			default:
+				return errors.New("the objects of flow control have not been read")
+			}
+		}},
 		"kms-providers": {ask: func(ctx context.Context) error {
 			r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
 			if err == nil && r.EncryptionError != "" {
@@ -121,7 +135,7 @@ func (g *Service) checks() map[string]*check {
 }
 
 // needed are the checks without which a gateway has nothing to answer with.
-var needed = []string{"catalog", "etcd", "authn", "authz", "admission"}
+var needed = []string{"catalog", "etcd", "authn", "authz", "admission", "fairness"}
 
 // started is a check that has come true: a start hook has run once it has, whatever comes later.
 func (c *check) started() healthz.HealthChecker {

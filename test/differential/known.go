@@ -94,14 +94,6 @@ var knownOfAudit = []*difference{
 
 var known = []*difference{
 	{
-		name:    "flow control",
-		request: is(`flowschemas|/apis/flowcontrol`),
-		what:    is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling`),
-		reason:  "There is no API Priority and Fairness yet, which writes a condition to every FlowSchema.",
-	},
-	{name: "flow control in an error", request: is(`PATCH .*flowschemas`), what: is(`Invalid value: `),
-		reason: "The error shows the whole object, with that condition."},
-	{
 		name:    "429 of a cache that begins",
 		request: is(`diff\.example\.com`),
 		what:    is(`.`),

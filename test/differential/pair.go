@@ -204,7 +204,7 @@ func (p *pair) askLater(r *request) {
 var (
 	compared = []string{"Content-Type", "Warning", "Retry-After", "Cache-Control", "Location",
 		"Allow", "X-Content-Type-Options", "Www-Authenticate"}
-	presence = []string{"Audit-Id"}
+	presence = []string{"Audit-Id", "X-Kubernetes-Pf-Flowschema-Uid", "X-Kubernetes-Pf-Prioritylevel-Uid"}
 )
 
 // ask sends a request to both and answers what kube-apiserver said.

@@ -182,8 +182,8 @@ func TestEveryFlagOfKubeAPIServersIsKnown(t *testing.T) {
 		t.Fatal(err)
 	}
 	out, err := exec.Command(harness.Watershed(), "migrate", "--from", path).CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "--encryption-provider-config") {
-		t.Errorf("an encrypted cluster is taken (%v):\n%s", err, out)
+	if err == nil || !strings.Contains(string(out), "--etcd-servers-overrides") {
+		t.Errorf("a cluster of several etcds is taken (%v):\n%s", err, out)
 	}
 	if strings.Contains(string(out), "has no such flag") {
 		t.Errorf("%s", out)

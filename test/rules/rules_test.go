@@ -121,7 +121,7 @@ var floors = map[string][][]string{
 	"services/gateway": {
 		{"audit", "wire"},
 		{"answer"},
-		{"body", "access", "watch", "streaming", "aggregation"},
+		{"body", "access", "watch", "streaming", "aggregation", "fairness", "loopback"},
 		{"discovery", "openapi", "routing", "edge"},
 		{"."},
 		{"cmd/gateway"},

@@ -22,6 +22,7 @@ import (
 	"watershed.dev/services/gateway/answer"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
+	"watershed.dev/services/gateway/fairness"
 )
 
 // LongRunning recognizes requests without a time limit.
@@ -30,13 +31,19 @@ var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("wa
 
 // Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
 // DefaultBuildHandlerChain). buffered says of which requests the body is read before they count as in flight: those
-// that the gateway answers itself.
+// that the gateway answers itself. fair is nil where requests are not bounded by flow.
 func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, auditor *audit.Auditor,
-	inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
+	fair *fairness.Fairness, inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
 	h := step("authorization", api, func(h http.Handler) http.Handler {
 		return genericapifilters.WithAuthorization(h, authz, answer.Codecs)
 	})
-	h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
+	if fair != nil {
+		h = unlimited(step("priorityandfairness", h, func(h http.Handler) http.Handler {
+			return fair.Filter(h, LongRunning, c.RequestTimeout)
+		}), h)
+	} else {
+		h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
+	}
 	bodies := new(body.Reader) // one, which bounds all
 	h = step("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, buffered) })
 	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
@@ -70,6 +77,11 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
 	h = recovered(h)
 	return genericapifilters.WithAuditInit(h)
+}
+
+// Authorized is api for a client within the process, which the filters need not bound: it is authorized as any other.
+func Authorized(api http.Handler, authz *access.Authorizer) http.Handler {
+	return genericapifilters.WithAuthorization(api, authz, answer.Codecs)
 }
 
 type waitGroup interface {
@@ -133,8 +145,8 @@ func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	genericapifilters.Unauthorized(answer.Codecs).ServeHTTP(w, req)
 }
 
-// unlimited passes the system's own services by the limit of requests in flight: what everybody is decided by is not to
-// wait for everybody. A fair share of the rest is another matter.
+// unlimited passes the system's own services by the limit of requests in flight and by flow control, as if they had an
+// exempt level of their own: what everybody is decided by is not to wait for everybody.
 func unlimited(limited, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if u, ok := request.UserFrom(req.Context()); ok && slices.Contains(u.GetGroups(), identity.ServicesGroup) {

@@ -67,9 +67,13 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "",
 		"Root certificate bundle for front proxies' client certificates.")
 	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400,
-		"The maximum number of non-mutating requests in flight; beyond it they are refused with 429. 0: no limit.")
+		"This and --max-mutating-requests-inflight are summed to determine the cluster's total concurrency limit (which "+
+			"must be positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits the maximum number of "+
+			"non-mutating requests in flight of a gateway, or a zero value disables the limit completely.")
 	fs.IntVar(&c.MaxMutating, "max-mutating-requests-inflight", 200,
-		"The maximum number of mutating requests in flight.")
+		"This and --max-requests-inflight are summed to determine the cluster's total concurrency limit (which must be "+
+			"positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits the maximum number of mutating "+
+			"requests in flight of a gateway, or a zero value disables the limit completely.")
 	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute,
 		"How long a request may take before it times out; watches and the like are exempt.")
 	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil,

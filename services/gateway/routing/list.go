@@ -77,6 +77,7 @@ func (c *call) listFrom(p *plan) {
 		}
 		return
 	}
+	c.answered(chunk.Size)
 	write, end := c.begin(chunk.Size)
 	for err == nil {
 		if write(chunk.Data) != nil {
@@ -143,7 +144,14 @@ func (c *call) listFromRegistry() {
 		c.fail(rpc.FromStatus(err))
 		return
 	}
+	c.answered(int64(len(data)))
 	c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
+}
+
+func (c *call) answered(bytes int64) {
+	if c.router.Answered != nil {
+		c.router.Answered(c.req, bytes)
+	}
 }
 
 // first are the groups whose lists do not wait for everybody's: what decides, what administers, and nodes.

@@ -14,6 +14,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/storage"
+	"k8s.io/apiserver/pkg/util/flowcontrol"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	"watershed.dev/platform/rpc"
@@ -82,6 +83,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 		Moved:          func() <-chan struct{} { return c.router.Authorize.Moved(c.namespace()) },
 		Allowed:        c.stillAllowed(),
 		Served:         c.stillServed(),
+		Initialized:    func() { flowcontrol.WatchInitialized(c.req.Context()) },
 	}, p.from.Watches, nil
 }
 

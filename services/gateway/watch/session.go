@@ -34,6 +34,9 @@ type Request struct {
 	// watch. It waits, for a while, where nobody can be asked.
 	Moved   func() <-chan struct{}
 	Allowed func(ctx context.Context) bool
+	// Initialized is called, perhaps more than once, when the initial events have been sent, or have taken long: flow
+	// control counts a watch until then. Nil: nobody asks.
+	Initialized func()
 	// Served says whether the resource is served still: one whose CRD is gone has nobody to go on with.
 	Served func() bool
 }
@@ -64,6 +67,9 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	if r.BookmarkPeriod == 0 {
 		s.sendHeaders()
 	}
+	// One that waits for the tier does no work, and keeps nobody else out.
+	seated := time.AfterFunc(initialFor, s.initialized)
+	defer seated.Stop()
 	// A watch from a known revision has no initial events: it may share from the start.
 	initial := r.SendInitialEvents != nil && *r.SendInitialEvents
 	if at, ok := after(r.ResourceVersion); ok && !initial {
@@ -76,6 +82,9 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 		_ = s.stream.Finish(wait)
 	}
 }
+
+// initialFor is how long a watch counts as a request in flight at most.
+const initialFor = 5 * time.Second
 
 // session is one client's open watch.
 type session struct {
@@ -102,7 +111,14 @@ type session struct {
 
 func (s *session) place(at events.Position) {
 	s.placed = true
+	s.initialized()
 	s.ResumeAfter, s.InitialEventsDone = at.Proto(), true
+}
+
+func (s *session) initialized() {
+	if s.Request.Initialized != nil {
+		s.Request.Initialized()
+	}
 }
 
 func (s *session) at() events.Position { return events.FromProto(s.ResumeAfter) }

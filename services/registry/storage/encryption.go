@@ -73,12 +73,12 @@ func (e *encryption) of(gr schema.GroupResource) value.Transformer {
 	return e.transformers.TransformerForResource(gr)
 }
 
-// encryptionPeriod is how often the providers are asked whether they can be used; their own caches bound how often a KMS
-// plugin is.
+// encryptionPeriod is how often the providers are asked whether they can be used; their own caches bound how often a
+// KMS plugin is.
 const encryptionPeriod = 5 * time.Second
 
-// FollowEncryption reads --encryption-provider-config anew whenever it changes, where it is to be, and asks the providers
-// whether they can be used, until ctx is done.
+// FollowEncryption reads --encryption-provider-config anew whenever it changes, where it is to be, and asks the
+// providers whether they can be used, until ctx is done.
 func (s *Storage) FollowEncryption(ctx context.Context) error {
 	e := s.encryption
 	if e.transformers == nil {

@@ -240,7 +240,8 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	versioner := apistorage.APIObjectVersioner{}
 	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
 		config.GroupResource,
-		s.encryption.of(config.GroupResource), config.LeaseManagerConfig, etcd3.NewDefaultDecoder(config.Codec, versioner), versioner)
+		s.encryption.of(config.GroupResource), config.LeaseManagerConfig,
+		etcd3.NewDefaultDecoder(config.Codec, versioner), versioner)
 	if err != nil {
 		return nil, nil, err
 	}

@@ -1,0 +1,208 @@
+// Package fairness is API Priority and Fairness (KEP-1040) over upstream's own flow control
+// (k8s.io/apiserver/pkg/util/flowcontrol): its objects, defaults, headers, metrics and debug pages.
+//
+// Two things are other than in kube-apiserver. The limit is the cluster's, and each gateway that lives has its part of
+// it; and a LIST's seats come from the bytes that the same list took when it was sent last.
+package fairness
+
+import (
+	"context"
+	"log/slog"
+	"net/http"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/spf13/pflag"
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	genericfilters "k8s.io/apiserver/pkg/server/filters"
+	"k8s.io/apiserver/pkg/server/mux"
+	"k8s.io/apiserver/pkg/util/flowcontrol"
+	"k8s.io/apiserver/pkg/util/flowcontrol/fairqueuing"
+	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	flowcontrollisters "k8s.io/client-go/listers/flowcontrol/v1"
+	"k8s.io/client-go/rest"
+)
+
+// Config says whether requests are bounded by flow.
+type Config struct {
+	Enabled bool
+}
+
+// AddFlags registers --enable-priority-and-fairness.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	fs.BoolVar(&c.Enabled, "enable-priority-and-fairness", true,
+		"If true, replace the max-in-flight handler with an enhanced one that queues and dispatches with priority and "+
+			"fairness.")
+}
+
+// Fairness bounds requests by flow. Its methods may be called by any number of goroutines.
+type Fairness struct {
+	client kubernetes.Interface
+	// seats are the cluster's.
+	seats int
+	peers *peers
+	sizes *sizes
+	now   atomic.Pointer[controller]
+	// ready is the first controller's digested.
+	ready <-chan struct{}
+}
+
+// controller is upstream's for a number of seats, which it cannot change.
+type controller struct {
+	flowcontrol.Interface
+	seats int
+	pages *mux.PathRecorderMux
+	// run follows the objects until stop is closed, and closes done; digested is closed once what they say is in force.
+	run                  func()
+	stop, digested, done chan struct{}
+}
+
+// digestPause is how long to wait before a controller is asked again whether it knows its levels.
+const digestPause = 20 * time.Millisecond
+
+// digest waits until the controller has taken over the levels that there are: it knows how many seats a request of each
+// may take. There is no better sign of it.
+func (c *controller) digest(levels flowcontrollisters.PriorityLevelConfigurationLister) {
+	for {
+		all, err := levels.List(labels.Everything())
+		unknown := func(l *flowcontrolv1.PriorityLevelConfiguration) bool {
+			queues := l.Spec.Limited != nil && l.Spec.Limited.LimitResponse.Queuing != nil
+			return queues && c.GetMaxSeats(l.Name) == 0
+		}
+		if err == nil && len(all) > 0 && !slices.ContainsFunc(all, unknown) {
+			close(c.digested)
+			return
+		}
+		select {
+		case <-c.stop:
+			return
+		case <-time.After(digestPause):
+		}
+	}
+}
+
+// New returns the flow control of a gateway of the name that calls the API by config. seats are the cluster's
+// concurrency limit.
+func New(config *rest.Config, name string, seats int) (*Fairness, error) {
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return nil, err
+	}
+	f := &Fairness{
+		client: client,
+		seats:  seats,
+		peers:  &peers{client: client, name: name, seen: map[string]sighting{}},
+		sizes:  newSizes(),
+	}
+	first := f.controller(seats)
+	f.ready = first.digested
+	f.now.Store(first)
+	return f, nil
+}
+
+// controller returns one that is not running yet. Until it has read the objects it has upstream's mandatory ones.
+func (f *Fairness) controller(seats int) *controller {
+	factory := informers.NewSharedInformerFactory(f.client, 0)
+	c := &controller{
+		Interface: flowcontrol.New(factory, f.client.FlowcontrolV1(), seats),
+		seats:     seats,
+		pages:     mux.NewPathRecorderMux("flow control"),
+		stop:      make(chan struct{}),
+		digested:  make(chan struct{}),
+		done:      make(chan struct{}),
+	}
+	levels := factory.Flowcontrol().V1().PriorityLevelConfigurations()
+	c.Install(c.pages)
+	c.run = func() {
+		defer close(c.done)
+		factory.Start(c.stop)
+		defer factory.Shutdown()
+		go func() { _ = c.Run(c.stop) }()
+		factory.WaitForCacheSync(c.stop)
+		c.digest(levels.Lister())
+		<-c.stop
+	}
+	return c
+}
+
+// Ready is closed once what the objects say is in force.
+func (f *Fairness) Ready() <-chan struct{} { return f.ready }
+
+// Run keeps the gateway's part of the seats until ctx is done.
+func (f *Fairness) Run(ctx context.Context) {
+	genericfilters.StartPriorityAndFairnessWatermarkMaintenance(ctx.Done())
+	go f.now.Load().run()
+	f.peers.run(ctx, func(n int) {
+		part := max(1, (f.seats+n-1)/n)
+		old := f.now.Load()
+		if part == old.seats {
+			return
+		}
+		slog.Info("Other gateways have come or gone: the seats of flow control are divided anew",
+			"gateways", n, "seats", part, "of", f.seats)
+		next := f.controller(part)
+		go next.run()
+		select {
+		case <-next.digested:
+			f.now.Store(next)
+		case <-ctx.Done():
+			close(next.stop)
+			return
+		}
+		// Requests that the old one has let in end there; those that wait are let in or refused as they would be.
+		time.AfterFunc(drain, func() { close(old.stop) })
+	})
+	close(f.now.Load().stop)
+	<-f.now.Load().done
+}
+
+// drain is how long a controller goes on that has been replaced.
+const drain = time.Minute
+
+// Filter bounds the requests that next answers, as upstream's filter does. A request waits for its turn for a quarter
+// of timeout at most.
+func (f *Fairness) Filter(next http.Handler, longRunning request.LongRunningRequestCheck,
+	timeout time.Duration) http.Handler {
+	return genericfilters.WithPriorityAndFairness(next, longRunning, current{f}, f.estimate, timeout/4)
+}
+
+// current is the controller of now, to upstream's filter.
+type current struct{ *Fairness }
+
+// Handle implements flowcontrol.Interface. A request stays with the controller that let it in.
+func (c current) Handle(ctx context.Context, r flowcontrol.RequestDigest,
+	note func(*flowcontrolv1.FlowSchema, *flowcontrolv1.PriorityLevelConfiguration, string),
+	estimate func() fcrequest.WorkEstimate, queued fairqueuing.QueueNoteFn, run func()) {
+	c.now.Load().Handle(ctx, r, note, estimate, queued, run)
+}
+
+// Run implements flowcontrol.Interface; Fairness.Run does it.
+func (current) Run(<-chan struct{}) error { return nil }
+
+// Install implements flowcontrol.Interface; Fairness.ServeHTTP does it.
+func (current) Install(*mux.PathRecorderMux) {}
+
+// RegisterWatch implements flowcontrol.Interface. Nobody is charged for others' watches.
+func (current) RegisterWatch(*http.Request) flowcontrol.ForgetWatchFunc { return nil }
+
+// GetInterestedWatchCount implements flowcontrol.Interface.
+func (current) GetInterestedWatchCount(*request.RequestInfo) int { return 0 }
+
+// GetMaxSeats implements flowcontrol.Interface.
+func (c current) GetMaxSeats(level string) uint64 { return c.now.Load().GetMaxSeats(level) }
+
+// SetMaxSeats implements flowcontrol.Interface; the controller does it for itself.
+func (current) SetMaxSeats(string, uint64) {}
+
+// ForgetPriorityLevel implements flowcontrol.Interface; the controller does it for itself.
+func (current) ForgetPriorityLevel(string) {}
+
+// ServeHTTP answers upstream's debug pages, /debug/api_priority_and_fairness/….
+func (f *Fairness) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	f.now.Load().pages.ServeHTTP(w, req)
+}
