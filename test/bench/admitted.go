@@ -99,23 +99,12 @@ func newHook() *webhook {
 	return h
 }
 
-// robot makes a namespace in which a service account may make config maps, each of which the webhook is asked about,
-// and answers the account's token.
+// robot makes a namespace with a service account that may make config maps, each of which the webhook is asked about, and
+// answers the account's token.
 func (s *server) robot(name string, hook *webhook) string {
-	post := func(path, text string, args ...any) []byte {
-		return s.do("POST", path, "", fmt.Appendf(nil, text, args...), 201)
-	}
-	in := "/api/v1/namespaces/" + name
-	post("/api/v1/namespaces", `{"apiVersion":"v1","kind":"Namespace","metadata":{"name":%q,"labels":{"hooked":%q}}}`, name, name)
-	post(in+"/serviceaccounts", `{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"robot"}}`)
-	const rbac = "/apis/rbac.authorization.k8s.io/v1/namespaces/"
-	post(rbac+name+"/roles", `{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"r"},"rules":[{"apiGroups":[""],"resources":["configmaps"],"verbs":["create"]}]}`)
-	post(rbac+name+"/rolebindings", `{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"r"},"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"Role","name":"r"},"subjects":[{"kind":"ServiceAccount","name":"robot","namespace":%q}]}`, name)
+	token := s.account(name, `{"apiGroups":[""],"resources":["configmaps"],"verbs":["create","list"]}`)
 	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: hook.Certificate().Raw})
-	post("/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations", `{"apiVersion":"admissionregistration.k8s.io/v1","kind":"ValidatingWebhookConfiguration","metadata":{"name":%q},"webhooks":[{"name":"all.bench.example","clientConfig":{"url":%q,"caBundle":%q},"rules":[{"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"],"operations":["CREATE"]}],"namespaceSelector":{"matchLabels":{"hooked":%q}},"sideEffects":"None","admissionReviewVersions":["v1"],"failurePolicy":"Fail"}]}`,
-		name, hook.URL+"/all", base64.StdEncoding.EncodeToString(ca), name)
-	var issued struct{ Status struct{ Token string } }
-	check(json.Unmarshal(post(in+"/serviceaccounts/robot/token",
-		`{"apiVersion":"authentication.k8s.io/v1","kind":"TokenRequest","spec":{"expirationSeconds":3600}}`), &issued))
-	return issued.Status.Token
+	s.do("POST", "/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations", "", fmt.Appendf(nil, `{"apiVersion":"admissionregistration.k8s.io/v1","kind":"ValidatingWebhookConfiguration","metadata":{"name":%q},"webhooks":[{"name":"all.bench.example","clientConfig":{"url":%q,"caBundle":%q},"rules":[{"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"],"operations":["CREATE"]}],"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":%q}},"sideEffects":"None","admissionReviewVersions":["v1"],"failurePolicy":"Fail"}]}`,
+		name, hook.URL+"/all", base64.StdEncoding.EncodeToString(ca), name), 201)
+	return token
 }

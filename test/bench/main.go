@@ -30,6 +30,8 @@ var (
 	grow      = flag.Bool("growth", false,
 		"Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to "+
 			"docs/performance/.")
+	with = flag.String("with", "", "Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
+		"{server} in one stands for each one's name.")
 	rows = flag.String("rows", "", "Measure only work whose name has this in it; the page is then left alone.")
 )
 
@@ -133,6 +135,7 @@ var work = []struct {
 	{"deliver to 5000", func(s *server) map[string]float64 { return deliver(s, 5000, 10, 50) }},
 	{"herd", herd},
 	{"definitions", definitions},
+	{"a loud tenant", tenant},
 }
 
 func (s *server) lists(row, accept string, limit int) map[string]float64 {

@@ -63,6 +63,11 @@ func run(dir, name, program string, args ...string) (*exec.Cmd, string) {
 	path := filepath.Join(dir, name+".out")
 	f, err := os.Create(path)
 	check(err)
+	if name != "etcd" && name != "pki" {
+		for _, f := range strings.Fields(*with) {
+			args = append(args, strings.ReplaceAll(f, "{server}", name))
+		}
+	}
 	cmd := exec.Command(program, args...)
 	cmd.Stdout, cmd.Stderr, cmd.Dir = f, f, dir
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}

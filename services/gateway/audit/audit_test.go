@@ -1,0 +1,284 @@
+package audit
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
+	auditinternal "k8s.io/apiserver/pkg/apis/audit"
+	"k8s.io/apiserver/pkg/audit"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+	pluginbuffered "k8s.io/apiserver/plugin/pkg/audit/buffered"
+
+	"watershed.dev/platform/reload"
+	"watershed.dev/platform/reload/reloadtest"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// sink keeps what it is given; while gate is not nil, each batch waits for it.
+type sink struct {
+	mu     sync.Mutex
+	events []*auditinternal.Event
+	gate   chan struct{}
+}
+
+func (s *sink) ProcessEvents(events ...*auditinternal.Event) bool {
+	if s.gate != nil {
+		<-s.gate
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, e := range events {
+		s.events = append(s.events, e.DeepCopy())
+	}
+	return true
+}
+
+func (s *sink) Run(<-chan struct{}) error { return nil }
+func (s *sink) Shutdown()                 {}
+func (s *sink) String() string            { return "sink" }
+
+// begun is a request's context that is audited at a level.
+func begun(t *testing.T, to audit.Sink, level auditinternal.Level, omitManaged bool) context.Context {
+	t.Helper()
+	ctx := audit.WithAuditContext(t.Context())
+	if err := audit.AuditContextFrom(ctx).Init(audit.RequestAuditConfig{
+		Level:             level,
+		OmitManagedFields: omitManaged,
+	}, to); err != nil {
+		t.Fatal(err)
+	}
+	return ctx
+}
+
+// written is the request's event as the log has it.
+func written(t *testing.T, ctx context.Context, s *sink) string {
+	t.Helper()
+	audit.AuditContextFrom(ctx).ProcessEventStage(ctx, auditinternal.StageResponseComplete)
+	data, err := json.Marshal(s.events[len(s.events)-1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(data)
+}
+
+// A request that hangs its backend up costs others no more than the queue, in events and in bytes; what does not fit
+// loses its objects first, and all room comes back.
+func TestTheQueueIsBounded(t *testing.T) {
+	behind := &sink{gate: make(chan struct{})}
+	b := bound(behind, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 1, AsyncDelegate: true}, 20<<10).(*bounded)
+	stop := make(chan struct{})
+	if err := b.Run(stop); err != nil {
+		t.Fatal(err)
+	}
+	large := &auditinternal.Event{RequestObject: &runtime.Unknown{
+		ContentType: runtime.ContentTypeJSON,
+		Raw:         []byte(`"` + strings.Repeat("x", 8<<10) + `"`),
+	}}
+	for range 100 {
+		b.ProcessEvents(large)
+	}
+	if n, bytes := b.heldEvents.Load(), b.heldBytes.Load(); n > 10 || bytes > 20<<10 || n < 3 {
+		t.Errorf("%d events of %d bytes are held", n, bytes)
+	}
+	close(behind.gate)
+	close(stop)
+	b.Shutdown()
+	if n, bytes := b.heldEvents.Load(), b.heldBytes.Load(); n != 0 || bytes != 0 {
+		t.Errorf("%d events of %d bytes are held by nobody", n, bytes)
+	}
+	whole, short := 0, 0
+	for _, e := range behind.events {
+		if e.RequestObject != nil {
+			whole++
+		} else if e.Annotations["audit.k8s.io/truncated"] == "true" {
+			short++
+		}
+	}
+	if whole != 2 || short < 1 || whole+short != len(behind.events) {
+		t.Errorf("%d events are whole and %d without objects, of %d", whole, short, len(behind.events))
+	}
+}
+
+func TestWhatRegistrySaysIsRecorded(t *testing.T) {
+	trail := &commonv1.AuditTrail{
+		Annotations:   map[string]string{"a": "b"},
+		Object:        &commonv1.ObjectReference{Name: "n", Namespace: "x", Uid: "u", ResourceVersion: "7"},
+		RequestObject: []byte(`{"metadata":{"name":"n","managedFields":[{"manager":"m"}]}}`),
+		Status:        []byte(`{"status":"Success","code":200}`),
+	}
+	body := []byte(`{"items":[{"metadata":{"name":"i","managedFields":[]}}],"rows":[{"object":{"metadata":{"managedFields":[]}}}]}`)
+	for level, want := range map[auditinternal.Level][]string{
+		auditinternal.LevelNone:     {},
+		auditinternal.LevelMetadata: {`"Name":"n"`, `"UID":"u"`, `"a":"b"`, `"Success"`},
+		auditinternal.LevelRequest:  {`"Name":"n"`, `"a":"b"`, `"metadata":{"name":"n"`},
+		auditinternal.LevelRequestResponse: {
+			`"metadata":{"name":"n"`, `"items":[{"metadata":{"name":"i"`,
+		},
+	} {
+		for _, omit := range []bool{false, true} {
+			s := &sink{}
+			ctx := begun(t, s, level, omit)
+			Follow(ctx, trail, nil)
+			Response(ctx, "application/json;charset=utf-8", body)
+			got := written(t, ctx, s)
+			for _, w := range want {
+				if !strings.Contains(got, w) {
+					t.Errorf("%s: %s is not in %s", level, w, got)
+				}
+			}
+			objects := level == auditinternal.LevelRequest || level == auditinternal.LevelRequestResponse
+			if strings.Contains(got, "managedFields") != (objects && !omit) {
+				t.Errorf("%s, without managedFields %v: %s", level, omit, got)
+			}
+			if !objects && strings.Contains(got, `"items"`) {
+				t.Errorf("%s: %s", level, got)
+			}
+		}
+	}
+	Follow(t.Context(), trail, nil) // what is not audited at all
+	if Level(t.Context()) != commonv1.AuditLevel_AUDIT_LEVEL_NONE || Responds(t.Context()) {
+		t.Error("a request without an audit context is audited")
+	}
+}
+
+// Whatever a patch is, the event with it can be written.
+func TestAPatchIsWritten(t *testing.T) {
+	for patch, want := range map[string]string{
+		`{"a": 1}`:         `{"a": 1}`,
+		"a: 1\nb: [x, z]":  `{"a":1,"b":["x","z"]}`,
+		`{`:                `"{"`,
+		"":                 `null`,
+		"a: 1\na: 2":       `"a: 1\na: 2"`,
+		"\xff\xfe":         ``,
+		"a: &x [*x]":       ``,
+		"\x00":             ``,
+		"- - - - {{{{{{ :": ``,
+	} {
+		got := patchJSON([]byte(patch))
+		if !json.Valid(got) || want != "" && string(got) != want {
+			t.Errorf("%q is written as %s, not %s", patch, got, want)
+		}
+	}
+}
+
+// Protobuf is recorded as the JSON that kube-apiserver would write.
+func TestProtobufIsRecordedAsJSON(t *testing.T) {
+	in := func(obj runtime.Object) []byte {
+		var b strings.Builder
+		if err := protobuf.NewSerializer(known, known).Encode(obj, &b); err != nil {
+			t.Fatal(err)
+		}
+		return []byte(b.String())
+	}
+	meta := metav1.TypeMeta{APIVersion: "v1", Kind: "ConfigMapList"}
+	for want, obj := range map[string]runtime.Object{
+		`"items":[]`: &corev1.ConfigMapList{TypeMeta: meta},
+		`"data":{"k":"v"}`: &corev1.ConfigMapList{TypeMeta: meta, Items: []corev1.ConfigMap{{
+			Data: map[string]string{"k": "v"},
+		}}},
+		`"kind":"PartialObjectMetadata","apiVersion":"meta.k8s.io/v1"`: &metav1.PartialObjectMetadataList{
+			TypeMeta: metav1.TypeMeta{APIVersion: "meta.k8s.io/v1", Kind: "PartialObjectMetadataList"},
+			Items:    []metav1.PartialObjectMetadata{{}},
+		},
+		`"reason":"NotFound"`: &metav1.Status{
+			TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Status"},
+			Reason:   metav1.StatusReasonNotFound,
+		},
+	} {
+		got, err := toJSON(runtime.ContentTypeProtobuf, in(obj))
+		if err != nil || !strings.Contains(string(got), want) {
+			t.Errorf("%s, %v: not %s", got, err, want)
+		}
+	}
+	if got, err := toJSON(runtime.ContentTypeYAML, []byte("a: [1]\n")); err != nil || string(got) != `{"a":[1]}` {
+		t.Errorf("%s %v", got, err)
+	}
+	for _, bad := range []string{"", "k8s\x00", "rubbish"} {
+		if _, err := toJSON(runtime.ContentTypeProtobuf, []byte(bad)); err == nil {
+			t.Errorf("%q is recorded", bad)
+		}
+	}
+}
+
+func config(t *testing.T, flags ...string) *Config {
+	t.Helper()
+	c := &Config{}
+	fs := pflag.NewFlagSet("audit", pflag.ContinueOnError)
+	c.AddFlags(fs)
+	if err := fs.Parse(flags); err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// A wrong setting stops the start with a line that names its flag; settings that are not used are not looked at.
+func TestABadSettingNamesItsFlag(t *testing.T) {
+	dir := t.TempDir()
+	bad := filepath.Join(dir, "bad")
+	if err := os.WriteFile(bad, []byte("rules: 7"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, flags := range [][]string{
+		{"--audit-log-mode=odd"}, {"--audit-log-format=odd"}, {"--audit-log-maxage=-1"}, {"--audit-log-version=v1"},
+		{"--audit-log-truncate-max-batch-size=7"}, {"--audit-log-truncate-max-event-size=0"},
+		{"--audit-log-batch-buffer-bytes=0", "--audit-log-mode=batch"},
+		{"--audit-policy-file=/none"}, {"--audit-policy-file=" + bad},
+	} {
+		name, _, _ := strings.Cut(flags[0], "=")
+		_, err := New(t.Context(), config(t, append(flags, "--audit-log-path="+dir+"/log")...), &reload.Files{})
+		if err == nil || !strings.Contains(err.Error(), name) || strings.Contains(err.Error(), "\n") {
+			t.Errorf("%q: %v", flags, err)
+		}
+	}
+	if err := config(t, "--audit-webhook-mode=odd").Validate(); err != nil {
+		t.Errorf("a webhook that is not used: %v", err)
+	}
+	a, err := New(t.Context(), config(t, "--audit-log-path="+dir+"/log"), &reload.Files{})
+	if err != nil || a.Sink != nil || a.Policy != nil {
+		t.Errorf("without a policy: %v, %v", a, err)
+	}
+	a.Close()
+}
+
+// A policy is read anew; a bad one leaves what was in force.
+func TestThePolicyIsReadAnew(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "policy")
+	policy := func(level string) {
+		reloadtest.Replace(t, path, "apiVersion: audit.k8s.io/v1\nkind: Policy\nrules: [{level: "+level+"}]\n")
+	}
+	policy("Metadata")
+	files := &reload.Files{}
+	a, err := New(t.Context(), config(t, "--audit-policy-file="+path, "--audit-log-path="+dir+"/log"), files)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	reloadtest.Follow(t, files)
+	level := func() auditinternal.Level { return a.Policy.EvaluatePolicyRule(authorizer.AttributesRecord{}).Level }
+	policy("Request")
+	reloadtest.Until(t, "the new policy is in force", func() bool { return level() == auditinternal.LevelRequest })
+	policy("Odd")
+	reloadtest.Shown(t, files, "[-]audit-policy-file")
+	if level() != auditinternal.LevelRequest {
+		t.Errorf("a bad policy is in force: %s", level())
+	}
+	ctx := begun(t, a.Sink, level(), false)
+	audit.AuditContextFrom(ctx).SetEventResponseStatusCode(http.StatusTeapot)
+	audit.AuditContextFrom(ctx).ProcessEventStage(ctx, auditinternal.StageResponseComplete)
+	data, err := os.ReadFile(filepath.Join(dir, "log"))
+	if err != nil || !strings.Contains(string(data), `"code":418`) || strings.Count(string(data), "\n") != 1 {
+		t.Errorf("%s %v", data, err)
+	}
+}

@@ -1,0 +1,119 @@
+package fairness
+
+import (
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/client-go/kubernetes/fake"
+
+	"watershed.dev/platform/paths"
+)
+
+// asked is a request as the filter sees it.
+func asked(t *testing.T, method, target string) *http.Request {
+	t.Helper()
+	req := httptest.NewRequest(method, target, strings.NewReader(""))
+	info, err := paths.RequestInfo.NewRequestInfo(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := request.WithRequestInfo(t.Context(), info)
+	return req.WithContext(request.WithUser(ctx, &user.DefaultInfo{Name: "jane", Groups: []string{user.AllAuthenticated}}))
+}
+
+func fairnessOf(seats int) *Fairness {
+	f := &Fairness{client: fake.NewClientset(), seats: seats, sizes: newSizes()}
+	f.now.Store(f.controller(seats))
+	return f
+}
+
+// A list takes as many seats as the bytes it had last are worth; everything else takes one.
+func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
+	f := fairnessOf(600)
+	const pods = "/api/v1/namespaces/x/pods"
+	f.Answered(asked(t, "GET", pods), 10*bytesPerSeat)
+	f.Answered(asked(t, "GET", pods+"?limit=500"), 3*bytesPerSeat-1)
+	f.Answered(asked(t, "GET", pods+"?limit=500&continue=abc"), 2*bytesPerSeat)
+	f.Answered(asked(t, "GET", "/api/v1/pods"), 1<<40)
+	f.Answered(asked(t, "GET", "/api/v1/secrets"), 100)
+	for target, want := range map[string]uint64{
+		pods:                                10,
+		pods + "?resourceVersion=0":         10, // from a cache it has as many bytes
+		pods + "?limit=500":                 3,
+		pods + "?limit=500&continue=def":    2,
+		pods + "?labelSelector=a":           1,
+		pods + "?watch=1":                   10,
+		pods + "?watch=1&resourceVersion=7": 1,
+		pods + "?watch=1&resourceVersion=0": 10,
+		pods + "/a":                         1,
+		"/api/v1/pods":                      mostSeats,
+		"/api/v1/secrets":                   1,
+		"/api/v1/namespaces/y/pods":         1,
+		pods + "?watch=1&sendInitialEvents=true&resourceVersion=7": 10,
+	} {
+		if got := f.estimate(asked(t, "GET", target), "", "none"); got.InitialSeats != want || got.FinalSeats != 0 {
+			t.Errorf("%s takes %v, not %d seats", target, got, want)
+		}
+	}
+	for _, method := range []string{"POST", "PUT", "PATCH", "DELETE"} {
+		if got := f.estimate(asked(t, method, pods+"/a"), "", "none"); got.InitialSeats != 1 || got.AdditionalLatency != 0 {
+			t.Errorf("%s takes %v", method, got)
+		}
+	}
+	f.Answered(asked(t, "GET", pods), 5)
+	if got := f.estimate(asked(t, "GET", pods), "", "none"); got.InitialSeats != 1 {
+		t.Errorf("a list that has become small takes %v", got)
+	}
+	for i := range 2 * rememberedLists {
+		f.Answered(asked(t, "GET", fmt.Sprintf("%s?labelSelector=l%d", pods, i)), 1<<30)
+	}
+	if n := f.sizes.last.Len(); n > rememberedLists {
+		t.Errorf("%d lists are remembered", n)
+	}
+	var none *Fairness
+	none.Answered(asked(t, "GET", pods), 5) // flow control is off
+}
+
+// Gateways count each other while they live, by when each of them saw a lease change and not by anybody's clock.
+func TestGatewaysCountEachOther(t *testing.T) {
+	client := fake.NewClientset()
+	of := func(name string) *peers { return &peers{client: client, name: name, seen: map[string]sighting{}} }
+	a, b := of("a"), of("b")
+	count := func(p *peers, want int) {
+		t.Helper()
+		if n, err := p.count(t.Context()); err != nil || n != want {
+			t.Errorf("%s counts %d, %v, not %d", p.name, n, err, want)
+		}
+	}
+	count(a, 1)
+	count(b, 2)
+	count(a, 2)
+	future := metav1.NewMicroTime(time.Now().Add(1000 * time.Hour))
+	leases := client.CoordinationV1().Leases(leaseNamespace)
+	if _, err := leases.Create(t.Context(), &coordinationv1.Lease{
+		ObjectMeta: metav1.ObjectMeta{Name: "c", Labels: map[string]string{componentLabel: component}, ResourceVersion: "1"},
+		Spec:       coordinationv1.LeaseSpec{RenewTime: &future},
+	}, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	count(a, 3)
+	for name, s := range a.seen { // time passes, and nobody renews
+		a.seen[name] = sighting{s.version, s.at.Add(-leaseFor)}
+	}
+	count(a, 1)
+	for name, s := range a.seen {
+		a.seen[name] = sighting{s.version, s.at.Add(-forgetAfter)}
+	}
+	count(a, 1)
+	if left, err := leases.List(t.Context(), metav1.ListOptions{}); err != nil || len(left.Items) != 1 {
+		t.Errorf("%d leases are left, %v", len(left.Items), err)
+	}
+}

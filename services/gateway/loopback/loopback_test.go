@@ -1,0 +1,92 @@
+package loopback
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/endpoints/request"
+)
+
+func client(h http.HandlerFunc) *http.Client {
+	c := Client(h, &user.DefaultInfo{Name: "jane"})
+	return &http.Client{Transport: c.Transport}
+}
+
+// A request is the user's and reaches its handler whole; its answer comes whole, and as it is written.
+func TestARequestIsAnsweredAsItIsWritten(t *testing.T) {
+	next := make(chan string)
+	c := client(func(w http.ResponseWriter, req *http.Request) {
+		u, _ := request.UserFrom(req.Context())
+		info, _ := request.RequestInfoFrom(req.Context())
+		body, _ := io.ReadAll(req.Body)
+		w.Header().Set("X-Who", u.GetName()+" "+info.Verb+" "+info.Resource+" "+string(body)+" "+req.URL.RawQuery)
+		w.WriteHeader(http.StatusCreated)
+		_ = http.NewResponseController(w).Flush()
+		for text := range next {
+			_, _ = io.WriteString(w, text)
+		}
+	})
+	resp, err := c.Post("https://x/api/v1/namespaces/n/pods?dryRun=All", "text/plain", strings.NewReader("body"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if got := resp.Header.Get("X-Who"); resp.StatusCode != http.StatusCreated || got != "jane create pods body dryRun=All" {
+		t.Errorf("%d %q", resp.StatusCode, got)
+	}
+	for _, want := range []string{"first", "second"} {
+		next <- want
+		got := make([]byte, len(want))
+		if _, err := io.ReadFull(resp.Body, got); err != nil || string(got) != want {
+			t.Errorf("%q %v, not %q", got, err, want)
+		}
+	}
+	close(next)
+	if rest, err := io.ReadAll(resp.Body); err != nil || len(rest) > 0 {
+		t.Errorf("%q %v", rest, err)
+	}
+}
+
+// Who closes an answer, or gives a request up, ends its handler; a handler that panics cuts its answer.
+func TestARequestEnds(t *testing.T) {
+	ended := make(chan struct{}, 1)
+	c := client(func(w http.ResponseWriter, req *http.Request) {
+		if req.URL.Path == "/silent" {
+			<-req.Context().Done()
+			ended <- struct{}{}
+			return
+		}
+		if req.URL.Path == "/panic" {
+			_, _ = io.WriteString(w, "half")
+			panic(http.ErrAbortHandler)
+		}
+		_ = http.NewResponseController(w).Flush()
+		<-req.Context().Done()
+		ended <- struct{}{}
+	})
+	resp, err := c.Get("https://x/watch")
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+	<-ended
+	ctx, cancel := context.WithCancel(t.Context())
+	req, _ := http.NewRequestWithContext(ctx, http.MethodGet, "https://x/silent", nil)
+	cancel()
+	if _, err := c.Do(req); !errors.Is(err, context.Canceled) {
+		t.Errorf("%v", err)
+	}
+	<-ended
+	if resp, err = c.Get("https://x/panic"); err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if got, err := io.ReadAll(resp.Body); !errors.Is(err, io.ErrUnexpectedEOF) || string(got) != "half" {
+		t.Errorf("%q %v", got, err)
+	}
+}

@@ -1,0 +1,293 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// tenantObjects, of tenantBytes each, are what the loud tenant lists.
+	tenantObjects, tenantBytes = 500, 8 << 10
+	// tenantListers try to list that 100 times a second together.
+	tenantListers, tenantLists = 50, 100
+	tenantWatches              = 5000
+	tenantBodies               = 50
+	// beside is how long the others are measured, without the tenant and beside it.
+	beside = 20 * time.Second
+)
+
+// tenant measures how long others wait, and how often in vain, beside a tenant that lists all it has 100 times a second,
+// watches one of its objects 5,000 times while it changes it 20 times a second, and sends 50 bodies a byte at a time.
+func tenant(s *server) map[string]float64 {
+	name := fmt.Sprint("tenant", serial.Add(1))
+	loud := s.account(name, `{"apiGroups":[""],"resources":["configmaps"],"verbs":["*"]}`)
+	quiet := s.account(name+"-quiet", `{"apiGroups":[""],"resources":["configmaps"],"verbs":["*"]}`)
+	filler := strings.Repeat("x", tenantBytes)
+	for i := range tenantObjects {
+		s.do("POST", "/api/v1/namespaces/"+name+"/configmaps", "",
+			fmt.Appendf(nil, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%d"},"data":{"k":%q}}`, i, filler), 201)
+	}
+	others := s.others(name, quiet)
+	defer s.do("DELETE", "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/kube-controller-manager", "", nil, 200)
+	out := map[string]float64{}
+	report := func(when string) {
+		for who, o := range s.measured(others) {
+			row := fmt.Sprintf("%s, %s a loud tenant: ", who, when)
+			out[row+"p50 (ms)"], out[row+"p99 (ms)"] = ms(o.percentile(50)), ms(o.percentile(99))
+			out[row+"refused or late (%)"] = 100 * float64(o.failed) / float64(max(1, len(o.took)))
+		}
+	}
+	report("without")
+	ctx, cancel := context.WithCancel(context.Background())
+	loudly := s.loud(ctx, name, loud)
+	time.Sleep(3 * time.Second)
+	report("beside")
+	cancel()
+	loudly.done.Wait()
+	out["the loud tenant: lists answered a second"] = float64(loudly.lists.Load()) / (beside + 3*time.Second).Seconds()
+	return out
+}
+
+// other is somebody whose requests are measured.
+type other struct {
+	every time.Duration
+	ask   func(ctx context.Context, i int) (*http.Response, error)
+}
+
+type outcome struct {
+	took   []time.Duration
+	failed int
+}
+
+// percentile is of what was measured, which is in order.
+func (o *outcome) percentile(p int) time.Duration {
+	if len(o.took) == 0 {
+		return 0
+	}
+	return o.took[(len(o.took)-1)*p/100]
+}
+
+// patience is after how long an answer is late: the time in which a kubelet or an election would have to renew.
+const patience = 5 * time.Second
+
+// measured sends the others' requests, each at its own pace.
+func (s *server) measured(others map[string]other) map[string]*outcome {
+	out := map[string]*outcome{}
+	var wg sync.WaitGroup
+	for who, o := range others {
+		got := &outcome{}
+		out[who] = got
+		wg.Go(func() {
+			var mu sync.Mutex
+			var asking sync.WaitGroup
+			tick := time.NewTicker(o.every)
+			defer tick.Stop()
+			for i, began := 0, time.Now(); time.Since(began) < beside; i++ {
+				<-tick.C
+				asking.Go(func() {
+					ctx, cancel := context.WithTimeout(context.Background(), patience)
+					defer cancel()
+					at := time.Now()
+					resp, err := o.ask(ctx, i)
+					if err == nil {
+						_, err = io.Copy(io.Discard, resp.Body)
+						resp.Body.Close()
+					}
+					mu.Lock()
+					defer mu.Unlock()
+					got.took = append(got.took, time.Since(at))
+					if err != nil || resp.StatusCode >= 400 {
+						got.failed++
+					}
+				})
+			}
+			asking.Wait()
+			slices.Sort(got.took)
+		})
+	}
+	wg.Wait()
+	return out
+}
+
+// others are 20 kubelets' heartbeats (each at ten times its pace), an election, and another tenant at work.
+func (s *server) others(name, token string) map[string]other {
+	lease := func(ns, name string) string {
+		path := "/apis/coordination.k8s.io/v1/namespaces/" + ns + "/leases"
+		s.do("POST", path, "", fmt.Appendf(nil,
+			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":%q},"spec":{"holderIdentity":"x"}}`, name),
+			201)
+		return path + "/" + name
+	}
+	const nodes = 20
+	var beats []string
+	for i := range nodes {
+		node := fmt.Sprintf("%s-n%d", name, i)
+		beats = append(beats, lease("kube-node-lease", node))
+	}
+	election := lease("kube-system", "kube-controller-manager") // whose role names it
+	renewal := func() string {
+		return fmt.Sprintf(`{"spec":{"renewTime":%q}}`, time.Now().UTC().Format("2006-01-02T15:04:05.000000Z"))
+	}
+	patch := func(ctx context.Context, path string, header map[string]string) (*http.Response, error) {
+		req, err := http.NewRequestWithContext(ctx, "PATCH", s.url+path, strings.NewReader(renewal()))
+		check(err)
+		req.Header.Set("Content-Type", "application/merge-patch+json")
+		for k, v := range header {
+			req.Header.Set(k, v)
+		}
+		return s.client.Do(req)
+	}
+	own := s.bearer(token)
+	return map[string]other{
+		"kubelets": {50 * time.Millisecond, func(ctx context.Context, i int) (*http.Response, error) {
+			node := fmt.Sprintf("%s-n%d", name, i%nodes)
+			return patch(ctx, beats[i%nodes], map[string]string{
+				"Impersonate-User": "system:node:" + node, "Impersonate-Group": "system:nodes",
+			})
+		}},
+		"an election": {200 * time.Millisecond, func(ctx context.Context, _ int) (*http.Response, error) {
+			return patch(ctx, election, map[string]string{"Impersonate-User": "system:kube-controller-manager"})
+		}},
+		"another tenant": {100 * time.Millisecond, func(ctx context.Context, i int) (*http.Response, error) {
+			req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/api/v1/namespaces/"+name+"-quiet/configmaps", nil)
+			check(err)
+			if i%2 == 1 {
+				req, err = http.NewRequestWithContext(ctx, "POST", req.URL.String(), strings.NewReader(
+					`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"c"},"data":{"k":"v"}}`))
+				check(err)
+				req.Header.Set("Content-Type", "application/json")
+			}
+			return own(req)
+		}},
+	}
+}
+
+// loudTenant is the tenant at work.
+type loudTenant struct {
+	lists atomic.Int64
+	done  sync.WaitGroup
+}
+
+func (s *server) loud(ctx context.Context, name, token string) *loudTenant {
+	l := &loudTenant{}
+	path := s.url + "/api/v1/namespaces/" + name + "/configmaps"
+	send := func(do func(*http.Request) (*http.Response, error), method, path, body, contentType string) (int, error) {
+		req, err := http.NewRequestWithContext(ctx, method, path, strings.NewReader(body))
+		check(err)
+		req.Header.Set("Content-Type", contentType)
+		resp, err := do(req)
+		if err != nil {
+			return 0, err
+		}
+		defer resp.Body.Close()
+		_, err = io.Copy(io.Discard, resp.Body)
+		return resp.StatusCode, err
+	}
+	for range 20 { // connections of 250 watches each
+		do := s.bearer(token)
+		for range tenantWatches / 20 {
+			l.done.Go(func() {
+				_, _ = send(do, "GET", path+"?watch=1&fieldSelector=metadata.name%3Dc0", "", "")
+			})
+		}
+	}
+	lister := s.bearer(token)
+	for range tenantListers {
+		l.done.Go(func() {
+			tick := time.NewTicker(time.Second * tenantListers / tenantLists)
+			defer tick.Stop()
+			for ctx.Err() == nil {
+				<-tick.C
+				if code, err := send(lister, "GET", path, "", ""); err == nil && code == 200 {
+					l.lists.Add(1)
+				}
+			}
+		})
+	}
+	l.done.Go(func() {
+		for i := 0; ctx.Err() == nil; i++ {
+			_, _ = send(lister, "PATCH", path+"/c0", fmt.Sprintf(`{"data":{"n":"%d"}}`, i), "application/merge-patch+json")
+			time.Sleep(50 * time.Millisecond)
+		}
+	})
+	at, err := url.Parse(s.url)
+	check(err)
+	for range tenantBodies {
+		l.done.Go(func() {
+			conn, err := tls.DialWithDialer(&net.Dialer{Timeout: 10 * time.Second}, "tcp", at.Host,
+				&tls.Config{InsecureSkipVerify: true, NextProtos: []string{"http/1.1"}})
+			if err != nil {
+				return
+			}
+			defer conn.Close()
+			_, _ = fmt.Fprintf(conn, "POST /api/v1/namespaces/%s/configmaps HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"+
+				"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n", name, token)
+			for ctx.Err() == nil {
+				if _, err := conn.Write([]byte(" ")); err != nil {
+					return
+				}
+				time.Sleep(100 * time.Millisecond)
+			}
+		})
+	}
+	return l
+}
+
+// bearer sends requests with a token, over a connection of its own.
+func (s *server) bearer(token string) func(*http.Request) (*http.Response, error) {
+	c := &http.Client{Transport: &http.Transport{
+		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // the token says who it is
+		ForceAttemptHTTP2: true,
+	}}
+	return func(req *http.Request) (*http.Response, error) {
+		req.Header.Set("Authorization", "Bearer "+token)
+		return c.Do(req)
+	}
+}
+
+// account makes a namespace and a service account of it that may do what a rule says there, and answers its token once it
+// may.
+func (s *server) account(name, rule string) string {
+	post := func(path, text string, args ...any) []byte {
+		return s.do("POST", path, "", fmt.Appendf(nil, text, args...), 201)
+	}
+	in := "/api/v1/namespaces/" + name
+	post("/api/v1/namespaces", `{"apiVersion":"v1","kind":"Namespace","metadata":{"name":%q}}`, name)
+	post(in+"/serviceaccounts", `{"apiVersion":"v1","kind":"ServiceAccount","metadata":{"name":"robot"}}`)
+	const rbac = "/apis/rbac.authorization.k8s.io/v1/namespaces/"
+	post(rbac+name+"/roles",
+		`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"r"},"rules":[%s]}`, rule)
+	post(rbac+name+"/rolebindings", `{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"r"},`+
+		`"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"Role","name":"r"},`+
+		`"subjects":[{"kind":"ServiceAccount","name":"robot","namespace":%q}]}`, name)
+	var t struct{ Status struct{ Token string } }
+	check(json.Unmarshal(post(in+"/serviceaccounts/robot/token",
+		`{"apiVersion":"authentication.k8s.io/v1","kind":"TokenRequest","spec":{}}`), &t))
+	do := s.bearer(t.Status.Token)
+	for n := 0; ; n++ {
+		req, err := http.NewRequest("GET", s.url+in+"/configmaps", nil)
+		check(err)
+		resp, err := do(req)
+		check(err)
+		_ = resp.Body.Close()
+		if resp.StatusCode == http.StatusOK {
+			return t.Status.Token
+		}
+		if n > 200 {
+			log.Fatalf("%s: the account may not list: %d", s.name, resp.StatusCode)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+}
