@@ -1,0 +1,178 @@
+package e2e
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+
+	"watershed.dev/test/harness"
+)
+
+// auditPolicy writes one that records everything at a level, and answers its path.
+func auditPolicy(t *testing.T, dir, level string) string {
+	t.Helper()
+	path := filepath.Join(dir, "audit-policy.yaml")
+	text := "apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived]\nrules:\n- level: " + level + "\n"
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// audited are the audit ids of completed requests below a path of the API, by the log's files.
+func audited(t *testing.T, pattern, uri string) map[string]int {
+	t.Helper()
+	ids := map[string]int{}
+	files, err := filepath.Glob(pattern)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		data, err := os.Open(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		lines := bufio.NewScanner(data)
+		lines.Buffer(nil, 16<<20)
+		for lines.Scan() {
+			var e struct{ AuditID, Stage, RequestURI string }
+			if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
+				t.Errorf("%s: a line is no event: %.200s", f, lines.Text())
+			}
+			if e.Stage == "ResponseComplete" && strings.HasPrefix(e.RequestURI, uri) {
+				ids[e.AuditID]++
+			}
+		}
+		_ = data.Close()
+	}
+	return ids
+}
+
+const someMaps = "/api/v1/namespaces/default/configmaps"
+
+// create makes n config maps, and answers the audit ids of those that were acknowledged.
+func create(t *testing.T, s *harness.Server, n, bytes int) []string {
+	t.Helper()
+	c, err := rest.HTTPClientFor(s.Config())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex
+	var ids []string
+	var wg sync.WaitGroup
+	for w := range 8 {
+		wg.Go(func() {
+			for i := w; i < n; i += 8 {
+				body := fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"c"},"data":{"k":%q}}`,
+					strings.Repeat("x", bytes))
+				resp, err := c.Post(s.Config().Host+someMaps, "application/json", strings.NewReader(body))
+				if err != nil {
+					continue // the server is gone
+				}
+				resp.Body.Close()
+				if resp.StatusCode == http.StatusCreated {
+					mu.Lock()
+					ids = append(ids, resp.Header.Get("Audit-Id"))
+					mu.Unlock()
+				}
+			}
+		})
+	}
+	wg.Wait()
+	return ids
+}
+
+// A log that is rotated, of a server that is killed, has every request that was acknowledged, once.
+func TestTheAuditLogHasWhatWasAcknowledged(t *testing.T) {
+	dir := harness.TempDir(t)
+	s := harness.Up(t, "", "--audit-policy-file="+auditPolicy(t, dir, "RequestResponse"),
+		"--audit-log-path="+filepath.Join(dir, "audit.log"), "--audit-log-maxsize=1", "--audit-log-maxbackup=0")
+	killed := make(chan struct{})
+	go func() {
+		defer close(killed)
+		time.Sleep(2 * time.Second)
+		s.Kill()
+	}()
+	ids := create(t, s, 4000, 1000)
+	<-killed
+	if len(ids) < 100 || len(ids) == 4000 {
+		t.Fatalf("%d requests were acknowledged before the server was killed", len(ids))
+	}
+	files, _ := filepath.Glob(filepath.Join(dir, "audit*.log"))
+	got := audited(t, filepath.Join(dir, "audit*.log"), someMaps)
+	for _, id := range ids {
+		if got[id] != 1 {
+			t.Errorf("request %s is recorded %d times", id, got[id])
+		}
+	}
+	if len(files) < 2 {
+		t.Errorf("the log was not rotated: %q", files)
+	}
+}
+
+var auditErrors = regexp.MustCompile(`(?m)^apiserver_audit_error_total\{plugin="(\w+)"\} (\d+)`)
+
+// errorsOf are how many events each part of the audit could not record.
+func errorsOf(s *harness.Server) map[string]int {
+	_, page := s.Get("/metrics")
+	out := map[string]int{}
+	for _, m := range auditErrors.FindAllStringSubmatch(page, -1) {
+		out[m[1]], _ = strconv.Atoi(m[2])
+	}
+	return out
+}
+
+// A webhook that hangs and a disk that is full cost no request anything; what is lost is counted.
+func TestADeadAuditBackendCostsRequestsNothing(t *testing.T) {
+	hanging := make(chan struct{})
+	hook := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-hanging }))
+	defer hook.Close()
+	defer close(hanging)
+	dir := harness.TempDir(t)
+	config := filepath.Join(dir, "webhook.yaml")
+	if err := os.WriteFile(config, fmt.Appendf(nil, `{"apiVersion":"v1","kind":"Config","current-context":"x",
+"clusters":[{"name":"c","cluster":{"server":%q}}],"users":[{"name":"u"}],"contexts":[{"name":"x","context":{"cluster":"c","user":"u"}}]}`,
+		hook.URL), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := harness.Up(t, "", "--audit-policy-file="+auditPolicy(t, dir, "RequestResponse"), "--audit-log-path=/dev/full",
+		"--audit-webhook-config-file="+config, "--audit-webhook-batch-max-wait=100ms",
+		"--audit-webhook-batch-buffer-size=200", "--audit-webhook-batch-buffer-bytes=200000")
+	if ids := create(t, s, 500, 2000); len(ids) != 500 {
+		t.Errorf("%d of 500 requests were answered", len(ids))
+	}
+	lost := errorsOf(s)
+	if lost["log"] < 500 || lost["buffered"] < 300 {
+		t.Errorf("lost events are not counted: %v", lost)
+	}
+}
+
+// Whoever wants no request without its record gets that.
+func TestBlockingStrictRefusesWhatCannotBeRecorded(t *testing.T) {
+	dir := harness.TempDir(t)
+	policy := filepath.Join(dir, "policy.yaml")
+	if err := os.WriteFile(policy, []byte("apiVersion: audit.k8s.io/v1\nkind: Policy\nrules:\n"+
+		"- {level: Metadata, resources: [{group: \"\", resources: [configmaps]}]}\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := harness.Up(t, "", "--audit-policy-file="+policy, "--audit-log-path=/dev/full", "--audit-log-mode=blocking-strict")
+	if code, body := s.Get(someMaps); code != http.StatusInternalServerError ||
+		!strings.Contains(body, "failed to store audit event") {
+		t.Errorf("%d %s", code, body)
+	}
+	if code, _ := s.Get("/api/v1/namespaces"); code != http.StatusOK {
+		t.Errorf("what is not audited: %d", code)
+	}
+}
