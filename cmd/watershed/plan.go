@@ -96,11 +96,25 @@ func (s *splitRun) plannedService(m *process.Module, n int, address string) (*ch
 	if m.Serves {
 		settings["rpc-address"] = address
 	}
+	if path, ok := settings[auditLogPath].(string); ok {
+		settings[auditLogPath] = ofProcess(path, n)
+	}
 	if len(m.Calls) > 0 {
 		settings["xds-servers"] = strings.Join(s.addresses["xds"], ",")
 		settings["xds-cache-dir"] = filepath.Join(s.dir, "xds", fmt.Sprintf("%s-%d", m.Name, n))
 	}
 	return s.planned(m.Name, n, debug, settings)
+}
+
+const auditLogPath = "audit-log-path"
+
+// ofProcess is the n-th gateway's own audit log, audit-1.log beside audit.log: two processes cannot rotate one file.
+func ofProcess(path string, n int) string {
+	if n == 0 || path == "-" {
+		return path
+	}
+	ext := filepath.Ext(path)
+	return fmt.Sprintf("%s-%d%s", strings.TrimSuffix(path, ext), n, ext)
 }
 
 func (s *splitRun) debugSocket(name string, n int) string {

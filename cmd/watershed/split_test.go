@@ -232,3 +232,15 @@ func TestKubeconfigsAreTheirOwners(t *testing.T) {
 		t.Errorf("%v, %v", info, err)
 	}
 }
+
+// Each gateway has an audit log of its own.
+func TestAnAuditLogIsOneProcess(t *testing.T) {
+	for n, want := range []string{"/x/audit.log", "/x/audit-1.log", "/x/audit-2.log"} {
+		if got := ofProcess("/x/audit.log", n); got != want {
+			t.Errorf("%s is not %s", got, want)
+		}
+	}
+	if got := ofProcess("-", 2); got != "-" {
+		t.Errorf("standard output became %s", got)
+	}
+}

@@ -23,12 +23,14 @@ var Callers = map[string][]string{
 	"/watershed.registry.v1.Objects/Write":   {"gateway"},
 	"/watershed.registry.v1.Objects/Connect": {"gateway"},
 
-	"/watershed.registry.v1.Catalog/Follow":  {"gateway", "watchfanout"},
-	"/watershed.registry.v1.Catalog/OpenAPI": {"gateway"},
+	"/watershed.registry.v1.Catalog/Follow":   {"gateway", "watchfanout"},
+	"/watershed.registry.v1.Catalog/OpenAPI":  {"gateway"},
+	"/watershed.registry.v1.Catalog/Gateways": {"gateway"},
 
 	"/watershed.registry.v1.Source/Snapshot": {"watchfanout"},
 	"/watershed.registry.v1.Source/Encode":   {"watchfanout"},
 	"/watershed.registry.v1.Source/Revision": {"watchfanout", "gateway"},
+	"/watershed.registry.v1.Source/LogKey":   {"watchfanout"},
 
 	"/watershed.watchfanout.v1.Watch/Get":   {"gateway"},
 	"/watershed.watchfanout.v1.Watch/List":  {"gateway"},

@@ -14,6 +14,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -29,24 +30,80 @@ func ToStatus(err error) error {
 	if !errors.As(err, &api) {
 		if st, ok := status.FromError(err); ok {
 			if !utf8.ValidString(st.Message()) {
-				return status.Error(st.Code(), strings.ToValidUTF8(st.Message(), "\ufffd"))
+				return withBeside(status.New(st.Code(), strings.ToValidUTF8(st.Message(), "\ufffd")), err).Err()
+			}
+			if Warnings(err) != nil || Trail(err) != nil {
+				return withBeside(st, err).Err()
 			}
 			return err
 		}
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
-			return status.FromContextError(err).Err()
+			return withBeside(status.FromContextError(err), err).Err()
 		}
 		api = Plain(err)
 	}
-	s := api.Status()
+	s := fitted(api.Status())
 	// gRPC's own field is checked for UTF-8; the detail has the message as it is.
-	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message, "\ufffd"))
+	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message[:min(len(s.Message), ownMessage)], "\ufffd"))
 	detail := StatusProto(&s)
 	detail.Warnings, detail.Audit = Warnings(err), Trail(err)
+	if len(detail.Json)+proto.Size(detail.Audit) > maxDetails {
+		detail.Audit = nil
+	}
 	if with, derr := st.WithDetails(detail); derr == nil {
 		st = with
 	}
 	return st.Err()
+}
+
+const (
+	// ownMessage is how much of an error's message gRPC's own field has, which is for logs.
+	ownMessage = 1 << 10
+	// maxDetails bounds what an error's details take: they are headers, of which a connection takes 16 MB, base64 and
+	// all, and breaks for all who share it where there are more.
+	maxDetails = 4 << 20
+)
+
+// fitted is a Status that fits: who names an object with 3 MB is told the beginning of it.
+func fitted(s metav1.Status) metav1.Status {
+	size := len(s.Message)
+	if d := s.Details; d != nil {
+		size += len(d.Name)
+		for _, c := range d.Causes {
+			size += 64 + len(c.Message) + len(c.Field)
+		}
+	}
+	if size < maxDetails/6 { // each byte may be escaped
+		return s
+	}
+	const most = maxDetails / 6 / 4
+	s.Message = s.Message[:min(len(s.Message), most)]
+	if d := s.Details.DeepCopy(); d != nil {
+		d.Name = d.Name[:min(len(d.Name), most)]
+		room := most
+		for i := range d.Causes {
+			c := &d.Causes[i]
+			c.Message = c.Message[:min(len(c.Message), room)]
+			if room -= 64 + len(c.Message) + len(c.Field); room < 0 {
+				d.Causes = d.Causes[:i]
+				break
+			}
+		}
+		s.Details = d
+	}
+	return s
+}
+
+// withBeside is the status of an error that is not the API's own, with what is told beside it.
+func withBeside(st *status.Status, err error) *status.Status {
+	detail := &commonv1.Status{Warnings: Warnings(err), Audit: Trail(err)}
+	if detail.Warnings == nil && detail.Audit == nil || proto.Size(detail) > maxDetails {
+		return st
+	}
+	if with, derr := st.WithDetails(detail); derr == nil {
+		return with
+	}
+	return st
 }
 
 // Plain is what kube-apiserver answers for an error that is not the API's own: 500, with the error's text and no reason
@@ -134,11 +191,19 @@ func FromStatus(err error) error {
 	if !ok {
 		return err
 	}
+	beside := &commonv1.Status{}
 	for _, d := range st.Details() {
 		if p, ok := d.(*commonv1.Status); ok {
-			return WithTrail(WithWarnings(APIError(p), p.Warnings), p.Audit)
+			if beside = p; len(p.Json) > 0 {
+				return WithTrail(WithWarnings(APIError(p), p.Warnings), p.Audit)
+			}
 		}
 	}
+	return WithTrail(WithWarnings(fromCode(st), beside.Warnings), beside.Audit)
+}
+
+// fromCode is the API error for a status that carries none.
+func fromCode(st *status.Status) error {
 	switch st.Code() {
 	case codes.Unavailable:
 		e := apierrors.NewServiceUnavailable("the server is currently unable to handle the request: " + st.Message())

@@ -17,8 +17,6 @@ type rule struct {
 	verbs     []string
 	group     string
 	resources []string
-	// namespace: only there; empty: everywhere.
-	namespace string
 	// field and values: only where a field selector names one of these.
 	field  string
 	values []string
@@ -52,22 +50,6 @@ var (
 			{verbs: reads, group: "storage.k8s.io", resources: []string{"volumeattachments"}},
 			{verbs: reads, group: "resource.k8s.io", resources: []string{"resourceslices"}},
 			{verbs: reads, group: "certificates.k8s.io", resources: []string{"podcertificaterequests"}},
-		},
-		identity.GatewayUser: {
-			{
-				verbs:     reads,
-				group:     "flowcontrol.apiserver.k8s.io",
-				resources: []string{"flowschemas", "prioritylevelconfigurations"},
-			},
-			// Whether a FlowSchema's level exists.
-			{verbs: []string{"patch"}, group: "flowcontrol.apiserver.k8s.io", resources: []string{"flowschemas/status"}},
-			// The gateways are counted by them.
-			{
-				verbs:     []string{"list", "create", "patch", "delete"},
-				group:     "coordination.k8s.io",
-				resources: []string{"leases"},
-				namespace: "kube-system",
-			},
 		},
 		identity.Admission: {
 			// A policy's parameters may be of any kind.
@@ -107,9 +89,6 @@ func (r rule) allows(a authorizer.Attributes) bool {
 	resource := a.GetResource()
 	if s := a.GetSubresource(); s != "" {
 		resource += "/" + s
-	}
-	if r.namespace != "" && a.GetNamespace() != r.namespace {
-		return false
 	}
 	every := r.group == "*" && a.GetSubresource() == ""
 	if !slices.Contains(r.verbs, a.GetVerb()) || !every &&

@@ -2,7 +2,7 @@ package gateway
 
 import (
 	"context"
-	"crypto/rand"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -20,6 +20,7 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	flowcontrolmetrics "k8s.io/apiserver/pkg/util/flowcontrol/metrics"
 	"k8s.io/component-base/metrics/legacyregistry"
 	"k8s.io/component-base/metrics/prometheus/slis"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
@@ -153,7 +154,11 @@ func NewConfig() *Config { return &Config{} }
 
 // New builds a gateway.
 func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
+	if err := c.validate(); err != nil {
+		return nil, err
+	}
 	metrics.Register()
+	flowcontrolmetrics.Register()
 	carrier, err := streaming.New(&c.Streaming)
 	if err != nil {
 		return nil, err
@@ -181,12 +186,8 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	api := g.mux(router)
 	if c.Fairness.Enabled {
 		as := &user.DefaultInfo{Name: identity.GatewayUser, Groups: []string{identity.ServicesGroup}}
-		seats := c.Edge.MaxInFlight + c.Edge.MaxMutating
-		if seats <= 0 {
-			return nil, fmt.Errorf("--max-requests-inflight %d and --max-mutating-requests-inflight %d: their sum must be "+
-				"positive with --enable-priority-and-fairness", c.Edge.MaxInFlight, c.Edge.MaxMutating)
-		}
-		g.fairness, err = fairness.New(loopback.Client(edge.Authorized(api, g.authz), as), name(), seats)
+		inside := loopback.Client(edge.Inside(api, fairness.Rights, g.auditor), as)
+		g.fairness, err = fairness.New(inside, d.Catalog, c.Edge.MaxInFlight+c.Edge.MaxMutating)
 		if err != nil {
 			return nil, err
 		}
@@ -196,8 +197,19 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	return g, nil
 }
 
-// name tells the gateway from others.
-func name() string { return "watershed-gateway-" + strings.ToLower(rand.Text()[:10]) }
+// validate follows k8s.io/apiserver/pkg/server/options/server_run_options.go.
+func (c *Config) validate() error {
+	switch reads, writes := c.Edge.MaxInFlight, c.Edge.MaxMutating; {
+	case reads < 0:
+		return fmt.Errorf("--max-requests-inflight %d: must not be negative", reads)
+	case writes < 0:
+		return fmt.Errorf("--max-mutating-requests-inflight %d: must not be negative", writes)
+	case c.Fairness.Enabled && reads+writes == 0:
+		return errors.New("--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
+			"with --enable-priority-and-fairness")
+	}
+	return nil
+}
 
 // router is what answers requests for resources.
 func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
@@ -339,7 +351,9 @@ func (g *Service) Collectors() []prometheus.Collector {
 func (g *Service) Files() http.Handler { return &g.files }
 
 // StopTimeout is how long the gateway takes to stop at most.
-func (g *Service) StopTimeout() time.Duration { return g.config.Edge.StopTimeout() }
+func (g *Service) StopTimeout() time.Duration {
+	return g.config.Edge.StopTimeout() + audit.FlushTimeout
+}
 
 // Draining says whether the gateway has been told to stop: no new client is to come.
 func (g *Service) Draining() bool {
@@ -361,9 +375,9 @@ func (g *Service) Run(ctx context.Context) error {
 		wg.Go(func() { g.fairness.Run(following) })
 	}
 	err := g.server.Run(ctx, g.handler)
+	g.auditor.Close()
 	cancel()
 	wg.Wait()
-	g.auditor.Close()
 	return err
 }
 

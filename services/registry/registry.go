@@ -103,6 +103,8 @@ type Service struct {
 	catalog   *catalog.Catalog
 	policy    *policy.Policy
 	tail      *tail.Tail
+	// keys are those that the event log is sealed with.
+	keys *storage.LogKeys
 	// publisher writes the event log while this registry is elected.
 	publisher *publisher.Publisher
 
@@ -156,12 +158,14 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		Identity:           s.identity,
 		CompactionInterval: c.Storage.CompactionInterval,
 	}
+	s.keys = storage.NewLogKeys(store)
+	s.publisher.Keys = s.keys
 	if telemetry.Traced() {
 		store.TellCauses(s.publisher.Tell)
 	}
 	s.resources = &resources.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
-	s.source = source.New(s.resources)
+	s.source = source.New(s.resources, s.keys)
 	s.catalog = catalog.New(s.resources)
 	s.policy = policy.New(s.resources, s.source, s.tail)
 	if err := s.reachable(ctx); err != nil {
@@ -298,11 +302,11 @@ func (s *Service) Run(ctx context.Context) error {
 		return err
 	}
 	s.tasks.Go(ctx, "etcd", s.askEtcd)
-	s.tasks.Go(ctx, "encryption", s.resources.Storage.FollowEncryption)
+	s.tasks.Go(ctx, "encryption", s.resources.Storage.CheckEncryption)
 	s.tasks.Go(ctx, "publisher", s.publisher.Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()
-		return eventlog.Read(ctx, s.js, s.tail.Append)
+		return eventlog.Read(ctx, s.js, eventlog.Opened(ctx, s.source.SealedWith, s.tail.Append))
 	})
 	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
 		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error {

@@ -99,8 +99,8 @@ func newHook() *webhook {
 	return h
 }
 
-// robot makes a namespace with a service account that may make config maps, each of which the webhook is asked about, and
-// answers the account's token.
+// robot makes a namespace with a service account that may make config maps, each of which the webhook is asked about,
+// and answers the account's token.
 func (s *server) robot(name string, hook *webhook) string {
 	token := s.account(name, `{"apiGroups":[""],"resources":["configmaps"],"verbs":["create","list"]}`)
 	ca := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: hook.Certificate().Raw})

@@ -28,8 +28,9 @@ const (
 	beside = 20 * time.Second
 )
 
-// tenant measures how long others wait, and how often in vain, beside a tenant that lists all it has 100 times a second,
-// watches one of its objects 5,000 times while it changes it 20 times a second, and sends 50 bodies a byte at a time.
+// tenant measures how long others wait, and how often in vain, beside a tenant that lists all it has 100 times a
+// second, watches one of its objects 5,000 times while it changes it 20 times a second, and sends 50 bodies a byte at a
+// time.
 func tenant(s *server) map[string]float64 {
 	name := fmt.Sprint("tenant", serial.Add(1))
 	loud := s.account(name, `{"apiGroups":[""],"resources":["configmaps"],"verbs":["*"]}`)
@@ -257,8 +258,8 @@ func (s *server) bearer(token string) func(*http.Request) (*http.Response, error
 	}
 }
 
-// account makes a namespace and a service account of it that may do what a rule says there, and answers its token once it
-// may.
+// account makes a namespace and a service account of it that may do what a rule says there, and answers its token once
+// it may.
 func (s *server) account(name, rule string) string {
 	post := func(path, text string, args ...any) []byte {
 		return s.do("POST", path, "", fmt.Appendf(nil, text, args...), 201)

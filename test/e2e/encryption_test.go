@@ -175,3 +175,61 @@ func TestAKeyThatIsGoneHidesItsObjectsAlone(t *testing.T) {
 		t.Errorf("a list of what can be read: %d", code)
 	}
 }
+
+// Nothing of a Secret that etcd has encrypted is anywhere in NATS, neither on its disk nor in its memory, and watches
+// see it all the same; also those that resume from the log.
+func TestNATSNeverSeesASecret(t *testing.T) {
+	dir := harness.TempDir(t)
+	file := filepath.Join(dir, "encryption.json")
+	if err := os.WriteFile(file, []byte(encrypted(`{"aesgcm":`+aKey+`}`, noEncryption)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := harness.Split(t, "", "--encryption-provider-config="+file)
+	const plain = "INDEEDASECRET"
+	before := s.Kubectl("create", "configmap", "before", "-o", "jsonpath={.metadata.resourceVersion}")
+	s.Kubectl("create", "secret", "generic", "s", "--from-literal=k="+plain)
+	s.Kubectl("label", "secret", "s", "of="+plain)
+	s.Kubectl("create", "configmap", "c", "--from-literal=k=SEENBYNATS")
+	harness.Eventually(t, 20*time.Second, func() error {
+		_, body := s.Get("/api/v1/namespaces/default/secrets?watch=1&timeoutSeconds=1&resourceVersion=" + before)
+		if n := strings.Count(body, `"name":"s"`); n != 2 || !strings.Contains(body, plain) {
+			return fmt.Errorf("%d events: %.300s", n, body)
+		}
+		return nil
+	})
+	contains(t, "a list", s.Kubectl("get", "secrets", "-l", "of="+plain, "-o", "name"), "secret/s")
+	memory := memoryOf(t, pid(t, s, "nats-0"))
+	if !bytes.Contains(memory, []byte("SEENBYNATS")) {
+		t.Error("what is looked at is not NATS' memory: a config map is not in it")
+	}
+	for _, text := range []string{plain, "SU5ERUVEQVNFQ1JFV"} {
+		if bytes.Contains(memory, []byte(text)) {
+			t.Errorf("NATS has %q in its memory", text)
+		}
+	}
+}
+
+// memoryOf is what a core file of a process would hold.
+func memoryOf(t *testing.T, pid int) (all []byte) {
+	t.Helper()
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	mem, err := os.Open(fmt.Sprintf("/proc/%d/mem", pid))
+	if err != nil {
+		t.Skipf("the memory of another process is root's to read: %v", err)
+	}
+	defer mem.Close()
+	for line := range strings.Lines(string(maps)) {
+		var from, to int64
+		var rights string
+		if _, err := fmt.Sscanf(line, "%x-%x %s", &from, &to, &rights); err != nil || !strings.HasPrefix(rights, "rw") {
+			continue
+		}
+		piece := make([]byte, to-from)
+		n, _ := mem.ReadAt(piece, from)
+		all = append(all, piece[:n]...)
+	}
+	return all
+}

@@ -111,7 +111,7 @@ func TestAFreshClusterLooksLikeKubeAPIServers(t *testing.T) {
 
 // Racing read-modify-write loops lose nothing.
 func TestRacingWritersLoseNothing(t *testing.T) {
-	s := harness.Up(t, "", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0")
+	s := harness.Up(t, "", "--max-requests-inflight=0", "--max-mutating-requests-inflight=0", "--enable-priority-and-fairness=false")
 	c := s.Client().CoreV1().ConfigMaps("default")
 	ctx := t.Context()
 	if _, err := c.Create(ctx, &corev1.ConfigMap{

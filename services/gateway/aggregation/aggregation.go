@@ -19,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/proxy"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/util/flowcontrol"
 	proxyutil "k8s.io/apiserver/pkg/util/proxy"
 	"k8s.io/client-go/transport"
 	"k8s.io/streaming/pkg/httpstream"
@@ -152,6 +153,7 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	}
 	h := proxy.NewUpgradeAwareHandler(at, as(u, r.transport), true, upgrade, unavailable{})
 	h.RejectForwardingRedirects = p.config.RejectRedirects
+	flowcontrol.RequestDelegated(req.Context()) // a watch there takes no seats here
 	h.ServeHTTP(w, out)
 }
 

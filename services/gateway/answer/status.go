@@ -3,11 +3,13 @@
 package answer
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
 	"slices"
 	"strings"
+	"sync/atomic"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metainternalversion "k8s.io/apimachinery/pkg/apis/meta/internalversion"
@@ -120,4 +122,20 @@ func Unversioned(w http.ResponseWriter, req *http.Request, obj runtime.Object) {
 // NotFound is the answer to a path that nothing serves.
 func NotFound(w http.ResponseWriter, _ *http.Request) {
 	http.Error(w, "404 page not found", http.StatusNotFound)
+}
+
+// WithAbort is ctx of a request whose handler may Abort, and says whether it has.
+func WithAbort(ctx context.Context) (context.Context, func() bool) {
+	var aborted atomic.Bool
+	return context.WithValue(ctx, abortKey{}, &aborted), aborted.Load
+}
+
+type abortKey struct{}
+
+// Abort has the answer of ctx's request end as broken off once its handler has returned: its client does not take what
+// it has, or must not take it for the whole. To the audit log it has been answered, unlike where a handler panics.
+func Abort(ctx context.Context) {
+	if aborted, ok := ctx.Value(abortKey{}).(*atomic.Bool); ok {
+		aborted.Store(true)
+	}
 }

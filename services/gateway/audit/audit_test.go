@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
@@ -76,7 +77,7 @@ func written(t *testing.T, ctx context.Context, s *sink) string {
 // loses its objects first, and all room comes back.
 func TestTheQueueIsBounded(t *testing.T) {
 	behind := &sink{gate: make(chan struct{})}
-	b := bound(behind, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 1, AsyncDelegate: true}, 20<<10).(*bounded)
+	b := bound(behind, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 1, AsyncDelegate: true}, 20<<10)
 	stop := make(chan struct{})
 	if err := b.Run(stop); err != nil {
 		t.Fatal(err)
@@ -88,14 +89,14 @@ func TestTheQueueIsBounded(t *testing.T) {
 	for range 100 {
 		b.ProcessEvents(large)
 	}
-	if n, bytes := b.heldEvents.Load(), b.heldBytes.Load(); n > 10 || bytes > 20<<10 || n < 3 {
-		t.Errorf("%d events of %d bytes are held", n, bytes)
+	if n := b.left(); n > 11 || b.held > 20<<10 || n < 3 {
+		t.Errorf("%d events of %d bytes are held", n, b.held)
 	}
 	close(behind.gate)
 	close(stop)
 	b.Shutdown()
-	if n, bytes := b.heldEvents.Load(), b.heldBytes.Load(); n != 0 || bytes != 0 {
-		t.Errorf("%d events of %d bytes are held by nobody", n, bytes)
+	if b.left() != 0 || b.held != 0 {
+		t.Errorf("%d events of %d bytes are held by nobody", b.left(), b.held)
 	}
 	whole, short := 0, 0
 	for _, e := range behind.events {
@@ -110,6 +111,25 @@ func TestTheQueueIsBounded(t *testing.T) {
 	}
 }
 
+// A queue that is smaller than a batch loses nothing while its backend keeps up.
+func TestASmallQueueOfLargeBatchesLosesNothing(t *testing.T) {
+	behind := &sink{}
+	b := bound(behind, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 40, MaxBatchWait: time.Minute}, 1<<20)
+	stop := make(chan struct{})
+	if err := b.Run(stop); err != nil {
+		t.Fatal(err)
+	}
+	for range 2000 {
+		b.ProcessEvents(&auditinternal.Event{})
+		reloadtest.Until(t, "there is room", func() bool { return b.left() < 45 })
+	}
+	close(stop)
+	b.Shutdown()
+	if len(behind.events) != 2000 {
+		t.Errorf("%d of 2000 events are written", len(behind.events))
+	}
+}
+
 func TestWhatRegistrySaysIsRecorded(t *testing.T) {
 	trail := &commonv1.AuditTrail{
 		Annotations:   map[string]string{"a": "b"},
@@ -117,7 +137,7 @@ func TestWhatRegistrySaysIsRecorded(t *testing.T) {
 		RequestObject: []byte(`{"metadata":{"name":"n","managedFields":[{"manager":"m"}]}}`),
 		Status:        []byte(`{"status":"Success","code":200}`),
 	}
-	body := []byte(`{"items":[{"metadata":{"name":"i","managedFields":[]}}],"rows":[{"object":{"metadata":{"managedFields":[]}}}]}`)
+	body := []byte(`{"kind":"Table","items":[{"metadata":{"name":"i","managedFields":[]}}],"rows":[{"object":{"metadata":{"managedFields":[]}}}]}`)
 	for level, want := range map[auditinternal.Level][]string{
 		auditinternal.LevelNone:     {},
 		auditinternal.LevelMetadata: {`"Name":"n"`, `"UID":"u"`, `"a":"b"`, `"Success"`},
@@ -152,6 +172,54 @@ func TestWhatRegistrySaysIsRecorded(t *testing.T) {
 	}
 }
 
+// Leaving managedFields out takes no longer for an object that is deep.
+func TestADeepObjectIsLeftAlone(t *testing.T) {
+	deep := strings.Repeat(`{"rows":[{"object":`, 3000) + `{}` + strings.Repeat(`}]}`, 3000)
+	if got := withoutManagedFields([]byte(deep)); len(got) != len(deep) {
+		t.Errorf("%d bytes of %d are left", len(got), len(deep))
+	}
+	for _, odd := range []string{`[]`, `{"items":[null,1]}`, `{"items":null}`, `{"metadata":null}`, `{"items":[null]}`} {
+		if got := withoutManagedFields([]byte(odd)); string(got) != odd {
+			t.Errorf("%s became %s", odd, got)
+		}
+	}
+}
+
+// An event that its file does not take is written without its objects, and the bytes of all its parts count.
+func TestALargeEventIsWrittenShort(t *testing.T) {
+	dir := t.TempDir()
+	policy := filepath.Join(dir, "policy")
+	reloadtest.Replace(t, policy, "apiVersion: audit.k8s.io/v1\nkind: Policy\nrules: [{level: RequestResponse}]\n")
+	a, err := New(t.Context(), config(t, "--audit-policy-file="+policy, "--audit-log-path="+dir+"/log",
+		"--audit-log-maxsize=1"), &reload.Files{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	large := strings.Repeat("x", 2<<20)
+	for _, e := range []*auditinternal.Event{
+		{AuditID: "object", ResponseObject: &runtime.Unknown{
+			ContentType: runtime.ContentTypeJSON,
+			Raw:         []byte(`"` + large + `"`),
+		}},
+		{AuditID: "status", ResponseStatus: &metav1.Status{
+			Message: large,
+			Details: &metav1.StatusDetails{Name: large, Causes: []metav1.StatusCause{{Message: large}}},
+		}, ObjectRef: &auditinternal.ObjectReference{Name: large}},
+	} {
+		if sizeOf(e) < 2<<20 {
+			t.Errorf("%s counts %d bytes", e.AuditID, sizeOf(e))
+		}
+		if !a.Sink.ProcessEvents(e) {
+			t.Errorf("%s is not written", e.AuditID)
+		}
+	}
+	data, err := os.ReadFile(filepath.Join(dir, "log"))
+	if err != nil || strings.Count(string(data), "\n") != 2 || strings.Count(string(data), `"audit.k8s.io/truncated":"true"`) != 2 {
+		t.Errorf("%.500s %v", data, err)
+	}
+}
+
 // Whatever a patch is, the event with it can be written.
 func TestAPatchIsWritten(t *testing.T) {
 	for patch, want := range map[string]string{
@@ -161,7 +229,7 @@ func TestAPatchIsWritten(t *testing.T) {
 		"":                 `null`,
 		"a: 1\na: 2":       `"a: 1\na: 2"`,
 		"\xff\xfe":         ``,
-		"a: &x [*x]":       ``,
+		"a: &x y\nb: [*x]": `"a: \u0026x y\nb: [*x]"`,
 		"\x00":             ``,
 		"- - - - {{{{{{ :": ``,
 	} {

@@ -2,13 +2,19 @@ package audit
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"path/filepath"
+	"sync"
 	"sync/atomic"
+	"time"
 
 	"gopkg.in/natefinch/lumberjack.v2"
+	authenticationv1 "k8s.io/api/authentication/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	auditinternal "k8s.io/apiserver/pkg/apis/audit"
 	auditv1 "k8s.io/apiserver/pkg/apis/audit/v1"
 	"k8s.io/apiserver/pkg/audit"
@@ -29,6 +35,7 @@ type Auditor struct {
 	Policy audit.PolicyRuleEvaluator
 
 	backend audit.Backend
+	queues  []*bounded
 	stop    chan struct{}
 }
 
@@ -49,7 +56,7 @@ func New(ctx context.Context, c *Config, files *reload.Files) (*Auditor, error) 
 		if err != nil {
 			return nil, fmt.Errorf("--audit-log-path %q: %w", c.Log.Path, err)
 		}
-		backends = append(backends, c.Log.wrap(pluginlog.NewBackend(w, c.Log.Format, auditv1.SchemeGroupVersion)))
+		backends = append(backends, c.Log.wrap(a, fitting{pluginlog.NewBackend(w, c.Log.Format, auditv1.SchemeGroupVersion)}))
 	}
 	if file := c.Webhook.ConfigFile; file != "" && c.PolicyFile != "" {
 		b, err := pluginwebhook.NewBackend(file, auditv1.SchemeGroupVersion,
@@ -57,7 +64,7 @@ func New(ctx context.Context, c *Config, files *reload.Files) (*Auditor, error) 
 		if err != nil {
 			return nil, fmt.Errorf("--audit-webhook-config-file %q: %w", file, err)
 		}
-		backends = append(backends, c.Webhook.wrap(b))
+		backends = append(backends, c.Webhook.wrap(a, b))
 	}
 	if len(backends) == 0 {
 		return a, nil
@@ -67,11 +74,26 @@ func New(ctx context.Context, c *Config, files *reload.Files) (*Auditor, error) 
 	return a, a.backend.Run(a.stop)
 }
 
-// Close writes what is queued. It is called after the last request has ended.
+// FlushTimeout is how long Close waits at most.
+const FlushTimeout = 10 * time.Second
+
+// Close writes what is queued, or gives it up and counts it where its backend does not take it in time. It is called
+// after the last request has ended; what comes later is dropped and counted.
 func (a *Auditor) Close() {
 	close(a.stop)
-	if a.backend != nil {
-		a.backend.Shutdown()
+	if a.backend == nil {
+		return
+	}
+	flushed := make(chan struct{})
+	go func() { defer close(flushed); a.backend.Shutdown() }()
+	select {
+	case <-flushed:
+	case <-time.After(FlushTimeout):
+		left := 0
+		for _, q := range a.queues {
+			left += q.left()
+		}
+		slog.Error("Audit events are lost: their backend did not take them before the gateway stopped", "events", left)
 	}
 }
 
@@ -117,10 +139,12 @@ func (l *LogConfig) open() (io.Writer, error) {
 }
 
 // wrap hands events to a backend as the flags say.
-func (d *delivery) wrap(b audit.Backend) audit.Backend {
+func (d *delivery) wrap(a *Auditor, b audit.Backend) audit.Backend {
 	switch d.Mode {
 	case modeBatch:
-		b = bound(b, d.Batch, d.BatchBytes)
+		q := bound(b, d.Batch, d.BatchBytes)
+		a.queues = append(a.queues, q)
+		b = q
 	case modeBlocking:
 		b = ignoreErrors{b}
 	}
@@ -139,34 +163,42 @@ func (i ignoreErrors) ProcessEvents(events ...*auditinternal.Event) bool {
 	return true
 }
 
-// bounded queues events for a backend: no more of them, and no more bytes, than it is told. Those that are being sent
-// count, since a server that hangs would otherwise gather them without end (kubernetes 85489).
+// bounded queues events for a backend: no more of them, and no more bytes, than it is told. The bytes of those that are
+// being sent count, since a server that hangs would otherwise gather them without end (kubernetes 85489).
 type bounded struct {
 	audit.Backend
-	events, bytes         int64
-	heldEvents, heldBytes atomic.Int64
+	events, bytes int64
+
+	mu sync.Mutex
+	// queued are events that are not being sent yet, sending those that are, and held the bytes of both.
+	queued, sending, held int64
 }
 
-func bound(b audit.Backend, c pluginbuffered.BatchConfig, bytes int64) audit.Backend {
+// bound puts a queue before a backend. A batch that is being gathered has room of its own.
+func bound(b audit.Backend, c pluginbuffered.BatchConfig, bytes int64) *bounded {
+	c.BufferSize += c.MaxBatchSize
 	q := &bounded{events: int64(c.BufferSize), bytes: bytes}
 	q.Backend = pluginbuffered.NewBackend(releasing{b, q}, c)
 	return q
 }
 
 // errFull is why an event is dropped, in upstream's words (k8s.io/apiserver/plugin/pkg/audit/buffered).
-var errFull = fmt.Errorf("audit buffer queue blocked")
+var errFull = errors.New("audit buffer queue blocked")
 
 // ProcessEvents implements audit.Sink. An event that there is no room for loses its objects, or is dropped and counted
 // as upstream's queue does (apiserver_audit_error_total).
 func (q *bounded) ProcessEvents(events ...*auditinternal.Event) bool {
 	for _, e := range events {
-		if !q.hold(e) {
-			e = withoutObjects(e)
-			if !q.hold(e) {
-				audit.HandlePluginError(pluginbuffered.PluginName, errFull, e)
-				continue
+		held := q.hold(e)
+		if !held && sizeOf(e) > longText {
+			e = short(e)
+			if held = q.hold(e); held {
+				stripped.Inc()
 			}
-			stripped.Inc()
+		}
+		if !held {
+			audit.HandlePluginError(pluginbuffered.PluginName, errFull, e)
+			continue
 		}
 		q.Backend.ProcessEvents(e)
 	}
@@ -174,20 +206,25 @@ func (q *bounded) ProcessEvents(events ...*auditinternal.Event) bool {
 }
 
 func (q *bounded) hold(e *auditinternal.Event) bool {
-	events, bytes := q.heldEvents.Add(1), q.heldBytes.Add(sizeOf(e))
-	if events <= q.events && bytes <= q.bytes {
-		return true
+	size := sizeOf(e)
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.queued >= q.events || q.held+size > q.bytes {
+		return false
 	}
-	q.release(e)
-	return false
+	q.queued++
+	q.held += size
+	return true
 }
 
-func (q *bounded) release(e *auditinternal.Event) {
-	q.heldEvents.Add(-1)
-	q.heldBytes.Add(-sizeOf(e))
+// left is how many events have not been written.
+func (q *bounded) left() int {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return int(q.queued + q.sending)
 }
 
-// releasing tells the queue of what its backend is done with.
+// releasing tells the queue of what its backend begins with and is done with.
 type releasing struct {
 	audit.Backend
 	from *bounded
@@ -195,10 +232,17 @@ type releasing struct {
 
 // ProcessEvents implements audit.Sink.
 func (r releasing) ProcessEvents(events ...*auditinternal.Event) bool {
+	q, n, size := r.from, int64(len(events)), int64(0)
+	for _, e := range events {
+		size += sizeOf(e)
+	}
+	q.mu.Lock()
+	q.queued, q.sending = q.queued-n, q.sending+n
+	q.mu.Unlock()
 	defer func() {
-		for _, e := range events {
-			r.from.release(e)
-		}
+		q.mu.Lock()
+		defer q.mu.Unlock()
+		q.sending, q.held = q.sending-n, q.held-size
 	}()
 	return r.Backend.ProcessEvents(events...)
 }
@@ -209,26 +253,94 @@ func sizeOf(e *auditinternal.Event) int64 {
 	for k, v := range e.Annotations {
 		n += len(k) + len(v)
 	}
-	for _, g := range e.User.Groups {
-		n += len(g)
+	for _, ip := range e.SourceIPs {
+		n += 16 + len(ip)
 	}
-	if e.RequestObject != nil {
-		n += len(e.RequestObject.Raw)
+	for _, u := range []*authenticationv1.UserInfo{&e.User, e.ImpersonatedUser} {
+		n += userBytes(u)
 	}
-	if e.ResponseObject != nil {
-		n += len(e.ResponseObject.Raw)
+	if o := e.ObjectRef; o != nil {
+		n += len(o.Name) + len(o.Namespace) + len(o.Resource) + len(o.Subresource) + len(o.UID) + len(o.ResourceVersion)
+	}
+	if s := e.ResponseStatus; s != nil {
+		n += len(s.Message) + len(s.Reason)
+		if d := s.Details; d != nil {
+			n += len(d.Name)
+			for _, c := range d.Causes {
+				n += 64 + len(c.Message) + len(c.Field)
+			}
+		}
+	}
+	for _, o := range []*runtime.Unknown{e.RequestObject, e.ResponseObject} {
+		if o != nil {
+			n += len(o.Raw)
+		}
 	}
 	return int64(n)
 }
 
-// withoutObjects is an event without what it says of objects' contents, marked as upstream marks it
-// (k8s.io/apiserver/plugin/pkg/audit/truncate).
-func withoutObjects(e *auditinternal.Event) *auditinternal.Event {
-	short := *e
-	short.RequestObject, short.ResponseObject = nil, nil
-	short.Annotations = map[string]string{"audit.k8s.io/truncated": "true"}
-	for k, v := range e.Annotations {
-		short.Annotations[k] = v
+func userBytes(u *authenticationv1.UserInfo) (n int) {
+	if u == nil {
+		return 0
 	}
-	return &short
+	n = len(u.Username) + len(u.UID)
+	for _, g := range u.Groups {
+		n += 16 + len(g)
+	}
+	for k, all := range u.Extra {
+		for _, v := range all {
+			n += 16 + len(k) + len(v)
+		}
+	}
+	return n
 }
+
+// longText is how much of a text that a client chose a short event keeps.
+const longText = 4 << 10
+
+// short is an event without what it says of objects' contents, and with no more than the beginning of what else a
+// client made long; marked as upstream marks it (k8s.io/apiserver/plugin/pkg/audit/truncate).
+func short(e *auditinternal.Event) *auditinternal.Event {
+	out := *e
+	out.RequestObject, out.ResponseObject = nil, nil
+	out.Annotations = map[string]string{}
+	for k, v := range e.Annotations {
+		out.Annotations[k] = beginning(v)
+	}
+	out.Annotations["audit.k8s.io/truncated"] = "true"
+	if e.ObjectRef != nil {
+		ref := *e.ObjectRef
+		ref.Name, ref.Namespace = beginning(ref.Name), beginning(ref.Namespace)
+		out.ObjectRef = &ref
+	}
+	if e.ResponseStatus != nil {
+		s := *e.ResponseStatus
+		s.Message, s.Details = beginning(s.Message), nil
+		out.ResponseStatus = &s
+	}
+	return &out
+}
+
+func beginning(text string) string { return text[:min(len(text), longText)] }
+
+// fitting writes an event short where its file does not take it whole: a file takes no line that is longer than itself.
+type fitting struct{ audit.Backend }
+
+// ProcessEvents implements audit.Sink.
+func (f fitting) ProcessEvents(events ...*auditinternal.Event) bool {
+	ok := true
+	for _, e := range events {
+		written := f.Backend.ProcessEvents(e)
+		if !written && sizeOf(e) > shortAbove {
+			if written = f.Backend.ProcessEvents(short(e)); written {
+				stripped.Inc()
+			}
+		}
+		ok = ok && written
+	}
+	return ok
+}
+
+// shortAbove is from which size an event that could not be written is tried again without its objects: less is not what
+// it failed for.
+const shortAbove = 128 << 10

@@ -1,6 +1,7 @@
 package audit
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 
@@ -71,13 +72,16 @@ func asServed(obj runtime.Object, gvk schema.GroupVersionKind) runtime.Object {
 }
 
 // patchJSON is a patch as an audit event can hold it. Server-side apply takes YAML, and a patch that is refused may be
-// anything: an event with either could not be written, nor the batch that it is in. What is no YAML is a string.
+// anything: an event with either could not be written, nor the batch that it is in. What is no YAML is a string, and so
+// is YAML that may have aliases: 100 KB of these are hundreds of megabytes of JSON.
 func patchJSON(patch []byte) []byte {
 	if json.Valid(patch) {
 		return patch
 	}
-	if data, err := yaml.YAMLToJSONStrict(patch); err == nil {
-		return data
+	if !bytes.ContainsAny(patch, "&*") {
+		if data, err := yaml.YAMLToJSONStrict(patch); err == nil {
+			return data
+		}
 	}
 	return encoded(string(patch))
 }

@@ -138,30 +138,38 @@ func (asItIs) Encode(obj runtime.Object, w io.Writer) error {
 }
 
 // withoutManagedFields leaves managedFields out of an object, of the items of a list and of the objects of a Table.
-// What cannot be read stays as it is.
+// What cannot be read stays as it is. It looks no deeper: an object may have rows of its own, one in the other.
 func withoutManagedFields(data []byte) []byte {
 	var top map[string]json.RawMessage
 	if json.Unmarshal(data, &top) != nil {
 		return data
 	}
 	unmanage(top)
-	for key, inner := range map[string]string{"items": "", "rows": "object"} {
-		var all []map[string]json.RawMessage
-		if raw, ok := top[key]; !ok || json.Unmarshal(raw, &all) != nil || all == nil {
-			continue
-		}
-		for _, one := range all {
-			if inner == "" {
-				unmanage(one)
-				continue
+	each(top, "items", unmanage)
+	if string(top["kind"]) == `"Table"` {
+		each(top, "rows", func(row map[string]json.RawMessage) {
+			var inner map[string]json.RawMessage
+			if raw, ok := row["object"]; ok && json.Unmarshal(raw, &inner) == nil && inner != nil {
+				unmanage(inner)
+				row["object"] = encoded(inner)
 			}
-			if raw, ok := one[inner]; ok {
-				one[inner] = withoutManagedFields(raw)
-			}
-		}
-		top[key] = encoded(all)
+		})
 	}
 	return encoded(top)
+}
+
+// each changes every object of a list.
+func each(top map[string]json.RawMessage, key string, change func(map[string]json.RawMessage)) {
+	var all []map[string]json.RawMessage
+	if raw, ok := top[key]; !ok || json.Unmarshal(raw, &all) != nil || all == nil {
+		return
+	}
+	for _, one := range all {
+		if one != nil {
+			change(one)
+		}
+	}
+	top[key] = encoded(all)
 }
 
 func unmanage(object map[string]json.RawMessage) {

@@ -9,6 +9,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/filters/impersonation"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -79,9 +80,15 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 	return genericapifilters.WithAuditInit(h)
 }
 
-// Authorized is api for a client within the process, which the filters need not bound: it is authorized as any other.
-func Authorized(api http.Handler, authz *access.Authorizer) http.Handler {
-	return genericapifilters.WithAuthorization(api, authz, answer.Codecs)
+// Inside is api for a client within the process, which may do what authz says. It is audited, and passes none of the
+// filters that bound what clients do.
+func Inside(api http.Handler, authz authorizer.Authorizer, auditor *audit.Auditor) http.Handler {
+	h := genericapifilters.WithAuthorization(api, authz, answer.Codecs)
+	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
+	h = genericapifilters.WithWarningRecorder(h)
+	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
+	h = genericapifilters.WithRequestReceivedTimestamp(h)
+	return genericapifilters.WithAuditInit(h)
 }
 
 type waitGroup interface {
@@ -97,22 +104,20 @@ func recovered(h http.Handler) http.Handler {
 		whole := false
 		defer func() {
 			if !whole {
-				*req.Context().Value(abortedKey{}).(*bool) = true
+				answer.Abort(req.Context())
 			}
 		}()
 		h.ServeHTTP(w, req)
 		whole = true
 	}), paths.RequestInfo)
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		var aborted bool
-		filtered.ServeHTTP(w, req.WithContext(context.WithValue(req.Context(), abortedKey{}, &aborted)))
-		if aborted {
+		ctx, aborted := answer.WithAbort(req.Context())
+		filtered.ServeHTTP(w, req.WithContext(ctx))
+		if aborted() {
 			panic(http.ErrAbortHandler)
 		}
 	})
 }
-
-type abortedKey struct{}
 
 // failClosed turns an authn that cannot be asked into an answer that a client retries, rather than a 401.
 type failClosed struct{ *access.Authenticator }

@@ -3,6 +3,8 @@ package fairness
 import (
 	"hash/maphash"
 	"net/http"
+	"strconv"
+	"strings"
 
 	"k8s.io/apiserver/pkg/endpoints/request"
 	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
@@ -33,7 +35,8 @@ func (f *Fairness) estimate(req *http.Request, _, level string) fcrequest.WorkEs
 	}
 	if info.Verb == "watch" {
 		q := req.URL.Query()
-		if v := q.Get("resourceVersion"); q.Get("sendInitialEvents") != "true" && v != "" && v != "0" {
+		initial, _ := strconv.ParseBool(q.Get("sendInitialEvents"))
+		if v := q.Get("resourceVersion"); !initial && v != "" && v != "0" {
 			return fcrequest.WorkEstimate{InitialSeats: 1}
 		}
 	}
@@ -48,33 +51,52 @@ func (f *Fairness) Answered(req *http.Request, bytes int64) {
 	}
 }
 
-// sizes are the bytes of lists as they were answered last, by what they ask for.
+// sizes are the bytes of lists as they were answered last: of each list, and of what it is a part of. A list that has
+// not been seen counts as the whole: whoever spells a list in a new way each time gains nothing.
 type sizes struct {
-	seed maphash.Seed
-	last *lru.Cache
+	seed         maphash.Seed
+	exact, whole *lru.Cache
 }
 
-func newSizes() *sizes { return &sizes{maphash.MakeSeed(), lru.New(rememberedLists)} }
+func newSizes() *sizes {
+	return &sizes{maphash.MakeSeed(), lru.New(rememberedLists), lru.New(rememberedLists)}
+}
 
 func (s *sizes) of(req *http.Request) int64 {
-	n, _ := s.last.Get(s.key(req))
+	l := s.list(req)
+	if n, ok := s.exact.Get(l.exact); ok {
+		return n.(int64)
+	}
+	n, _ := s.whole.Get(l.whole)
 	bytes, _ := n.(int64)
+	if l.limit > 0 {
+		bytes = min(bytes, l.limit*objectBytes)
+	}
 	return bytes
 }
 
-// note keeps small lists out: they take one seat anyway.
+// objectBytes is how large an object of a page is taken to be that has not been seen: a pod's JSON.
+const objectBytes = 8 << 10
+
 func (s *sizes) note(req *http.Request, bytes int64) {
-	key := s.key(req)
-	if bytes > bytesPerSeat {
-		s.last.Add(key, bytes)
-		return
+	l := s.list(req)
+	s.exact.Add(l.exact, bytes)
+	if !l.part {
+		s.whole.Add(l.whole, bytes)
+	} else if n, ok := s.whole.Get(l.whole); !ok || n.(int64) < bytes {
+		s.whole.Add(l.whole, bytes)
 	}
-	s.last.Remove(key)
 }
 
-// key tells lists apart by all that their size depends on: where they are, what they select, how many they ask for, and
-// in which form. A watch's initial events are its list's.
-func (s *sizes) key(req *http.Request) uint64 {
+// list is what a request asks for, as far as its size depends on it. A watch's initial events are its list's.
+type list struct {
+	exact, whole uint64
+	limit        int64
+	// part: it selects, or is a page.
+	part bool
+}
+
+func (s *sizes) list(req *http.Request) list {
 	var h maphash.Hash
 	h.SetSeed(s.seed)
 	part := func(text string) {
@@ -83,12 +105,27 @@ func (s *sizes) key(req *http.Request) uint64 {
 	}
 	q := req.URL.Query()
 	part(req.URL.Path)
-	part(q.Get("labelSelector"))
-	part(q.Get("fieldSelector"))
-	part(q.Get("limit"))
-	part(req.Header.Get("Accept"))
+	part(form(req.Header.Get("Accept")))
+	l := list{whole: h.Sum64()}
+	for _, name := range []string{"labelSelector", "fieldSelector", "limit"} {
+		part(q.Get(name))
+		l.part = l.part || q.Get(name) != ""
+	}
 	if q.Get("continue") != "" { // the pages after the first are about as long as each other
 		part("continue")
+		l.part = true
 	}
-	return h.Sum64()
+	l.exact = h.Sum64()
+	l.limit, _ = strconv.ParseInt(q.Get("limit"), 10, 64)
+	return l
+}
+
+// form is what of an Accept header an answer's size depends on.
+func form(accept string) string {
+	for _, f := range []string{"as=Table", "as=PartialObjectMetadata", "protobuf", "cbor", "yaml"} {
+		if strings.Contains(accept, f) {
+			return f
+		}
+	}
+	return ""
 }

@@ -7,9 +7,11 @@ package fairness
 
 import (
 	"context"
+	"crypto/rand"
 	"log/slog"
 	"net/http"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -26,6 +28,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	flowcontrollisters "k8s.io/client-go/listers/flowcontrol/v1"
 	"k8s.io/client-go/rest"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
 // Config says whether requests are bounded by flow.
@@ -48,8 +52,9 @@ type Fairness struct {
 	peers *peers
 	sizes *sizes
 	now   atomic.Pointer[controller]
-	// ready is the first controller's digested.
-	ready <-chan struct{}
+	// ready is closed once a controller has digested its objects.
+	ready chan struct{}
+	once  sync.Once
 }
 
 // controller is upstream's for a number of seats, which it cannot change.
@@ -57,17 +62,18 @@ type controller struct {
 	flowcontrol.Interface
 	seats int
 	pages *mux.PathRecorderMux
-	// run follows the objects until stop is closed, and closes done; digested is closed once what they say is in force.
-	run                  func()
-	stop, digested, done chan struct{}
+	// run follows the objects until its context is done or retired is closed; digested is closed once what they say is
+	// in force.
+	run               func(context.Context)
+	digested, retired chan struct{}
 }
 
 // digestPause is how long to wait before a controller is asked again whether it knows its levels.
 const digestPause = 20 * time.Millisecond
 
 // digest waits until the controller has taken over the levels that there are: it knows how many seats a request of each
-// may take. There is no better sign of it.
-func (c *controller) digest(levels flowcontrollisters.PriorityLevelConfigurationLister) {
+// may take. There is no better sign of it. It answers false where ctx is done first.
+func (c *controller) digest(ctx context.Context, levels flowcontrollisters.PriorityLevelConfigurationLister) bool {
 	for {
 		all, err := levels.List(labels.Everything())
 		unknown := func(l *flowcontrolv1.PriorityLevelConfiguration) bool {
@@ -76,19 +82,19 @@ func (c *controller) digest(levels flowcontrollisters.PriorityLevelConfiguration
 		}
 		if err == nil && len(all) > 0 && !slices.ContainsFunc(all, unknown) {
 			close(c.digested)
-			return
+			return true
 		}
 		select {
-		case <-c.stop:
-			return
+		case <-ctx.Done():
+			return false
 		case <-time.After(digestPause):
 		}
 	}
 }
 
-// New returns the flow control of a gateway of the name that calls the API by config. seats are the cluster's
-// concurrency limit.
-func New(config *rest.Config, name string, seats int) (*Fairness, error) {
+// New returns the flow control of a gateway that calls the API by config; registry counts the gateways. seats are the
+// cluster's concurrency limit.
+func New(config *rest.Config, registry registryv1.CatalogClient, seats int) (*Fairness, error) {
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
 		return nil, err
@@ -96,12 +102,11 @@ func New(config *rest.Config, name string, seats int) (*Fairness, error) {
 	f := &Fairness{
 		client: client,
 		seats:  seats,
-		peers:  &peers{client: client, name: name, seen: map[string]sighting{}},
+		peers:  &peers{registry, rand.Text()},
 		sizes:  newSizes(),
+		ready:  make(chan struct{}),
 	}
-	first := f.controller(seats)
-	f.ready = first.digested
-	f.now.Store(first)
+	f.now.Store(f.controller(seats))
 	return f, nil
 }
 
@@ -112,20 +117,30 @@ func (f *Fairness) controller(seats int) *controller {
 		Interface: flowcontrol.New(factory, f.client.FlowcontrolV1(), seats),
 		seats:     seats,
 		pages:     mux.NewPathRecorderMux("flow control"),
-		stop:      make(chan struct{}),
 		digested:  make(chan struct{}),
-		done:      make(chan struct{}),
+		retired:   make(chan struct{}),
 	}
 	levels := factory.Flowcontrol().V1().PriorityLevelConfigurations()
 	c.Install(c.pages)
-	c.run = func() {
-		defer close(c.done)
-		factory.Start(c.stop)
+	c.run = func(ctx context.Context) {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		var wg sync.WaitGroup
+		defer wg.Wait()
 		defer factory.Shutdown()
-		go func() { _ = c.Run(c.stop) }()
-		factory.WaitForCacheSync(c.stop)
-		c.digest(levels.Lister())
-		<-c.stop
+		factory.Start(ctx.Done())
+		wg.Go(func() { _ = c.Run(ctx.Done()) })
+		wg.Go(func() {
+			factory.WaitForCacheSync(ctx.Done())
+			if c.digest(ctx, levels.Lister()) {
+				f.once.Do(func() { close(f.ready) })
+			}
+		})
+		select {
+		case <-ctx.Done():
+		case <-c.retired:
+		}
+		cancel()
 	}
 	return c
 }
@@ -136,29 +151,40 @@ func (f *Fairness) Ready() <-chan struct{} { return f.ready }
 // Run keeps the gateway's part of the seats until ctx is done.
 func (f *Fairness) Run(ctx context.Context) {
 	genericfilters.StartPriorityAndFairnessWatermarkMaintenance(ctx.Done())
-	go f.now.Load().run()
-	f.peers.run(ctx, func(n int) {
-		part := max(1, (f.seats+n-1)/n)
-		old := f.now.Load()
-		if part == old.seats {
-			return
-		}
-		slog.Info("Other gateways have come or gone: the seats of flow control are divided anew",
-			"gateways", n, "seats", part, "of", f.seats)
-		next := f.controller(part)
-		go next.run()
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	begin := func(c *controller) {
+		wg.Go(func() { c.run(ctx) })
+	}
+	begin(f.now.Load())
+	gateways := make(chan int)
+	wg.Go(func() { f.peers.run(ctx, gateways) })
+	seats := f.seats
+	for {
+		var next *controller
 		select {
-		case <-next.digested:
-			f.now.Store(next)
 		case <-ctx.Done():
-			close(next.stop)
 			return
+		case n := <-gateways:
+			part := max(1, (f.seats+n-1)/n)
+			if part == seats {
+				continue
+			}
+			slog.Info("Other gateways have come or gone: the seats of flow control are divided anew",
+				"gateways", n, "seats", part, "of", f.seats)
+			seats, next = part, f.controller(part)
+			begin(next)
 		}
-		// Requests that the old one has let in end there; those that wait are let in or refused as they would be.
-		time.AfterFunc(drain, func() { close(old.stop) })
-	})
-	close(f.now.Load().stop)
-	<-f.now.Load().done
+		select {
+		case <-ctx.Done():
+			return
+		case <-next.digested:
+		}
+		// Requests that the old one has let in end there; those that wait are let in or refused as they would be. For
+		// as long both count to their own limits.
+		old := f.now.Swap(next)
+		time.AfterFunc(drain, func() { close(old.retired) })
+	}
 }
 
 // drain is how long a controller goes on that has been replaced.

@@ -1,30 +1,31 @@
-// Package loopback lets client-go call the gateway's own API within the process: a request is authorized and answered
-// as any other, and nobody is asked who it is of. It passes none of the filters that bound what clients may do.
+// Package loopback lets client-go call the gateway's own API within the process. Nobody is asked who a request is of.
 package loopback
 
 import (
 	"context"
 	"io"
+	"log/slog"
 	"net/http"
+	"runtime/debug"
 	"sync"
+	"time"
 
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/authentication/user"
-	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/client-go/rest"
 
 	"watershed.dev/platform/paths"
 )
 
-// Client is the configuration of a client that calls h as a user. h authorizes.
+// requestTimeout bounds a request that is no watch, as a server's does.
+const requestTimeout = time.Minute
+
+// Client is the configuration of a client that calls h as a user. h is what says what the user may do.
 func Client(h http.Handler, as user.Info) *rest.Config {
-	h = genericapifilters.WithWarningRecorder(h)
-	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
-	h = genericapifilters.WithRequestReceivedTimestamp(h)
 	return &rest.Config{
 		Host:          "https://gateway.internal",
-		Transport:     &transport{genericapifilters.WithAuditInit(h), as},
+		Transport:     &transport{h, as},
 		QPS:           -1,
 		UserAgent:     "watershed-gateway",
 		ContentConfig: rest.ContentConfig{ContentType: runtime.ContentTypeJSON},
@@ -39,6 +40,11 @@ type transport struct {
 // RoundTrip implements http.RoundTripper. The answer's body comes as it is written, so that watches work.
 func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	ctx, cancel := context.WithCancel(request.WithUser(req.Context(), t.as))
+	if info, err := paths.RequestInfo.NewRequestInfo(req); err == nil && info.Verb != "watch" {
+		stop := cancel
+		ctx, cancel = context.WithTimeout(ctx, requestTimeout)
+		context.AfterFunc(ctx, stop)
+	}
 	inner := req.Clone(ctx)
 	inner.RequestURI = req.URL.RequestURI()
 	inner.RemoteAddr = "127.0.0.1:0"
@@ -49,8 +55,13 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	w := &writer{header: http.Header{}, out: out, begun: make(chan struct{})}
 	go func() {
 		defer cancel()
+		defer inner.Body.Close()
 		defer func() {
-			if recover() != nil { // as a server does: the answer is cut
+			if r := recover(); r != nil { // as a server does: the answer is cut
+				if r != http.ErrAbortHandler { //nolint:errorlint // it is this very value
+					slog.Error("A request of the gateway's own panicked", "path", inner.URL.Path, "panic", r,
+						"stack", string(debug.Stack()))
+				}
 				w.begin(http.StatusInternalServerError)
 				_ = out.CloseWithError(io.ErrUnexpectedEOF)
 			}

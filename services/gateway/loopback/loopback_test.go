@@ -9,11 +9,14 @@ import (
 	"testing"
 
 	"k8s.io/apiserver/pkg/authentication/user"
+	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/request"
+
+	"watershed.dev/platform/paths"
 )
 
 func client(h http.HandlerFunc) *http.Client {
-	c := Client(h, &user.DefaultInfo{Name: "jane"})
+	c := Client(genericapifilters.WithRequestInfo(h, paths.RequestInfo), &user.DefaultInfo{Name: "jane"})
 	return &http.Client{Transport: c.Transport}
 }
 

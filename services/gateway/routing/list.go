@@ -22,6 +22,7 @@ import (
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/answer"
 )
 
 // Lister answers lists from encoded bytes.
@@ -80,8 +81,9 @@ func (c *call) listFrom(p *plan) {
 	c.answered(chunk.Size)
 	write, end := c.begin(chunk.Size)
 	for err == nil {
-		if write(chunk.Data) != nil {
-			panic(http.ErrAbortHandler) // as below
+		if write(chunk.Data) != nil { // the client's matter
+			answer.Abort(ctx)
+			return
 		}
 		chunk, err = stream.Recv()
 	}

@@ -16,6 +16,7 @@ import (
 	"watershed.dev/platform/telemetry"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
@@ -79,10 +80,15 @@ func (c *call) converse(r *registryv1.WriteRequest,
 	if err == nil {
 		err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})
 	}
+	var trail *commonv1.AuditTrail
 	for err == nil || errors.Is(err, io.EOF) {
 		var m *registryv1.WriteReply
 		if m, err = stream.Recv(); err != nil {
 			break
+		}
+		if m.Audit != nil { // an error follows
+			trail = m.Audit
+			continue
 		}
 		if m.GetResult() != nil || m.GetConnection() != nil {
 			if trace.SpanContextFromContext(ctx).IsSampled() {
@@ -92,7 +98,7 @@ func (c *call) converse(r *registryv1.WriteRequest,
 		}
 		err = stream.Send(c.resolve(telemetry.WithTrace(ctx, m.Trace), m))
 	}
-	return nil, rpc.FromStatus(err)
+	return nil, rpc.WithTrail(rpc.FromStatus(err), trail)
 }
 
 // resolve asks the service that registry's question is for. A question that cannot be answered refuses the write.

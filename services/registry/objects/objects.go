@@ -85,7 +85,12 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 	}
 	resp, err := e.Write(ctx, r, &streamGate{stream: stream})
 	if err != nil {
-		return rpc.ToStatus(err)
+		if trail := rpc.Trail(err); trail != nil { // it is too large for what an error has room for
+			if serr := stream.Send(&registryv1.WriteReply{Audit: trail}); serr != nil {
+				return serr
+			}
+		}
+		return rpc.ToStatus(rpc.WithWarnings(rpc.Bare(err), rpc.Warnings(err)))
 	}
 	return stream.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: resp}})
 }

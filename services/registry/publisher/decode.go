@@ -3,6 +3,7 @@ package publisher
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"go.etcd.io/etcd/api/v3/mvccpb"
@@ -10,6 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
 
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/guard"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/customresources"
@@ -37,7 +39,17 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Ev
 		return nil, "", nil
 	}
 	defer guard.Error("reading an object", &err)
+	hidden := storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
+	if hidden {
+		if err := p.slow.refused(st.Name()); err != nil {
+			return nil, "", err
+		}
+		defer p.slow.note(st.Name(), time.Now(), &err)
+	}
 	out, obj, err := p.read(ctx, e, st)
+	if err == nil && hidden && p.Keys != nil {
+		err = p.seal(ctx, out, st)
+	}
 	if err == nil && customresources.Defines(st) {
 		redefined = p.customs.Changed(obj, e.Type == mvccpb.DELETE)
 	}
@@ -88,4 +100,42 @@ func (p *Publisher) read(ctx context.Context, e *clientv3.Event,
 		out.Previous, err = st.Encode(old)
 	}
 	return out, obj, err
+}
+
+// seal hides from NATS what etcd has encrypted.
+func (p *Publisher) seal(ctx context.Context, e *logv1.Event, st *storage.Stored) error {
+	key, secret, err := p.Keys.Current(ctx, st)
+	if err != nil {
+		return err
+	}
+	return eventlog.Seal(e, key, secret)
+}
+
+const (
+	// slowAfter is how long the decryption of an event may take in vain until its resource is left alone, and leftAlone
+	// for how long: a KMS that hangs takes its timeout for each, and every other resource waits behind it.
+	slowAfter = time.Second
+	leftAlone = 10 * time.Second
+)
+
+// slow are the resources whose events cannot be decrypted and take long to find that out. It is one goroutine's.
+type slow map[string]time.Time
+
+// refused is why a resource's events are not decrypted now, or nil.
+func (s slow) refused(storedAs string) error {
+	if since, ok := s[storedAs]; ok && time.Since(since) < leftAlone {
+		return fmt.Errorf("%s could not be decrypted a moment ago, and took long", storedAs)
+	}
+	return nil
+}
+
+func (s *slow) note(storedAs string, began time.Time, err *error) {
+	if *err == nil || time.Since(began) < slowAfter {
+		delete(*s, storedAs)
+		return
+	}
+	if *s == nil {
+		*s = slow{}
+	}
+	(*s)[storedAs] = time.Now()
 }

@@ -76,9 +76,12 @@ type Publisher struct {
 	NATS     *nats.Conn
 	JS       jetstream.JetStream
 	Identity string
+	// Keys are those that events are sealed with whose objects etcd has encrypted; nil: none is.
+	Keys *storage.LogKeys
 	// CompactionInterval is how long etcd keeps old revisions; 0: somebody else compacts.
 	CompactionInterval time.Duration
 
+	slow slow
 	// customs knows how custom resources are read at the revision that is being published.
 	customs *customresources.Definitions
 	// published is the revision that the log has come to; acknowledged counts the messages that it has taken.

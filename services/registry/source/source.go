@@ -4,7 +4,10 @@ package source
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"runtime"
+	"strings"
 	"sync"
 	"time"
 
@@ -15,6 +18,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/encoder"
@@ -37,11 +41,33 @@ type Source struct {
 	registryv1.UnimplementedSourceServer
 	resources *resources.Resources
 	revisions coalesce.Group[int64]
+	keys      *storage.LogKeys
 }
 
-// New returns a source of what is served.
-func New(r *resources.Resources) *Source {
-	return &Source{resources: r, revisions: coalesce.Group[int64]{Timeout: readTimeout}}
+// New returns a source of what is served, whose log is sealed with keys.
+func New(r *resources.Resources, keys *storage.LogKeys) *Source {
+	return &Source{resources: r, keys: keys, revisions: coalesce.Group[int64]{Timeout: readTimeout}}
+}
+
+// LogKey answers a key that messages of the log are sealed with.
+func (s *Source) LogKey(ctx context.Context, r *registryv1.LogKeyRequest) (*registryv1.LogKeyResponse, error) {
+	secret, err := s.SealedWith(ctx, r.StoredAs, r.Key)
+	if errors.Is(err, eventlog.ErrNoKey) {
+		return nil, status.Error(codes.FailedPrecondition, strings.ToValidUTF8(err.Error(), "\ufffd"))
+	}
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	return &registryv1.LogKeyResponse{Secret: secret}, nil
+}
+
+// SealedWith implements eventlog.Keys for the registry's own reading of the log.
+func (s *Source) SealedWith(ctx context.Context, storedAs, key string) ([]byte, error) {
+	st, err := s.resources.Stored(ctx, storedAs)
+	if err != nil { // nobody serves it any more
+		return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
+	}
+	return s.keys.Open(ctx, st, key)
 }
 
 // readTimeout bounds one read of etcd's revision; its callers may give up sooner.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -23,8 +22,8 @@ type encryption struct {
 	// transformers is nil where nothing is encrypted.
 	transformers value.ResourceTransformers
 	health       []healthz.HealthChecker
-	// follow reads the configuration anew whenever it changes, until its context is done; nil: it is not followed.
-	follow func(context.Context)
+	// end closes the connections to KMS plugins; nil: nothing is encrypted.
+	end context.CancelFunc
 	// err is what the last check said, nil where it was well.
 	err atomic.Pointer[error]
 }
@@ -48,21 +47,28 @@ func openEncryption(ctx context.Context, o *Options, id string) (*encryption, er
 	}
 	encryptionmetrics.RecordEncryptionConfigLastConfigInfo(id, config.EncryptionFileContentHash)
 	if !reload {
-		context.AfterFunc(ctx, end)
 		return &encryption{
 			transformers: encryptionconfig.StaticTransformers(config.Transformers),
 			health:       config.HealthChecks,
+			end:          end,
 		}, nil
 	}
 	dynamic := encryptionconfig.NewDynamicTransformers(config.Transformers, config.HealthChecks[0], end,
 		config.KMSCloseGracePeriod)
 	follower := controller.NewDynamicEncryptionConfiguration("encryption-provider-config", file, dynamic,
 		config.EncryptionFileContentHash, id)
+	go follower.Run(ctx)
 	return &encryption{
 		transformers: dynamic,
 		health:       []healthz.HealthChecker{dynamic},
-		follow:       follower.Run,
+		end:          end,
 	}, nil
+}
+
+func (e *encryption) close() {
+	if e.end != nil {
+		e.end()
+	}
 }
 
 // of is how a resource's values are encrypted.
@@ -77,18 +83,12 @@ func (e *encryption) of(gr schema.GroupResource) value.Transformer {
 // KMS plugin is.
 const encryptionPeriod = 5 * time.Second
 
-// FollowEncryption reads --encryption-provider-config anew whenever it changes, where it is to be, and asks the
-// providers whether they can be used, until ctx is done.
-func (s *Storage) FollowEncryption(ctx context.Context) error {
+// CheckEncryption asks the providers whether they can be used until ctx is done.
+func (s *Storage) CheckEncryption(ctx context.Context) error {
 	e := s.encryption
 	if e.transformers == nil {
 		<-ctx.Done()
 		return ctx.Err()
-	}
-	var wg sync.WaitGroup
-	defer wg.Wait()
-	if e.follow != nil {
-		wg.Go(func() { e.follow(ctx) })
 	}
 	for {
 		if err := e.check(ctx); err != nil {

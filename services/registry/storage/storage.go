@@ -100,6 +100,12 @@ func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfi
 	if err != nil {
 		return nil, err
 	}
+	opened := false
+	defer func() {
+		if !opened {
+			encryption.close()
+		}
+	}()
 	client, err := etcdkubernetes.New(clientv3.Config{
 		Endpoints:            o.Servers,
 		TLS:                  tlsConfig,
@@ -135,6 +141,7 @@ func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfi
 		client.Close()
 		return nil, err
 	}
+	opened = true
 	return &Storage{
 		Client:   client,
 		Factory:  f,
@@ -148,7 +155,10 @@ func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfi
 }
 
 // Close ends the connection.
-func (s *Storage) Close() error { return s.Client.Close() }
+func (s *Storage) Close() error {
+	s.encryption.close()
+	return s.Client.Close()
+}
 
 // Prefix is what all keys begin with, "/registry/".
 func (s *Storage) Prefix() string { return s.prefix }

@@ -278,10 +278,15 @@ func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
 				b.UpTo = e.Revision
 				return e.Revision < low, nil
 			}
-			event := cache.EventOf(e)
-			b.Events = append(b.Events, event)
-			bytes += event.Size()
-			return true, nil
+			return true, eventlog.Opened(ctx, l.keys.get, func(e *logv1.Event) error {
+				if e.Type == logv1.Type_TYPE_RESET { // it cannot be opened
+					return eventlog.ErrExpired
+				}
+				event := cache.EventOf(e)
+				b.Events = append(b.Events, event)
+				bytes += event.Size()
+				return nil
+			})(e)
 		})
 		n := len(b.Events)
 		for n > 0 && b.Events[n-1].Revision > b.UpTo {

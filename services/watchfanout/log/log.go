@@ -34,6 +34,7 @@ type Log struct {
 	nats   *nats.Conn
 	js     jetstream.JetStream
 	source registryv1.SourceClient
+	keys   *keys
 
 	ready *lifecycle.Readiness
 	// asking is when a publisher was last asked how far it is, in nanoseconds since 1970.
@@ -59,6 +60,7 @@ func New(c *cache.Cache, nc *nats.Conn, js jetstream.JetStream, source registryv
 		nats:      nc,
 		js:        js,
 		source:    source,
+		keys:      &keys{source: source},
 		ready:     ready,
 		backfills: newBackfills(),
 		draining:  make(chan struct{}),
@@ -87,7 +89,9 @@ func (l *Log) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 		l.catchUp(ctx)
 		return l.verify(ctx)
 	})
-	tasks.Go(ctx, "log", func(ctx context.Context) error { return eventlog.Read(ctx, l.js, l.apply) })
+	tasks.Go(ctx, "log", func(ctx context.Context) error {
+		return eventlog.Read(ctx, l.js, eventlog.Opened(ctx, l.keys.get, l.apply))
+	})
 }
 
 // Sweep forgets what was read again and nobody has asked for lately.

@@ -112,8 +112,10 @@ type Event struct {
 	History string `protobuf:"bytes,13,opt,name=history" json:"history,omitempty"`
 	// Of progress and resets: what /watershed/history in etcd says, or is about to say. A publisher that finds something
 	// else there has an etcd before it that is not the one that the log was written from.
-	Marker        string `protobuf:"bytes,14,opt,name=marker" json:"marker,omitempty"`
-	NextMarker    string `protobuf:"bytes,15,opt,name=next_marker,json=nextMarker" json:"next_marker,omitempty"`
+	Marker     string `protobuf:"bytes,14,opt,name=marker" json:"marker,omitempty"`
+	NextMarker string `protobuf:"bytes,15,opt,name=next_marker,json=nextMarker" json:"next_marker,omitempty"`
+	// In place of object and previous, where etcd has the object encrypted.
+	Sealed        *Sealed `protobuf:"bytes,16,opt,name=sealed" json:"sealed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -253,6 +255,128 @@ func (x *Event) GetNextMarker() string {
 	return ""
 }
 
+func (x *Event) GetSealed() *Sealed {
+	if x != nil {
+		return x.Sealed
+	}
+	return nil
+}
+
+// Sealed is Contents that only who may ask registry for the key can read.
+type Sealed struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Key   string                 `protobuf:"bytes,1,opt,name=key" json:"key,omitempty"`
+	// A nonce, and Contents in AES-256-GCM, bound to the event's place and object.
+	Data []byte `protobuf:"bytes,2,opt,name=data" json:"data,omitempty"`
+	// Contents are compressed (S2).
+	Packed        bool `protobuf:"varint,3,opt,name=packed" json:"packed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Sealed) Reset() {
+	*x = Sealed{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Sealed) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Sealed) ProtoMessage() {}
+
+func (x *Sealed) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Sealed.ProtoReflect.Descriptor instead.
+func (*Sealed) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Sealed) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *Sealed) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+func (x *Sealed) GetPacked() bool {
+	if x != nil {
+		return x.Packed
+	}
+	return false
+}
+
+type Contents struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Object        *Object                `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
+	Previous      *Object                `protobuf:"bytes,2,opt,name=previous" json:"previous,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Contents) Reset() {
+	*x = Contents{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Contents) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Contents) ProtoMessage() {}
+
+func (x *Contents) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Contents.ProtoReflect.Descriptor instead.
+func (*Contents) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Contents) GetObject() *Object {
+	if x != nil {
+		return x.Object
+	}
+	return nil
+}
+
+func (x *Contents) GetPrevious() *Object {
+	if x != nil {
+		return x.Previous
+	}
+	return nil
+}
+
 // Cause tells the publisher, beside the log and without a promise, of which traced write an event is about to be.
 type Cause struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -267,7 +391,7 @@ type Cause struct {
 
 func (x *Cause) Reset() {
 	*x = Cause{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -279,7 +403,7 @@ func (x *Cause) String() string {
 func (*Cause) ProtoMessage() {}
 
 func (x *Cause) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -292,7 +416,7 @@ func (x *Cause) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cause.ProtoReflect.Descriptor instead.
 func (*Cause) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Cause) GetKey() string {
@@ -332,7 +456,7 @@ type Object struct {
 
 func (x *Object) Reset() {
 	*x = Object{}
-	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -344,7 +468,7 @@ func (x *Object) String() string {
 func (*Object) ProtoMessage() {}
 
 func (x *Object) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_log_v1_log_proto_msgTypes[2]
+	mi := &file_watershed_log_v1_log_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -357,7 +481,7 @@ func (x *Object) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Object.ProtoReflect.Descriptor instead.
 func (*Object) Descriptor() ([]byte, []int) {
-	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{2}
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Object) GetLabels() map[string]string {
@@ -399,7 +523,7 @@ var File_watershed_log_v1_log_proto protoreflect.FileDescriptor
 
 const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\xe5\x03\n" +
+	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\x97\x04\n" +
 	"\x05Event\x12*\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x16.watershed.log.v1.TypeR\x04type\x12\x1a\n" +
 	"\brevision\x18\x02 \x01(\x03R\brevision\x12\x14\n" +
@@ -417,7 +541,15 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\ahistory\x18\r \x01(\tR\ahistory\x12\x16\n" +
 	"\x06marker\x18\x0e \x01(\tR\x06marker\x12\x1f\n" +
 	"\vnext_marker\x18\x0f \x01(\tR\n" +
-	"nextMarker\"\\\n" +
+	"nextMarker\x120\n" +
+	"\x06sealed\x18\x10 \x01(\v2\x18.watershed.log.v1.SealedR\x06sealed\"F\n" +
+	"\x06Sealed\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x12\n" +
+	"\x04data\x18\x02 \x01(\fR\x04data\x12\x16\n" +
+	"\x06packed\x18\x03 \x01(\bR\x06packed\"r\n" +
+	"\bContents\x120\n" +
+	"\x06object\x18\x01 \x01(\v2\x18.watershed.log.v1.ObjectR\x06object\x124\n" +
+	"\bprevious\x18\x02 \x01(\v2\x18.watershed.log.v1.ObjectR\bprevious\"\\\n" +
 	"\x05Cause\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12+\n" +
 	"\x11expected_revision\x18\x02 \x01(\x03R\x10expectedRevision\x12\x14\n" +
@@ -456,26 +588,31 @@ func file_watershed_log_v1_log_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_log_v1_log_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 5)
+var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
 var file_watershed_log_v1_log_proto_goTypes = []any{
-	(Type)(0),      // 0: watershed.log.v1.Type
-	(*Event)(nil),  // 1: watershed.log.v1.Event
-	(*Cause)(nil),  // 2: watershed.log.v1.Cause
-	(*Object)(nil), // 3: watershed.log.v1.Object
-	nil,            // 4: watershed.log.v1.Object.LabelsEntry
-	nil,            // 5: watershed.log.v1.Object.FieldsEntry
+	(Type)(0),        // 0: watershed.log.v1.Type
+	(*Event)(nil),    // 1: watershed.log.v1.Event
+	(*Sealed)(nil),   // 2: watershed.log.v1.Sealed
+	(*Contents)(nil), // 3: watershed.log.v1.Contents
+	(*Cause)(nil),    // 4: watershed.log.v1.Cause
+	(*Object)(nil),   // 5: watershed.log.v1.Object
+	nil,              // 6: watershed.log.v1.Object.LabelsEntry
+	nil,              // 7: watershed.log.v1.Object.FieldsEntry
 }
 var file_watershed_log_v1_log_proto_depIdxs = []int32{
 	0, // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
-	3, // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
-	3, // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
-	4, // 3: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
-	5, // 4: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
-	5, // [5:5] is the sub-list for method output_type
-	5, // [5:5] is the sub-list for method input_type
-	5, // [5:5] is the sub-list for extension type_name
-	5, // [5:5] is the sub-list for extension extendee
-	0, // [0:5] is the sub-list for field type_name
+	5, // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
+	5, // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
+	2, // 3: watershed.log.v1.Event.sealed:type_name -> watershed.log.v1.Sealed
+	5, // 4: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
+	5, // 5: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
+	6, // 6: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
+	7, // 7: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
+	8, // [8:8] is the sub-list for method output_type
+	8, // [8:8] is the sub-list for method input_type
+	8, // [8:8] is the sub-list for extension type_name
+	8, // [8:8] is the sub-list for extension extendee
+	0, // [0:8] is the sub-list for field type_name
 }
 
 func init() { file_watershed_log_v1_log_proto_init() }
@@ -489,7 +626,7 @@ func file_watershed_log_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_log_v1_log_proto_rawDesc), len(file_watershed_log_v1_log_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   5,
+			NumMessages:   7,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

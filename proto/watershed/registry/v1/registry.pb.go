@@ -697,7 +697,9 @@ type WriteReply struct {
 	//	*WriteReply_Connection
 	Reply isWriteReply_Reply `protobuf_oneof:"reply"`
 	// The span that asks, as W3C trace context writes it; empty where it is not traced.
-	Trace         string `protobuf:"bytes,7,opt,name=trace" json:"trace,omitempty"`
+	Trace string `protobuf:"bytes,7,opt,name=trace" json:"trace,omitempty"`
+	// What is to be audited of a write that ends with an error, sent before it: an error has room for little.
+	Audit         *v1.AuditTrail `protobuf:"bytes,8,opt,name=audit" json:"audit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -798,6 +800,13 @@ func (x *WriteReply) GetTrace() string {
 		return x.Trace
 	}
 	return ""
+}
+
+func (x *WriteReply) GetAudit() *v1.AuditTrail {
+	if x != nil {
+		return x.Audit
+	}
+	return nil
 }
 
 type isWriteReply_Reply interface {
@@ -1033,6 +1042,105 @@ func (*CatalogRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{10}
 }
 
+type GatewaysRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Who asks; it lives for as long as it asks again in time.
+	Name string `protobuf:"bytes,1,opt,name=name" json:"name,omitempty"`
+	// It stops.
+	Leaving       bool `protobuf:"varint,2,opt,name=leaving" json:"leaving,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GatewaysRequest) Reset() {
+	*x = GatewaysRequest{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GatewaysRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GatewaysRequest) ProtoMessage() {}
+
+func (x *GatewaysRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GatewaysRequest.ProtoReflect.Descriptor instead.
+func (*GatewaysRequest) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *GatewaysRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *GatewaysRequest) GetLeaving() bool {
+	if x != nil {
+		return x.Leaving
+	}
+	return false
+}
+
+type GatewaysResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How many gateways live, whoever they asked.
+	Alive         int32 `protobuf:"varint,1,opt,name=alive" json:"alive,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GatewaysResponse) Reset() {
+	*x = GatewaysResponse{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GatewaysResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GatewaysResponse) ProtoMessage() {}
+
+func (x *GatewaysResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GatewaysResponse.ProtoReflect.Descriptor instead.
+func (*GatewaysResponse) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *GatewaysResponse) GetAlive() int32 {
+	if x != nil {
+		return x.Alive
+	}
+	return 0
+}
+
 type CatalogResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Groups []*Group               `protobuf:"bytes,1,rep,name=groups" json:"groups,omitempty"`
@@ -1055,7 +1163,7 @@ type CatalogResponse struct {
 
 func (x *CatalogResponse) Reset() {
 	*x = CatalogResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1067,7 +1175,7 @@ func (x *CatalogResponse) String() string {
 func (*CatalogResponse) ProtoMessage() {}
 
 func (x *CatalogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1080,7 +1188,7 @@ func (x *CatalogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogResponse.ProtoReflect.Descriptor instead.
 func (*CatalogResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{11}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *CatalogResponse) GetGroups() []*Group {
@@ -1159,7 +1267,7 @@ type APIService struct {
 
 func (x *APIService) Reset() {
 	*x = APIService{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1171,7 +1279,7 @@ func (x *APIService) String() string {
 func (*APIService) ProtoMessage() {}
 
 func (x *APIService) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1184,7 +1292,7 @@ func (x *APIService) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use APIService.ProtoReflect.Descriptor instead.
 func (*APIService) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{12}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *APIService) GetGroup() string {
@@ -1264,7 +1372,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1276,7 +1384,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1289,7 +1397,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{13}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Group) GetName() string {
@@ -1366,7 +1474,7 @@ type ResourceEntry struct {
 
 func (x *ResourceEntry) Reset() {
 	*x = ResourceEntry{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1378,7 +1486,7 @@ func (x *ResourceEntry) String() string {
 func (*ResourceEntry) ProtoMessage() {}
 
 func (x *ResourceEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1391,7 +1499,7 @@ func (x *ResourceEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResourceEntry.ProtoReflect.Descriptor instead.
 func (*ResourceEntry) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ResourceEntry) GetResource() *v1.Resource {
@@ -1585,7 +1693,7 @@ type SnapshotRequest struct {
 
 func (x *SnapshotRequest) Reset() {
 	*x = SnapshotRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1597,7 +1705,7 @@ func (x *SnapshotRequest) String() string {
 func (*SnapshotRequest) ProtoMessage() {}
 
 func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1610,7 +1718,7 @@ func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRequest.ProtoReflect.Descriptor instead.
 func (*SnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SnapshotRequest) GetStoredAs() string {
@@ -1632,7 +1740,7 @@ type SnapshotChunk struct {
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1644,7 +1752,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1657,7 +1765,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SnapshotChunk) GetRevision() int64 {
@@ -1697,7 +1805,7 @@ type Row struct {
 
 func (x *Row) Reset() {
 	*x = Row{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1709,7 +1817,7 @@ func (x *Row) String() string {
 func (*Row) ProtoMessage() {}
 
 func (x *Row) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1722,7 +1830,7 @@ func (x *Row) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Row.ProtoReflect.Descriptor instead.
 func (*Row) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Row) GetNamespace() string {
@@ -1810,7 +1918,7 @@ type EncodeRequest struct {
 
 func (x *EncodeRequest) Reset() {
 	*x = EncodeRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1822,7 +1930,7 @@ func (x *EncodeRequest) String() string {
 func (*EncodeRequest) ProtoMessage() {}
 
 func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1835,7 +1943,7 @@ func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeRequest.ProtoReflect.Descriptor instead.
 func (*EncodeRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *EncodeRequest) GetStoredAs() string {
@@ -1909,7 +2017,7 @@ type EncodeResponse struct {
 
 func (x *EncodeResponse) Reset() {
 	*x = EncodeResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1921,7 +2029,7 @@ func (x *EncodeResponse) String() string {
 func (*EncodeResponse) ProtoMessage() {}
 
 func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1934,7 +2042,7 @@ func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeResponse.ProtoReflect.Descriptor instead.
 func (*EncodeResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *EncodeResponse) GetObjects() [][]byte {
@@ -1967,7 +2075,7 @@ type Fields struct {
 
 func (x *Fields) Reset() {
 	*x = Fields{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1979,7 +2087,7 @@ func (x *Fields) String() string {
 func (*Fields) ProtoMessage() {}
 
 func (x *Fields) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1992,7 +2100,7 @@ func (x *Fields) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fields.ProtoReflect.Descriptor instead.
 func (*Fields) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Fields) GetFields() map[string]string {
@@ -2010,7 +2118,7 @@ type RevisionRequest struct {
 
 func (x *RevisionRequest) Reset() {
 	*x = RevisionRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2022,7 +2130,7 @@ func (x *RevisionRequest) String() string {
 func (*RevisionRequest) ProtoMessage() {}
 
 func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2035,7 +2143,7 @@ func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionRequest.ProtoReflect.Descriptor instead.
 func (*RevisionRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
 }
 
 type RevisionResponse struct {
@@ -2050,7 +2158,7 @@ type RevisionResponse struct {
 
 func (x *RevisionResponse) Reset() {
 	*x = RevisionResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2062,7 +2170,7 @@ func (x *RevisionResponse) String() string {
 func (*RevisionResponse) ProtoMessage() {}
 
 func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2075,7 +2183,7 @@ func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionResponse.ProtoReflect.Descriptor instead.
 func (*RevisionResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *RevisionResponse) GetRevision() int64 {
@@ -2092,6 +2200,104 @@ func (x *RevisionResponse) GetEncryptionError() string {
 	return ""
 }
 
+type LogKeyRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	StoredAs string                 `protobuf:"bytes,1,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
+	// As an event's Sealed names it.
+	Key           string `protobuf:"bytes,2,opt,name=key" json:"key,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogKeyRequest) Reset() {
+	*x = LogKeyRequest{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogKeyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogKeyRequest) ProtoMessage() {}
+
+func (x *LogKeyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogKeyRequest.ProtoReflect.Descriptor instead.
+func (*LogKeyRequest) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *LogKeyRequest) GetStoredAs() string {
+	if x != nil {
+		return x.StoredAs
+	}
+	return ""
+}
+
+func (x *LogKeyRequest) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+type LogKeyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 32 bytes, for AES-256-GCM.
+	Secret        []byte `protobuf:"bytes,1,opt,name=secret" json:"secret,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LogKeyResponse) Reset() {
+	*x = LogKeyResponse{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LogKeyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LogKeyResponse) ProtoMessage() {}
+
+func (x *LogKeyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LogKeyResponse.ProtoReflect.Descriptor instead.
+func (*LogKeyResponse) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *LogKeyResponse) GetSecret() []byte {
+	if x != nil {
+		return x.Secret
+	}
+	return nil
+}
+
 type OpenAPIRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "v2", or "v3/apis/apps/v1". The index of v3 is the gateway's.
@@ -2102,7 +2308,7 @@ type OpenAPIRequest struct {
 
 func (x *OpenAPIRequest) Reset() {
 	*x = OpenAPIRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2114,7 +2320,7 @@ func (x *OpenAPIRequest) String() string {
 func (*OpenAPIRequest) ProtoMessage() {}
 
 func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2127,7 +2333,7 @@ func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIRequest.ProtoReflect.Descriptor instead.
 func (*OpenAPIRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *OpenAPIRequest) GetPath() string {
@@ -2146,7 +2352,7 @@ type OpenAPIChunk struct {
 
 func (x *OpenAPIChunk) Reset() {
 	*x = OpenAPIChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2158,7 +2364,7 @@ func (x *OpenAPIChunk) String() string {
 func (*OpenAPIChunk) ProtoMessage() {}
 
 func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2171,7 +2377,7 @@ func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIChunk.ProtoReflect.Descriptor instead.
 func (*OpenAPIChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *OpenAPIChunk) GetData() []byte {
@@ -2202,7 +2408,7 @@ type Connection struct {
 
 func (x *Connection) Reset() {
 	*x = Connection{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2214,7 +2420,7 @@ func (x *Connection) String() string {
 func (*Connection) ProtoMessage() {}
 
 func (x *Connection) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2227,7 +2433,7 @@ func (x *Connection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Connection.ProtoReflect.Descriptor instead.
 func (*Connection) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Connection) GetUrl() string {
@@ -2300,7 +2506,7 @@ type Streams struct {
 
 func (x *Streams) Reset() {
 	*x = Streams{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2312,7 +2518,7 @@ func (x *Streams) String() string {
 func (*Streams) ProtoMessage() {}
 
 func (x *Streams) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2325,7 +2531,7 @@ func (x *Streams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Streams.ProtoReflect.Descriptor instead.
 func (*Streams) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Streams) GetStdin() bool {
@@ -2413,7 +2619,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\rauthorization\x18\x03 \x01(\v2*.watershed.registry.v1.AuthorizationResultH\x00R\rauthorization\x12@\n" +
 	"\x05token\x18\x04 \x01(\v2(.watershed.authn.v1.AuthenticateResponseH\x00R\x05token\x129\n" +
 	"\x05rules\x18\x05 \x01(\v2!.watershed.authz.v1.RulesResponseH\x00R\x05rulesB\x06\n" +
-	"\x04call\"\xbc\x03\n" +
+	"\x04call\"\xf3\x03\n" +
 	"\n" +
 	"WriteReply\x12?\n" +
 	"\x06result\x18\x01 \x01(\v2%.watershed.registry.v1.ObjectResponseH\x00R\x06result\x12F\n" +
@@ -2424,7 +2630,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\n" +
 	"connection\x18\x06 \x01(\v2!.watershed.registry.v1.ConnectionH\x00R\n" +
 	"connection\x12\x14\n" +
-	"\x05trace\x18\a \x01(\tR\x05traceB\a\n" +
+	"\x05trace\x18\a \x01(\tR\x05trace\x125\n" +
+	"\x05audit\x18\b \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05auditB\a\n" +
 	"\x05reply\"}\n" +
 	"\x0fAdmissionNeeded\x122\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x1c.watershed.registry.v1.PhaseR\x05phase\x126\n" +
@@ -2435,7 +2642,12 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\tR\x05error\"\x10\n" +
-	"\x0eCatalogRequest\"\xe8\x03\n" +
+	"\x0eCatalogRequest\"?\n" +
+	"\x0fGatewaysRequest\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
+	"\aleaving\x18\x02 \x01(\bR\aleaving\"(\n" +
+	"\x10GatewaysResponse\x12\x14\n" +
+	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\xe8\x03\n" +
 	"\x0fCatalogResponse\x124\n" +
 	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12B\n" +
 	"\tresources\x18\x02 \x03(\v2$.watershed.registry.v1.ResourceEntryR\tresources\x12M\n" +
@@ -2547,7 +2759,12 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0fRevisionRequest\"Y\n" +
 	"\x10RevisionResponse\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12)\n" +
-	"\x10encryption_error\x18\x02 \x01(\tR\x0fencryptionError\"*\n" +
+	"\x10encryption_error\x18\x02 \x01(\tR\x0fencryptionError\">\n" +
+	"\rLogKeyRequest\x12\x1b\n" +
+	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\x12\x10\n" +
+	"\x03key\x18\x02 \x01(\tR\x03key\"(\n" +
+	"\x0eLogKeyResponse\x12\x16\n" +
+	"\x06secret\x18\x01 \x01(\fR\x06secret\"*\n" +
 	"\x0eOpenAPIRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04pathJ\x04\b\x02\x10\x03\"(\n" +
 	"\fOpenAPIChunk\x12\x12\n" +
@@ -2581,14 +2798,16 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x03Get\x12!.watershed.registry.v1.GetRequest\x1a%.watershed.registry.v1.ObjectResponse\x12M\n" +
 	"\x04List\x12!.watershed.registry.v1.GetRequest\x1a .watershed.registry.v1.ListChunk0\x01\x12P\n" +
 	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12R\n" +
-	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\xbd\x01\n" +
+	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\x9a\x02\n" +
 	"\aCatalog\x12Y\n" +
 	"\x06Follow\x12%.watershed.registry.v1.CatalogRequest\x1a&.watershed.registry.v1.CatalogResponse0\x01\x12W\n" +
-	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x012\x98\x02\n" +
+	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x01\x12[\n" +
+	"\bGateways\x12&.watershed.registry.v1.GatewaysRequest\x1a'.watershed.registry.v1.GatewaysResponse2\xef\x02\n" +
 	"\x06Source\x12Z\n" +
 	"\bSnapshot\x12&.watershed.registry.v1.SnapshotRequest\x1a$.watershed.registry.v1.SnapshotChunk0\x01\x12U\n" +
 	"\x06Encode\x12$.watershed.registry.v1.EncodeRequest\x1a%.watershed.registry.v1.EncodeResponse\x12[\n" +
-	"\bRevision\x12&.watershed.registry.v1.RevisionRequest\x1a'.watershed.registry.v1.RevisionResponseB=Z4watershed.dev/proto/watershed/registry/v1;registryv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
+	"\bRevision\x12&.watershed.registry.v1.RevisionRequest\x1a'.watershed.registry.v1.RevisionResponse\x12U\n" +
+	"\x06LogKey\x12$.watershed.registry.v1.LogKeyRequest\x1a%.watershed.registry.v1.LogKeyResponseB=Z4watershed.dev/proto/watershed/registry/v1;registryv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_registry_v1_registry_proto_rawDescOnce sync.Once
@@ -2603,7 +2822,7 @@ func file_watershed_registry_v1_registry_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
 var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(Phase)(0),                       // 0: watershed.registry.v1.Phase
 	(Transport)(0),                   // 1: watershed.registry.v1.Transport
@@ -2618,112 +2837,121 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*AdmissionResult)(nil),          // 10: watershed.registry.v1.AdmissionResult
 	(*AuthorizationResult)(nil),      // 11: watershed.registry.v1.AuthorizationResult
 	(*CatalogRequest)(nil),           // 12: watershed.registry.v1.CatalogRequest
-	(*CatalogResponse)(nil),          // 13: watershed.registry.v1.CatalogResponse
-	(*APIService)(nil),               // 14: watershed.registry.v1.APIService
-	(*Group)(nil),                    // 15: watershed.registry.v1.Group
-	(*ResourceEntry)(nil),            // 16: watershed.registry.v1.ResourceEntry
-	(*SnapshotRequest)(nil),          // 17: watershed.registry.v1.SnapshotRequest
-	(*SnapshotChunk)(nil),            // 18: watershed.registry.v1.SnapshotChunk
-	(*Row)(nil),                      // 19: watershed.registry.v1.Row
-	(*EncodeRequest)(nil),            // 20: watershed.registry.v1.EncodeRequest
-	(*EncodeResponse)(nil),           // 21: watershed.registry.v1.EncodeResponse
-	(*Fields)(nil),                   // 22: watershed.registry.v1.Fields
-	(*RevisionRequest)(nil),          // 23: watershed.registry.v1.RevisionRequest
-	(*RevisionResponse)(nil),         // 24: watershed.registry.v1.RevisionResponse
-	(*OpenAPIRequest)(nil),           // 25: watershed.registry.v1.OpenAPIRequest
-	(*OpenAPIChunk)(nil),             // 26: watershed.registry.v1.OpenAPIChunk
-	(*Connection)(nil),               // 27: watershed.registry.v1.Connection
-	(*Streams)(nil),                  // 28: watershed.registry.v1.Streams
-	nil,                              // 29: watershed.registry.v1.CatalogResponse.OpenapiEntry
-	nil,                              // 30: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	nil,                              // 31: watershed.registry.v1.Row.LabelsEntry
-	nil,                              // 32: watershed.registry.v1.Row.FieldsEntry
-	nil,                              // 33: watershed.registry.v1.Fields.FieldsEntry
-	(*v1.Kind)(nil),                  // 34: watershed.common.v1.Kind
-	(*v1.Resource)(nil),              // 35: watershed.common.v1.Resource
-	(*v1.User)(nil),                  // 36: watershed.common.v1.User
-	(*v1.AuditTrail)(nil),            // 37: watershed.common.v1.AuditTrail
-	(v11.Operation)(0),               // 38: watershed.admission.v1.Operation
-	(v1.AuditLevel)(0),               // 39: watershed.common.v1.AuditLevel
-	(*v12.AuthenticateResponse)(nil), // 40: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 41: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 42: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 43: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 44: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 45: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 46: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 47: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 48: watershed.authz.v1.AuthorizeResponse
+	(*GatewaysRequest)(nil),          // 13: watershed.registry.v1.GatewaysRequest
+	(*GatewaysResponse)(nil),         // 14: watershed.registry.v1.GatewaysResponse
+	(*CatalogResponse)(nil),          // 15: watershed.registry.v1.CatalogResponse
+	(*APIService)(nil),               // 16: watershed.registry.v1.APIService
+	(*Group)(nil),                    // 17: watershed.registry.v1.Group
+	(*ResourceEntry)(nil),            // 18: watershed.registry.v1.ResourceEntry
+	(*SnapshotRequest)(nil),          // 19: watershed.registry.v1.SnapshotRequest
+	(*SnapshotChunk)(nil),            // 20: watershed.registry.v1.SnapshotChunk
+	(*Row)(nil),                      // 21: watershed.registry.v1.Row
+	(*EncodeRequest)(nil),            // 22: watershed.registry.v1.EncodeRequest
+	(*EncodeResponse)(nil),           // 23: watershed.registry.v1.EncodeResponse
+	(*Fields)(nil),                   // 24: watershed.registry.v1.Fields
+	(*RevisionRequest)(nil),          // 25: watershed.registry.v1.RevisionRequest
+	(*RevisionResponse)(nil),         // 26: watershed.registry.v1.RevisionResponse
+	(*LogKeyRequest)(nil),            // 27: watershed.registry.v1.LogKeyRequest
+	(*LogKeyResponse)(nil),           // 28: watershed.registry.v1.LogKeyResponse
+	(*OpenAPIRequest)(nil),           // 29: watershed.registry.v1.OpenAPIRequest
+	(*OpenAPIChunk)(nil),             // 30: watershed.registry.v1.OpenAPIChunk
+	(*Connection)(nil),               // 31: watershed.registry.v1.Connection
+	(*Streams)(nil),                  // 32: watershed.registry.v1.Streams
+	nil,                              // 33: watershed.registry.v1.CatalogResponse.OpenapiEntry
+	nil,                              // 34: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	nil,                              // 35: watershed.registry.v1.Row.LabelsEntry
+	nil,                              // 36: watershed.registry.v1.Row.FieldsEntry
+	nil,                              // 37: watershed.registry.v1.Fields.FieldsEntry
+	(*v1.Kind)(nil),                  // 38: watershed.common.v1.Kind
+	(*v1.Resource)(nil),              // 39: watershed.common.v1.Resource
+	(*v1.User)(nil),                  // 40: watershed.common.v1.User
+	(*v1.AuditTrail)(nil),            // 41: watershed.common.v1.AuditTrail
+	(v11.Operation)(0),               // 42: watershed.admission.v1.Operation
+	(v1.AuditLevel)(0),               // 43: watershed.common.v1.AuditLevel
+	(*v12.AuthenticateResponse)(nil), // 44: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 45: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 46: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 47: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 48: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 49: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 50: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 51: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 52: watershed.authz.v1.AuthorizeResponse
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
-	34, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
-	35, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
-	36, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
+	38, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
+	39, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
+	40, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	37, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditTrail
-	35, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	36, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	41, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditTrail
+	39, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	40, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
 	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	38, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	38, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	39, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
+	42, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	42, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	43, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
 	6,  // 11: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
 	10, // 12: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
 	11, // 13: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	40, // 14: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	41, // 15: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	44, // 14: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	45, // 15: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
 	4,  // 16: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
 	9,  // 17: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
-	42, // 18: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	43, // 19: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	44, // 20: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	27, // 21: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	0,  // 22: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	45, // 23: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
-	46, // 24: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	47, // 25: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	48, // 26: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	15, // 27: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
-	16, // 28: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	29, // 29: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
-	14, // 30: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
-	35, // 31: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
-	35, // 32: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	34, // 33: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	34, // 34: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	30, // 35: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	19, // 36: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	31, // 37: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	32, // 38: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	35, // 39: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 40: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	22, // 41: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	33, // 42: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 43: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	28, // 44: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 45: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 46: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	7,  // 47: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	7,  // 48: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	12, // 49: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
-	25, // 50: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	17, // 51: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	20, // 52: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	23, // 53: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	4,  // 54: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 55: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	8,  // 56: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	8,  // 57: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	13, // 58: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	26, // 59: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	18, // 60: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	21, // 61: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	24, // 62: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	54, // [54:63] is the sub-list for method output_type
-	45, // [45:54] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	45, // [45:45] is the sub-list for extension extendee
-	0,  // [0:45] is the sub-list for field type_name
+	46, // 18: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	47, // 19: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	48, // 20: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	31, // 21: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	41, // 22: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
+	0,  // 23: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
+	49, // 24: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	50, // 25: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	51, // 26: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	52, // 27: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	17, // 28: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
+	18, // 29: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
+	33, // 30: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
+	16, // 31: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
+	39, // 32: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
+	39, // 33: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	38, // 34: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	38, // 35: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	34, // 36: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	21, // 37: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	35, // 38: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	36, // 39: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	39, // 40: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 41: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	24, // 42: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	37, // 43: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 44: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	32, // 45: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 46: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 47: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	7,  // 48: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	7,  // 49: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	12, // 50: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
+	29, // 51: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	13, // 52: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
+	19, // 53: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	22, // 54: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	25, // 55: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	27, // 56: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
+	4,  // 57: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 58: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	8,  // 59: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	8,  // 60: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	15, // 61: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	30, // 62: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	14, // 63: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	20, // 64: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	23, // 65: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	26, // 66: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	28, // 67: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
+	57, // [57:68] is the sub-list for method output_type
+	46, // [46:57] is the sub-list for method input_type
+	46, // [46:46] is the sub-list for extension type_name
+	46, // [46:46] is the sub-list for extension extendee
+	0,  // [0:46] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }
@@ -2752,7 +2980,7 @@ func file_watershed_registry_v1_registry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_registry_v1_registry_proto_rawDesc), len(file_watershed_registry_v1_registry_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   32,
+			NumMessages:   36,
 			NumExtensions: 0,
 			NumServices:   3,
 		},

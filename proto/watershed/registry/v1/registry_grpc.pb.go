@@ -245,8 +245,9 @@ var Objects_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	Catalog_Follow_FullMethodName  = "/watershed.registry.v1.Catalog/Follow"
-	Catalog_OpenAPI_FullMethodName = "/watershed.registry.v1.Catalog/OpenAPI"
+	Catalog_Follow_FullMethodName   = "/watershed.registry.v1.Catalog/Follow"
+	Catalog_OpenAPI_FullMethodName  = "/watershed.registry.v1.Catalog/OpenAPI"
+	Catalog_Gateways_FullMethodName = "/watershed.registry.v1.Catalog/Gateways"
 )
 
 // CatalogClient is the client API for Catalog service.
@@ -258,6 +259,8 @@ type CatalogClient interface {
 	// Follow sends everything that is served, at once, and what has changed whenever it changes.
 	Follow(ctx context.Context, in *CatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CatalogResponse], error)
 	OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error)
+	// Gateways says that the caller lives, and how many others do: they share the cluster's limits.
+	Gateways(ctx context.Context, in *GatewaysRequest, opts ...grpc.CallOption) (*GatewaysResponse, error)
 }
 
 type catalogClient struct {
@@ -306,6 +309,16 @@ func (c *catalogClient) OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ..
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Catalog_OpenAPIClient = grpc.ServerStreamingClient[OpenAPIChunk]
 
+func (c *catalogClient) Gateways(ctx context.Context, in *GatewaysRequest, opts ...grpc.CallOption) (*GatewaysResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(GatewaysResponse)
+	err := c.cc.Invoke(ctx, Catalog_Gateways_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // CatalogServer is the server API for Catalog service.
 // All implementations must embed UnimplementedCatalogServer
 // for forward compatibility.
@@ -315,6 +328,8 @@ type CatalogServer interface {
 	// Follow sends everything that is served, at once, and what has changed whenever it changes.
 	Follow(*CatalogRequest, grpc.ServerStreamingServer[CatalogResponse]) error
 	OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error
+	// Gateways says that the caller lives, and how many others do: they share the cluster's limits.
+	Gateways(context.Context, *GatewaysRequest) (*GatewaysResponse, error)
 	mustEmbedUnimplementedCatalogServer()
 }
 
@@ -330,6 +345,9 @@ func (UnimplementedCatalogServer) Follow(*CatalogRequest, grpc.ServerStreamingSe
 }
 func (UnimplementedCatalogServer) OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error {
 	return status.Error(codes.Unimplemented, "method OpenAPI not implemented")
+}
+func (UnimplementedCatalogServer) Gateways(context.Context, *GatewaysRequest) (*GatewaysResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Gateways not implemented")
 }
 func (UnimplementedCatalogServer) mustEmbedUnimplementedCatalogServer() {}
 func (UnimplementedCatalogServer) testEmbeddedByValue()                 {}
@@ -374,13 +392,36 @@ func _Catalog_OpenAPI_Handler(srv interface{}, stream grpc.ServerStream) error {
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Catalog_OpenAPIServer = grpc.ServerStreamingServer[OpenAPIChunk]
 
+func _Catalog_Gateways_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(GatewaysRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CatalogServer).Gateways(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Catalog_Gateways_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CatalogServer).Gateways(ctx, req.(*GatewaysRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Catalog_ServiceDesc is the grpc.ServiceDesc for Catalog service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
 var Catalog_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "watershed.registry.v1.Catalog",
 	HandlerType: (*CatalogServer)(nil),
-	Methods:     []grpc.MethodDesc{},
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Gateways",
+			Handler:    _Catalog_Gateways_Handler,
+		},
+	},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "Follow",
@@ -400,6 +441,7 @@ const (
 	Source_Snapshot_FullMethodName = "/watershed.registry.v1.Source/Snapshot"
 	Source_Encode_FullMethodName   = "/watershed.registry.v1.Source/Encode"
 	Source_Revision_FullMethodName = "/watershed.registry.v1.Source/Revision"
+	Source_LogKey_FullMethodName   = "/watershed.registry.v1.Source/LogKey"
 )
 
 // SourceClient is the client API for Source service.
@@ -414,6 +456,9 @@ type SourceClient interface {
 	Encode(ctx context.Context, in *EncodeRequest, opts ...grpc.CallOption) (*EncodeResponse, error)
 	// Revision answers etcd's current revision; concurrent callers share one read.
 	Revision(ctx context.Context, in *RevisionRequest, opts ...grpc.CallOption) (*RevisionResponse, error)
+	// LogKey answers a key that messages of the log are sealed with. NOT_FOUND or FAILED_PRECONDITION: it is not to be had,
+	// and the resource is to be read anew.
+	LogKey(ctx context.Context, in *LogKeyRequest, opts ...grpc.CallOption) (*LogKeyResponse, error)
 }
 
 type sourceClient struct {
@@ -463,6 +508,16 @@ func (c *sourceClient) Revision(ctx context.Context, in *RevisionRequest, opts .
 	return out, nil
 }
 
+func (c *sourceClient) LogKey(ctx context.Context, in *LogKeyRequest, opts ...grpc.CallOption) (*LogKeyResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(LogKeyResponse)
+	err := c.cc.Invoke(ctx, Source_LogKey_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // SourceServer is the server API for Source service.
 // All implementations must embed UnimplementedSourceServer
 // for forward compatibility.
@@ -475,6 +530,9 @@ type SourceServer interface {
 	Encode(context.Context, *EncodeRequest) (*EncodeResponse, error)
 	// Revision answers etcd's current revision; concurrent callers share one read.
 	Revision(context.Context, *RevisionRequest) (*RevisionResponse, error)
+	// LogKey answers a key that messages of the log are sealed with. NOT_FOUND or FAILED_PRECONDITION: it is not to be had,
+	// and the resource is to be read anew.
+	LogKey(context.Context, *LogKeyRequest) (*LogKeyResponse, error)
 	mustEmbedUnimplementedSourceServer()
 }
 
@@ -493,6 +551,9 @@ func (UnimplementedSourceServer) Encode(context.Context, *EncodeRequest) (*Encod
 }
 func (UnimplementedSourceServer) Revision(context.Context, *RevisionRequest) (*RevisionResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Revision not implemented")
+}
+func (UnimplementedSourceServer) LogKey(context.Context, *LogKeyRequest) (*LogKeyResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method LogKey not implemented")
 }
 func (UnimplementedSourceServer) mustEmbedUnimplementedSourceServer() {}
 func (UnimplementedSourceServer) testEmbeddedByValue()                {}
@@ -562,6 +623,24 @@ func _Source_Revision_Handler(srv interface{}, ctx context.Context, dec func(int
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Source_LogKey_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(LogKeyRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(SourceServer).LogKey(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Source_LogKey_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(SourceServer).LogKey(ctx, req.(*LogKeyRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // Source_ServiceDesc is the grpc.ServiceDesc for Source service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -576,6 +655,10 @@ var Source_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Revision",
 			Handler:    _Source_Revision_Handler,
+		},
+		{
+			MethodName: "LogKey",
+			Handler:    _Source_LogKey_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

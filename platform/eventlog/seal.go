@@ -1,0 +1,142 @@
+package eventlog
+
+import (
+	"context"
+	"crypto/aes"
+	"crypto/cipher"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/klauspost/compress/s2"
+	"google.golang.org/protobuf/proto"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// KeyBytes is how long a secret is that events are sealed with.
+const KeyBytes = 32
+
+// Seal hides what an event says of its object from NATS. key names the secret to whoever reads it.
+func Seal(e *logv1.Event, key string, secret []byte) error {
+	sealer, err := newSealer(secret)
+	if err != nil {
+		return err
+	}
+	data, err := proto.Marshal(&logv1.Contents{Object: e.Object, Previous: e.Previous})
+	if err != nil {
+		return err
+	}
+	sealed := &logv1.Sealed{Key: key}
+	if len(data) > compressAbove {
+		if packed := s2.Encode(nil, data); len(packed) < len(data) {
+			data, sealed.Packed = packed, true
+		}
+	}
+	nonce := make([]byte, sealer.NonceSize(), sealer.NonceSize()+len(data)+sealer.Overhead())
+	_, _ = rand.Read(nonce) // it does not fail
+	sealed.Data = sealer.Seal(nonce, nonce, data, placeOf(e))
+	e.Object, e.Previous, e.Sealed = nil, nil, sealed
+	return nil
+}
+
+// Open is Seal's inverse.
+func Open(e *logv1.Event, secret []byte) error {
+	sealer, err := newSealer(secret)
+	if err != nil {
+		return err
+	}
+	data, n := e.Sealed.Data, sealer.NonceSize()
+	if len(data) < n {
+		return errors.New("a sealed event is cut short")
+	}
+	if data, err = sealer.Open(nil, data[:n], data[n:], placeOf(e)); err != nil {
+		return err
+	}
+	if e.Sealed.Packed {
+		size, err := s2.DecodedLen(data)
+		if err != nil {
+			return err
+		}
+		if size > maxEventBytes {
+			return fmt.Errorf("it unpacks to %d bytes, more than the %d of a message", size, maxEventBytes)
+		}
+		if data, err = s2.Decode(nil, data); err != nil {
+			return err
+		}
+	}
+	contents := &logv1.Contents{}
+	if err := proto.Unmarshal(data, contents); err != nil {
+		return err
+	}
+	e.Object, e.Previous, e.Sealed = contents.Object, contents.Previous, nil
+	return nil
+}
+
+func newSealer(secret []byte) (cipher.AEAD, error) {
+	block, err := aes.NewCipher(secret)
+	if err != nil {
+		return nil, err
+	}
+	return cipher.NewGCM(block)
+}
+
+// placeOf binds what is sealed to where it is: it cannot be another object's or another event's.
+func placeOf(e *logv1.Event) []byte {
+	return fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d\x00%d\x00%d", e.StoredAs, e.Namespace, e.Name, e.Revision, e.Index, e.Type)
+}
+
+// Keys answers the secret of a key that events of a stored resource are sealed with. An error of ErrNoKey is final; any
+// other may go away.
+type Keys func(ctx context.Context, storedAs, key string) ([]byte, error)
+
+// ErrNoKey says that nobody can have a key any more, or as long as a KMS is away.
+var ErrNoKey = errors.New("the key is not to be had")
+
+// keyPause is how long to wait until somebody who did not answer is asked for a key again.
+const keyPause = 200 * time.Millisecond
+
+// Opened hands events on as they were before they were sealed. One that cannot be opened is a reset of its resource: it
+// is to be read anew, from where its objects are.
+func Opened(ctx context.Context, keys Keys, handle func(*logv1.Event) error) func(*logv1.Event) error {
+	return func(e *logv1.Event) error {
+		for e.Sealed != nil {
+			err := openWith(ctx, keys, e)
+			switch {
+			case ctx.Err() != nil:
+				return ctx.Err()
+			case errors.Is(err, ErrNoKey):
+				slog.Error("An event cannot be opened; its resource is to be read anew", "resource", e.StoredAs,
+					"revision", e.Revision, "key", e.Sealed.Key, "error", err)
+				e = &logv1.Event{
+					Type:     logv1.Type_TYPE_RESET,
+					Revision: e.Revision,
+					Index:    e.Index,
+					StoredAs: e.StoredAs,
+					More:     e.More,
+					History:  e.History,
+				}
+			case err != nil:
+				slog.Warn("A key of the event log cannot be asked for; trying again", "resource", e.StoredAs, "error", err)
+				select {
+				case <-ctx.Done():
+				case <-time.After(keyPause):
+				}
+			}
+		}
+		return handle(e)
+	}
+}
+
+func openWith(ctx context.Context, keys Keys, e *logv1.Event) error {
+	secret, err := keys(ctx, e.StoredAs, e.Sealed.Key)
+	if err != nil {
+		return err
+	}
+	if err := Open(e, secret); err != nil {
+		return fmt.Errorf("%w: %w", ErrNoKey, err)
+	}
+	return nil
+}
