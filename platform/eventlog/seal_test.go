@@ -14,7 +14,8 @@ import (
 
 func secretEvent(text string) *logv1.Event {
 	return &logv1.Event{
-		Type: logv1.Type_TYPE_MODIFIED, Revision: 7, Index: 1, StoredAs: "secrets", Namespace: "x", Name: "n", More: true,
+		Type: logv1.Type_TYPE_MODIFIED, Revision: 7, Index: 1, More: true,
+		StoredAs: "secrets", Namespace: "x", Name: "n",
 		Object:   &logv1.Object{Json: []byte(text), Labels: map[string]string{"l": text}},
 		Previous: &logv1.Object{Json: []byte(text + text)},
 	}

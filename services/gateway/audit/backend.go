@@ -56,7 +56,8 @@ func New(ctx context.Context, c *Config, files *reload.Files) (*Auditor, error) 
 		if err != nil {
 			return nil, fmt.Errorf("--audit-log-path %q: %w", c.Log.Path, err)
 		}
-		backends = append(backends, c.Log.wrap(a, fitting{pluginlog.NewBackend(w, c.Log.Format, auditv1.SchemeGroupVersion)}))
+		log := pluginlog.NewBackend(w, c.Log.Format, auditv1.SchemeGroupVersion)
+		backends = append(backends, c.Log.wrap(a, fitting{log}))
 	}
 	if file := c.Webhook.ConfigFile; file != "" && c.PolicyFile != "" {
 		b, err := pluginwebhook.NewBackend(file, auditv1.SchemeGroupVersion,

@@ -23,7 +23,8 @@ func asked(t *testing.T, method, target string) *http.Request {
 		t.Fatal(err)
 	}
 	ctx := request.WithRequestInfo(t.Context(), info)
-	return req.WithContext(request.WithUser(ctx, &user.DefaultInfo{Name: "jane", Groups: []string{user.AllAuthenticated}}))
+	jane := &user.DefaultInfo{Name: "jane", Groups: []string{user.AllAuthenticated}}
+	return req.WithContext(request.WithUser(ctx, jane))
 }
 
 func fairnessOf(seats int) *Fairness {

@@ -83,8 +83,16 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 		Moved:          func() <-chan struct{} { return c.router.Authorize.Moved(c.namespace()) },
 		Allowed:        c.stillAllowed(),
 		Served:         c.stillServed(),
-		Initialized:    func() { flowcontrol.WatchInitialized(c.req.Context()) },
+		Initialized:    c.initialized,
 	}, p.from.Watches, nil
+}
+
+// initialized frees a watch's seats, and has flow control know what its initial events take: informers may never list.
+func (c *call) initialized(bytes int64) {
+	flowcontrol.WatchInitialized(c.req.Context())
+	if bytes > 0 {
+		c.answered(bytes)
+	}
 }
 
 // watchVersion reads a watch's resourceVersion as kube-apiserver does, with its error: a number of 64 bits, however

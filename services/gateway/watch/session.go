@@ -6,6 +6,7 @@ import (
 	"io"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -34,9 +35,9 @@ type Request struct {
 	// watch. It waits, for a while, where nobody can be asked.
 	Moved   func() <-chan struct{}
 	Allowed func(ctx context.Context) bool
-	// Initialized is called, perhaps more than once, when the initial events have been sent, or have taken long: flow
-	// control counts a watch until then. Nil: nobody asks.
-	Initialized func()
+	// Initialized is called, perhaps more than once, when the initial events have been sent, or have taken long, with
+	// the bytes of those that have: flow control counts a watch until then. Nil: nobody asks.
+	Initialized func(bytes int64)
 	// Served says whether the resource is served still: one whose CRD is gone has nobody to go on with.
 	Served func() bool
 }
@@ -101,6 +102,8 @@ type session struct {
 	reached bool
 	// table: the first row brings the columns, so it must come on a stream of the client's own.
 	table, columns bool
+	// begun is how many bytes of initial events have been sent.
+	begun atomic.Int64
 	// due is when the next bookmark is.
 	due  time.Time
 	lost time.Time
@@ -117,7 +120,7 @@ func (s *session) place(at events.Position) {
 
 func (s *session) initialized() {
 	if s.Request.Initialized != nil {
-		s.Request.Initialized()
+		s.Request.Initialized(s.begun.Load())
 	}
 }
 
@@ -366,6 +369,9 @@ func (s *session) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) erro
 	if len(m.Initial) > 0 {
 		if err := s.write(ctx, m.Initial...); err != nil {
 			return err
+		}
+		for _, part := range m.Initial {
+			s.begun.Add(int64(len(part)))
 		}
 	}
 	if data := s.wanted(m); len(data) > 0 {
