@@ -113,7 +113,7 @@ func audited(ctx context.Context, level commonv1.AuditLevel) (context.Context, *
 }
 
 var auditLevels = map[commonv1.AuditLevel]auditinternal.Level{
-	commonv1.AuditLevel_AUDIT_LEVEL_NONE:             auditinternal.LevelNone,
+	commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED:      auditinternal.LevelNone,
 	commonv1.AuditLevel_AUDIT_LEVEL_METADATA:         auditinternal.LevelMetadata,
 	commonv1.AuditLevel_AUDIT_LEVEL_REQUEST:          auditinternal.LevelRequest,
 	commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE: auditinternal.LevelRequestResponse,

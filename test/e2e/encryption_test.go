@@ -176,6 +176,48 @@ func TestAKeyThatIsGoneHidesItsObjectsAlone(t *testing.T) {
 	}
 }
 
+// A KMS that hangs, or answers rubbish, is named; everything else goes on, also the watches, and what it has given before
+// is good. When it is back, with another key, so is all.
+func TestAKMSThatIsAwayIsNamed(t *testing.T) {
+	kms := harness.NewKMS(t)
+	dir := harness.TempDir(t)
+	file := filepath.Join(dir, "encryption.json")
+	provider := fmt.Sprintf(`{"kms":{"apiVersion":"v2","name":"k","endpoint":%q,"timeout":"1s"}}`, kms.Endpoint)
+	if err := os.WriteFile(file, []byte(encrypted(provider, noEncryption)), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := harness.Up(t, "", "--encryption-provider-config="+file)
+	s.Kubectl("create", "secret", "generic", "before", "--from-literal=k=v")
+	ready := func(want int) {
+		t.Helper()
+		harness.Eventually(t, 2*time.Minute, func() error { // KMS v2's state is asked for each minute where it is well
+			code, body := s.Get("/readyz?verbose")
+			if code != want || strings.Contains(body, "[-]kms-providers") == (want == http.StatusOK) ||
+				!strings.Contains(body, "[+]etcd ok") {
+				return fmt.Errorf("%d %s", code, body)
+			}
+			return nil
+		})
+	}
+	ready(http.StatusOK)
+	for _, how := range []string{"hang", "garbage"} {
+		kms.Break(how)
+		ready(http.StatusInternalServerError)
+		contains(t, "a secret from before", s.Kubectl("get", "secret", "before", "-o", "name"), "secret/before")
+		at := s.Kubectl("create", "configmap", how, "-o", "jsonpath={.metadata.resourceVersion}")
+		s.Kubectl("label", "configmap", how, "seen=yes")
+		code, body := s.Get("/api/v1/configmaps?watch=1&timeoutSeconds=2&resourceVersion=" + at)
+		if code != http.StatusOK || !strings.Contains(body, `"seen":"yes"`) {
+			t.Errorf("a watch of something else: %d %.300s", code, body)
+		}
+	}
+	kms.Rotate(t, "key-2")
+	kms.Break("")
+	ready(http.StatusOK)
+	s.Kubectl("create", "secret", "generic", "after", "--from-literal=k=v")
+	contains(t, "both keys' secrets", s.Kubectl("get", "secrets", "-o", "name"), "secret/after\nsecret/before")
+}
+
 // Nothing of a Secret that etcd has encrypted is anywhere in NATS, neither on its disk nor in its memory, and watches
 // see it all the same; also those that resume from the log.
 func TestNATSNeverSeesASecret(t *testing.T) {

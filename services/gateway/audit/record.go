@@ -36,7 +36,7 @@ var levels = map[auditinternal.Level]commonv1.AuditLevel{
 func Level(ctx context.Context) commonv1.AuditLevel {
 	ac := audit.AuditContextFrom(ctx)
 	if ac == nil {
-		return commonv1.AuditLevel_AUDIT_LEVEL_NONE
+		return commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED
 	}
 	return levels[ac.GetEventLevel()]
 }
@@ -50,7 +50,7 @@ func Annotate(ctx context.Context, annotations map[string]string) {
 
 // Follow takes over what registry says of a write's request. body is the request's.
 func Follow(ctx context.Context, trail *commonv1.AuditTrail, body []byte) {
-	if trail == nil || Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_NONE {
+	if trail == nil || Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED {
 		return
 	}
 	Annotate(ctx, trail.Annotations)

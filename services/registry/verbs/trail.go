@@ -26,7 +26,7 @@ type trail struct {
 
 // recordTrail returns a context in which annotations are gathered, and what gathers them.
 func recordTrail(ctx context.Context, level commonv1.AuditLevel) (context.Context, *trail) {
-	if level == commonv1.AuditLevel_AUDIT_LEVEL_NONE {
+	if level == commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED {
 		return ctx, nil
 	}
 	ctx = audit.WithAuditContext(ctx)

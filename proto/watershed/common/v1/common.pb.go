@@ -27,7 +27,8 @@ const (
 type AuditLevel int32
 
 const (
-	AuditLevel_AUDIT_LEVEL_NONE             AuditLevel = 0
+	// It is not audited.
+	AuditLevel_AUDIT_LEVEL_UNSPECIFIED      AuditLevel = 0
 	AuditLevel_AUDIT_LEVEL_METADATA         AuditLevel = 1
 	AuditLevel_AUDIT_LEVEL_REQUEST          AuditLevel = 2
 	AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE AuditLevel = 3
@@ -36,13 +37,13 @@ const (
 // Enum value maps for AuditLevel.
 var (
 	AuditLevel_name = map[int32]string{
-		0: "AUDIT_LEVEL_NONE",
+		0: "AUDIT_LEVEL_UNSPECIFIED",
 		1: "AUDIT_LEVEL_METADATA",
 		2: "AUDIT_LEVEL_REQUEST",
 		3: "AUDIT_LEVEL_REQUEST_RESPONSE",
 	}
 	AuditLevel_value = map[string]int32{
-		"AUDIT_LEVEL_NONE":             0,
+		"AUDIT_LEVEL_UNSPECIFIED":      0,
 		"AUDIT_LEVEL_METADATA":         1,
 		"AUDIT_LEVEL_REQUEST":          2,
 		"AUDIT_LEVEL_REQUEST_RESPONSE": 3,
@@ -716,10 +717,10 @@ const file_watershed_common_v1_common_proto_rawDesc = "" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x10\n" +
 	"\x03uid\x18\x03 \x01(\tR\x03uid\x12)\n" +
-	"\x10resource_version\x18\x04 \x01(\tR\x0fresourceVersion*w\n" +
+	"\x10resource_version\x18\x04 \x01(\tR\x0fresourceVersion*~\n" +
 	"\n" +
-	"AuditLevel\x12\x14\n" +
-	"\x10AUDIT_LEVEL_NONE\x10\x00\x12\x18\n" +
+	"AuditLevel\x12\x1b\n" +
+	"\x17AUDIT_LEVEL_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14AUDIT_LEVEL_METADATA\x10\x01\x12\x17\n" +
 	"\x13AUDIT_LEVEL_REQUEST\x10\x02\x12 \n" +
 	"\x1cAUDIT_LEVEL_REQUEST_RESPONSE\x10\x03B9Z0watershed.dev/proto/watershed/common/v1;commonv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
