@@ -37,11 +37,27 @@ func tenant(s *server) map[string]float64 {
 	quiet := s.account(name+"-quiet", `{"apiGroups":[""],"resources":["configmaps"],"verbs":["*"]}`)
 	filler := strings.Repeat("x", tenantBytes)
 	for i := range tenantObjects {
-		s.do("POST", "/api/v1/namespaces/"+name+"/configmaps", "",
-			fmt.Appendf(nil, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%d"},"data":{"k":%q}}`, i, filler), 201)
+		s.do(
+			"POST",
+			"/api/v1/namespaces/"+name+"/configmaps",
+			"",
+			fmt.Appendf(
+				nil,
+				`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%d"},"data":{"k":%q}}`,
+				i,
+				filler,
+			),
+			201,
+		)
 	}
 	others := s.others(name, quiet)
-	defer s.do("DELETE", "/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/kube-controller-manager", "", nil, 200)
+	defer s.do(
+		"DELETE",
+		"/apis/coordination.k8s.io/v1/namespaces/kube-system/leases/kube-controller-manager",
+		"",
+		nil,
+		200,
+	)
 	out := map[string]float64{}
 	report := func(when string) {
 		for who, o := range s.measured(others) {
@@ -126,8 +142,11 @@ func (s *server) measured(others map[string]other) map[string]*outcome {
 func (s *server) others(name, token string) map[string]other {
 	lease := func(ns, name string) string {
 		path := "/apis/coordination.k8s.io/v1/namespaces/" + ns + "/leases"
-		s.do("POST", path, "", fmt.Appendf(nil,
-			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":%q},"spec":{"holderIdentity":"x"}}`, name),
+		s.do("POST", path, "", fmt.Appendf(
+			nil,
+			`{"apiVersion":"coordination.k8s.io/v1","kind":"Lease","metadata":{"name":%q},"spec":{"holderIdentity":"x"}}`,
+			name,
+		),
 			201)
 		return path + "/" + name
 	}
@@ -162,7 +181,12 @@ func (s *server) others(name, token string) map[string]other {
 			return patch(ctx, election, map[string]string{"Impersonate-User": "system:kube-controller-manager"})
 		}},
 		"another tenant": {100 * time.Millisecond, func(ctx context.Context, i int) (*http.Response, error) {
-			req, err := http.NewRequestWithContext(ctx, "GET", s.url+"/api/v1/namespaces/"+name+"-quiet/configmaps", nil)
+			req, err := http.NewRequestWithContext(
+				ctx,
+				"GET",
+				s.url+"/api/v1/namespaces/"+name+"-quiet/configmaps",
+				nil,
+			)
 			check(err)
 			if i%2 == 1 {
 				req, err = http.NewRequestWithContext(ctx, "POST", req.URL.String(), strings.NewReader(
@@ -219,7 +243,13 @@ func (s *server) loud(ctx context.Context, name, token string) *loudTenant {
 	}
 	l.done.Go(func() {
 		for i := 0; ctx.Err() == nil; i++ {
-			_, _ = send(lister, "PATCH", path+"/c0", fmt.Sprintf(`{"data":{"n":"%d"}}`, i), "application/merge-patch+json")
+			_, _ = send(
+				lister,
+				"PATCH",
+				path+"/c0",
+				fmt.Sprintf(`{"data":{"n":"%d"}}`, i),
+				"application/merge-patch+json",
+			)
 			time.Sleep(50 * time.Millisecond)
 		}
 	})
@@ -233,8 +263,13 @@ func (s *server) loud(ctx context.Context, name, token string) *loudTenant {
 				return
 			}
 			defer conn.Close()
-			_, _ = fmt.Fprintf(conn, "POST /api/v1/namespaces/%s/configmaps HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"+
-				"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n", name, token)
+			_, _ = fmt.Fprintf(
+				conn,
+				"POST /api/v1/namespaces/%s/configmaps HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"+
+					"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n",
+				name,
+				token,
+			)
 			for ctx.Err() == nil {
 				if _, err := conn.Write([]byte(" ")); err != nil {
 					return
@@ -270,9 +305,13 @@ func (s *server) account(name, rule string) string {
 	const rbac = "/apis/rbac.authorization.k8s.io/v1/namespaces/"
 	post(rbac+name+"/roles",
 		`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"r"},"rules":[%s]}`, rule)
-	post(rbac+name+"/rolebindings", `{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"r"},`+
-		`"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"Role","name":"r"},`+
-		`"subjects":[{"kind":"ServiceAccount","name":"robot","namespace":%q}]}`, name)
+	post(
+		rbac+name+"/rolebindings",
+		`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"RoleBinding","metadata":{"name":"r"},`+
+			`"roleRef":{"apiGroup":"rbac.authorization.k8s.io","kind":"Role","name":"r"},`+
+			`"subjects":[{"kind":"ServiceAccount","name":"robot","namespace":%q}]}`,
+		name,
+	)
 	var t struct{ Status struct{ Token string } }
 	check(json.Unmarshal(post(in+"/serviceaccounts/robot/token",
 		`{"apiVersion":"authentication.k8s.io/v1","kind":"TokenRequest","spec":{}}`), &t))

@@ -75,8 +75,10 @@ func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 	for w := range 8 {
 		wg.Go(func() {
 			for i := w; i < n; i += 8 {
-				body := fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"c"},"data":{"k":%q}}`,
-					strings.Repeat("x", bytes))
+				body := fmt.Sprintf(
+					`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"generateName":"c"},"data":{"k":%q}}`,
+					strings.Repeat("x", bytes),
+				)
 				resp, err := c.Post(s.Config().Host+someMaps, "application/json", strings.NewReader(body))
 				if err != nil {
 					continue // the server is gone
@@ -167,7 +169,13 @@ func TestBlockingStrictRefusesWhatCannotBeRecorded(t *testing.T) {
 		"- {level: Metadata, resources: [{group: \"\", resources: [configmaps]}]}\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s := harness.Up(t, "", "--audit-policy-file="+policy, "--audit-log-path=/dev/full", "--audit-log-mode=blocking-strict")
+	s := harness.Up(
+		t,
+		"",
+		"--audit-policy-file="+policy,
+		"--audit-log-path=/dev/full",
+		"--audit-log-mode=blocking-strict",
+	)
 	if code, body := s.Get(someMaps); code != http.StatusInternalServerError ||
 		!strings.Contains(body, "failed to store audit event") {
 		t.Errorf("%d %s", code, body)

@@ -79,7 +79,8 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 			}
 			isEncrypted := func(key string) {
 				t.Helper()
-				if v := raw(t, etcd, key); !bytes.HasPrefix(v, []byte("k8s:enc:"+name)) || bytes.Contains(v, []byte("PLAINTEXT")) {
+				if v := raw(t, etcd, key); !bytes.HasPrefix(v, []byte("k8s:enc:"+name)) ||
+					bytes.Contains(v, []byte("PLAINTEXT")) {
 					t.Errorf("etcd has %s as %.60q", key, v)
 				}
 			}
@@ -99,12 +100,28 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 			const data = "jsonpath={.data.k}"
 			contains(t, "their secret", ours.Kubectl("get", "secret", "theirs", "-o", data), "UExBSU5URVhU")
 			contains(t, "secrets, from the watch tier", ours.Kubectl("get", "secrets"), "theirs")
-			contains(t, "their custom object", ours.Kubectl("get", "thing", "t", "-o", "jsonpath={.spec.text}"), "PLAINTEXT")
+			contains(
+				t,
+				"their custom object",
+				ours.Kubectl("get", "thing", "t", "-o", "jsonpath={.spec.text}"),
+				"PLAINTEXT",
+			)
 			ours.Kubectl("create", "secret", "generic", "ours", "--from-literal=k=PLAINTEXT")
 			ours.Kubectl("label", "secret", "theirs", "seen=yes")
 			ours.Kubectl("label", "thing", "t", "seen=yes")
-			contains(t, "what is written, from the watch tier",
-				ours.Kubectl("get", "secrets,things", "-l", "seen=yes", "-o", "name"), "secret/theirs\nthing.e2e.example.com/t")
+			contains(
+				t,
+				"what is written, from the watch tier",
+				ours.Kubectl(
+					"get",
+					"secrets,things",
+					"-l",
+					"seen=yes",
+					"-o",
+					"name",
+				),
+				"secret/theirs\nthing.e2e.example.com/t",
+			)
 			ours.Stop()
 			for _, key := range []string{"secrets/default/ours", "secrets/default/theirs", "e2e.example.com/things/default/t"} {
 				isEncrypted("/registry/" + key)
@@ -112,7 +129,12 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 
 			theirs.Restart()
 			contains(t, "our secret", theirs.Kubectl("get", "secret", "ours", "-o", data), "UExBSU5URVhU")
-			contains(t, "our label", theirs.Kubectl("get", "secrets,things", "-l", "seen=yes", "-o", "name"), "secret/theirs\nthing")
+			contains(
+				t,
+				"our label",
+				theirs.Kubectl("get", "secrets,things", "-l", "seen=yes", "-o", "name"),
+				"secret/theirs\nthing",
+			)
 			theirs.Stop()
 
 			// Storage is migrated back to plaintext, by rewriting.
@@ -176,8 +198,8 @@ func TestAKeyThatIsGoneHidesItsObjectsAlone(t *testing.T) {
 	}
 }
 
-// A KMS that hangs, or answers rubbish, is named; everything else goes on, also the watches, and what it has given before
-// is good. When it is back, with another key, so is all.
+// A KMS that hangs, or answers rubbish, is named; everything else goes on, also the watches, and what it has given
+// before is good. When it is back, with another key, so is all.
 func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 	kms := harness.NewKMS(t)
 	dir := harness.TempDir(t)
