@@ -284,6 +284,9 @@ func (p *pair) update(o *object) {
 	put(o.path(), with(map[string]any{"uid": "other"}), "update with another uid")
 	put(o.path()+"x", plain, "update of nothing")
 	put(o.path()+"/status", with(map[string]any{"resourceVersion": versionOf(o.path())}), "update of status")
+	if o.kind.Kind == "FlowSchema" { // flow control says again what the update has taken away, in its own time
+		p.until(o.path(), `"type":"Dangling"`)
+	}
 	put(o.path()+"?fieldManager="+strings.Repeat("x", 200), plain, "long field manager")
 	put(o.path()+"?dryRun=Some", plain, "odd dry run")
 	put(o.path()+"?fieldValidation=Odd", plain, "odd field validation")
