@@ -112,7 +112,7 @@ func New(config *rest.Config, registry registryv1.CatalogClient, seats int) (*Fa
 
 // controller returns one that is not running yet. Until it has read the objects it has upstream's mandatory ones.
 func (f *Fairness) controller(seats int) *controller {
-	factory := informers.NewSharedInformerFactory(f.client, 0)
+	factory := informers.NewSharedInformerFactoryWithOptions(f.client, 0, informers.WithTransform(sound))
 	c := &controller{
 		Interface: flowcontrol.New(factory, f.client.FlowcontrolV1(), seats),
 		seats:     seats,
