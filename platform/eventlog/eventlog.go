@@ -232,13 +232,32 @@ func Message(e *logv1.Event) (*nats.Msg, error) {
 		subject = Subject(e.StoredAs)
 	}
 	m := &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}
-	if len(data) > compressAbove {
-		if packed := s2.Encode(nil, data); len(packed) < len(data) {
-			m.Data = packed
-			m.Header.Set(encodingHeader, s2Encoding)
-		}
+	if packed, ok := pack(data); ok {
+		m.Data = packed
+		m.Header.Set(encodingHeader, s2Encoding)
 	}
 	return m, nil
+}
+
+// pack compresses what is large, where that makes it smaller.
+func pack(data []byte) ([]byte, bool) {
+	if len(data) <= compressAbove {
+		return nil, false
+	}
+	packed := s2.Encode(nil, data)
+	return packed, len(packed) < len(data)
+}
+
+// unpack is pack's inverse, within what a message may unpack to.
+func unpack(data []byte) ([]byte, error) {
+	n, err := s2.DecodedLen(data)
+	if err != nil {
+		return nil, err
+	}
+	if n > maxEventBytes {
+		return nil, fmt.Errorf("it unpacks to %d bytes, more than the %d of a message", n, maxEventBytes)
+	}
+	return s2.Decode(nil, data)
 }
 
 // Event is Message's inverse, of data as a message with the header holds it.
@@ -246,14 +265,8 @@ func Event(header nats.Header, data []byte) (*logv1.Event, error) {
 	switch encoding := header.Get(encodingHeader); encoding {
 	case "":
 	case s2Encoding:
-		n, err := s2.DecodedLen(data)
-		if err != nil {
-			return nil, err
-		}
-		if n > maxEventBytes {
-			return nil, fmt.Errorf("it unpacks to %d bytes, more than the %d of a message", n, maxEventBytes)
-		}
-		if data, err = s2.Decode(nil, data); err != nil {
+		var err error
+		if data, err = unpack(data); err != nil {
 			return nil, err
 		}
 	default:

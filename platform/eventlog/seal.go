@@ -8,9 +8,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync"
 	"time"
 
-	"github.com/klauspost/compress/s2"
 	"google.golang.org/protobuf/proto"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -30,10 +30,8 @@ func Seal(e *logv1.Event, key string, secret []byte) error {
 		return err
 	}
 	sealed := &logv1.Sealed{Key: key}
-	if len(data) > compressAbove {
-		if packed := s2.Encode(nil, data); len(packed) < len(data) {
-			data, sealed.Packed = packed, true
-		}
+	if packed, ok := pack(data); ok {
+		data, sealed.Packed = packed, true
 	}
 	nonce := make([]byte, sealer.NonceSize(), sealer.NonceSize()+len(data)+sealer.Overhead())
 	_, _ = rand.Read(nonce) // it does not fail
@@ -56,14 +54,7 @@ func Open(e *logv1.Event, secret []byte) error {
 		return err
 	}
 	if e.Sealed.Packed {
-		size, err := s2.DecodedLen(data)
-		if err != nil {
-			return err
-		}
-		if size > maxEventBytes {
-			return fmt.Errorf("it unpacks to %d bytes, more than the %d of a message", size, maxEventBytes)
-		}
-		if data, err = s2.Decode(nil, data); err != nil {
+		if data, err = unpack(data); err != nil {
 			return err
 		}
 	}
@@ -85,7 +76,8 @@ func newSealer(secret []byte) (cipher.AEAD, error) {
 
 // placeOf binds what is sealed to where it is: it cannot be another object's or another event's.
 func placeOf(e *logv1.Event) []byte {
-	return fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d\x00%d\x00%d", e.StoredAs, e.Namespace, e.Name, e.Revision, e.Index, e.Type)
+	return fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d\x00%d\x00%d",
+		e.StoredAs, e.Namespace, e.Name, e.Revision, e.Index, e.Type)
 }
 
 // Keys answers the secret of a key that events of a stored resource are sealed with. An error of ErrNoKey is final; any
@@ -94,6 +86,47 @@ type Keys func(ctx context.Context, storedAs, key string) ([]byte, error)
 
 // ErrNoKey says that nobody can have a key any more, or as long as a KMS is away.
 var ErrNoKey = errors.New("the key is not to be had")
+
+const (
+	// RefusedFor is for how long a key that was not to be had is not asked for again: a KMS that hangs takes seconds
+	// each time, and the log waits.
+	RefusedFor = 10 * time.Second
+	// heldKeys bounds how many keys are kept in memory.
+	heldKeys = 1000
+)
+
+// KeyCache keeps keys by name. Its method may be called by any number of goroutines.
+type KeyCache struct {
+	mu   sync.Mutex
+	kept map[string]keptKey
+}
+
+type keptKey struct {
+	secret []byte
+	err    error
+	at     time.Time
+}
+
+// Get answers what ask does of a key: that it is not to be had (ErrNoKey) for RefusedFor. Any other error is not kept.
+func (c *KeyCache) Get(name string, ask func() ([]byte, error)) ([]byte, error) {
+	c.mu.Lock()
+	k, ok := c.kept[name]
+	c.mu.Unlock()
+	if ok && (k.err == nil || time.Since(k.at) < RefusedFor) {
+		return k.secret, k.err
+	}
+	secret, err := ask()
+	if err != nil && !errors.Is(err, ErrNoKey) {
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.kept == nil || len(c.kept) >= heldKeys {
+		c.kept = map[string]keptKey{}
+	}
+	c.kept[name] = keptKey{secret, err, time.Now()}
+	return secret, err
+}
 
 // keyPause is how long to wait until somebody who did not answer is asked for a key again.
 const keyPause = 200 * time.Millisecond

@@ -4,8 +4,11 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -94,4 +97,36 @@ func TestAnEventThatCannotBeOpenedResetsItsResource(t *testing.T) {
 	if err := handle(e); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
 	}
+}
+
+// A key is asked for once; one that is not to be had, again after a while; one that could not be asked for, at once.
+func TestKeysAreKept(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var cache KeyCache
+		asked := 0
+		get := func(name string, answer error) ([]byte, error) {
+			return cache.Get(name, func() ([]byte, error) { asked++; return []byte(name), answer })
+		}
+		for _, step := range []struct {
+			name   string
+			answer error
+			later  time.Duration
+			asked  int
+		}{
+			{"a", nil, 0, 1}, {"a", ErrNoKey, 24 * time.Hour, 1},
+			{"b", errors.New("away"), 0, 2}, {"b", ErrNoKey, 0, 3}, {"b", nil, RefusedFor / 2, 3}, {"b", nil, RefusedFor, 4},
+		} {
+			time.Sleep(step.later) // of the bubble's clock
+			_, _ = get(step.name, step.answer)
+			if asked != step.asked {
+				t.Errorf("%s is asked for %d times, not %d", step.name, asked, step.asked)
+			}
+		}
+		for i := range 2 * heldKeys {
+			_, _ = get(strconv.Itoa(i), nil)
+		}
+		if n := len(cache.kept); n > heldKeys {
+			t.Errorf("%d keys are kept", n)
+		}
+	})
 }

@@ -30,12 +30,9 @@ func ToStatus(err error) error {
 	if !errors.As(err, &api) {
 		if st, ok := status.FromError(err); ok {
 			if !utf8.ValidString(st.Message()) {
-				return withBeside(status.New(st.Code(), strings.ToValidUTF8(st.Message(), "\ufffd")), err).Err()
+				st = status.New(st.Code(), strings.ToValidUTF8(st.Message(), "\ufffd"))
 			}
-			if Warnings(err) != nil || Trail(err) != nil {
-				return withBeside(st, err).Err()
-			}
-			return err
+			return withBeside(st, err).Err()
 		}
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 			return withBeside(status.FromContextError(err), err).Err()

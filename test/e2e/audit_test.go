@@ -67,7 +67,8 @@ func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 	t.Helper()
 	c, err := rest.HTTPClientFor(s.Config())
 	if err != nil {
-		t.Fatal(err)
+		t.Error(err)
+		return nil
 	}
 	var mu sync.Mutex
 	var ids []string
@@ -101,26 +102,24 @@ func TestTheAuditLogHasWhatWasAcknowledged(t *testing.T) {
 	dir := harness.TempDir(t)
 	s := harness.Up(t, "", "--audit-policy-file="+auditPolicy(t, dir, "RequestResponse"),
 		"--audit-log-path="+filepath.Join(dir, "audit.log"), "--audit-log-maxsize=1", "--audit-log-maxbackup=0")
-	killed := make(chan struct{})
-	go func() {
-		defer close(killed)
-		time.Sleep(2 * time.Second)
-		s.Kill()
-	}()
-	ids := create(t, s, 4000, 1000)
-	<-killed
+	acknowledged := make(chan []string)
+	go func() { acknowledged <- create(t, s, 4000, 1000) }()
+	harness.Eventually(t, time.Minute, func() error { // it is rotated, and yet there is more to come
+		if files, _ := filepath.Glob(filepath.Join(dir, "audit*.log")); len(files) < 2 {
+			return fmt.Errorf("the log was not rotated: %q", files)
+		}
+		return nil
+	})
+	s.Kill()
+	ids := <-acknowledged
 	if len(ids) < 100 || len(ids) == 4000 {
 		t.Fatalf("%d requests were acknowledged before the server was killed", len(ids))
 	}
-	files, _ := filepath.Glob(filepath.Join(dir, "audit*.log"))
 	got := audited(t, filepath.Join(dir, "audit*.log"), someMaps)
 	for _, id := range ids {
 		if got[id] != 1 {
 			t.Errorf("request %s is recorded %d times", id, got[id])
 		}
-	}
-	if len(files) < 2 {
-		t.Errorf("the log was not rotated: %q", files)
 	}
 }
 

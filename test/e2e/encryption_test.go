@@ -15,10 +15,24 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// encrypted is an EncryptionConfiguration of Secrets and custom resources; providers are in the order given.
-func encrypted(providers ...string) string {
-	return fmt.Sprintf(`{"apiVersion":"apiserver.config.k8s.io/v1","kind":"EncryptionConfiguration","resources":[
-{"resources":["secrets","things.e2e.example.com"],"providers":[%s]}]}`, strings.Join(providers, ","))
+// encryption answers the flag of an EncryptionConfiguration of Secrets and custom resources, and what writes it:
+// providers are in the order given.
+func encryption(t *testing.T) (flag string, write func(providers ...string)) {
+	t.Helper()
+	file := filepath.Join(harness.TempDir(t), "encryption.json")
+	return "--encryption-provider-config=" + file, func(providers ...string) {
+		t.Helper()
+		if err := os.WriteFile(file, fmt.Appendf(nil,
+			`{"apiVersion":"apiserver.config.k8s.io/v1","kind":"EncryptionConfiguration","resources":[
+{"resources":["secrets","things.e2e.example.com"],"providers":[%s]}]}`, strings.Join(providers, ",")), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// written are the keys of what TestEncryptionAtRestIsKubeAPIServersBothWays has both servers write.
+var written = []string{
+	"/registry/secrets/default/ours", "/registry/secrets/default/theirs", "/registry/e2e.example.com/things/default/t",
 }
 
 const (
@@ -71,12 +85,7 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := harness.TempDir(t)
 			etcd := harness.Etcd(t, dir)
-			file := filepath.Join(dir, "encryption.json")
-			config := func(providers ...string) {
-				if err := os.WriteFile(file, []byte(encrypted(providers...)), 0o600); err != nil {
-					t.Fatal(err)
-				}
-			}
+			flag, config := encryption(t)
 			isEncrypted := func(key string) {
 				t.Helper()
 				if v := raw(t, etcd, key); !bytes.HasPrefix(v, []byte("k8s:enc:"+name)) ||
@@ -84,7 +93,6 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 					t.Errorf("etcd has %s as %.60q", key, v)
 				}
 			}
-			flag := "--encryption-provider-config=" + file
 			config(provider, noEncryption)
 			theirs := harness.KubeAPIServer(t, dir, etcd, flag)
 			theirs.Kubectl("create", "secret", "generic", "theirs", "--from-literal=k=PLAINTEXT")
@@ -123,8 +131,8 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 				"secret/theirs\nthing.e2e.example.com/t",
 			)
 			ours.Stop()
-			for _, key := range []string{"secrets/default/ours", "secrets/default/theirs", "e2e.example.com/things/default/t"} {
-				isEncrypted("/registry/" + key)
+			for _, key := range written {
+				isEncrypted(key)
 			}
 
 			theirs.Restart()
@@ -144,8 +152,8 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 			if out, err := ours.TryKubectl(list, "replace", "-f", "-"); err != nil {
 				t.Fatal(out, err)
 			}
-			for _, key := range []string{"secrets/default/ours", "secrets/default/theirs", "e2e.example.com/things/default/t"} {
-				if v := raw(t, etcd, "/registry/"+key); bytes.HasPrefix(v, []byte("k8s:enc:")) {
+			for _, key := range written {
+				if v := raw(t, etcd, key); bytes.HasPrefix(v, []byte("k8s:enc:")) {
 					t.Errorf("%s is still encrypted", key)
 				}
 			}
@@ -157,13 +165,7 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 func TestAKeyThatIsGoneHidesItsObjectsAlone(t *testing.T) {
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)
-	file := filepath.Join(dir, "encryption.json")
-	config := func(providers ...string) {
-		if err := os.WriteFile(file, []byte(encrypted(providers...)), 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	flag := "--encryption-provider-config=" + file
+	flag, config := encryption(t)
 	config(`{"aesgcm":`+aKey+`}`, noEncryption)
 	theirs := harness.KubeAPIServer(t, dir, etcd, flag)
 	theirs.Apply(things)
@@ -202,13 +204,10 @@ func TestAKeyThatIsGoneHidesItsObjectsAlone(t *testing.T) {
 // before is good. When it is back, with another key, so is all.
 func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 	kms := harness.NewKMS(t)
-	dir := harness.TempDir(t)
-	file := filepath.Join(dir, "encryption.json")
+	flag, config := encryption(t)
 	provider := fmt.Sprintf(`{"kms":{"apiVersion":"v2","name":"k","endpoint":%q,"timeout":"1s"}}`, kms.Endpoint)
-	if err := os.WriteFile(file, []byte(encrypted(provider, noEncryption)), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	s := harness.Up(t, "", "--encryption-provider-config="+file)
+	config(provider, noEncryption)
+	s := harness.Up(t, "", flag)
 	s.Kubectl("create", "secret", "generic", "before", "--from-literal=k=v")
 	ready := func(want int) {
 		t.Helper()
@@ -243,12 +242,9 @@ func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 // Nothing of a Secret that etcd has encrypted is anywhere in NATS, neither on its disk nor in its memory, and watches
 // see it all the same; also those that resume from the log.
 func TestNATSNeverSeesASecret(t *testing.T) {
-	dir := harness.TempDir(t)
-	file := filepath.Join(dir, "encryption.json")
-	if err := os.WriteFile(file, []byte(encrypted(`{"aesgcm":`+aKey+`}`, noEncryption)), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	s := harness.Split(t, "", "--encryption-provider-config="+file)
+	flag, config := encryption(t)
+	config(`{"aesgcm":`+aKey+`}`, noEncryption)
+	s := harness.Split(t, "", flag)
 	const plain = "INDEEDASECRET"
 	before := s.Kubectl("create", "configmap", "before", "-o", "jsonpath={.metadata.resourceVersion}")
 	s.Kubectl("create", "secret", "generic", "s", "--from-literal=k="+plain)

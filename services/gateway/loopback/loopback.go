@@ -39,12 +39,11 @@ type transport struct {
 
 // RoundTrip implements http.RoundTripper. The answer's body comes as it is written, so that watches work.
 func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
-	ctx, cancel := context.WithCancel(request.WithUser(req.Context(), t.as))
-	if info, err := paths.RequestInfo.NewRequestInfo(req); err == nil && info.Verb != "watch" {
-		stop := cancel
-		ctx, cancel = context.WithTimeout(ctx, requestTimeout)
-		context.AfterFunc(ctx, stop)
+	info, err := paths.RequestInfo.NewRequestInfo(req)
+	if err != nil {
+		return nil, err
 	}
+	ctx, cancel := bounded(request.WithUser(req.Context(), t.as), info)
 	inner := req.Clone(ctx)
 	inner.RequestURI = req.URL.RequestURI()
 	inner.RemoteAddr = "127.0.0.1:0"
@@ -89,6 +88,14 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 
 		ContentLength: -1,
 	}, nil
+}
+
+// bounded is a request's context, which a watch's client ends.
+func bounded(ctx context.Context, info *request.RequestInfo) (context.Context, context.CancelFunc) {
+	if info.Verb == "watch" {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, requestTimeout)
 }
 
 // bodyOf ends its request when it is closed.

@@ -23,11 +23,6 @@ const (
 	// the next one was made, which is longer than the log keeps events.
 	keyFor   = 24 * time.Hour
 	keepKeys = 7 * 24 * time.Hour
-	// refusedFor is for how long a key that could not be had is not asked for again: a KMS that hangs takes seconds
-	// each time, and the log waits.
-	refusedFor = 10 * time.Second
-	// heldKeys bounds how many keys are held in memory.
-	heldKeys = 1000
 )
 
 // encryptedPrefix is what every encrypted value begins with (k8s.io/apiserver/pkg/storage/value).
@@ -42,9 +37,9 @@ type LogKeys struct {
 	storage *Storage
 
 	mu sync.Mutex
-	// current are those that this process seals with, by stored resource; known all that it has read.
+	// current are those that this process seals with, by stored resource; read those that it opens with.
 	current map[string]logKey
-	known   map[string]logKey
+	read    eventlog.KeyCache
 }
 
 type logKey struct {
@@ -57,7 +52,7 @@ type logKey struct {
 
 // NewLogKeys returns the keys of a storage.
 func NewLogKeys(s *Storage) *LogKeys {
-	return &LogKeys{storage: s, current: map[string]logKey{}, known: map[string]logKey{}}
+	return &LogKeys{storage: s, current: map[string]logKey{}}
 }
 
 // Current is the key to seal events of st with, made and stored where this process has none yet, or an old one.
@@ -65,7 +60,7 @@ func (l *LogKeys) Current(ctx context.Context, st *Stored) (id string, secret []
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	k, ok := l.current[st.Name()]
-	if age := time.Since(k.since); ok && (k.err == nil && age < keyFor || k.err != nil && age < refusedFor) {
+	if age := time.Since(k.since); ok && (k.err == nil && age < keyFor || k.err != nil && age < eventlog.RefusedFor) {
 		return k.id, k.secret, k.err
 	}
 	k = logKey{since: time.Now()}
@@ -112,28 +107,18 @@ func (l *LogKeys) prune(ctx context.Context, st *Stored, now time.Time) error {
 // Open is the key of an id, as whoever sealed with it stored it. An error of eventlog.ErrNoKey is final for a while.
 func (l *LogKeys) Open(ctx context.Context, st *Stored, id string) ([]byte, error) {
 	path := logKeys + st.Name() + "/" + id
-	l.mu.Lock()
-	k, ok := l.known[path]
-	l.mu.Unlock()
-	if ok && (k.err == nil || time.Since(k.since) < refusedFor) {
-		return k.secret, k.err
-	}
-	resp, err := l.storage.Client.Client.Get(ctx, path)
-	if err != nil {
-		return nil, err // etcd's, which may go away
-	}
-	k = logKey{id: id, since: time.Now()}
-	if len(resp.Kvs) == 0 {
-		k.err = fmt.Errorf("%w: etcd has none of the name %s", eventlog.ErrNoKey, id)
-	} else if k.secret, _, err = st.transformer.TransformFromStorage(ctx, resp.Kvs[0].Value,
-		authenticatedKey(path)); err != nil {
-		k.err = fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
-	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if len(l.known) >= heldKeys {
-		clear(l.known)
-	}
-	l.known[path] = k
-	return k.secret, k.err
+	return l.read.Get(path, func() ([]byte, error) {
+		resp, err := l.storage.Client.Client.Get(ctx, path)
+		if err != nil {
+			return nil, err // etcd's, which may go away
+		}
+		if len(resp.Kvs) == 0 {
+			return nil, fmt.Errorf("%w: etcd has none of the name %s", eventlog.ErrNoKey, id)
+		}
+		secret, _, err := st.transformer.TransformFromStorage(ctx, resp.Kvs[0].Value, authenticatedKey(path))
+		if err != nil {
+			return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
+		}
+		return secret, nil
+	})
 }

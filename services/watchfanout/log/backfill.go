@@ -266,6 +266,15 @@ func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
 	defer func() { <-l.backfills.reads }()
 	l.replays.Inc()
 	bytes := 0
+	keep := eventlog.Opened(ctx, l.keys, func(e *logv1.Event) error {
+		if e.Type == logv1.Type_TYPE_RESET { // it cannot be opened
+			return eventlog.ErrExpired
+		}
+		event := cache.EventOf(e)
+		b.Events = append(b.Events, event)
+		bytes += event.Size()
+		return nil
+	})
 	for {
 		b.err = eventlog.Replay(ctx, l.js, b.storedAs, b.UpTo, func(e *logv1.Event) (bool, error) {
 			if n := len(b.Events); n > 0 && e.Revision > b.Events[n-1].Revision {
@@ -278,15 +287,7 @@ func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
 				b.UpTo = e.Revision
 				return e.Revision < low, nil
 			}
-			return true, eventlog.Opened(ctx, l.keys.get, func(e *logv1.Event) error {
-				if e.Type == logv1.Type_TYPE_RESET { // it cannot be opened
-					return eventlog.ErrExpired
-				}
-				event := cache.EventOf(e)
-				b.Events = append(b.Events, event)
-				bytes += event.Size()
-				return nil
-			})(e)
+			return true, keep(e)
 		})
 		n := len(b.Events)
 		for n > 0 && b.Events[n-1].Revision > b.UpTo {

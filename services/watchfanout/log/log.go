@@ -34,7 +34,7 @@ type Log struct {
 	nats   *nats.Conn
 	js     jetstream.JetStream
 	source registryv1.SourceClient
-	keys   *keys
+	keys   eventlog.Keys
 
 	ready *lifecycle.Readiness
 	// asking is when a publisher was last asked how far it is, in nanoseconds since 1970.
@@ -60,7 +60,7 @@ func New(c *cache.Cache, nc *nats.Conn, js jetstream.JetStream, source registryv
 		nats:      nc,
 		js:        js,
 		source:    source,
-		keys:      &keys{source: source},
+		keys:      keysOf(source),
 		ready:     ready,
 		backfills: newBackfills(),
 		draining:  make(chan struct{}),
@@ -90,7 +90,7 @@ func (l *Log) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 		return l.verify(ctx)
 	})
 	tasks.Go(ctx, "log", func(ctx context.Context) error {
-		return eventlog.Read(ctx, l.js, eventlog.Opened(ctx, l.keys.get, l.apply))
+		return eventlog.Read(ctx, l.js, eventlog.Opened(ctx, l.keys, l.apply))
 	})
 }
 

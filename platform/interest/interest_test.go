@@ -1,0 +1,46 @@
+package interest_test
+
+import (
+	"slices"
+	"testing"
+
+	"watershed.dev/platform/interest"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// An interest is in what it names, in all of a kind where it says so, in one group's requests, and not in a node's own.
+func TestAnInterestIsInWhatItNames(t *testing.T) {
+	create := []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE}
+	update := []admissionv1.Operation{admissionv1.Operation_OPERATION_UPDATE}
+	all := []*admissionv1.Interest{
+		{Resource: "pods", Operations: create},
+		{Group: "*", Resource: "*", Subresource: "*", UserGroup: "watched", Operations: update},
+		{Group: "coordination.k8s.io", Resource: "leases", UserGroup: "system:nodes", UnlessOwnIn: "kube-node-lease",
+			Operations: update},
+	}
+	pods := &commonv1.Resource{Version: "v1", Resource: "pods"}
+	leases := &commonv1.Resource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}
+	node := &commonv1.User{Name: "system:node:n", Groups: []string{"system:nodes"}}
+	for what, c := range map[string]struct {
+		of              *commonv1.Resource
+		namespace, name string
+		user            *commonv1.User
+		want            []admissionv1.Operation
+	}{
+		"a pod":                            {pods, "x", "p", &commonv1.User{Name: "jane"}, create},
+		"its status":                       {&commonv1.Resource{Resource: "pods", Subresource: "status"}, "x", "p", node, nil},
+		"another group's pods":             {&commonv1.Resource{Group: "g", Resource: "pods"}, "x", "p", node, nil},
+		"a pod of who is watched":          {pods, "x", "p", &commonv1.User{Groups: []string{"watched"}}, append(create, update...)},
+		"a lease":                          {leases, "kube-node-lease", "n", &commonv1.User{Name: "jane"}, nil},
+		"a node's own lease":               {leases, "kube-node-lease", "n", node, nil},
+		"another node's lease":             {leases, "kube-node-lease", "m", node, update},
+		"a lease of its name, elsewhere":   {leases, "x", "n", node, update},
+		"a lease that has no name yet":     {leases, "kube-node-lease", "", node, update},
+		"of a node that is only called so": {leases, "kube-node-lease", "n", &commonv1.User{Name: "n", Groups: node.Groups}, update},
+	} {
+		if got := interest.Operations(all, c.of, c.namespace, c.name, c.user); !slices.Equal(got, c.want) {
+			t.Errorf("%s: %v, not %v", what, got, c.want)
+		}
+	}
+}
