@@ -1,11 +1,14 @@
 package main
 
 import (
+	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -22,6 +25,9 @@ type child struct {
 	args    []string
 	// command, config and debug are of split's: the subcommand, its file, and where the process shows itself.
 	command, config, debug string
+	// refused, if it is not nil, is told when the process has said twice in a row why it does not run. Once it answers
+	// true the process is not started again.
+	refused func(why error) bool
 
 	mu      sync.Mutex
 	cmd     *exec.Cmd
@@ -55,38 +61,48 @@ func (s spawner) run() {
 	}
 }
 
-// start runs the process, and again whenever it ends, until stop.
+// start runs the process, and again whenever it ends, until stop, leave or refused.
 func (p *child) start(s spawner) {
 	p.done = make(chan struct{})
 	go func() {
 		defer close(p.done)
+		var before string
 		for {
-			err := p.once(s)
+			said, err := p.once(s)
 			p.mu.Lock()
 			stopped := p.stopped
 			p.mu.Unlock()
 			if stopped {
 				return
 			}
+			if p.refused != nil && said != "" && said == before && p.refused(fmt.Errorf("%s: %s", p.name, said)) {
+				return
+			}
+			before = said
 			fmt.Fprintf(os.Stderr, "%s ended (%v); starting it again\n", p.name, err)
 			time.Sleep(restartPause)
 		}
 	}()
 }
 
-func (p *child) once(s spawner) error {
+// once runs the process until it ends. said is why it does not run, if that is what it told.
+func (p *child) once(s spawner) (said string, err error) {
 	log, err := os.OpenFile(filepath.Join(p.dir, p.name+".log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
-		return err
+		return "", err
 	}
 	defer log.Close()
+	begin, err := log.Seek(0, io.SeekEnd)
+	if err != nil {
+		return "", err
+	}
 	cmd := exec.Command(p.program, p.args...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	p.mu.Lock()
 	if p.stopped {
 		p.mu.Unlock()
-		return nil
+		return "", nil
 	}
 	r := spawnRequest{cmd, make(chan error)}
 	s <- r
@@ -94,15 +110,54 @@ func (p *child) once(s spawner) error {
 	p.cmd = cmd
 	p.mu.Unlock()
 	if err != nil {
-		return err
+		return "", err
 	}
 	if err := os.WriteFile(filepath.Join(p.dir, p.name+".pid"), fmt.Appendf(nil, "%d\n",
 		cmd.Process.Pid), 0o600); err != nil {
 		_ = cmd.Process.Kill() // there is never a second one beside it
 		_ = cmd.Wait()
-		return err
+		return "", err
 	}
-	return cmd.Wait()
+	err = cmd.Wait()
+	if ended := new(exec.ExitError); errors.As(err, &ended) && ended.ExitCode() == failed {
+		said = lastWords(log.Name(), begin, "watershed "+p.command+": ")
+	}
+	return said, err
+}
+
+// failed is what the program ends with when it has told why; a panic ends it with another.
+const failed = 1
+
+// lastWords is what follows the last line of a file that begins with a prefix, to the end and without the prefix:
+// errors that were joined are of several lines. Nothing before from is looked at, and no more than wordsBytes.
+func lastWords(path string, from int64, prefix string) string {
+	f, err := os.Open(path)
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	size, err := f.Seek(0, io.SeekEnd)
+	if err != nil {
+		return ""
+	}
+	from = max(from, size-wordsBytes)
+	text := make([]byte, max(size-from, 0))
+	n, _ := f.ReadAt(text, from)
+	said := "\n" + string(text[:n])
+	at := strings.LastIndex(said, "\n"+prefix)
+	if at < 0 {
+		return ""
+	}
+	return strings.TrimSpace(said[at+1+len(prefix):])
+}
+
+const wordsBytes = 16 << 10
+
+// leave keeps the process from being started again when it ends: all are about to be stopped.
+func (p *child) leave() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.stopped = true
 }
 
 // stop asks the process to end and waits until it has.

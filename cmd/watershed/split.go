@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -41,7 +42,8 @@ var defaultReplicas = map[string]int{
 const restartPause = 200 * time.Millisecond
 
 // split runs every service as a process of its own, with mutual TLS between them, from configuration files as a
-// deployment would use, and starts again what dies.
+// deployment would use, and starts again what dies. A process that says twice in a row why it does not run ends the
+// start.
 func split(args []string) error {
 	if len(args) > 0 && args[0] == "scale" {
 		return scaleCommand(args[1:])
@@ -102,7 +104,7 @@ func replicaCounts(replicas map[string]int) (map[string]int, error) {
 	return counts, nil
 }
 
-// run starts every process, and again what dies, until it is told to stop.
+// run starts every process, and again what dies, until it is told to stop or a process refuses to start.
 func (s *splitRun) run(processes []*child, began time.Time) error {
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
@@ -110,21 +112,31 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	go s.pki.Renew(ctx)
 	fmt.Printf("Watershed %s starts %d processes in %s\n", version.Release(), len(processes), s.dir)
 	s.processes = processes
+	starting, refused := context.WithCancelCause(ctx)
+	defer refused(nil)
 	for _, p := range processes {
+		p.refused = func(why error) bool {
+			refused(why)
+			return !s.started.Load()
+		}
 		p.start(s.spawn)
 	}
 	defer func() {
 		s.mu.Lock() // nothing is scaled any more
+		for _, p := range s.processes {
+			p.leave()
+		}
 		for _, p := range slices.Backward(s.processes) {
 			p.stop()
 		}
 	}()
-	if err := s.ready(ctx); err != nil {
+	if err := s.ready(starting); err != nil {
 		if ctx.Err() != nil {
 			return nil
 		}
 		return err
 	}
+	s.started.Store(true)
 	for _, p := range processes {
 		fmt.Printf("  %-14s pid %-8d %s\n", p.name, p.pid(), p.debug)
 	}
@@ -143,11 +155,14 @@ type splitRun struct {
 	// addresses are where the processes of each service serve.
 	addresses map[string][]string
 
+	// started: what ends from now on is started again, whatever it says.
+	started atomic.Bool
+
 	mu        sync.Mutex
 	processes []*child
 }
 
-// ready waits until a gateway says that everything is.
+// ready waits until a gateway says that everything is. The error is why ctx is done.
 func (s *splitRun) ready(ctx context.Context) error {
 	pem, err := os.ReadFile(s.pki.CA.CertFile())
 	if err != nil {
@@ -171,7 +186,7 @@ func (s *splitRun) ready(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-			return ctx.Err()
+			return context.Cause(ctx)
 		case <-time.After(100 * time.Millisecond):
 		}
 	}

@@ -3,9 +3,11 @@ package main
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/spf13/pflag"
 	"sigs.k8s.io/yaml"
@@ -36,6 +38,77 @@ func plannedSplit(t *testing.T, replicas map[string]int, flags ...string) []*chi
 		t.Fatal(err)
 	}
 	return processes
+}
+
+// Why a process does not run is what it says at its end, on one line or several, and nothing from a start before.
+func TestTheLastWordsOfALog(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "log")
+	const before = "watershed authn: before\n"
+	for text, want := range map[string]string{
+		"":                            "",
+		"a line\n":                    "",
+		"a\nb\nc\n\n":                 "",
+		"one\nwatershed authn: why\n": "why",
+		"watershed authn: first\nwatershed authn: why\nand why\n":         "why\nand why",
+		"watershed authn: long ago\n" + strings.Repeat("x\n", wordsBytes): "",
+	} {
+		if err := os.WriteFile(path, []byte(before+text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got := lastWords(path, int64(len(before)), "watershed authn: "); got != want {
+			t.Errorf("%q: %q, want %q", text, got, want)
+		}
+	}
+}
+
+// A process that says twice why it does not run is given up where nobody wants it otherwise; one that panics, is killed
+// or says something else is started again.
+func TestWhatIsNotStartedAgain(t *testing.T) {
+	spawn := make(spawner)
+	go spawn.run()
+	t.Cleanup(func() { close(spawn) })
+	for name, c := range map[string]struct {
+		script string
+		once   bool // it is told of once, and not started again
+	}{
+		"a reason":      {"echo 'watershed x: why' >&2; exit 1", true},
+		"other reasons": {"echo \"watershed x: $$\" >&2; exit 1", false},
+		"a panic":       {"echo 'watershed x: why' >&2; exit 2", false},
+		"a kill":        {"echo 'watershed x: why' >&2; kill -9 $$", false},
+		"no word":       {"exit 1", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			runs := filepath.Join(dir, "runs")
+			told := make(chan error, 10)
+			p := &child{
+				name: "x-0", dir: dir, command: "x", program: "/bin/sh",
+				args:    []string{"-c", "echo >> " + runs + "; " + c.script},
+				refused: func(why error) bool { told <- why; return true },
+			}
+			p.start(spawn)
+			if c.once {
+				if why := <-told; why.Error() != "x-0: why" {
+					t.Errorf("it is told %q", why)
+				}
+				<-p.done
+				return
+			}
+			for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+				if b, _ := os.ReadFile(runs); len(b) > 2 {
+					break
+				}
+				if time.Now().After(deadline) {
+					t.Fatal("it was not started again")
+				}
+			}
+			p.stop()
+			if len(told) > 0 {
+				t.Errorf("it was given up: %v", <-told)
+			}
+		})
+	}
 }
 
 func settingsIn(t *testing.T, file string) map[string]any {

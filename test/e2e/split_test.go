@@ -170,3 +170,24 @@ func TestTheInnerNetworkIsClosedToClients(t *testing.T) {
 		}
 	}
 }
+
+// What a process will not be told stops the start, in the process's own words, as it does of `up`.
+func TestSplitStopsAtWhatAProcessRefuses(t *testing.T) {
+	dir := harness.TempDir(t)
+	p := harness.Start(t, dir, "split", harness.Watershed(), "split", "--data-dir", dir, "--bind-address=127.0.0.1",
+		fmt.Sprintf("--secure-port=%d", harness.FreePort(t)), "--audit-policy-file=/none", "--audit-log-path=-")
+	if err := p.Wait(time.Minute); err == nil {
+		t.Error("it ended well")
+	}
+	out, err := os.ReadFile(p.Log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := regexp.MustCompile(
+		`watershed split: gateway-\d: gateway: --audit-policy-file "/none": open /none: no such file`); !want.Match(out) {
+		t.Errorf("it says %s", out)
+	}
+	if left, _ := filepath.Glob(filepath.Join(dir, "*.pid")); len(left) > 0 {
+		t.Errorf("it left %v", left)
+	}
+}

@@ -117,6 +117,18 @@ func (p *Process) Stop() {
 	}
 }
 
+// Wait waits until the process has ended by itself, and answers how. One that goes on longer than within fails the
+// test's expectations: it is killed.
+func (p *Process) Wait(within time.Duration) error {
+	select {
+	case <-p.done:
+		return p.err
+	case <-time.After(within):
+		p.Kill()
+		return nil
+	}
+}
+
 // Kill ends it as kill -9 does.
 func (p *Process) Kill() {
 	_ = syscall.Kill(-p.Cmd.Process.Pid, syscall.SIGKILL)
