@@ -126,7 +126,7 @@ scale: build ## the watch tier scaled from two replicas to six and back under 5,
 conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, with this machine as a real node (as root), against kube-apiserver and Watershed; ARGS="-node kwok" needs no root
 	cd test && go run ./conformance -out ../.build/conformance -node real $(ARGS)
 
-differential: build peers ## the same 45,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
+differential: build peers ## the same 60,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
 	cd test && go run ./differential $(ARGS)
 
 robustness: build ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run

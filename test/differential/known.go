@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"regexp"
+	"slices"
 	"strings"
 )
 
@@ -93,6 +94,10 @@ var knownOfAudit = []*difference{
 	},
 }
 
+// repairs are the controllers of a server's own that leave Events of Services (pkg/registry/core/service/ipallocator
+// and portallocator).
+var repairs = []string{"ipallocator-repair-controller", "portallocator-repair-controller"}
+
 var known = []*difference{
 	{
 		name:    "flow control's condition",
@@ -100,6 +105,24 @@ var known = []*difference{
 		what:    is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling|Invalid value: `),
 		reason: "A controller says of each FlowSchema whether its level exists, in its own time, and writes it six " +
 			"times a minute at most: what it says after an update has taken it away may be there on one side alone.",
+	},
+	{
+		name:    "an Event of a repair",
+		request: is(`^(GET|WATCH) .*/events`),
+		what:    is(`\.(items|rows)\b|remainingItemCount|^watch`),
+		when: func(_ *request, a, b answer) bool {
+			return slices.ContainsFunc(repairs, func(name string) bool {
+				return strings.Contains(string(a.body), name) != strings.Contains(string(b.body), name)
+			})
+		},
+		reason: "The controllers that repair cluster IPs and node ports, the same in both, may see a Service before " +
+			"its allocation, and then leave an Event.",
+	},
+	{
+		name:    "an Event of a repair, beyond the page",
+		request: is(`^GET .*/events\?.*limit=`),
+		what:    is(`remainingItemCount`),
+		reason:  "As above: such an Event counts where it is not shown.",
 	},
 	{
 		name:    "429 of a cache that begins",

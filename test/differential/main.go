@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -114,8 +115,8 @@ func run(t *testing.T, o options) {
 	}
 }
 
-// withoutRepairs deletes what a server's own repair loop has said of the corpus's services. The loop races with their
-// creation, in kube-apiserver too, and finds an address unallocated on one side and not on the other.
+// withoutRepairs deletes what a server's own repair loops have said of the corpus's services. The loops race with their
+// creation, in kube-apiserver too, and find an address unallocated on one side and not on the other.
 func withoutRepairs(t testing.TB, s *harness.Server) {
 	events := s.Client().CoreV1().Events(metav1.NamespaceAll)
 	all, err := events.List(t.Context(), metav1.ListOptions{})
@@ -123,7 +124,7 @@ func withoutRepairs(t testing.TB, s *harness.Server) {
 		t.Fatal(err)
 	}
 	for _, e := range all.Items {
-		if e.ReportingController == "ipallocator-repair-controller" {
+		if slices.Contains(repairs, e.ReportingController) {
 			if err := s.Client().CoreV1().Events(e.Namespace).Delete(t.Context(), e.Name,
 				metav1.DeleteOptions{}); err != nil {
 				t.Fatal(err)
