@@ -38,6 +38,10 @@ var (
 func main() {
 	log.SetFlags(0)
 	flag.Parse()
+	if flag.Arg(0) == loudTenantCommand {
+		runLoudTenant(flag.Args()[1:])
+		return
+	}
 	dir, err := os.MkdirTemp("", "wsbench")
 	check(err)
 	defer os.RemoveAll(dir)

@@ -1,15 +1,20 @@
 package main
 
 import (
+	"bufio"
+	"bytes"
 	"context"
 	"crypto/tls"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log"
 	"net"
 	"net/http"
 	"net/url"
+	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"sync"
@@ -67,20 +72,65 @@ func tenant(s *server) map[string]float64 {
 		}
 	}
 	report("without")
-	ctx, cancel := context.WithCancel(context.Background())
-	loudly := s.loud(ctx, name, loud)
-	time.Sleep(3 * time.Second)
+	began := time.Now()
+	stop := s.startLoudTenant(name, loud)
+	time.Sleep(warmUp)
 	report("beside")
-	cancel()
-	loudly.done.Wait()
-	out["the loud tenant: lists answered a second"] = float64(loudly.lists.Load()) / (beside + 3*time.Second).Seconds()
+	took := time.Since(began)
+	for what, n := range stop() {
+		out["the loud tenant: "+what+" a second"] = float64(n) / took.Seconds()
+	}
 	return out
+}
+
+// warmUp is how long the tenant is loud before the others are measured: by then its watches are open.
+const warmUp = 10 * time.Second
+
+// loudTenantCommand is what this program is told to be the tenant. It is a process of its own: the others' requests are
+// not to wait for a turn among its goroutines.
+const loudTenantCommand = "loud-tenant"
+
+// startLoudTenant begins it; stop ends it, and answers what it got.
+func (s *server) startLoudTenant(name, token string) (stop func() map[string]int64) {
+	self, err := os.Executable()
+	check(err)
+	cmd := exec.Command(self, loudTenantCommand, s.url, name, token)
+	cmd.Stderr = os.Stderr
+	in, err := cmd.StdinPipe()
+	check(err)
+	var answer bytes.Buffer
+	cmd.Stdout = &answer
+	check(cmd.Start())
+	return func() map[string]int64 {
+		check(in.Close())
+		check(cmd.Wait())
+		got := map[string]int64{}
+		check(json.Unmarshal(answer.Bytes(), &got))
+		return got
+	}
+}
+
+// runLoudTenant is the tenant, until its input ends.
+func runLoudTenant(args []string) {
+	ctx, cancel := context.WithCancel(context.Background())
+	t := &loudTenant{url: args[0], path: args[0] + "/api/v1/namespaces/" + args[1] + "/configmaps", token: args[2]}
+	t.begin(ctx, args[1])
+	_, _ = io.Copy(io.Discard, os.Stdin)
+	cancel()
+	t.done.Wait()
+	check(json.NewEncoder(os.Stdout).Encode(map[string]int64{
+		"lists answered": t.lists.Load(), "lists refused": t.refused.Load(), "events of its watches": t.events.Load(),
+		"changes made": t.changes.Load(), "watches begun": t.watches.Load(),
+	}))
 }
 
 // other is somebody whose requests are measured.
 type other struct {
 	every time.Duration
-	ask   func(ctx context.Context, i int) (*http.Response, error)
+	// single: it asks one thing after the other, later where an answer takes longer than every.
+	single bool
+
+	ask func(ctx context.Context, i int) (*http.Response, error)
 }
 
 type outcome struct {
@@ -113,6 +163,9 @@ func (s *server) measured(others map[string]other) map[string]*outcome {
 			defer tick.Stop()
 			for i, began := 0, time.Now(); time.Since(began) < beside; i++ {
 				<-tick.C
+				if o.single {
+					asking.Wait()
+				}
 				asking.Go(func() {
 					ctx, cancel := context.WithTimeout(context.Background(), patience)
 					defer cancel()
@@ -138,6 +191,8 @@ func (s *server) measured(others map[string]other) map[string]*outcome {
 	return out
 }
 
+const renewTime = "2006-01-02T15:04:05.000000Z"
+
 // others are 20 kubelets' heartbeats (each at ten times its pace), an election, and another tenant at work.
 func (s *server) others(name, token string) map[string]other {
 	lease := func(ns, name string) string {
@@ -158,29 +213,45 @@ func (s *server) others(name, token string) map[string]other {
 	}
 	election := lease("kube-system", "kube-controller-manager") // whose role names it
 	renewal := func() string {
-		return fmt.Sprintf(`{"spec":{"renewTime":%q}}`, time.Now().UTC().Format("2006-01-02T15:04:05.000000Z"))
+		return fmt.Sprintf(`{"spec":{"renewTime":%q}}`, time.Now().UTC().Format(renewTime))
 	}
-	patch := func(ctx context.Context, path string, header map[string]string) (*http.Response, error) {
-		req, err := http.NewRequestWithContext(ctx, "PATCH", s.url+path, strings.NewReader(renewal()))
+	send := func(ctx context.Context, method, path, body, contentType string,
+		header map[string]string) (*http.Response, error) {
+		req, err := http.NewRequestWithContext(ctx, method, s.url+path, strings.NewReader(body))
 		check(err)
-		req.Header.Set("Content-Type", "application/merge-patch+json")
+		req.Header.Set("Content-Type", contentType)
 		for k, v := range header {
 			req.Header.Set(k, v)
 		}
 		return s.client.Do(req)
 	}
-	own := s.bearer(token)
+	own := bearer(token)
 	return map[string]other{
-		"kubelets": {50 * time.Millisecond, func(ctx context.Context, i int) (*http.Response, error) {
+		"kubelets": {every: 50 * time.Millisecond, ask: func(ctx context.Context, i int) (*http.Response, error) {
 			node := fmt.Sprintf("%s-n%d", name, i%nodes)
-			return patch(ctx, beats[i%nodes], map[string]string{
+			return send(ctx, "PATCH", beats[i%nodes], renewal(), "application/merge-patch+json", map[string]string{
 				"Impersonate-User": "system:node:" + node, "Impersonate-Group": "system:nodes",
 			})
 		}},
-		"an election": {200 * time.Millisecond, func(ctx context.Context, _ int) (*http.Response, error) {
-			return patch(ctx, election, map[string]string{"Impersonate-User": "system:kube-controller-manager"})
+		"an election": {every: 200 * time.Millisecond, single: true, ask: func(ctx context.Context, _ int) (*http.Response, error) {
+			// it may update this Lease, and not patch it
+			as := map[string]string{"Impersonate-User": "system:kube-controller-manager"}
+			resp, err := send(ctx, "GET", election, "", "", as)
+			if err != nil || resp.StatusCode != http.StatusOK {
+				return resp, err
+			}
+			var lease map[string]any
+			err = json.NewDecoder(resp.Body).Decode(&lease)
+			resp.Body.Close()
+			if err != nil {
+				return nil, err
+			}
+			lease["spec"].(map[string]any)["renewTime"] = time.Now().UTC().Format(renewTime)
+			body, err := json.Marshal(lease)
+			check(err)
+			return send(ctx, "PUT", election, string(body), "application/json", as)
 		}},
-		"another tenant": {100 * time.Millisecond, func(ctx context.Context, i int) (*http.Response, error) {
+		"another tenant": {every: 100 * time.Millisecond, ask: func(ctx context.Context, i int) (*http.Response, error) {
 			req, err := http.NewRequestWithContext(
 				ctx,
 				"GET",
@@ -201,13 +272,14 @@ func (s *server) others(name, token string) map[string]other {
 
 // loudTenant is the tenant at work.
 type loudTenant struct {
-	lists atomic.Int64
-	done  sync.WaitGroup
+	url, path, token                         string
+	lists, refused, events, changes, watches atomic.Int64
+
+	done sync.WaitGroup
 }
 
-func (s *server) loud(ctx context.Context, name, token string) *loudTenant {
-	l := &loudTenant{}
-	path := s.url + "/api/v1/namespaces/" + name + "/configmaps"
+func (l *loudTenant) begin(ctx context.Context, name string) {
+	path, token := l.path, l.token
 	send := func(do func(*http.Request) (*http.Response, error), method, path, body, contentType string) (int, error) {
 		req, err := http.NewRequestWithContext(ctx, method, path, strings.NewReader(body))
 		check(err)
@@ -221,39 +293,37 @@ func (s *server) loud(ctx context.Context, name, token string) *loudTenant {
 		return resp.StatusCode, err
 	}
 	for range 20 { // connections of 250 watches each
-		do := s.bearer(token)
+		do := bearer(token)
 		for range tenantWatches / 20 {
-			l.done.Go(func() {
-				_, _ = send(do, "GET", path+"?watch=1&fieldSelector=metadata.name%3Dc0", "", "")
-			})
+			l.done.Go(func() { l.watch(ctx, do) })
 		}
 	}
-	lister := s.bearer(token)
+	lister := bearer(token)
 	for range tenantListers {
 		l.done.Go(func() {
 			tick := time.NewTicker(time.Second * tenantListers / tenantLists)
 			defer tick.Stop()
 			for ctx.Err() == nil {
 				<-tick.C
-				if code, err := send(lister, "GET", path, "", ""); err == nil && code == 200 {
+				switch code, err := send(lister, "GET", path, "", ""); {
+				case err == nil && code == http.StatusOK:
 					l.lists.Add(1)
+				case err == nil && code == http.StatusTooManyRequests:
+					l.refused.Add(1)
 				}
 			}
 		})
 	}
 	l.done.Go(func() {
 		for i := 0; ctx.Err() == nil; i++ {
-			_, _ = send(
-				lister,
-				"PATCH",
-				path+"/c0",
-				fmt.Sprintf(`{"data":{"n":"%d"}}`, i),
-				"application/merge-patch+json",
-			)
+			change := fmt.Sprintf(`{"data":{"n":"%d"}}`, i)
+			if code, _ := send(lister, "PATCH", path+"/c0", change, "application/merge-patch+json"); code == http.StatusOK {
+				l.changes.Add(1)
+			}
 			time.Sleep(50 * time.Millisecond)
 		}
 	})
-	at, err := url.Parse(s.url)
+	at, err := url.Parse(l.url)
 	check(err)
 	for range tenantBodies {
 		l.done.Go(func() {
@@ -278,11 +348,35 @@ func (s *server) loud(ctx context.Context, name, token string) *loudTenant {
 			}
 		})
 	}
-	return l
+}
+
+// watch keeps one watch of the object open, and counts its events.
+func (l *loudTenant) watch(ctx context.Context, do func(*http.Request) (*http.Response, error)) {
+	for ctx.Err() == nil {
+		req, err := http.NewRequestWithContext(ctx, "GET", l.path+"?watch=1&fieldSelector=metadata.name%3Dc0", nil)
+		check(err)
+		resp, err := do(req)
+		if err != nil {
+			time.Sleep(time.Second)
+			continue
+		}
+		if resp.StatusCode == http.StatusOK {
+			l.watches.Add(1)
+			for lines := bufio.NewReader(resp.Body); err == nil; {
+				if _, err = lines.ReadSlice('\n'); err == nil {
+					l.events.Add(1)
+				} else if errors.Is(err, bufio.ErrBufferFull) {
+					err = nil
+				}
+			}
+		}
+		resp.Body.Close()
+		time.Sleep(time.Second) // as a client's backoff
+	}
 }
 
 // bearer sends requests with a token, over a connection of its own.
-func (s *server) bearer(token string) func(*http.Request) (*http.Response, error) {
+func bearer(token string) func(*http.Request) (*http.Response, error) {
 	c := &http.Client{Transport: &http.Transport{
 		TLSClientConfig:   &tls.Config{InsecureSkipVerify: true}, // the token says who it is
 		ForceAttemptHTTP2: true,
@@ -315,7 +409,7 @@ func (s *server) account(name, rule string) string {
 	var t struct{ Status struct{ Token string } }
 	check(json.Unmarshal(post(in+"/serviceaccounts/robot/token",
 		`{"apiVersion":"authentication.k8s.io/v1","kind":"TokenRequest","spec":{}}`), &t))
-	do := s.bearer(t.Status.Token)
+	do := bearer(t.Status.Token)
 	for n := 0; ; n++ {
 		req, err := http.NewRequest("GET", s.url+in+"/configmaps", nil)
 		check(err)
