@@ -265,11 +265,11 @@ func (m *migration) differ(given map[string][]string) {
 			"--authorization-mode AlwaysAllow: anonymous requests are turned away, as kube-apiserver does",
 		)
 	}
-	if given["admission-control-config-file"] != nil {
-		m.differs = append(
-			m.differs,
-			"the files that --admission-control-config-file names are read as they are: their paths are to be the host's",
-		)
+	for _, name := range []string{"admission-control-config-file", "egress-selector-config-file"} {
+		if given[name] != nil {
+			m.differs = append(m.differs,
+				fmt.Sprintf("the files that --%s names are read as they are: their paths are to be the host's", name))
+		}
 	}
 }
 

@@ -62,15 +62,12 @@ var absent = map[string]Absent{
 	"cert-dir": {
 		Why: "certificates that are not given are made in --data-dir; --tls-cert-file and --tls-private-key-file give them",
 	},
-	"contention-profiling":      {Why: "contention is not profiled", Leave: true, Neutral: "false"},
-	"debug-socket-path":         {Why: "--debug-address takes the path of a socket"},
-	"default-watch-cache-size":  {Why: ringBytes},
-	"delete-collection-workers": {Why: "a collection is deleted one by one", Leave: true, Neutral: "1"},
-	"disable-http2-serving":     {Why: "HTTP/2 is always served", Leave: true, Neutral: "false"},
-	"disabled-metrics":          {Why: ownMetrics, Leave: true},
-	"egress-selector-config-file": {
-		Why: "there is no egress selector; nodes, pods and webhooks are dialled from where the gateway, registry and admission run",
-	},
+	"contention-profiling":         {Why: "contention is not profiled", Leave: true, Neutral: "false"},
+	"debug-socket-path":            {Why: "--debug-address takes the path of a socket"},
+	"default-watch-cache-size":     {Why: ringBytes},
+	"delete-collection-workers":    {Why: "a collection is deleted one by one", Leave: true, Neutral: "1"},
+	"disable-http2-serving":        {Why: "HTTP/2 is always served", Leave: true, Neutral: "false"},
+	"disabled-metrics":             {Why: ownMetrics, Leave: true},
 	"emulated-version":             {Why: only136, Leave: true},
 	"emulation-forward-compatible": {Why: only136, Leave: true, Neutral: "false"},
 	"enable-garbage-collector": {

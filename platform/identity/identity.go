@@ -3,12 +3,15 @@ package identity
 
 import (
 	"errors"
+	"net"
 	"slices"
 	"strings"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apiserver/pkg/authentication/serviceaccount"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 
@@ -37,7 +40,11 @@ const GenerationLease = 3 * time.Second
 
 // Stranger says whether a user is nobody in particular: anonymous, by name or by group.
 func Stranger(u user.Info) bool {
-	return u == nil || u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
+	return u == nil || stranger(u)
+}
+
+func stranger(u named) bool {
+	return u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
 }
 
 // Owner is whose share a user's use of something bounded counts against: the user's own or, for service accounts, their
@@ -49,6 +56,35 @@ func Owner(user string) string {
 	}
 	return user
 }
+
+// Share is whose share of what lasts at a gateway (connections, streams, what watches are delivered) a request from an
+// address counts against: that of its user's Owner or, of strangers, of the address' host, so that one of them does not
+// keep the others out. "" is nobody's: what the cluster itself lives by has no bounds, which are the system's services,
+// nodes, and the service accounts of kube-system, some of which are on every node; nor has who may do everything.
+func Share(u named, address string) string {
+	for _, g := range u.GetGroups() {
+		if g == ServicesGroup || g == user.NodesGroup || g == user.SystemPrivilegedGroup || g == systemAccounts {
+			return ""
+		}
+	}
+	if stranger(u) {
+		host, _, err := net.SplitHostPort(address)
+		if err != nil {
+			host = address
+		}
+		return u.GetName() + " at " + host
+	}
+	return Owner(u.GetName())
+}
+
+// named is a user as apiserver or the contracts have it.
+type named interface {
+	GetName() string
+	GetGroups() []string
+}
+
+// systemAccounts is the group of kube-system's service accounts.
+var systemAccounts = serviceaccount.MakeNamespaceGroupName(metav1.NamespaceSystem)
 
 // UserProto makes u fit for the wire; nil stays nil.
 func UserProto(u user.Info) *commonv1.User {

@@ -38,6 +38,7 @@ import (
 	"k8s.io/kubernetes/plugin/pkg/admission/noderestriction"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/egress"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -50,6 +51,7 @@ type Config struct {
 	AggregatorRouting bool
 	Hooks             HookOptions
 	Freshness         apiclient.Freshness
+	Egress            egress.Config
 }
 
 // NewConfig returns the defaults.
@@ -60,6 +62,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
+	c.Egress.AddFlags(fs)
 	c.Hooks.AddFlags(fs)
 	fs.BoolVar(&c.AggregatorRouting, "enable-aggregator-routing", false,
 		"Turns on routing of webhook calls to endpoints' addresses rather than to cluster IPs.")
@@ -110,7 +113,11 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if s.hooks, err = newHooks(c.Hooks, s.informers); err != nil {
 		return nil, err
 	}
-	initializers, err := s.initializers(apiclient.Protobuf(plain))
+	out, err := c.Egress.Open()
+	if err != nil {
+		return nil, err
+	}
+	initializers, err := s.initializers(apiclient.Protobuf(plain), out)
 	if err != nil {
 		return nil, err
 	}
@@ -124,7 +131,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	s.chain = admission.WithAudit(gc.AdmissionControl)
-	if s.customs, err = newCustoms(plain, s.resolver, s.mapper.touch); err != nil {
+	if s.customs, err = newCustoms(plain, s.resolver, out, s.mapper.touch); err != nil {
 		return nil, err
 	}
 	// Other plugins than the default and NodeRestriction may look at anything, and so may webhooks and policies from
@@ -162,19 +169,20 @@ func (s *Service) trackAges() {
 	}
 }
 
-func (s *Service) initializers(rc *rest.Config) ([]admission.PluginInitializer, error) {
+func (s *Service) initializers(rc *rest.Config, out egress.Selector) ([]admission.PluginInitializer, error) {
 	config := controlplaneadmission.Config{
 		LoopbackClientConfig: rc,
 		ExternalInformers:    s.informers,
 		APIResourceConfig:    controlplane.DefaultAPIResourceConfigSource(),
 	}
-	initializers, err := config.New(&http.Transport{}, nil, s.resolver, otel.GetTracerProvider())
+	initializers, err := config.New(&http.Transport{}, out.Upstream(), s.resolver, otel.GetTracerProvider())
 	if err != nil {
 		return nil, err
 	}
 	if s.hooks != nil {
 		initializers = append(initializers, s.hooks.initializer(
-			webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, rc, otel.GetTracerProvider())))
+			webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, out.Upstream(), rc,
+				otel.GetTracerProvider())))
 	}
 	return append(initializers, kubeadmission.NewPluginInitializer()), nil
 }

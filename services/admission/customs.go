@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 
 	"watershed.dev/platform/crd"
+	"watershed.dev/platform/egress"
 )
 
 // customs knows how custom resources' objects are defaulted and converted: a webhook may be interested in another
@@ -41,8 +42,10 @@ type custom struct {
 	equivalents runtime.EquivalentResourceMapper
 }
 
-// newCustoms reads definitions with config; changed is called when any has changed.
-func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, changed func()) (*customs, error) {
+// newCustoms reads definitions with config, and calls conversion webhooks by out; changed is called when any definition
+// has changed.
+func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, out egress.Selector,
+	changed func()) (*customs, error) {
 	client, err := extensionsclient.NewForConfig(config)
 	if err != nil {
 		return nil, err
@@ -73,7 +76,8 @@ func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, chang
 		return nil, err
 	}
 	c.converters, err = conversion.NewCRConverterFactory(services,
-		webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, config, otel.GetTracerProvider()))
+		webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, out.Upstream(), config,
+			otel.GetTracerProvider()))
 	return c, err
 }
 

@@ -36,6 +36,7 @@ import (
 	"k8s.io/kubernetes/plugin/pkg/admission/noderestriction"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/egress"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/interest"
 	"watershed.dev/platform/warnings"
@@ -239,7 +240,7 @@ func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 		t.Fatal(err)
 	}
 	s := &Service{informers: f, resolver: resolver, mapper: newMapper(client.Discovery())}
-	own, err := s.initializers(rest.CopyConfig(rc))
+	own, err := s.initializers(rest.CopyConfig(rc), egress.Selector{})
 	if err != nil {
 		t.Fatal(err)
 	}

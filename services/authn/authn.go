@@ -38,6 +38,7 @@ import (
 	"k8s.io/kubernetes/plugin/pkg/auth/authenticator/token/bootstrap"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/egress"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/lifecycle"
@@ -60,6 +61,7 @@ type Config struct {
 	// CacheTTL is how long callers may keep an answer. A token or certificate that is revoked works on for that long.
 	CacheTTL  time.Duration
 	Freshness apiclient.Freshness
+	Egress    egress.Config
 }
 
 // NewConfig returns the defaults.
@@ -72,6 +74,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
+	c.Egress.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "",
 		"How to reach the gateway, for what token authentication must look up.")
 	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
@@ -131,6 +134,11 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	ac.APIServerID = serverID
+	out, err := c.Egress.Open()
+	if err != nil {
+		return nil, err
+	}
+	ac.CustomDial, ac.EgressLookup = out.ControlPlane(), out.Lookup()
 	if accounts != nil && len(accounts.KeyFiles) > 0 {
 		if ac.ServiceAccountPublicKeysGetter, err = newKeyFiles(ctx, accounts.KeyFiles, &s.files); err != nil {
 			return nil, err

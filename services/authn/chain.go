@@ -147,6 +147,7 @@ func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
 			ServiceAccountIssuers: c.ServiceAccountIssuers,
 			APIAudiences:          c.APIAudiences,
 			APIServerID:           c.APIServerID,
+			EgressLookup:          c.EgressLookup,
 		}.New(ctx)
 		if err != nil {
 			return err

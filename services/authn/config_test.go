@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	apiserverconfig "k8s.io/apiserver/pkg/apis/apiserver"
@@ -64,4 +65,27 @@ func TestTheAuthenticationConfigurationIsReadAnew(t *testing.T) {
 	apply(fmt.Sprintf(configuration, true, "https://fourth.example.com"), false, 1)
 	fails = false
 	apply(fmt.Sprintf(configuration, true, "https://fourth.example.com"), true, 2)
+}
+
+// An issuer that is to be dialled by a network's way has to have one, with kube-apiserver's words.
+func TestAnIssuersEgressHasToBeThere(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name, text string) string {
+		t.Helper()
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	c := NewConfig()
+	c.Options.ServiceAccounts = nil
+	c.Kubeconfig = write("kubeconfig", `{"apiVersion":"v1","kind":"Config","current-context":"x",
+"clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:1"}}],"contexts":[{"name":"x","context":{"cluster":"c"}}]}`)
+	c.Options.AuthenticationConfigFile = write("config.yaml", strings.ReplaceAll(fmt.Sprintf(configuration, true,
+		"https://first.example.com"), "audiences: [a]", "audiences: [a], egressSelectorType: cluster"))
+	const says = `oidc: egress lookup required with egress selector type "cluster"`
+	if _, err := New(t.Context(), c); err == nil || !strings.Contains(err.Error(), says) {
+		t.Errorf("%v, want %q", err, says)
+	}
 }

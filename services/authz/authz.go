@@ -23,6 +23,7 @@ import (
 	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/egress"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/lifecycle"
@@ -35,6 +36,7 @@ type Config struct {
 	Options    *kubeoptions.BuiltInAuthorizationOptions
 	Kubeconfig string
 	Freshness  apiclient.Freshness
+	Egress     egress.Config
 }
 
 // NewConfig returns the defaults: Node and RBAC.
@@ -49,6 +51,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, false)
 	c.Options.AddFlags(fs)
 	c.Freshness.AddFlags(fs)
+	c.Egress.AddFlags(fs)
 	fs.StringVar(&c.Kubeconfig, "kubeconfig", "", "How to reach the gateway, for the policies.")
 }
 
@@ -86,6 +89,11 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
+	out, err := c.Egress.Open()
+	if err != nil {
+		return nil, err
+	}
+	ac.CustomDial = out.ControlPlane()
 	if s.chain, err = newChain(ctx, ac, &s.files, func() { s.generations.change("", true) }); err != nil {
 		return nil, fmt.Errorf("--authorization-mode: %w", err)
 	}

@@ -27,6 +27,7 @@ import (
 
 	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/egress"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/kubeversion"
@@ -65,6 +66,7 @@ type Config struct {
 	Streaming         streaming.Config
 	Audit             audit.Config
 	Fairness          fairness.Config
+	Egress            egress.Config
 }
 
 // AddFlags adds every setting to fs.
@@ -76,6 +78,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Streaming.AddFlags(fs)
 	c.Audit.AddFlags(fs)
 	c.Fairness.AddFlags(fs)
+	c.Egress.AddFlags(fs)
 	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
 		"Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of "+
 			"registry. It is cheaper where both are in one process.")
@@ -159,11 +162,15 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	metrics.Register()
 	flowcontrolmetrics.Register()
-	carrier, err := streaming.New(&c.Streaming)
+	out, err := c.Egress.Open()
 	if err != nil {
 		return nil, err
 	}
-	remotes, err := aggregation.New(&c.Aggregation)
+	carrier, err := streaming.New(&c.Streaming, out.Cluster())
+	if err != nil {
+		return nil, err
+	}
+	remotes, err := aggregation.New(&c.Aggregation, out.Cluster())
 	if err != nil {
 		return nil, err
 	}
@@ -175,7 +182,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		interests: &routing.Interests{Client: d.Admission},
 		external:  c.externalAddress(),
 	}
-	if g.auditor, err = audit.New(ctx, &c.Audit, &g.files); err != nil {
+	if g.auditor, err = audit.New(ctx, &c.Audit, out.ControlPlane(), &g.files); err != nil {
 		return nil, err
 	}
 	g.views = newViews(g.external, d.Catalog, remotes)
@@ -193,7 +200,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		}
 		router.Answered = g.fairness.Answered
 	}
-	g.handler = c.Edge.Chain(api, authn, g.authz, g.auditor, g.fairness, g.server.InFlight, g.own)
+	g.handler = g.server.Chain(api, authn, g.authz, g.auditor, g.fairness, g.own)
 	return g, nil
 }
 
@@ -208,19 +215,20 @@ func (c *Config) validate() error {
 		return errors.New("--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
 			"with --enable-priority-and-fairness")
 	}
-	return nil
+	return errors.Join(c.Edge.Bounds.Validate(), c.Watch.Validate())
 }
 
 // router is what answers requests for resources.
 func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
 	c, d := g.config, &g.deps
-	feeds := new(watch.Room)
+	feeds, budgets := new(watch.Room), new(watch.Budgets)
 	hub := func(from watch.Streams) *watch.Hub {
 		return &watch.Hub{
 			Client:   from,
 			Config:   &c.Watch,
 			Revision: g.revision,
 			Room:     feeds,
+			Budgets:  budgets,
 		}
 	}
 	lists := func() *coalesce.Group[[]byte] {
@@ -344,7 +352,8 @@ func (g *Service) Register(grpc.ServiceRegistrar) {}
 
 // Collectors are the gateway's own metrics; kube-apiserver's are in the registry that it shares with its libraries.
 func (g *Service) Collectors() []prometheus.Collector {
-	return slices.Concat(watch.Metrics(), access.Metrics(), audit.Metrics(), body.Metrics())
+	return slices.Concat(watch.Metrics(), access.Metrics(), audit.Metrics(), body.Metrics(),
+		edge.Metrics())
 }
 
 // Files are those that are read anew while the gateway runs.

@@ -27,6 +27,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/egress"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
@@ -55,6 +56,7 @@ type Config struct {
 	APIs    apis.Options
 	Log     eventlog.Options
 	Loops   loops.Options
+	Egress  egress.Config
 
 	ServiceAccountSigningKeyFile string
 	// ServiceAccountSigningEndpoint is the socket of an external signer; empty: the key file signs.
@@ -75,6 +77,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.APIs.AddFlags(fs)
 	c.Log.AddFlags(fs)
 	c.Loops.AddFlags(fs)
+	c.Egress.AddFlags(fs)
 	fs.StringVar(&c.ServiceAccountSigningKeyFile, "service-account-signing-key-file", "",
 		"Path to the file that contains the current private key of the service account token issuer.")
 	fs.StringVar(&c.ServiceAccountSigningEndpoint, "service-account-signing-endpoint", "",
@@ -94,8 +97,10 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 type Service struct {
 	config   *Config
 	identity string
-	nats     *nats.Conn
-	js       jetstream.JetStream
+	// out dials what is outside.
+	out  egress.Selector
+	nats *nats.Conn
+	js   jetstream.JetStream
 
 	resources *resources.Resources
 	objects   *objects.Objects
@@ -134,16 +139,21 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
+	out, err := c.Egress.Open()
+	if err != nil {
+		return nil, err
+	}
 	host, _ := os.Hostname()
 	s := &Service{
 		config:   c,
+		out:      out,
 		tail:     tail.New(),
 		identity: fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano()),
 	}
 	s.tasks.Ready.Set("informers", errors.New("they are not synced yet"))
 	s.tasks.Ready.Set("etcd", errors.New("it has not answered yet"))
 	etcdmetrics.Register()
-	store, err := storage.Open(ctx, c.Storage, served, s.identity)
+	store, err := storage.Open(ctx, c.Storage, out, served, s.identity)
 	if err != nil {
 		return nil, err
 	}
@@ -222,7 +232,8 @@ func (s *Service) custom() error {
 	if s.services, err = apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting); err != nil {
 		return err
 	}
-	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, nil, s.loopback, otel.GetTracerProvider())
+	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, s.out.Upstream(), s.loopback,
+		otel.GetTracerProvider())
 	if customs.Converters, err = conversion.NewCRConverterFactory(s.services, wrapper); err != nil {
 		return err
 	}
@@ -348,5 +359,6 @@ func (s *Service) loops() *loops.Loops {
 		Extensions: s.extensions,
 		Customs:    s.resources.Custom,
 		Services:   s.services,
+		Dialer:     s.out.Cluster(),
 	}
 }

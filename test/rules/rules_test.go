@@ -103,7 +103,7 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 var floors = map[string][][]string{
 	"platform": {
 		{
-			"config", "events", "features", "frame", "guard", "identity", "interest", "paths", "pki", "reload",
+			"config", "egress", "events", "features", "frame", "guard", "identity", "interest", "paths", "pki", "reload",
 			"version", "warnings", "watchable",
 		},
 		{"kubeversion", "reload/reloadtest", "telemetry"},

@@ -48,6 +48,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 // Proxy hands requests to other servers.
 type Proxy struct {
 	config  *Config
+	dialer  *transport.DialHolder
 	said    []*registryv1.APIService // of the last view
 	current atomic.Pointer[map[schema.GroupVersion]*server]
 }
@@ -59,15 +60,15 @@ type server struct {
 	err       error
 }
 
-// New checks the certificate.
-func New(c *Config) (*Proxy, error) {
+// New checks the certificate. dialer dials the servers; nil: directly.
+func New(c *Config, dialer *transport.DialHolder) (*Proxy, error) {
 	if c.CertFile != "" {
 		if _, err := tls.LoadX509KeyPair(c.CertFile, c.KeyFile); err != nil {
 			return nil, fmt.Errorf("--proxy-client-cert-file %q with --proxy-client-key-file %q: %w",
 				c.CertFile, c.KeyFile, err)
 		}
 	}
-	p := &Proxy{config: c}
+	p := &Proxy{config: c, dialer: dialer}
 	p.current.Store(&map[schema.GroupVersion]*server{})
 	return p, nil
 }
@@ -109,7 +110,7 @@ func transportOf(r *registryv1.APIService) *registryv1.APIService {
 }
 
 func (p *Proxy) dial(r *registryv1.APIService) (http.RoundTripper, error) {
-	c := &transport.Config{TLS: transport.TLSConfig{
+	c := &transport.Config{DialHolder: p.dialer, TLS: transport.TLSConfig{
 		Insecure:   r.InsecureSkipTlsVerify,
 		ServerName: r.ServiceName + "." + r.ServiceNamespace + ".svc",
 		CAData:     r.CaBundle,

@@ -39,7 +39,7 @@ func other(t *testing.T, h http.HandlerFunc) *registryv1.APIService {
 
 func proxyTo(t *testing.T, all ...*registryv1.APIService) *Proxy {
 	t.Helper()
-	p, err := New(&Config{RejectRedirects: true})
+	p, err := New(&Config{RejectRedirects: true}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,6 +15,7 @@ import (
 	"gopkg.in/natefinch/lumberjack.v2"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	auditinternal "k8s.io/apiserver/pkg/apis/audit"
 	auditv1 "k8s.io/apiserver/pkg/apis/audit/v1"
 	"k8s.io/apiserver/pkg/audit"
@@ -40,8 +41,8 @@ type Auditor struct {
 }
 
 // New opens the backends and reads the policy, which files follows. As with kube-apiserver, nothing is audited without
-// a policy, or without a backend.
-func New(ctx context.Context, c *Config, files *reload.Files) (*Auditor, error) {
+// a policy, or without a backend. dial dials the webhook; nil: directly.
+func New(ctx context.Context, c *Config, dial utilnet.DialFunc, files *reload.Files) (*Auditor, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
@@ -57,11 +58,14 @@ func New(ctx context.Context, c *Config, files *reload.Files) (*Auditor, error) 
 			return nil, fmt.Errorf("--audit-log-path %q: %w", c.Log.Path, err)
 		}
 		log := pluginlog.NewBackend(w, c.Log.Format, auditv1.SchemeGroupVersion)
+		if c.Log.Format == pluginlog.FormatJson {
+			log = &lines{log, w}
+		}
 		backends = append(backends, c.Log.wrap(a, fitting{log}))
 	}
 	if file := c.Webhook.ConfigFile; file != "" && c.PolicyFile != "" {
 		b, err := pluginwebhook.NewBackend(file, auditv1.SchemeGroupVersion,
-			webhook.DefaultRetryBackoffWithInitialDelay(c.Webhook.InitialBackoff), nil)
+			webhook.DefaultRetryBackoffWithInitialDelay(c.Webhook.InitialBackoff), dial)
 		if err != nil {
 			return nil, fmt.Errorf("--audit-webhook-config-file %q: %w", file, err)
 		}

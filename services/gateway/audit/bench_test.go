@@ -19,7 +19,7 @@ import (
 
 // What a request's two records cost at Metadata, with everything but the disk.
 func BenchmarkMetadata(b *testing.B) {
-	log := pluginlog.NewBackend(io.Discard, pluginlog.FormatJson, auditv1.SchemeGroupVersion)
+	log := &lines{pluginlog.NewBackend(io.Discard, pluginlog.FormatJson, auditv1.SchemeGroupVersion), io.Discard}
 	answer := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusOK) })
 	req := httptest.NewRequest("GET", "/api/v1/namespaces/default/pods/a", nil)
 	req.Header.Set("User-Agent", "kubectl/v1.36.3 (linux/amd64) kubernetes/0123456")

@@ -28,7 +28,7 @@ func entry(group, version, resource, kind string, custom bool) *registryv1.Resou
 
 func handler(t *testing.T) *Handler {
 	t.Helper()
-	proxy, err := aggregation.New(&aggregation.Config{})
+	proxy, err := aggregation.New(&aggregation.Config{}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -33,8 +33,9 @@ var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("wa
 // Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
 // DefaultBuildHandlerChain). buffered says of which requests the body is read before they count as in flight: those
 // that the gateway answers itself. fair is nil where requests are not bounded by flow.
-func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, auditor *audit.Auditor,
-	fair *fairness.Fairness, inFlight waitGroup, buffered func(*http.Request) bool) http.Handler {
+func (s *Server) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, auditor *audit.Auditor,
+	fair *fairness.Fairness, buffered func(*http.Request) bool) http.Handler {
+	c := s.config
 	h := step("authorization", api, func(h http.Handler) http.Handler {
 		return genericapifilters.WithAuthorization(h, authz, answer.Codecs)
 	})
@@ -47,6 +48,7 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 	}
 	bodies := new(body.Reader) // one, which bounds all
 	h = step("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, buffered) })
+	h = step("bounds", h, s.bounds.filter)
 	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
 		h = step("constrainedimpersonation", h, func(h http.Handler) http.Handler {
 			return impersonation.WithConstrainedImpersonation(h, authz, answer.Codecs)
@@ -66,7 +68,7 @@ func (c *Config) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 	h = genericfilters.WithTimeoutForNonLongRunningRequests(h, LongRunning)
 	h = genericapifilters.WithRequestDeadline(h, auditor.Sink, auditor.Policy, LongRunning, answer.Codecs,
 		c.RequestTimeout)
-	h = genericfilters.WithWaitGroup(h, LongRunning, inFlight)
+	h = genericfilters.WithWaitGroup(h, LongRunning, s.InFlight)
 	if c.GoawayChance > 0 {
 		h = genericfilters.WithProbabilisticGoaway(h, c.GoawayChance)
 	}
@@ -89,11 +91,6 @@ func Inside(api http.Handler, authz authorizer.Authorizer, auditor *audit.Audito
 	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
 	return genericapifilters.WithAuditInit(h)
-}
-
-type waitGroup interface {
-	Add(delta int) error
-	Done()
 }
 
 // recovered logs a panic and ends its request as aborted, as kube-apiserver does: a client must not take what it has of

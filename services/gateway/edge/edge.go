@@ -34,6 +34,7 @@ type Config struct {
 	ServicesCAFile             string
 	RequestHeaderCAFile        string
 	MaxInFlight, MaxMutating   int
+	Bounds                     BoundsConfig
 	RequestTimeout             time.Duration
 	CORS                       []string
 	HSTS                       []string
@@ -74,6 +75,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"This and --max-requests-inflight are summed to determine the cluster's total concurrency limit (which must be "+
 			"positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits the maximum number of mutating "+
 			"requests in flight of a gateway, or a zero value disables the limit completely.")
+	c.Bounds.addFlags(fs)
 	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute,
 		"How long a request may take before it times out; watches and the like are exempt.")
 	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil,
@@ -117,7 +119,8 @@ type Server struct {
 	ShuttingDown chan struct{}
 	InFlight     *waitgroup.SafeWaitGroup
 	// waves are closed one after the other, over the watches' grace period.
-	waves [64]chan struct{}
+	waves  [64]chan struct{}
+	bounds *bounds
 }
 
 // Wave is what a watch ends by when the server stops: one of many, so that clients do not all come back at once.
@@ -125,7 +128,8 @@ func (s *Server) Wave() <-chan struct{} { return s.waves[rand.IntN(len(s.waves))
 
 // NewServer returns a server that is not listening yet.
 func NewServer(c *Config) *Server {
-	s := &Server{config: c, ShuttingDown: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup)}
+	s := &Server{config: c, ShuttingDown: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup),
+		bounds: newBounds(&c.Bounds)}
 	for i := range s.waves {
 		s.waves[i] = make(chan struct{})
 	}
@@ -154,7 +158,8 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 		return fmt.Errorf("--secure-port %d: %w", c.SecurePort, err)
 	}
 	srv := c.server(wire.Handler(h), conf)
-	if err := shareConnections(srv); err != nil {
+	s.bounds.watch(srv)
+	if err := shareConnections(srv, s.bounds.within); err != nil {
 		return err
 	}
 	ended := make(chan error, 1)
@@ -223,8 +228,9 @@ func (c *Config) StopTimeout() time.Duration {
 const connectionPatience = 30 * time.Second
 
 // shareConnections serves HTTP/2 over connections that watches may write to together. net/http has no way to serve it
-// over a connection that is not its own, so golang.org/x/net/http2 does.
-func shareConnections(srv *http.Server) error {
+// over a connection that is not its own, so golang.org/x/net/http2 does. within makes the context of a connection's
+// requests.
+func shareConnections(srv *http.Server, within func(context.Context, net.Conn) context.Context) error {
 	h2 := &http2.Server{}
 	if err := http2.ConfigureServer(srv, h2); err != nil {
 		return err
@@ -232,7 +238,7 @@ func shareConnections(srv *http.Server) error {
 	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
 		shared := wire.NewConn(conn, connectionPatience)
 		h2.ServeConn(shared, &http2.ServeConnOpts{
-			Context:    shared.Context(context.Background()),
+			Context:    within(shared.Context(context.Background()), conn),
 			BaseConfig: srv,
 			Handler:    srv.Handler,
 		})

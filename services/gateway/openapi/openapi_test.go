@@ -43,7 +43,7 @@ func handler(t *testing.T) (*Handler, *documents) {
 	t.Helper()
 	d, p := &documents{}, rpc.NewInProcess(false)
 	registryv1.RegisterCatalogServer(p, d)
-	proxy, err := aggregation.New(&aggregation.Config{})
+	proxy, err := aggregation.New(&aggregation.Config{}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

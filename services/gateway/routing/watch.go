@@ -17,6 +17,7 @@ import (
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
+	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -77,6 +78,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 			SendInitialEvents: p.opts.SendInitialEvents,
 		},
 		StoredAs:       c.entry.StoredAs,
+		Owner:          identity.Share(c.user, c.req.RemoteAddr),
 		Deadline:       time.Now().Add(timeout),
 		BookmarkPeriod: bookmarks,
 		Stopping:       c.router.Stopping(),

@@ -52,8 +52,8 @@ type Carrier struct {
 	transports map[registryv1.Transport]http.RoundTripper
 }
 
-// New reads the certificates.
-func New(c *Config) (*Carrier, error) {
+// New reads the certificates. dialer dials into the cluster; nil: directly.
+func New(c *Config, dialer *transport.DialHolder) (*Carrier, error) {
 	kubelet := func(insecure bool) (http.RoundTripper, error) {
 		t := transport.TLSConfig{
 			CertFile:       c.KubeletCertFile,
@@ -64,7 +64,7 @@ func New(c *Config) (*Carrier, error) {
 		if insecure || c.KubeletCAFile == "" {
 			t.CAFile, t.Insecure = "", true
 		}
-		rt, err := transport.New(&transport.Config{TLS: t})
+		rt, err := transport.New(&transport.Config{TLS: t, DialHolder: dialer})
 		if err != nil {
 			return nil, fmt.Errorf("--kubelet-client-certificate %q, --kubelet-client-key %q, "+
 				"--kubelet-certificate-authority %q: %w", c.KubeletCertFile, c.KubeletKeyFile, c.KubeletCAFile, err)
@@ -79,9 +79,12 @@ func New(c *Config) (*Carrier, error) {
 	if err != nil {
 		return nil, err
 	}
-	dialer := &net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}
+	dial := (&net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}).DialContext
+	if dialer != nil {
+		dial = dialer.Dial
+	}
 	proxied := utilnet.SetTransportDefaults(&http.Transport{
-		DialContext:     dialer.DialContext,
+		DialContext:     dial,
 		TLSClientConfig: &tls.Config{InsecureSkipVerify: true}, // pods have certificates of their own making
 	})
 	return &Carrier{c, map[registryv1.Transport]http.RoundTripper{

@@ -1,20 +1,25 @@
 package streaming
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/client-go/transport"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
 func carrier(t *testing.T) *Carrier {
 	t.Helper()
-	k, err := New(&Config{})
+	k, err := New(&Config{}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +104,32 @@ func TestBadFilesNameTheirFlags(t *testing.T) {
 	if _, err := New(&Config{
 		KubeletCertFile: "/none",
 		KubeletKeyFile:  "/none",
-	}); err == nil || !strings.Contains(err.Error(), "--kubelet-client-certificate") {
+	}, nil); err == nil || !strings.Contains(err.Error(), "--kubelet-client-certificate") {
 		t.Errorf("%v", err)
+	}
+}
+
+// Nodes and pods are dialled by the way that leads into the cluster, where there is one.
+func TestTheClusterIsDialledByItsWay(t *testing.T) {
+	var asked []string
+	k, err := New(&Config{}, &transport.DialHolder{Dial: func(_ context.Context, _, address string) (net.Conn, error) {
+		asked = append(asked, address)
+		return nil, errors.New("no way")
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []*registryv1.Connection{
+		{Url: "https://node.example.com:1/", Transport: registryv1.Transport_TRANSPORT_KUBELET},
+		{Url: "https://node.example.com:2/", Transport: registryv1.Transport_TRANSPORT_KUBELET_INSECURE},
+		{Url: "http://pod.example.com:3/", Transport: registryv1.Transport_TRANSPORT_PROXY},
+	} {
+		if _, err := serve(k, c); err == nil || !strings.Contains(err.Error(), "no way") {
+			t.Errorf("%s: %v", c.Url, err)
+		}
+	}
+	want := []string{"node.example.com:1", "node.example.com:2", "pod.example.com:3"}
+	if !slices.Equal(asked, want) {
+		t.Errorf("dialled %v, want %v", asked, want)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -52,12 +53,22 @@ type entry struct {
 
 // subscriber is one client of a feed. All its fields belong to the feed's lock.
 type subscriber struct {
+	feed   *feed
 	cursor int64
 	at     events.Position
+	// budget is what its events cost; nil: nothing.
+	budget *budget
 	// stream is set where events may be written without the client's own goroutine.
 	stream *wire.Stream
 	// direct: the client has seen everything, so the next event is written to stream as it comes.
 	direct bool
+	// waits: there was no room on its connection, or nothing left of its user's budget. What comes meanwhile it is sent
+	// with the rest, when it is let return. listed: it will be.
+	waits, listed bool
+	// late: it has waited for the budget since it had last seen everything.
+	late bool
+	// paid: the entries before this have been taken from the budget, and its own goroutine is to write them.
+	paid int64
 	// wake tells the client's own goroutine that it has something to do.
 	wake      chan struct{}
 	bookmarks bool
@@ -80,6 +91,7 @@ func (f *feed) join(at events.Position) *subscriber {
 	}
 	next := f.entries.Search(func(e entry) bool { return at.Before(e.at) })
 	s := &subscriber{
+		feed:   f,
 		cursor: next,
 		at:     at,
 		skip:   at,
@@ -92,6 +104,13 @@ func (f *feed) join(at events.Position) *subscriber {
 	}
 	shared.Inc()
 	return s
+}
+
+// forget lets go of the entries of a feed that has ended, once nobody reads them any more.
+func (f *feed) forget() {
+	if f.ended && len(f.subs) == 0 {
+		f.entries = events.Ring[entry]{}
+	}
 }
 
 // ahead says whether a position is further than the feed has come.
@@ -115,8 +134,10 @@ func (f *feed) leave(s *subscriber) events.Position {
 	if len(f.subs) == 0 && !f.ended {
 		f.idle = time.AfterFunc(linger, f.close)
 	}
-	s.direct = false
+	s.direct, s.waits = false, false
 	f.moveOn(s)
+	s.stream = nil // whoever lets it return may do so much later
+	f.forget()
 	return s.at
 }
 
@@ -130,6 +151,9 @@ func (f *feed) moveOn(s *subscriber) {
 var (
 	// errBehind says that the feed does not hold what comes next: a client has to go on alone for a while.
 	errBehind = errors.New("behind")
+	// errOverRate says the same of a client that was kept waiting for its user's budget: a stream of its own would cost
+	// more than what it waited for, so its watch ends.
+	errOverRate = errors.New("behind, for its user's budget")
 	// errEnded says that the feed is over: every client has to find out why by itself.
 	errEnded = errors.New("the feed has ended")
 )
@@ -150,19 +174,34 @@ func (f *feed) close() {
 func (f *feed) next(s *subscriber) ([][]byte, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	s.direct = false // until it has seen everything; what this answers is written by the client's own goroutine
+	return f.advance(s)
+}
+
+// advance is next, with the lock held.
+func (f *feed) advance(s *subscriber) ([][]byte, error) {
+	// until it has seen everything; what this answers is written by the client's own goroutine
+	s.direct, s.waits = false, false
 	if s.cursor < f.entries.Base() {
-		return nil, errBehind
+		return nil, s.behind()
 	}
-	var parts [][]byte
-	for _, e := range f.entries.From(s.cursor) {
-		if s.skip.Before(e.at) { // else it was sent before the client came, which may be further than the feed had come
-			parts = append(parts, e.data)
-			s.at = e.at
-		}
+	most := math.MaxInt
+	if s.paid > s.cursor {
+		most = int(s.paid - s.cursor)
 	}
-	s.cursor = f.entries.Next()
+	parts, cursor, at := f.due(s, most, math.MaxInt)
+	if s.paid <= s.cursor && len(parts) > 0 && !s.budget.take(time.Now(), costOfParts(parts)) {
+		s.waitForBudget()
+		return nil, nil
+	}
+	s.cursor, s.at = cursor, at
 	delivered.Add(float64(len(parts)))
+	if s.cursor < f.entries.Next() {
+		if len(parts) == 0 {
+			return f.advance(s)
+		}
+		return parts, nil
+	}
+	s.late = false
 	if now := time.Now(); f.owes(s, now) {
 		parts = append(parts, f.bookmark.data)
 		f.marked(s, now.Add(s.period))
@@ -176,6 +215,48 @@ func (f *feed) next(s *subscriber) ([][]byte, error) {
 	}
 	s.direct = s.stream != nil
 	return nil, nil
+}
+
+// due is what comes next for a client, at most so many entries and about so many bytes, and its place after them.
+func (f *feed) due(s *subscriber, entries, bytes int) (parts [][]byte, cursor int64, at events.Position) {
+	cursor, at = s.cursor, s.at
+	for i, e := range f.entries.From(s.cursor) {
+		if i >= entries || bytes <= 0 {
+			break
+		}
+		cursor++
+		if s.skip.Before(e.at) { // else it was sent before the client came, which may be further than the feed had come
+			parts, at = append(parts, e.data), e.at
+			bytes -= len(e.data)
+		}
+	}
+	return parts, cursor, at
+}
+
+// behind is why a client cannot go on with the feed that does not hold what comes next for it.
+func (s *subscriber) behind() error {
+	if s.late {
+		return errOverRate
+	}
+	return errBehind
+}
+
+// waitForBudget has the client return when something is left of its user's budget.
+func (s *subscriber) waitForBudget() {
+	s.direct, s.waits, s.late = false, true, true
+	if !s.listed {
+		s.listed = true
+		s.budget.later(s)
+	}
+}
+
+// waitForRoom has the client return when its connection's queue has room.
+func (s *subscriber) waitForRoom() {
+	s.direct, s.waits = false, true
+	if !s.listed {
+		s.listed = true
+		s.stream.Later(s)
+	}
 }
 
 // owes says whether a client that has seen every event is due the newest bookmark.
@@ -193,7 +274,7 @@ func (f *feed) marked(s *subscriber, next time.Time) {
 func (f *feed) bookmarkNow(s *subscriber) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	s.due, s.direct = time.Time{}, false
+	s.due, s.direct, s.waits = time.Time{}, false, false
 }
 
 // broadcast takes what came from the watch tier and writes it to everyone who has seen all before it.
@@ -249,30 +330,108 @@ func (f *feed) deliver(fresh []entry) {
 		parts[i] = e.data
 	}
 	last := fresh[len(fresh)-1].at
-	n := 0
+	n, cost, now := 0, costOfParts(parts), time.Now()
 	for _, s := range f.subs {
-		if s.direct && s.cursor == end-int64(len(fresh)) && s.skip.Before(fresh[0].at) && s.stream.Offer(parts...) {
-			s.cursor, s.at = end, last
-			n++
-			continue
+		switch {
+		case s.waits: // it comes for them
+		case s.direct && s.cursor == end-int64(len(fresh)) && s.skip.Before(fresh[0].at):
+			if f.offer(s, now, cost, end, parts...) {
+				s.cursor, s.at = end, last
+				n++
+			}
+		default:
+			f.wake(s)
 		}
-		f.wake(s)
 	}
 	delivered.Add(float64(n * len(fresh)))
 	f.flush()
 }
 
+func costOfParts(parts [][]byte) float64 {
+	bytes := 0
+	for _, p := range parts {
+		bytes += len(p)
+	}
+	return costOf(len(parts), bytes)
+}
+
+// offer gives parts to a client that has seen everything before. One whose user's budget is spent, or whose connection
+// has no room now, comes later, and one that takes no more itself is its own goroutine's to wait for. end is the place
+// after the parts.
+func (f *feed) offer(s *subscriber, now time.Time, cost float64, end int64, parts ...[]byte) bool {
+	if !s.budget.take(now, cost) {
+		s.waitForBudget()
+		return false
+	}
+	taken, full := s.stream.Offer(parts...)
+	if taken {
+		return true
+	}
+	if full {
+		s.budget.spend(-cost)
+		s.waitForRoom()
+	} else {
+		s.paid = end
+		f.wake(s)
+	}
+	return false
+}
+
+// returnBytes is about how many bytes a client is offered at once when there is room again: others wait as well.
+const returnBytes = 64 << 10
+
+// Return implements wire.Returner: it offers what has come meanwhile.
+func (s *subscriber) Return() {
+	f := s.feed
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	s.listed = false
+	if !s.waits {
+		return
+	}
+	s.waits = false
+	if s.cursor < f.entries.Base() {
+		f.wake(s)
+		return
+	}
+	parts, cursor, at := f.due(s, math.MaxInt, returnBytes)
+	now := time.Now()
+	if f.ended || s.stream == nil {
+		if s.budget.take(now, costOfParts(parts)) {
+			s.paid = cursor
+			f.wake(s)
+		} else {
+			s.waitForBudget()
+		}
+		return
+	}
+	if len(parts) > 0 && !f.offer(s, now, costOfParts(parts), cursor, parts...) {
+		return
+	}
+	s.stream.Flush()
+	s.cursor, s.at = cursor, at
+	delivered.Add(float64(len(parts)))
+	switch {
+	case s.cursor < f.entries.Next():
+		s.waitForRoom()
+	case f.owes(s, now):
+		s.late = false
+		f.wake(s)
+	default:
+		s.direct, s.late = true, false
+	}
+}
+
 // sendBookmarks gives the newest bookmark to those who are due one.
 func (f *feed) sendBookmarks(now time.Time) {
 	for _, s := range f.subs {
-		if !f.owes(s, now) {
-			continue
-		}
-		if s.direct && s.stream.Offer(f.bookmark.data) {
+		switch {
+		case s.waits || !f.owes(s, now):
+		case !s.direct:
+			f.wake(s)
+		case f.offer(s, now, 0, s.cursor, f.bookmark.data):
 			f.marked(s, now.Add(s.period))
-			continue
 		}
-		f.wake(s)
 	}
 	f.flush()
 }
@@ -288,7 +447,7 @@ func (f *feed) flush() {
 
 // wake makes the client's own goroutine go on.
 func (f *feed) wake(s *subscriber) {
-	s.direct = false
+	s.direct, s.waits = false, false
 	select {
 	case s.wake <- struct{}{}:
 	default:
@@ -340,6 +499,7 @@ func (f *feed) end() {
 	for _, s := range f.subs {
 		f.wake(s)
 	}
+	f.forget()
 	f.mu.Unlock()
 	f.hub.drop(f)
 }

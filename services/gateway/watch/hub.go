@@ -10,6 +10,7 @@ package watch
 import (
 	"context"
 	"crypto/sha256"
+	"fmt"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -36,6 +37,9 @@ type Config struct {
 	FeedBytes int
 	// FeedsBytes bounds what all feeds together keep.
 	FeedsBytes int64
+	// UserRate is how many events a second the watches of one user are delivered; an event counts as one, and as one
+	// more for each KB. 0: there is no bound.
+	UserRate int
 }
 
 // AddFlags registers the flags --watch-*, with their defaults.
@@ -44,11 +48,24 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"How often a watch that allows bookmarks gets one.")
 	fs.DurationVar(&c.WriteTimeout, "watch-write-timeout", 30*time.Second,
 		"How long a watch's client may take no byte of what is due to it before its stream is ended.")
+	fs.IntVar(&c.UserRate, "max-watch-rate-per-user", 100000,
+		"How many events a second all watches of one user together are delivered by a gateway, ten seconds' worth of "+
+			"them at once; an event counts as one, and as one more for each KB. What is over comes later, and a watch "+
+			"that falls too far behind so is ended. 0: no bound. Nodes, system:masters and the service accounts of "+
+			"kube-system have none.")
 	fs.Int64Var(&c.FeedsBytes, "watch-feeds-bytes", 256<<20,
 		"How many bytes of recent events all shared streams together keep for clients that are behind.")
 	fs.IntVar(&c.FeedBytes, "watch-feed-bytes", 4<<20,
 		"How many bytes of recent events are kept for the clients of one shared stream; who falls further behind "+
 			"goes on with a stream of its own.")
+}
+
+// Validate names the flag that is wrong.
+func (c *Config) Validate() error {
+	if c.UserRate < 0 {
+		return fmt.Errorf("--max-watch-rate-per-user %d: must not be negative; 0 is no bound", c.UserRate)
+	}
+	return nil
 }
 
 const (
@@ -109,6 +126,8 @@ type Hub struct {
 	Config *Config
 	// Room is what the feeds of all hubs keep together; its own where it is nil.
 	Room *Room
+	// Budgets are those of the users of all hubs; nil: nobody has one.
+	Budgets *Budgets
 	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at
 	// once.
 	Revision func(context.Context) (int64, error)
@@ -165,9 +184,14 @@ var (
 	})
 )
 
+var overBudget = prometheus.NewCounter(prometheus.CounterOpts{
+	Name: "watershed_gateway_watches_over_rate_total",
+	Help: "Watches ended because their user's were delivered more than --max-watch-rate-per-user, and they fell too far behind.",
+})
+
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff}
+	return []prometheus.Collector{clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff, overBudget}
 }
 
 // keyOf is everything that makes two watches' events the same. Since when the resource is defined is no part of it: its

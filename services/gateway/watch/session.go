@@ -25,6 +25,8 @@ type Request struct {
 	*watchfanoutv1.WatchRequest
 	// StoredAs is the stored resource whose events it asks for: by it a replica is chosen.
 	StoredAs string
+	// Owner is whose budget its events cost; empty: nobody's.
+	Owner string
 	// Deadline is when its time is up.
 	Deadline time.Time
 	// BookmarkPeriod is how often it gets a bookmark, if it allows them; 0: as often as there is one.
@@ -59,6 +61,8 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 		out.Fail(err)
 		return
 	}
+	s.budget = h.Budgets.join(r.Owner, h.Config.UserRate)
+	defer s.budget.leave()
 	s.moved = r.Moved()
 	if !r.Allowed(ctx) { // it may have been revoked since the request was let in
 		out.SendHeaders()
@@ -94,6 +98,7 @@ type session struct {
 	key    key
 	out    Sink
 	stream *wire.Stream
+	budget *budget
 	tried  bool // whether out can be taken
 	opened bool
 	// placed: everything up to ResumeAfter was sent, so the watch may share.
@@ -135,6 +140,10 @@ var errJoin = errors.New("caught up")
 func (s *session) run(ctx context.Context) {
 	for {
 		err := s.share(ctx)
+		if errors.Is(err, errOverRate) {
+			overBudget.Inc()
+			err = errDone
+		}
 		if errors.Is(err, errEnded) {
 			s.until = time.Now().Add(aloneFor)
 		}
@@ -222,6 +231,7 @@ func (s *session) share(ctx context.Context) error {
 	s.hijack(ctx)
 	f.mu.Lock()
 	sub.stream, sub.bookmarks, sub.period, sub.due = s.stream, s.AllowBookmarks, s.BookmarkPeriod, s.due
+	sub.budget = s.budget
 	f.mu.Unlock()
 	timer := time.NewTimer(time.Until(s.Deadline.Add(-beforeEnd)))
 	defer timer.Stop()
@@ -377,6 +387,12 @@ func (s *session) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) erro
 	if data := s.wanted(m); len(data) > 0 {
 		if err := s.write(ctx, data); err != nil {
 			return err
+		}
+		if len(m.Initial) == 0 && s.placed { // initial events are flow control's
+			s.budget.spend(costOf(len(m.Marks), len(data)))
+			if s.budget.wait(ctx) != nil {
+				return errDone
+			}
 		}
 	}
 	if m.End {

@@ -121,6 +121,7 @@ type Conn struct {
 	queueing int           // how many of its writes do
 	room     chan struct{} // closed when a waiting writer may go on
 	waiting  int
+	later    []Returner // who waits for room in the queue
 }
 
 // NewConn returns a Conn on c, whose handshake is done and has chosen h2. When the client's side takes no byte for as
@@ -313,19 +314,48 @@ func (c *Conn) Close() error {
 func (c *Conn) Flush() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(c.queue) > 0 && !c.draining && !c.writing {
+	c.begin()
+}
+
+// begin has what is queued written, and what waits for room queued, unless somebody does so already.
+func (c *Conn) begin() {
+	if (len(c.queue) > 0 || len(c.later) > 0) && !c.draining && !c.writing && c.err == nil {
 		c.draining = true
 		go c.drain()
 	}
 }
 
-// drain writes the queue as long as there is one. The server's own frames go first: its Write takes the queue along.
+// drain writes the queue as long as there is one, and lets those return who wait for room in it. The server's own
+// frames go first: its Write takes the queue along.
 func (c *Conn) drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for len(c.queue) > 0 && c.between() && !c.writing && c.queueing == 0 && c.err == nil {
-		c.send()
-		c.turn.Signal()
+	for c.between() && !c.writing && c.queueing == 0 && c.err == nil {
+		c.refill()
+		if len(c.queue) == 0 {
+			if len(c.later) == 0 {
+				break
+			}
+			continue // the server has taken the queue along meanwhile: there is room again
+		}
+		if c.between() && !c.writing && c.queueing == 0 && c.err == nil {
+			c.send()
+			c.turn.Signal()
+		}
 	}
 	c.draining = false
+}
+
+// refill lets those who wait for room return until the queue is half full, each once.
+func (c *Conn) refill() {
+	for n := len(c.later); n > 0 && len(c.queue) < maxQueue/2 && c.err == nil; n-- {
+		next := c.later[0]
+		c.later[0] = nil
+		if c.later = c.later[1:]; len(c.later) == 0 {
+			c.later = nil
+		}
+		c.mu.Unlock()
+		next.Return()
+		c.mu.Lock()
+	}
 }

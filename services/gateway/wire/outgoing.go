@@ -30,10 +30,7 @@ func (c *Conn) Write(p []byte) (int, error) {
 		written += n
 	}
 	c.turn.Signal()
-	if len(c.queue) > 0 && !c.draining && c.err == nil {
-		c.draining = true
-		go c.drain()
-	}
+	c.begin()
 	if c.err != nil {
 		return 0, c.err
 	}

@@ -112,9 +112,10 @@ func (s *Stream) dead() error {
 	return nil
 }
 
-// Offer queues all of parts, or nothing where there is no room for them now: Write then. Flush the connection
-// afterwards.
-func (s *Stream) Offer(parts ...[]byte) bool {
+// Offer queues all of parts, or nothing where there is no room for them now. Then full says whether it is the
+// connection's queue that has none, to all of whose streams that happens: come Later. Otherwise it is the client that
+// takes no more of this stream: Write. Flush the connection afterwards.
+func (s *Stream) Offer(parts ...[]byte) (taken, full bool) {
 	n := 0
 	for _, p := range parts {
 		n += len(p)
@@ -122,12 +123,29 @@ func (s *Stream) Offer(parts ...[]byte) bool {
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if s.dead() != nil || int64(n) > min(s.window, c.budget) || len(c.queue)+n > maxQueue && len(c.queue) > 0 {
-		return false
+	if s.dead() != nil || int64(n) > min(s.window, c.budget) {
+		return false, false
+	}
+	if len(c.queue)+n > maxQueue && len(c.queue) > 0 {
+		return false, true
 	}
 	s.queue(&parcel{parts: parts}, n)
-	return true
+	return true, false
 }
+
+// Later has r come back, once, when the connection's queue has room, after those who came before. A thousand streams
+// that wait so wake no goroutine of theirs. Who finds no room all the same comes Later again, last.
+func (s *Stream) Later(r Returner) {
+	c := s.conn
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.later = append(c.later, r)
+	c.begin()
+}
+
+// Returner is whoever waits for room. Return offers what there is by then. It must not wait for the client: nothing of
+// the connection is written meanwhile.
+type Returner interface{ Return() }
 
 // Flush writes what is queued for any stream of this one's connection.
 func (s *Stream) Flush() { s.conn.Flush() }
@@ -205,10 +223,7 @@ func (s *Stream) Write(ctx context.Context, patience time.Duration, parts ...[]b
 		last = time.Time{}
 		s.queue(rest, n)
 		left -= n
-		if !c.draining && !c.writing {
-			c.draining = true
-			go c.drain()
-		}
+		c.begin()
 	}
 	return nil
 }
@@ -219,10 +234,7 @@ func (s *Stream) Finish(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for len(c.queue) > 0 && s.dead() == nil {
-		if !c.draining && !c.writing {
-			c.draining = true
-			go c.drain()
-		}
+		c.begin()
 		if err := c.await(ctx); err != nil {
 			return err
 		}

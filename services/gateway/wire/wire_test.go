@@ -148,7 +148,7 @@ func TestTakenStreamsAndOthersShareAConnection(t *testing.T) {
 	for n := range events {
 		line := []byte(fmt.Sprintf("%d%s\n", n, pad))
 		for _, s := range all {
-			if !s.Offer(line) {
+			if taken, _ := s.Offer(line); !taken {
 				if err := s.Write(t.Context(), 10*time.Second, line); err != nil {
 					t.Fatal(err)
 				}
@@ -181,7 +181,8 @@ func TestASlowStreamIsSlowAlone(t *testing.T) {
 	chunk := bytes.Repeat([]byte("y"), 10000)
 	full := false
 	for range 2000 { // 20 MB; a Go client takes 4 MB of a stream
-		if !full && !slow.Offer(chunk) {
+		taken, _ := slow.Offer(chunk)
+		if !full && !taken {
 			full = errors.Is(slow.Write(t.Context(), 50*time.Millisecond, chunk), ErrSlow)
 		}
 		if err := s.Write(t.Context(), 10*time.Second, chunk); err != nil {
@@ -318,4 +319,85 @@ func TestTheServerNeverSeesTheToken(t *testing.T) {
 	for range 3 {
 		open(t, c, srv.URL+"/")
 	}
+}
+
+// lines offers so many lines to a stream, and comes back where there is no room.
+type lines struct {
+	t       *testing.T
+	s       *Stream
+	n, left int
+	done    chan<- struct{}
+}
+
+func (l *lines) line(n int) []byte {
+	return fmt.Appendf(nil, "%d%s\n", n, strings.Repeat("z", 100<<10))
+}
+
+// Return implements Returner.
+func (l *lines) Return() {
+	for l.n < l.left {
+		taken, full := l.s.Offer(l.line(l.n))
+		if full {
+			l.s.Later(l)
+			return
+		}
+		if !taken {
+			l.t.Error("the stream takes nothing")
+			break
+		}
+		l.n++
+	}
+	l.s.Flush()
+	l.done <- struct{}{}
+}
+
+// Who finds a connection's queue full is let return when there is room, until all is sent: where the server writes
+// nothing of its own that would carry the rest along, and where it does.
+func TestWhoWaitsForRoomReturns(t *testing.T) {
+	for _, others := range []bool{false, true} {
+		t.Run(fmt.Sprintf("others %v", others), func(t *testing.T) { waitForRoom(t, others) })
+	}
+}
+
+func waitForRoom(t *testing.T, others bool) {
+	const streams, each = 20, 30 // 3 MB for each, of which a Go client takes 4
+	taken, end, done := make(chan *Stream, streams), make(chan struct{}), make(chan struct{}, streams)
+	srv := serve(t, taking(func(s *Stream) { taken <- s }, end))
+	c := client(srv)
+	var all sync.WaitGroup
+	for range streams {
+		body := open(t, c, srv.URL+"/watch").Body
+		l := &lines{t: t, s: <-taken, left: each, done: done}
+		all.Go(func() {
+			r := bufio.NewReader(body)
+			if head, err := r.ReadString('\n'); err != nil || head != "head\n" {
+				t.Errorf("%q %v", head, err)
+			}
+			for n := range each {
+				if got, err := r.ReadBytes('\n'); err != nil || !bytes.Equal(got, l.line(n)) {
+					t.Errorf("line %d is of %d bytes, %v", n, len(got), err)
+					return
+				}
+			}
+		})
+		all.Go(l.Return)
+		if others {
+			all.Go(func() {
+				resp := open(t, c, srv.URL+"/other")
+				if _, err := io.Copy(io.Discard, resp.Body); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+	}
+	late := time.After(20 * time.Second)
+	for n := range streams {
+		select {
+		case <-done:
+		case <-late:
+			t.Fatalf("%d of %d streams have sent everything", n, streams)
+		}
+	}
+	close(end)
+	all.Wait()
 }

@@ -36,7 +36,7 @@ func (l *Loops) registerLocal(ctx context.Context) error {
 		return err
 	}
 	answering, err := remote.New(services, l.Informers.Core().V1().Services(),
-		l.Informers.Discovery().V1().EndpointSlices(), client.ApiregistrationV1(), nil,
+		l.Informers.Discovery().V1().EndpointSlices(), client.ApiregistrationV1(), l.Dialer,
 		l.proxyCertificate, l.Services, counted)
 	if err != nil {
 		return err

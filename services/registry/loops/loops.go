@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
+	"k8s.io/client-go/transport"
 	"k8s.io/component-helpers/apimachinery/lease"
 	api "k8s.io/kubernetes/pkg/apis/core"
 	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
@@ -111,6 +112,8 @@ type Loops struct {
 	Customs    finalizer.CRClientGetter
 	// Services finds the addresses of aggregated servers.
 	Services aggregator.ServiceResolver
+	// Dialer dials them; nil: directly.
+	Dialer *transport.DialHolder
 
 	address net.IP
 }

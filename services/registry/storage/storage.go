@@ -6,7 +6,9 @@ import (
 	"context"
 	"crypto/tls"
 	"fmt"
+	"net"
 	"path"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -20,6 +22,7 @@ import (
 	"google.golang.org/grpc/backoff"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	genericregistry "k8s.io/apiserver/pkg/registry/generic"
 	serveroptions "k8s.io/apiserver/pkg/server/options"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
@@ -30,6 +33,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/kubernetes/pkg/kubeapiserver"
 
+	"watershed.dev/platform/egress"
 	"watershed.dev/platform/rpc"
 )
 
@@ -81,9 +85,10 @@ type Storage struct {
 	deepest  int
 }
 
-// Open connects. resources says which resources are served, which decides the versions that are stored; id is the
-// process'. What is opened for encryption ends with ctx.
-func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfig, id string) (*Storage, error) {
+// Open connects by out. resources says which resources are served, which decides the versions that are stored; id is
+// the process'. What is opened for encryption ends with ctx.
+func Open(ctx context.Context, o Options, out egress.Selector, resources *serverstorage.ResourceConfig,
+	id string) (*Storage, error) {
 	if len(o.Servers) == 0 {
 		return nil, fmt.Errorf("--etcd-servers must be specified")
 	}
@@ -106,6 +111,10 @@ func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfi
 			encryption.close()
 		}
 	}()
+	dial := out.Etcd()
+	if local(o.Servers) {
+		dial = nil
+	}
 	client, err := etcdkubernetes.New(clientv3.Config{
 		Endpoints:            o.Servers,
 		TLS:                  tlsConfig,
@@ -114,7 +123,7 @@ func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfi
 		DialKeepAliveTime:    10 * time.Second,
 		DialKeepAliveTimeout: 5 * time.Second,
 		MaxCallRecvMsgSize:   256 << 20,
-		DialOptions: append(rpc.TracedClient(), grpc.WithConnectParams(grpc.ConnectParams{
+		DialOptions: append(dialOptions(dial), grpc.WithConnectParams(grpc.ConnectParams{
 			MinConnectTimeout: 3 * time.Second,
 			Backoff: backoff.Config{
 				BaseDelay:  50 * time.Millisecond,
@@ -129,6 +138,9 @@ func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfi
 	}
 	eo := serveroptions.NewEtcdOptions(storagebackend.NewDefaultConfig(o.Prefix, nil))
 	to := &eo.StorageConfig.Transport
+	if dial != nil { // upstream's allocators have a client of their own
+		to.EgressLookup = out.Lookup()
+	}
 	to.ServerList, to.CertFile, to.KeyFile, to.TrustedCAFile = o.Servers, o.CertFile, o.KeyFile, o.CAFile
 	eo.StorageConfig.CompactionInterval = 0 // the publisher compacts: upstream's compactor holds a watch of its own
 	eo.StorageConfig.CountMetricPollPeriod = 0
@@ -152,6 +164,24 @@ func Open(ctx context.Context, o Options, resources *serverstorage.ResourceConfi
 
 		encryption: encryption,
 	}, nil
+}
+
+// local says whether etcd is at sockets of this host, as that of `up` is. They are no network's: no proxy leads there.
+func local(servers []string) bool {
+	return !slices.ContainsFunc(servers, func(s string) bool {
+		return !strings.HasPrefix(s, "unix:") && !strings.HasPrefix(s, "unixs:")
+	})
+}
+
+// dialOptions are those of the connection to etcd's servers.
+func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
+	options := rpc.TracedClient()
+	if dial == nil {
+		return options
+	}
+	return append(options, grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+		return dial(ctx, "tcp", address)
+	}))
 }
 
 // Close ends the connection.

@@ -4,6 +4,7 @@ import (
 	"strings"
 	"testing"
 
+	"watershed.dev/platform/egress"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/internal/world"
 	"watershed.dev/services/registry/storage"
@@ -85,7 +86,7 @@ func TestBadSettingsNameTheirFlag(t *testing.T) {
 		},
 		"--etcd-certfile": {Servers: []string{"https://localhost:1"}, CertFile: "/none", KeyFile: "/none"},
 	} {
-		if _, err := storage.Open(t.Context(), o, nil, "test"); err == nil || !strings.Contains(err.Error(), flag) {
+		if _, err := storage.Open(t.Context(), o, egress.Selector{}, nil, "test"); err == nil || !strings.Contains(err.Error(), flag) {
 			t.Errorf("%s: %v", flag, err)
 		}
 	}

@@ -18,6 +18,7 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 
+	"watershed.dev/platform/egress"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -89,7 +90,7 @@ func New(t testing.TB, flags ...string) *World {
 	if err != nil {
 		t.Fatal(err)
 	}
-	store, err := storage.Open(t.Context(), s, served, "world")
+	store, err := storage.Open(t.Context(), s, egress.Selector{}, served, "world")
 	if err != nil {
 		t.Fatal(err)
 	}
