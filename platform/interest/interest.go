@@ -15,16 +15,38 @@ const nodeUser = "system:node:"
 // Own says whether an object has the name of the node that a user is.
 func Own(u *commonv1.User, object string) bool { return object != "" && u.GetName() == nodeUser+object }
 
-// Operations are those that somebody looks at of a user's request on an object of r, each as often as somebody does.
+// Operations are those that somebody looks at of a user's request on an object of r, each as often as somebody does:
+// asked are admission's to answer, and of the others, lifecycle are those at which NamespaceLifecycle alone looks.
 func Operations(all []*admissionv1.Interest, r *commonv1.Resource, namespace, name string,
-	u *commonv1.User) (ops []admissionv1.Operation) {
+	u *commonv1.User) (asked, lifecycle []admissionv1.Operation) {
 	for _, in := range all {
-		if (in.Group == "*" || in.Group == r.Group) && (in.Resource == "*" || in.Resource == r.Resource) &&
-			(in.Subresource == "*" || in.Subresource == r.Subresource) &&
-			(in.UserGroup == "" || slices.Contains(u.GetGroups(), in.UserGroup)) &&
-			(in.UnlessOwnIn == "" || in.UnlessOwnIn != namespace || !Own(u, name)) {
-			ops = append(ops, in.Operations...)
+		if !matches(in, r, namespace, name, u) {
+			continue
+		}
+		if in.InRegistry {
+			lifecycle = append(lifecycle, in.Operations...)
+		} else {
+			asked = append(asked, in.Operations...)
 		}
 	}
-	return ops
+	if len(asked) > 0 {
+		lifecycle = slices.DeleteFunc(lifecycle, func(op admissionv1.Operation) bool {
+			return slices.Contains(asked, op)
+		})
+	}
+	return asked, lifecycle
+}
+
+func matches(in *admissionv1.Interest, r *commonv1.Resource, namespace, name string, u *commonv1.User) bool {
+	if (in.Group != "*" && in.Group != r.Group) || (in.Resource != "*" && in.Resource != r.Resource) ||
+		(in.Subresource != "*" && in.Subresource != r.Subresource) {
+		return false
+	}
+	if len(in.Namespaces) > 0 {
+		if _, there := slices.BinarySearch(in.Namespaces, namespace); !there {
+			return false
+		}
+	}
+	return (in.UserGroup == "" || slices.Contains(u.GetGroups(), in.UserGroup)) &&
+		(in.UnlessOwnIn == "" || in.UnlessOwnIn != namespace || !Own(u, name))
 }

@@ -18,6 +18,8 @@ func TestAnInterestIsInWhatItNames(t *testing.T) {
 		{Group: "*", Resource: "*", Subresource: "*", UserGroup: "watched", Operations: update},
 		{Group: "coordination.k8s.io", Resource: "leases", UserGroup: "system:nodes", UnlessOwnIn: "kube-node-lease",
 			Operations: update},
+		{Group: "*", Resource: "*", Namespaces: []string{"counted", "full"}, Operations: create},
+		{Group: "*", Resource: "*", Subresource: "*", InRegistry: true, Operations: append(create, update...)},
 	}
 	pods := &commonv1.Resource{Version: "v1", Resource: "pods"}
 	leases := &commonv1.Resource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}
@@ -26,7 +28,8 @@ func TestAnInterestIsInWhatItNames(t *testing.T) {
 		of              *commonv1.Resource
 		namespace, name string
 		user            *commonv1.User
-		want            []admissionv1.Operation
+		// want is what admission is asked; what registry answers is everything else that is created or updated.
+		want []admissionv1.Operation
 	}{
 		"a pod":                            {pods, "x", "p", &commonv1.User{Name: "jane"}, create},
 		"its status":                       {&commonv1.Resource{Resource: "pods", Subresource: "status"}, "x", "p", node, nil},
@@ -37,10 +40,19 @@ func TestAnInterestIsInWhatItNames(t *testing.T) {
 		"another node's lease":             {leases, "kube-node-lease", "m", node, update},
 		"a lease of its name, elsewhere":   {leases, "x", "n", node, update},
 		"a lease that has no name yet":     {leases, "kube-node-lease", "", node, update},
+		"where there is a quota":           {leases, "full", "m", &commonv1.User{Name: "jane"}, create},
+		"where the next has one":           {leases, "fuller", "m", &commonv1.User{Name: "jane"}, nil},
+		"what is in no namespace":          {&commonv1.Resource{Resource: "nodes"}, "", "m", &commonv1.User{Name: "jane"}, nil},
 		"of a node that is only called so": {leases, "kube-node-lease", "n", &commonv1.User{Name: "n", Groups: node.Groups}, update},
 	} {
-		if got := interest.Operations(all, c.of, c.namespace, c.name, c.user); !slices.Equal(got, c.want) {
-			t.Errorf("%s: %v, not %v", what, got, c.want)
+		got, own := interest.Operations(all, c.of, c.namespace, c.name, c.user)
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%s: admission is asked about %v, not %v", what, got, c.want)
+		}
+		for _, op := range append(create, update...) {
+			if slices.Contains(own, op) == slices.Contains(got, op) {
+				t.Errorf("%s: admission is asked about %v, and registry answers %v", what, got, own)
+			}
 		}
 	}
 }

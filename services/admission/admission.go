@@ -21,6 +21,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/admission"
+	namespacelifecycle "k8s.io/apiserver/pkg/admission/plugin/namespace/lifecycle"
 	genericfeatures "k8s.io/apiserver/pkg/features"
 	genericapiserver "k8s.io/apiserver/pkg/server"
 	"k8s.io/apiserver/pkg/util/compatibility"
@@ -135,9 +136,12 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	// Other plugins than the default and NodeRestriction may look at anything, and so may webhooks and policies from
-	// files, which no informer tells of.
-	all := slices.ContainsFunc(c.Options.GenericAdmission.EnablePlugins, unknownInterests) ||
-		len(c.Options.PluginNames) > 0 ||
+	// files, which no informer tells of, a ResourceQuota that is told to limit where there is no quota, and whoever does
+	// without the NamespaceLifecycle that registry runs.
+	generic := c.Options.GenericAdmission
+	all := slices.ContainsFunc(generic.EnablePlugins, unknownInterests) ||
+		len(c.Options.PluginNames) > 0 || generic.ConfigFile != "" ||
+		slices.Contains(generic.DisablePlugins, namespacelifecycle.PluginName) ||
 		utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
 	s.interests = newInterests(s.informers, all)
 	return s, nil

@@ -2,6 +2,7 @@ package admission
 
 import (
 	"context"
+	"slices"
 
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -9,6 +10,7 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/client-go/informers"
 	admissionlisters "k8s.io/client-go/listers/admissionregistration/v1"
+	corelisters "k8s.io/client-go/listers/core/v1"
 	"k8s.io/client-go/tools/cache"
 
 	"watershed.dev/platform/watchable"
@@ -19,9 +21,9 @@ import (
 // Where any other plugin is on, everything is asked. TestInterestsHoldWhatPluginsLookAt runs every plugin over
 // everything that is left out.
 //
-// Above all that is a Lease's heartbeat, an Event's and an EndpointSlice's update and most status updates. One thing is
-// left out that a plugin would act on: NamespaceLifecycle refuses an update of an object whose namespace is gone, which
-// only what is left behind by a deletion that was not finished can be.
+// Above all that is ConfigMaps, Secrets, Events, EndpointSlices, Leases and their heartbeats, and most status updates:
+// at them NamespaceLifecycle alone looks, which registry runs itself. What ResourceQuota looks at beside, compute adds:
+// everything that is created where a namespace has a quota.
 func builtIn() (admit, validate []*admissionv1.Interest) {
 	const (
 		create = admissionv1.Operation_OPERATION_CREATE
@@ -43,50 +45,86 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 	}
 	heartbeats := ofNodes(in("coordination.k8s.io", "leases", "", update, remove))
 	heartbeats.UnlessOwnIn = corev1.NamespaceNodeLease // a node's own, which it may write
+	inRegistry := func(i *admissionv1.Interest) *admissionv1.Interest {
+		i.InRegistry = true
+		return i
+	}
 	admit = []*admissionv1.Interest{
-		in("*", "*", "*", create),        // NamespaceLifecycle: whatever is created in a namespace
-		in("", "namespaces", "", remove), // NamespaceLifecycle
-		in("", "pods", "", update),       // DefaultTolerationSeconds
-		in("", "pods", "ephemeralcontainers", update),
-		in("", "pods", "resize", update), // LimitRanger
-		in("", "persistentvolumeclaims", "", update),
-		ofNodes(in("", "pods", "*", update, remove)),
-		ofNodes(in("", "nodes", "*", update, remove)),
-		ofNodes(in("", "persistentvolumeclaims", "*", update, remove)),
-		ofNodes(in("certificates.k8s.io", "podcertificaterequests", "*", update, remove)),
+		inRegistry(in("*", "*", "*", create, update)),
+		inRegistry(in("", "namespaces", "", remove)),
+		in("", "pods", "", create, update), // ServiceAccount, Priority, DefaultTolerationSeconds and more
+		in("", "pods", "binding", create),  // PodTopologyLabels
+		in("", "pods", "ephemeralcontainers", create, update),
+		in("", "pods", "resize", create, update), // LimitRanger
+		in("", "nodes", "", create),              // TaintNodesByCondition
+		// StorageObjectInUseProtection, DefaultStorageClass
+		in("", "persistentvolumes", "", create),
+		in("", "persistentvolumeclaims", "", create, update),
+		in("storage.k8s.io", "volumeattributesclasses", "", create),
+		in("networking.k8s.io", "ingresses", "", create), // DefaultIngressClass
+		in("scheduling.k8s.io", "podgroups", "", create), // PodGroupProtection, Priority
+		ofNodes(in("", "pods", "*", create, update, remove)),
+		ofNodes(in("", "nodes", "*", create, update, remove)),
+		ofNodes(in("", "persistentvolumeclaims", "*", create, update, remove)),
+		ofNodes(in("", "serviceaccounts", "token", create)),
+		ofNodes(in("certificates.k8s.io", "certificatesigningrequests", "*", create)),
+		ofNodes(in("certificates.k8s.io", "podcertificaterequests", "*", create, update, remove)),
 		heartbeats,
-		ofNodes(in("resource.k8s.io", "resourceslices", "", remove)),
-		ofNodes(in("storage.k8s.io", "csinodes", "", update, remove)),
+		ofNodes(in("coordination.k8s.io", "leases", "", create)),
+		ofNodes(in("resource.k8s.io", "resourceslices", "", create, remove)),
+		ofNodes(in("storage.k8s.io", "csinodes", "", create, update, remove)),
 	}
 	validate = []*admissionv1.Interest{
-		in("*", "*", "", create), // ResourceQuota counts whatever is created in a namespace
 		// PodSecurity: pods, and what holds a template of one
-		in("", "namespaces", "", update),
-		in("", "pods", "", update),
+		in("", "namespaces", "", create, update),
+		in("", "pods", "", create, update),
 		in("", "pods", "ephemeralcontainers", create, update), // ServiceAccount
 		in("", "pods", "resize", create, update),              // PodResizeValidator, LimitRanger, ResourceQuota
-		in("", "podtemplates", "", update),
-		in("", "replicationcontrollers", "", update),
-		in("apps", "*", "", update),
-		in("batch", "*", "", update), // JobValidation
+		in("", "podtemplates", "", create, update),
+		in("", "replicationcontrollers", "", create, update),
+		in("apps", "*", "", create, update),
+		in("batch", "*", "", create, update), // JobValidation
 		// ResourceQuota, LimitRanger, PersistentVolumeClaimResize
 		in("", "persistentvolumeclaims", "*", create, update),
 		in("", "services", "", update),
 		in("resource.k8s.io", "resourceclaims", "", update),
-		in("scheduling.k8s.io", "priorityclasses", "", update),                      // Priority
+		in("scheduling.k8s.io", "priorityclasses", "", create, update),              // Priority
+		in("scheduling.k8s.io", "podgroups", "", create),                            // PodGroupWorkloadExists
+		in("certificates.k8s.io", "certificatesigningrequests", "", create),         // CertificateSubjectRestriction
 		in("certificates.k8s.io", "certificatesigningrequests", "approval", update), // CertificateApproval
 		in("certificates.k8s.io", "certificatesigningrequests", "status", update),   // CertificateSigning
-		in("certificates.k8s.io", "clustertrustbundles", "*", update),               // ClusterTrustBundleAttest
+		in("certificates.k8s.io", "clustertrustbundles", "*", create, update),       // ClusterTrustBundleAttest
 	}
 	return admit, validate
 }
 
-// interests is the built-in list and what webhooks and policies add to it.
+// quotaNamespaces bounds how many namespaces an interest names; beyond, it is one in all of them.
+const quotaNamespaces = 1000
+
+// counted is what ResourceQuota looks at where there are quotas: whatever is created there.
+func counted(namespaces []string) []*admissionv1.Interest {
+	if len(namespaces) == 0 {
+		return nil
+	}
+	in := &admissionv1.Interest{
+		Group:      "*",
+		Resource:   "*",
+		Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE},
+	}
+	if len(namespaces) <= quotaNamespaces {
+		slices.Sort(namespaces)
+		in.Namespaces = slices.Compact(namespaces)
+	}
+	return []*admissionv1.Interest{in}
+}
+
+// interests is the built-in list and what quotas, webhooks and policies add to it.
 type interests struct {
 	mutating   admissionlisters.MutatingWebhookConfigurationLister
 	validating admissionlisters.ValidatingWebhookConfigurationLister
 	policies   admissionlisters.ValidatingAdmissionPolicyLister
 	mutations  admissionlisters.MutatingAdmissionPolicyLister
+	quotas     corelisters.ResourceQuotaLister
 	// all: plugins beyond the default are on, so that everything is asked.
 	all    bool
 	synced []cache.InformerSynced
@@ -115,6 +153,7 @@ func newInterests(f informers.SharedInformerFactory, all bool) *interests {
 		validating: a.ValidatingWebhookConfigurations().Lister(),
 		policies:   a.ValidatingAdmissionPolicies().Lister(),
 		mutations:  a.MutatingAdmissionPolicies().Lister(),
+		quotas:     f.Core().V1().ResourceQuotas().Lister(),
 		all:        all,
 		dirty:      make(chan struct{}, 1),
 	}
@@ -124,6 +163,11 @@ func newInterests(f informers.SharedInformerFactory, all bool) *interests {
 		case i.dirty <- struct{}{}:
 		default:
 		}
+	}
+	quotas := f.Core().V1().ResourceQuotas().Informer()
+	reg, err := quotas.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: touch, DeleteFunc: touch})
+	if err == nil {
+		i.synced = append(i.synced, reg.HasSynced)
 	}
 	for _, inf := range []cache.SharedIndexInformer{a.MutatingWebhookConfigurations().Informer(),
 		a.ValidatingWebhookConfigurations().Informer(),
@@ -160,6 +204,12 @@ func (i *interests) compute() *admissionv1.InterestSet {
 	}
 	s := &admissionv1.InterestSet{}
 	s.Admit, s.Validate = builtIn()
+	var namespaces []string
+	quotas, _ := i.quotas.List(labels.Everything())
+	for _, q := range quotas {
+		namespaces = append(namespaces, q.Namespace)
+	}
+	s.Validate = append(s.Validate, counted(namespaces)...)
 	mutating, _ := i.mutating.List(labels.Everything())
 	for _, c := range mutating {
 		for _, w := range c.Webhooks {

@@ -186,6 +186,9 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	s.informers = informers.NewSharedInformerFactory(s.client, 10*time.Minute)
+	if s.objects.Namespaces, err = objects.NewNamespaces(s.informers, s.client, s.tail.Stalled); err != nil {
+		return nil, err
+	}
 	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
 		return nil, err
 	}

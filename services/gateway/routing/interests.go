@@ -37,13 +37,15 @@ var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREA
 	admissionv1.Operation_OPERATION_UPDATE,
 	admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}
 
-// For is the operations that each phase looks at of a user's request on an object of r.
+// For is the operations that each phase looks at of a user's request on an object of r; lifecycle are those of admit
+// that registry answers itself.
 func (i *Interests) For(r *commonv1.Resource, namespace, name string,
-	u *commonv1.User) (admit, validate []admissionv1.Operation) {
+	u *commonv1.User) (admit, lifecycle, validate []admissionv1.Operation) {
 	set := i.current.Load()
 	if set == nil {
-		return allOperations, allOperations
+		return allOperations, nil, allOperations
 	}
-	return interest.Operations(set.Admit, r, namespace, name, u),
-		interest.Operations(set.Validate, r, namespace, name, u)
+	admit, lifecycle = interest.Operations(set.Admit, r, namespace, name, u)
+	validate, _ = interest.Operations(set.Validate, r, namespace, name, u)
+	return append(admit, lifecycle...), lifecycle, validate
 }

@@ -54,7 +54,7 @@ func (c *call) writeRequest() *registryv1.WriteRequest {
 		AuditLevel: audit.Level(c.req.Context()),
 	}
 	if !c.asksItself() {
-		r.Admit, r.Validate = c.router.Interests.For(c.entry.Resource, r.Namespace, r.Name, c.user)
+		r.Admit, r.Lifecycle, r.Validate = c.router.Interests.For(c.entry.Resource, r.Namespace, r.Name, c.user)
 	}
 	return r
 }

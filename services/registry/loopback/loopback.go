@@ -16,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	restclient "k8s.io/client-go/rest"
@@ -142,6 +143,7 @@ func (l *Loopback) ask(req *http.Request, e *verbs.Endpoint, r *commonv1.Resourc
 // system is the Gate of loopback writes: the system may do everything, and nothing asks admission.
 type system struct{}
 
+func (system) Lifecycle() admission.MutationInterface { return nil }
 func (system) Review(context.Context, registryv1.Phase, *admissionv1.Review) (*admissionv1.Verdict, error) {
 	return &admissionv1.Verdict{}, nil
 }

@@ -9,6 +9,7 @@ import (
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apiserver/pkg/admission"
 
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
@@ -22,9 +23,13 @@ import (
 // streamGate asks the gateway at the other end of a write's stream. Questions are asked one at a time: deletecollection
 // asks from several goroutines.
 type streamGate struct {
+	namespaces *Namespaces
 	mu     sync.Mutex
 	stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]
 }
+
+// Lifecycle implements verbs.Gate.
+func (g *streamGate) Lifecycle() admission.MutationInterface { return g.namespaces.plugin() }
 
 func (g *streamGate) ask(ctx context.Context, q *registryv1.WriteReply) (*registryv1.WriteCall, error) {
 	q.Trace = telemetry.TraceOf(ctx)

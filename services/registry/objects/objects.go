@@ -19,6 +19,8 @@ import (
 type Objects struct {
 	registryv1.UnimplementedObjectsServer
 	resources *resources.Resources
+	// Namespaces is what registry knows of them itself; nil: admission is asked about each creation.
+	Namespaces *Namespaces
 }
 
 // New returns the objects of what is served.
@@ -83,7 +85,7 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	resp, err := e.Write(ctx, r, &streamGate{stream: stream})
+	resp, err := e.Write(ctx, r, &streamGate{namespaces: o.Namespaces, stream: stream})
 	if err != nil {
 		if trail := rpc.Trail(err); trail != nil { // it is too large for what an error has room for
 			if serr := stream.Send(&registryv1.WriteReply{Audit: trail}); serr != nil {
@@ -101,7 +103,7 @@ func (o *Objects) Connect(stream grpc.BidiStreamingServer[registryv1.WriteCall, 
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	c, err := e.Connect(ctx, r, &streamGate{stream: stream})
+	c, err := e.Connect(ctx, r, &streamGate{namespaces: o.Namespaces, stream: stream})
 	if err != nil {
 		return rpc.ToStatus(err)
 	}

@@ -10,7 +10,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -75,8 +74,8 @@ func (e *Endpoint) admitConnect(ctx context.Context, r *registryv1.WriteRequest,
 	admit := &gateAdmission{
 		gate:     gate,
 		endpoint: e,
-		admit:    sets.New(r.Admit...),
-		validate: sets.New(r.Validate...),
+		admit:    r.Admit,
+		validate: r.Validate,
 	}
 	if !admit.Handles(admission.Connect) {
 		return nil

@@ -6,12 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
+	"slices"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/user"
@@ -32,6 +32,8 @@ import (
 
 // Gate is whom a write asks while it runs: the gateway, at the other end of the Write stream.
 type Gate interface {
+	// Lifecycle is NamespaceLifecycle over what this registry knows; nil where it does not know enough.
+	Lifecycle() admission.MutationInterface
 	// Review runs one admission phase. An error refuses the write.
 	Review(ctx context.Context, phase registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error)
 	Authorize(ctx context.Context, a *commonv1.Attributes) (*authzv1.AuthorizeResponse, error)
@@ -167,11 +169,11 @@ func (RuleResolver) RulesFor(ctx context.Context, u user.Info, namespace string)
 }
 
 // gateAdmission is the admission chain as the storages see it: each review goes through the Gate. It asks only for the
-// operations that somebody looks at.
+// operations that somebody looks at, and runs what lifecycle holds itself where it can.
 type gateAdmission struct {
-	gate            Gate
-	endpoint        *Endpoint
-	admit, validate sets.Set[admissionv1.Operation]
+	gate                       Gate
+	endpoint                   *Endpoint
+	admit, lifecycle, validate []admissionv1.Operation
 }
 
 var operations = map[admission.Operation]admissionv1.Operation{
@@ -182,13 +184,23 @@ var operations = map[admission.Operation]admissionv1.Operation{
 }
 
 func (g *gateAdmission) Handles(op admission.Operation) bool {
-	return g.admit.Has(operations[op]) || g.validate.Has(operations[op])
+	return slices.Contains(g.admit, operations[op]) || slices.Contains(g.validate, operations[op])
 }
 
 // Admit implements admission.MutationInterface: the attributes' object is changed in place.
 func (g *gateAdmission) Admit(ctx context.Context, a admission.Attributes, _ admission.ObjectInterfaces) error {
-	if !g.admit.Has(operations[a.GetOperation()]) {
+	op := operations[a.GetOperation()]
+	if !slices.Contains(g.admit, op) {
 		return nil
+	}
+	alone := slices.Contains(g.lifecycle, op)
+	if alone || op == admissionv1.Operation_OPERATION_DELETE && a.GetResource() == namespaces {
+		if own := g.gate.Lifecycle(); own != nil {
+			// It is told of a namespace's deletion even where admission answers: it looks twice at that namespace then.
+			if err := own.Admit(ctx, a, g.endpoint); alone {
+				return err
+			}
+		}
 	}
 	verdict, err := g.ask(ctx, registryv1.Phase_PHASE_ADMIT, a)
 	if err != nil || len(verdict.GetObject()) == 0 || a.GetObject() == nil {
@@ -199,7 +211,7 @@ func (g *gateAdmission) Admit(ctx context.Context, a admission.Attributes, _ adm
 
 // Validate implements admission.ValidationInterface.
 func (g *gateAdmission) Validate(ctx context.Context, a admission.Attributes, _ admission.ObjectInterfaces) error {
-	if !g.validate.Has(operations[a.GetOperation()]) {
+	if !slices.Contains(g.validate, operations[a.GetOperation()]) {
 		return nil
 	}
 	_, err := g.ask(ctx, registryv1.Phase_PHASE_VALIDATE, a)

@@ -13,7 +13,6 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
@@ -29,7 +28,6 @@ import (
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	"watershed.dev/platform/warnings"
-	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -52,10 +50,11 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 	ctx, warned := warnings.Record(WithGate(ctx, gate))
 	ctx, trail := recordTrail(ctx, r.AuditLevel)
 	gated := &gateAdmission{
-		gate:     gate,
-		endpoint: e,
-		admit:    sets.New[admissionv1.Operation](r.Admit...),
-		validate: sets.New[admissionv1.Operation](r.Validate...),
+		gate:      gate,
+		endpoint:  e,
+		admit:     r.Admit,
+		lifecycle: r.Lifecycle,
+		validate:  r.Validate,
 	}
 	c := &call{
 		Endpoint: e,

@@ -435,7 +435,13 @@ type Interest struct {
 	// Only requests of users in this group; empty: whoever asks. A caller that does not know the field asks more.
 	UserGroup string `protobuf:"bytes,5,opt,name=user_group,json=userGroup" json:"user_group,omitempty"`
 	// But for those of a node for the object of its own name in this namespace; empty: there is no such exception.
-	UnlessOwnIn   string `protobuf:"bytes,6,opt,name=unless_own_in,json=unlessOwnIn" json:"unless_own_in,omitempty"`
+	UnlessOwnIn string `protobuf:"bytes,6,opt,name=unless_own_in,json=unlessOwnIn" json:"unless_own_in,omitempty"`
+	// Only requests in these namespaces, in the order of their bytes; empty: in any, and in none. A caller that does not
+	// know the field asks more.
+	Namespaces []string `protobuf:"bytes,7,rep,name=namespaces" json:"namespaces,omitempty"`
+	// Only NamespaceLifecycle looks, which registry runs itself where it is told so (WriteRequest.lifecycle). A caller
+	// that does not know the field asks.
+	InRegistry    bool `protobuf:"varint,8,opt,name=in_registry,json=inRegistry" json:"in_registry,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -512,6 +518,20 @@ func (x *Interest) GetUnlessOwnIn() string {
 	return ""
 }
 
+func (x *Interest) GetNamespaces() []string {
+	if x != nil {
+		return x.Namespaces
+	}
+	return nil
+}
+
+func (x *Interest) GetInRegistry() bool {
+	if x != nil {
+		return x.InRegistry
+	}
+	return false
+}
+
 var File_watershed_admission_v1_admission_proto protoreflect.FileDescriptor
 
 const file_watershed_admission_v1_admission_proto_rawDesc = "" +
@@ -549,7 +569,7 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\x10InterestsRequest\"\x83\x01\n" +
 	"\vInterestSet\x126\n" +
 	"\x05admit\x18\x01 \x03(\v2 .watershed.admission.v1.InterestR\x05admit\x12<\n" +
-	"\bvalidate\x18\x02 \x03(\v2 .watershed.admission.v1.InterestR\bvalidate\"\xe4\x01\n" +
+	"\bvalidate\x18\x02 \x03(\v2 .watershed.admission.v1.InterestR\bvalidate\"\xa5\x02\n" +
 	"\bInterest\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\tR\x05group\x12\x1a\n" +
 	"\bresource\x18\x02 \x01(\tR\bresource\x12 \n" +
@@ -559,7 +579,12 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"operations\x12\x1d\n" +
 	"\n" +
 	"user_group\x18\x05 \x01(\tR\tuserGroup\x12\"\n" +
-	"\runless_own_in\x18\x06 \x01(\tR\vunlessOwnIn*\x7f\n" +
+	"\runless_own_in\x18\x06 \x01(\tR\vunlessOwnIn\x12\x1e\n" +
+	"\n" +
+	"namespaces\x18\a \x03(\tR\n" +
+	"namespaces\x12\x1f\n" +
+	"\vin_registry\x18\b \x01(\bR\n" +
+	"inRegistry*\x7f\n" +
 	"\tOperation\x12\x19\n" +
 	"\x15OPERATION_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10OPERATION_CREATE\x10\x01\x12\x14\n" +

@@ -414,8 +414,11 @@ type WriteRequest struct {
 	Admit    []v11.Operation `protobuf:"varint,12,rep,packed,name=admit,enum=watershed.admission.v1.Operation" json:"admit,omitempty"`
 	Validate []v11.Operation `protobuf:"varint,13,rep,packed,name=validate,enum=watershed.admission.v1.Operation" json:"validate,omitempty"`
 	// What follows the name and subresource in the path, for proxy.
-	Subpath       string        `protobuf:"bytes,14,opt,name=subpath" json:"subpath,omitempty"`
-	AuditLevel    v1.AuditLevel `protobuf:"varint,15,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
+	Subpath    string        `protobuf:"bytes,14,opt,name=subpath" json:"subpath,omitempty"`
+	AuditLevel v1.AuditLevel `protobuf:"varint,15,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
+	// Those of admit at which nothing but NamespaceLifecycle looks: registry runs it, and asks where it cannot. A registry
+	// that does not know the field asks.
+	Lifecycle     []v11.Operation `protobuf:"varint,16,rep,packed,name=lifecycle,enum=watershed.admission.v1.Operation" json:"lifecycle,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -553,6 +556,13 @@ func (x *WriteRequest) GetAuditLevel() v1.AuditLevel {
 		return x.AuditLevel
 	}
 	return v1.AuditLevel(0)
+}
+
+func (x *WriteRequest) GetLifecycle() []v11.Operation {
+	if x != nil {
+		return x.Lifecycle
+	}
+	return nil
 }
 
 type WriteCall struct {
@@ -2593,7 +2603,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\bwarnings\x18\x03 \x03(\tR\bwarnings\x125\n" +
 	"\x05audit\x18\x05 \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05auditJ\x04\b\x04\x10\x05\"%\n" +
 	"\tListChunk\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\xc9\x04\n" +
+	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\x8a\x05\n" +
 	"\fWriteRequest\x12\x12\n" +
 	"\x04verb\x18\x01 \x01(\tR\x04verb\x129\n" +
 	"\bresource\x18\x02 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1c\n" +
@@ -2612,7 +2622,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\bvalidate\x18\r \x03(\x0e2!.watershed.admission.v1.OperationR\bvalidate\x12\x18\n" +
 	"\asubpath\x18\x0e \x01(\tR\asubpath\x12@\n" +
 	"\vaudit_level\x18\x0f \x01(\x0e2\x1f.watershed.common.v1.AuditLevelR\n" +
-	"auditLevel\"\xed\x02\n" +
+	"auditLevel\x12?\n" +
+	"\tlifecycle\x18\x10 \x03(\x0e2!.watershed.admission.v1.OperationR\tlifecycle\"\xed\x02\n" +
 	"\tWriteCall\x12?\n" +
 	"\arequest\x18\x01 \x01(\v2#.watershed.registry.v1.WriteRequestH\x00R\arequest\x12F\n" +
 	"\tadmission\x18\x02 \x01(\v2&.watershed.registry.v1.AdmissionResultH\x00R\tadmission\x12R\n" +
@@ -2890,68 +2901,69 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	42, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
 	42, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
 	43, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
-	6,  // 11: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
-	10, // 12: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
-	11, // 13: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	44, // 14: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	45, // 15: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
-	4,  // 16: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	9,  // 17: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
-	46, // 18: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	47, // 19: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	48, // 20: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	31, // 21: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	41, // 22: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
-	0,  // 23: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	49, // 24: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
-	50, // 25: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	51, // 26: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	52, // 27: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	17, // 28: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
-	18, // 29: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	33, // 30: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
-	16, // 31: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
-	39, // 32: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
-	39, // 33: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	38, // 34: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	38, // 35: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	34, // 36: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	21, // 37: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	35, // 38: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	36, // 39: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	39, // 40: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 41: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	24, // 42: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	37, // 43: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 44: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	32, // 45: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 46: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 47: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	7,  // 48: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	7,  // 49: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	12, // 50: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
-	29, // 51: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	13, // 52: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
-	19, // 53: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	22, // 54: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	25, // 55: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	27, // 56: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
-	4,  // 57: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 58: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	8,  // 59: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	8,  // 60: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	15, // 61: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	30, // 62: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	14, // 63: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
-	20, // 64: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	23, // 65: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	26, // 66: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	28, // 67: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
-	57, // [57:68] is the sub-list for method output_type
-	46, // [46:57] is the sub-list for method input_type
-	46, // [46:46] is the sub-list for extension type_name
-	46, // [46:46] is the sub-list for extension extendee
-	0,  // [0:46] is the sub-list for field type_name
+	42, // 11: watershed.registry.v1.WriteRequest.lifecycle:type_name -> watershed.admission.v1.Operation
+	6,  // 12: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
+	10, // 13: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
+	11, // 14: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
+	44, // 15: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	45, // 16: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	4,  // 17: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	9,  // 18: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
+	46, // 19: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	47, // 20: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	48, // 21: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	31, // 22: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	41, // 23: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
+	0,  // 24: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
+	49, // 25: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	50, // 26: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	51, // 27: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	52, // 28: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	17, // 29: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
+	18, // 30: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
+	33, // 31: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
+	16, // 32: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
+	39, // 33: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
+	39, // 34: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	38, // 35: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	38, // 36: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	34, // 37: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	21, // 38: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	35, // 39: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	36, // 40: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	39, // 41: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 42: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	24, // 43: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	37, // 44: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 45: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	32, // 46: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 47: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 48: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	7,  // 49: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	7,  // 50: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	12, // 51: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
+	29, // 52: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	13, // 53: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
+	19, // 54: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	22, // 55: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	25, // 56: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	27, // 57: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
+	4,  // 58: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 59: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	8,  // 60: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	8,  // 61: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	15, // 62: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	30, // 63: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	14, // 64: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	20, // 65: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	23, // 66: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	26, // 67: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	28, // 68: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
+	58, // [58:69] is the sub-list for method output_type
+	47, // [47:58] is the sub-list for method input_type
+	47, // [47:47] is the sub-list for extension type_name
+	47, // [47:47] is the sub-list for extension extendee
+	0,  // [0:47] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }

@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/pflag"
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
+	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 
@@ -120,9 +121,14 @@ func New(t testing.TB, flags ...string) *World {
 type Gate struct {
 	// Reviewed answers an admission review; nil admits.
 	Reviewed func(registryv1.Phase, *admissionv1.Review) (*admissionv1.Verdict, error)
+	// Namespaces is what the registry knows of them; nil: admission is asked.
+	Namespaces admission.MutationInterface
 	// Asked are the reviews, in order.
 	Asked []string
 }
+
+// Lifecycle implements verbs.Gate.
+func (g *Gate) Lifecycle() admission.MutationInterface { return g.Namespaces }
 
 // Review implements verbs.Gate.
 func (g *Gate) Review(_ context.Context, p registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error) {
