@@ -5,6 +5,7 @@ import (
 	"context"
 	"hash/fnv"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 
@@ -33,6 +34,24 @@ func Staying(ctx context.Context, key string, moved func()) context.Context {
 }
 
 type movedKey struct{}
+
+// Preferring makes a call go to the same replica as others about key, while that one serves, if the connection was
+// dialled with ByKey: the replica may have in memory what it needs for it, and needs not.
+func Preferring(ctx context.Context, key string) context.Context {
+	h := fnv.New32a()
+	_, _ = h.Write([]byte(key))
+	return context.WithValue(ctx, preferredKey{}, shares[h.Sum32()%uint32(len(shares))])
+}
+
+type preferredKey struct{}
+
+// shares are what keys are divided into, which may be as many as there are objects.
+var shares = func() (names [256]string) {
+	for i := range names {
+		names[i] = "\x00" + strconv.Itoa(i)
+	}
+	return names
+}()
 
 // MovedOf is what Staying was given for a call's context, or nil.
 func MovedOf(ctx context.Context) func() {
@@ -124,6 +143,9 @@ type picker struct {
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	n := p.next.Add(1)
 	of, key := p.ready, ""
+	if share, ok := info.Ctx.Value(preferredKey{}).(string); ok {
+		return balancer.PickResult{SubConn: p.serving(share)[0].conn}, nil
+	}
 	if md, ok := metadata.FromOutgoingContext(info.Ctx); ok {
 		if keys := md.Get(routeBy); len(keys) > 0 {
 			key = keys[0]

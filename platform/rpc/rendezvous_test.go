@@ -125,3 +125,32 @@ func TestACallThatLastsIsToldThatItsKeyHasMoved(t *testing.T) {
 		t.Errorf("%d told, %d open", len(told), len(r.open))
 	}
 }
+
+// Calls about one thing go to one replica, those about many things to all alike, and to others where it is away.
+func TestCallsAboutOneThingPreferOneReplica(t *testing.T) {
+	p, without := pickerOf("a:1", "a:2", "a:3"), pickerOf("a:1", "a:3")
+	pick := func(p balancer.Picker, key string) string {
+		r, err := p.Pick(balancer.PickInfo{Ctx: Preferring(t.Context(), key)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r.SubConn.(*conn).address
+	}
+	load := map[string]int{}
+	for i := range 3000 {
+		key := fmt.Sprint("leases/x/", i)
+		a := pick(p, key)
+		load[a]++
+		if again := pick(p, key); again != a {
+			t.Fatalf("%s goes to %s, then to %s", key, a, again)
+		}
+		if now := pick(without, key); now == "a:2" || a != "a:2" && now != a {
+			t.Errorf("%s goes to %s, and to %s when a:2 is away", key, a, now)
+		}
+	}
+	for a, n := range load {
+		if n < 700 || n > 1300 {
+			t.Errorf("%s is preferred by %d of 3000: %v", a, n, load)
+		}
+	}
+}

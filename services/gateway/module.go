@@ -32,7 +32,7 @@ func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, er
 	authnConn := dial("authn", rpc.TakeTurns)
 	authzConn := dial("authz", rpc.TakeTurns)
 	admissionConn := dial("admission", rpc.TakeTurns)
-	registryConn := dial("registry", rpc.TakeTurns)
+	registryConn := dial("registry", rpc.ByKey)
 	watchfanoutConn := dial("watchfanout", rpc.ByKey)
 	if err := errors.Join(errs...); err != nil {
 		return nil, err

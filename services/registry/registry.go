@@ -240,7 +240,12 @@ func (s *Service) custom() error {
 	if customs.Converters, err = conversion.NewCRConverterFactory(s.services, wrapper); err != nil {
 		return err
 	}
-	s.resources.Custom, s.tail.Foreign = customs, customs.HistoryChanged
+	s.resources.Custom = customs
+	s.tail.Foreign = func() {
+		customs.HistoryChanged()
+		s.resources.Storage.Forget()
+	}
+	s.tail.Written = s.resources.Storage.Written
 	s.crds, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().
 		AddEventHandler(customs.Handler())
 	return err

@@ -76,6 +76,9 @@ func (c *call) converse(r *registryv1.WriteRequest,
 	open func(context.Context, ...grpc.CallOption) (conversation, error)) (*registryv1.WriteReply, error) {
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
+	if r.Name != "" { // who wrote it last knows what is there
+		ctx = rpc.Preferring(ctx, c.entry.StoredAs+"/"+r.Namespace+"/"+r.Name)
+	}
 	stream, err := open(ctx)
 	if err == nil {
 		err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})

@@ -78,6 +78,7 @@ type Storage struct {
 	prefix  string
 
 	encryption *encryption
+	recent     *recent
 
 	mu       sync.RWMutex
 	byPrefix map[string]*Stored
@@ -154,6 +155,8 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 		return nil, err
 	}
 	opened = true
+	kept := newRecent()
+	client.Kubernetes = &remembered{client.Kubernetes, kept}
 	return &Storage{
 		Client:   client,
 		Factory:  f,
@@ -163,6 +166,7 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 		byName:   map[string]*Stored{},
 
 		encryption: encryption,
+		recent:     kept,
 	}, nil
 }
 
@@ -278,14 +282,20 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs,
 	_ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
 	versioner := apistorage.APIObjectVersioner{}
+	decoder, transformer := etcd3.NewDefaultDecoder(config.Codec, versioner), s.encryption.of(config.GroupResource)
 	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
-		config.GroupResource,
-		s.encryption.of(config.GroupResource), config.LeaseManagerConfig,
-		etcd3.NewDefaultDecoder(config.Codec, versioner), versioner)
+		config.GroupResource, transformer, config.LeaseManagerConfig, decoder, versioner)
 	if err != nil {
 		return nil, nil, err
 	}
-	return store, func() { store.Close() }, nil
+	return &beginning{
+		Interface:   store,
+		recent:      s.recent,
+		prefix:      s.prefix,
+		newFunc:     newFunc,
+		decoder:     decoder,
+		transformer: transformer,
+	}, func() { store.Close() }, nil
 }
 
 // decorate is open, and remembers how to read the resource's values.

@@ -28,6 +28,8 @@ type Tail struct {
 	// Foreign, if set, is called when the log goes on with another history of etcd: revisions mean something else from
 	// then on. It must not wait.
 	Foreign func()
+	// Written, if set, is called with each event. It must not wait.
+	Written func(*logv1.Event)
 	// epoch counts how often everything was dropped.
 	epoch int
 	// behind is since when the tail stands at was though etcd has more; the zero time where it had all when it was last
@@ -137,6 +139,9 @@ func (t *Tail) Append(e *logv1.Event) error {
 }
 
 func (t *Tail) add(e *logv1.Event) {
+	if t.Written != nil {
+		t.Written(e)
+	}
 	r := t.ring(e.StoredAs)
 	if e.Redefined {
 		r.redefined = max(r.redefined, e.Revision)

@@ -1,0 +1,185 @@
+package storage
+
+import (
+	"container/list"
+	"context"
+	"strings"
+	"sync"
+
+	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
+	"k8s.io/apimachinery/pkg/runtime"
+	apistorage "k8s.io/apiserver/pkg/storage"
+	"k8s.io/apiserver/pkg/storage/value"
+
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+const (
+	// recentBytes bounds the values that are kept, and recentValue one of them.
+	recentBytes = 16 << 20
+	recentValue = 256 << 10
+)
+
+// recent are the values that this registry has last written, as etcd has them. An update begins with what is kept, and
+// spares the read of what exists: it is one transaction, which etcd refuses where the value has changed since, and
+// answers with the one that it has (k8s.io/apiserver/pkg/storage, cachedExistingObject; kube-apiserver passes its watch
+// cache's object). What is kept may be old, and is never answered to anybody.
+type recent struct {
+	mu     sync.Mutex
+	byKey  map[string]*list.Element
+	newest *list.List // of *written
+	bytes  int
+}
+
+// written is one value, and the revision that it was written at.
+type written struct {
+	key      string
+	data     []byte
+	revision int64
+}
+
+func newRecent() *recent { return &recent{byKey: map[string]*list.Element{}, newest: list.New()} }
+
+func (r *recent) get(key string) (data []byte, revision int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.byKey[key]
+	if e == nil {
+		return nil, 0
+	}
+	r.newest.MoveToFront(e)
+	w := e.Value.(*written)
+	return w.data, w.revision
+}
+
+// put keeps a value, unless a later one is kept. data is not changed from here on.
+func (r *recent) put(key string, data []byte, revision int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.byKey[key]; e != nil {
+		if e.Value.(*written).revision > revision {
+			return
+		}
+		r.remove(e)
+	}
+	if len(data) > recentValue {
+		return
+	}
+	r.byKey[key] = r.newest.PushFront(&written{key, data, revision})
+	for r.bytes += len(key) + len(data); r.bytes > recentBytes; {
+		r.remove(r.newest.Back())
+	}
+}
+
+// drop forgets a value that was written before a revision.
+func (r *recent) drop(key string, before int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if e := r.byKey[key]; e != nil && e.Value.(*written).revision < before {
+		r.remove(e)
+	}
+}
+
+// clear forgets everything.
+func (r *recent) clear() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	clear(r.byKey)
+	r.newest.Init()
+	r.bytes = 0
+}
+
+func (r *recent) remove(e *list.Element) {
+	w := r.newest.Remove(e).(*written)
+	delete(r.byKey, w.key)
+	r.bytes -= len(w.key) + len(w.data)
+}
+
+// Written is told of every event: what another registry has written is not what is kept.
+func (s *Storage) Written(e *logv1.Event) {
+	st, ok := s.ByName(e.StoredAs)
+	if !ok { // a custom resource's: etcd refuses an update of what has changed
+		return
+	}
+	key := st.Prefix + e.Name
+	if e.Namespace != "" {
+		key = st.Prefix + e.Namespace + "/" + e.Name
+	}
+	s.recent.drop(key, e.Revision)
+}
+
+// Forget is told that etcd's history is another one: a revision that is kept may stand for another value.
+func (s *Storage) Forget() { s.recent.clear() }
+
+// remembered is etcd's client as upstream's storage uses it, with what it writes kept.
+type remembered struct {
+	etcdkubernetes.Interface
+	recent *recent
+}
+
+// OptimisticPut implements etcd's client.
+func (r *remembered) OptimisticPut(ctx context.Context, key string, value []byte, expected int64,
+	opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
+	resp, err := r.Interface.OptimisticPut(ctx, key, value, expected, opts)
+	if err == nil && resp.Succeeded {
+		r.recent.put(key, value, resp.Revision)
+	}
+	return resp, err
+}
+
+// OptimisticDelete implements etcd's client.
+func (r *remembered) OptimisticDelete(ctx context.Context, key string, expected int64,
+	opts etcdkubernetes.DeleteOptions) (etcdkubernetes.DeleteResponse, error) {
+	resp, err := r.Interface.OptimisticDelete(ctx, key, expected, opts)
+	if err == nil && resp.Succeeded {
+		r.recent.drop(key, resp.Revision)
+	}
+	return resp, err
+}
+
+// beginning is a store whose updates and deletions begin with what was last written, where that is kept.
+type beginning struct {
+	apistorage.Interface
+	recent      *recent
+	prefix      string
+	newFunc     func() runtime.Object
+	decoder     interface{ Decode([]byte, runtime.Object, int64) error }
+	transformer value.Transformer
+}
+
+// existing is what was last written at key; nil where that is not known.
+func (b *beginning) existing(ctx context.Context, key string) runtime.Object {
+	key = b.prefix + strings.TrimPrefix(key, "/")
+	data, revision := b.recent.get(key)
+	if data == nil {
+		return nil
+	}
+	plain, _, err := b.transformer.TransformFromStorage(ctx, data, authenticatedKey(key))
+	if err != nil {
+		return nil
+	}
+	obj := b.newFunc()
+	if b.decoder.Decode(plain, obj, revision) != nil {
+		return nil
+	}
+	return obj
+}
+
+// GuaranteedUpdate implements storage.Interface.
+func (b *beginning) GuaranteedUpdate(ctx context.Context, key string, into runtime.Object, ignoreNotFound bool,
+	preconditions *apistorage.Preconditions, try apistorage.UpdateFunc, cached runtime.Object) error {
+	if cached == nil {
+		cached = b.existing(ctx, key)
+	}
+	return b.Interface.GuaranteedUpdate(ctx, key, into, ignoreNotFound, preconditions, try, cached)
+}
+
+// Delete implements storage.Interface.
+func (b *beginning) Delete(ctx context.Context, key string, out runtime.Object,
+	preconditions *apistorage.Preconditions, validate apistorage.ValidateObjectFunc, cached runtime.Object,
+	opts apistorage.DeleteOptions) error {
+	if cached == nil && !opts.IgnoreStoreReadError {
+		cached = b.existing(ctx, key)
+	}
+	return b.Interface.Delete(ctx, key, out, preconditions, validate, cached, opts)
+}
