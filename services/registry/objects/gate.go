@@ -24,8 +24,8 @@ import (
 // asks from several goroutines.
 type streamGate struct {
 	namespaces *Namespaces
-	mu     sync.Mutex
-	stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]
+	mu         sync.Mutex
+	stream     grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]
 }
 
 // Lifecycle implements verbs.Gate.

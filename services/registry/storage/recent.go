@@ -140,10 +140,12 @@ func (r *remembered) OptimisticDelete(ctx context.Context, key string, expected 
 // beginning is a store whose updates and deletions begin with what was last written, where that is kept.
 type beginning struct {
 	apistorage.Interface
-	recent      *recent
-	prefix      string
-	newFunc     func() runtime.Object
-	decoder     interface{ Decode([]byte, runtime.Object, int64) error }
+	recent  *recent
+	prefix  string
+	newFunc func() runtime.Object
+	decoder interface {
+		Decode([]byte, runtime.Object, int64) error
+	}
 	transformer value.Transformer
 }
 
