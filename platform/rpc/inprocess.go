@@ -14,6 +14,8 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
 // InProcess connects clients to services in the same process: no sockets and no encoding. Messages are shared, not
@@ -150,6 +152,10 @@ func serverContext(ctx context.Context) context.Context {
 
 // share makes dst the same message as src without copying what src refers to.
 func share(dst, src any) {
+	if c, ok := dst.(*Chunk); ok {
+		c.of(src.(*watchfanoutv1.ListChunk))
+		return
+	}
 	d := dst.(proto.Message).ProtoReflect()
 	src.(proto.Message).ProtoReflect().Range(func(f protoreflect.FieldDescriptor, v protoreflect.Value) bool {
 		d.Set(f, v)

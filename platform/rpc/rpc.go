@@ -202,6 +202,7 @@ func NewServer(id TLS) (*Server, error) {
 	s.draining, s.drain = context.WithCancelCause(context.Background())
 	options := append(tracedServer(),
 		grpc.Creds(credentials.NewTLS(conf)),
+		grpc.ForceServerCodecV2(lists),
 		grpc.MaxRecvMsgSize(MaxMessageBytes), grpc.MaxSendMsgSize(MaxMessageBytes),
 		grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(4<<20),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
@@ -336,7 +337,8 @@ func Dial(id TLS, service string, b Balancer, replicas Replicas) (*grpc.ClientCo
 		grpc.WithDefaultServiceConfig(serviceConfig(b)),
 		grpc.WithIdleTimeout(0), // what is known of replicas is not forgotten
 		grpc.WithUserAgent("watershed/"+version.Release()),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes)),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(lists), grpc.MaxCallRecvMsgSize(MaxMessageBytes),
+			grpc.MaxCallSendMsgSize(MaxMessageBytes)),
 		grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(4<<20),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
 			Time:                10 * time.Second,

@@ -65,9 +65,9 @@ func (c *call) listFrom(p *plan) {
 		Limit:                p.opts.Limit,
 		Continue:             p.opts.Continue,
 	}, grpc.WaitForReady(false))
-	var chunk *watchfanoutv1.ListChunk
+	var chunk *rpc.Chunk
 	if err == nil {
-		chunk, err = stream.Recv()
+		chunk, err = rpc.ReceiveChunk(stream)
 	}
 	silent.Stop()
 	if err != nil {
@@ -81,11 +81,13 @@ func (c *call) listFrom(p *plan) {
 	c.answered(chunk.Size)
 	write, end := c.begin(chunk.Size)
 	for err == nil {
-		if write(chunk.Data) != nil { // the client's matter
+		written := write(chunk.Data)
+		chunk.Free()
+		if written != nil { // the client's matter
 			answer.Abort(ctx)
 			return
 		}
-		chunk, err = stream.Recv()
+		chunk, err = rpc.ReceiveChunk(stream)
 	}
 	if !errors.Is(err, io.EOF) {
 		panic(http.ErrAbortHandler) // the client must not take half a list for a whole one

@@ -1,0 +1,113 @@
+package rpc
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/proto"
+
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// chunkOf is a chunk of pieces of some sizes.
+func chunkOf(rng *rand.Rand, size int64, lengths ...int) *watchfanoutv1.ListChunk {
+	m := &watchfanoutv1.ListChunk{Size: size}
+	for _, n := range lengths {
+		p := make([]byte, n)
+		for i := range p {
+			p[i] = byte(rng.Uint32())
+		}
+		m.Data = append(m.Data, p)
+	}
+	return m
+}
+
+// cut is a message as a transport has received it: in buffers of some size.
+func cut(data []byte, size int) (out mem.BufferSlice) {
+	for piece := range slices.Chunk(data, size) {
+		out = append(out, mem.SliceBuffer(piece))
+	}
+	return out
+}
+
+// A list's bytes are the same whoever has encoded them and however they have come: this release, or one that sends each
+// piece by itself.
+func TestChunksCrossAsTheyAre(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 1))
+	for what, m := range map[string]*watchfanoutv1.ListChunk{
+		"nothing":     {},
+		"a size":      {Size: 7},
+		"empty":       {Size: 1, Data: [][]byte{{}}},
+		"small ones":  chunkOf(rng, 1<<40, 1, 1, 100, 1, 1023),
+		"large ones":  chunkOf(rng, 99999, 1024, 70000, 5000),
+		"mixed":       chunkOf(rng, 0, 20, 7600, 1, 7600, 1, 7600, 2),
+		"negative":    chunkOf(rng, -1, 3),
+		"256 KB once": chunkOf(rng, 5, 256<<10),
+	} {
+		want := bytes.Join(m.Data, nil)
+		new, err := lists.Marshal(m)
+		if err != nil {
+			t.Fatal(what, err)
+		}
+		old, err := proto.Marshal(m)
+		if err != nil {
+			t.Fatal(what, err)
+		}
+		var seen watchfanoutv1.ListChunk
+		if err := lists.Unmarshal(new, &seen); err != nil || seen.Size != m.Size ||
+			!bytes.Equal(bytes.Join(seen.Data, nil), want) {
+			t.Errorf("%s: an older release reads %d bytes of %d, %v", what, len(bytes.Join(seen.Data, nil)), len(want), err)
+		}
+		for _, size := range []int{1, 3, 20, 16384, 1 << 20} {
+			for from, data := range map[string][]byte{"this": new.Materialize(), "an older": old} {
+				var c Chunk
+				err := lists.Unmarshal(cut(data, size), &c)
+				if err != nil || c.Size != m.Size || !bytes.Equal(bytes.Join(c.Data, nil), want) {
+					t.Errorf("%s from %s release in buffers of %d: %d bytes of %d, size %d, %v", what, from, size,
+						len(bytes.Join(c.Data, nil)), len(want), c.Size, err)
+				}
+				c.Free()
+			}
+		}
+	}
+}
+
+// What is no ListChunk is refused, and not read past its end.
+func FuzzChunk(f *testing.F) {
+	rng := rand.New(rand.NewPCG(2, 2))
+	data, _ := proto.Marshal(chunkOf(rng, 12, 5, 1))
+	f.Add(data)
+	f.Add([]byte{fieldData<<3 | 2, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1})
+	f.Fuzz(func(t *testing.T, data []byte) {
+		var m watchfanoutv1.ListChunk
+		wantErr := proto.Unmarshal(data, &m)
+		var c Chunk
+		err := lists.Unmarshal(cut(data, 7), &c)
+		if (err == nil) != (wantErr == nil) {
+			t.Fatalf("%v, protobuf says %v", err, wantErr)
+		}
+		if err == nil && (c.Size != m.Size || !bytes.Equal(bytes.Join(c.Data, nil), bytes.Join(m.Data, nil))) {
+			t.Fatalf("%d %q, not %d %q", c.Size, c.Data, m.Size, m.Data)
+		}
+	})
+}
+
+func BenchmarkChunk(b *testing.B) {
+	rng := rand.New(rand.NewPCG(1, 1))
+	var lengths []int
+	for range 34 {
+		lengths = append(lengths, 7600, 1)
+	}
+	m := chunkOf(rng, 0, lengths...)
+	b.SetBytes(34 * 7601)
+	b.ReportAllocs()
+	for b.Loop() {
+		data, _ := lists.Marshal(m)
+		c := &Chunk{}
+		_ = c.read(data)
+		c.Free()
+	}
+}
