@@ -18,10 +18,11 @@ var Callers = map[string][]string{
 	"/watershed.admission.v1.Admission/Validate":  {"gateway"},
 	"/watershed.admission.v1.Admission/Interests": {"gateway"},
 
-	"/watershed.registry.v1.Objects/Get":     {"gateway"},
-	"/watershed.registry.v1.Objects/List":    {"gateway"},
-	"/watershed.registry.v1.Objects/Write":   {"gateway"},
-	"/watershed.registry.v1.Objects/Connect": {"gateway"},
+	"/watershed.registry.v1.Objects/Get":         {"gateway"},
+	"/watershed.registry.v1.Objects/List":        {"gateway"},
+	"/watershed.registry.v1.Objects/Write":       {"gateway"},
+	"/watershed.registry.v1.Objects/WriteDirect": {"gateway"},
+	"/watershed.registry.v1.Objects/Connect":     {"gateway"},
 
 	"/watershed.registry.v1.Catalog/Follow":   {"gateway", "watchfanout"},
 	"/watershed.registry.v1.Catalog/OpenAPI":  {"gateway"},
@@ -46,6 +47,7 @@ var Callers = map[string][]string{
 // All others may be sent again.
 var Once = []string{
 	"/watershed.registry.v1.Objects/Write",
+	"/watershed.registry.v1.Objects/WriteDirect",
 }
 
 // EndedByDrain names the streams that a server ends as soon as it drains: they would go on for as long as their caller

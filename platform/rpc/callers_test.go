@@ -110,7 +110,8 @@ func TestOnlyWhatMayBeRepeatedIsRetried(t *testing.T) {
 			retried["/"+n.Service+"/"+n.Method] = m.RetryPolicy != nil
 		}
 	}
-	want := map[string]bool{"//": true, "/watershed.registry.v1.Objects/Write": false}
+	want := map[string]bool{"//": true, "/watershed.registry.v1.Objects/Write": false,
+		"/watershed.registry.v1.Objects/WriteDirect": false}
 	if !maps.Equal(retried, want) {
 		t.Errorf("%v", retried)
 	}

@@ -3,6 +3,8 @@ package routing
 import (
 	"context"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"io"
 	"net/http/httptest"
 	"strings"
@@ -12,7 +14,10 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
@@ -78,6 +83,57 @@ func (b *behind) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registry
 	body := "registry " + r.Verb + " " + r.Name + " " + string(r.Body)
 	result := &registryv1.ObjectResponse{Code: 201, Body: []byte(body)}
 	return s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: result}})
+}
+
+// WriteDirect answers but where the body says that something is to be asked, or that it is refused.
+func (b *behind) WriteDirect(_ context.Context, r *registryv1.WriteRequest) (*registryv1.DirectReply, error) {
+	switch string(r.Body) {
+	case "asks":
+		return &registryv1.DirectReply{Asks: true}, nil
+	case "refused":
+		err := rpc.ToStatus(apierrors.NewConflict(schema.GroupResource{Resource: "pods"}, r.Name, errors.New("newer")))
+		data, _ := proto.Marshal(status.Convert(err).Proto())
+		return &registryv1.DirectReply{Error: data}, nil
+	case "older":
+		return nil, status.Error(codes.Unimplemented, "unknown method WriteDirect")
+	}
+	result := &registryv1.ObjectResponse{Code: 200, Body: []byte("direct " + r.Verb + " " + r.Name)}
+	return &registryv1.DirectReply{Result: result}, nil
+}
+
+// What nobody is to be asked about is written in one call; all else in a stream, also where the call says so.
+func TestWritesAskedAbout(t *testing.T) {
+	const pods = "/api/v1/namespaces/x/pods"
+	r := routerOver(t, &behind{})
+	if code, got := ask(t, r, "PUT", pods+"/a", "plain"); got != "registry update a plain" { // admission is not heard
+		t.Errorf("%d %s", code, got)
+	}
+	r.Interests.current.Store(&admissionv1.InterestSet{
+		Admit: []*admissionv1.Interest{
+			{Resource: "pods", Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE}},
+			{Group: "*", Resource: "*", InRegistry: true, Operations: allOperations},
+		},
+		Validate: []*admissionv1.Interest{{
+			Group:      "example.com",
+			Resource:   "*",
+			Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_DELETE},
+		}},
+	})
+	for _, c := range []struct{ method, path, body, want string }{
+		{"POST", pods, "plain", "registry create  plain"},
+		{"PUT", pods + "/a", "plain", "registry update a plain"}, // it may create
+		{"DELETE", pods + "/a", "", "direct delete a"},
+		{"DELETE", pods, "", "registry deletecollection  "},
+		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "plain", "direct create "},
+		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "asks", "registry create  asks"},
+		{"POST", "/apis/example.com/v1/namespaces/x/widgets", "older", "registry create  older"},
+		{"PUT", "/apis/example.com/v1/namespaces/x/widgets/w", "refused", `409 Conflict: Operation cannot be fulfilled on pods "w": newer`},
+		{"DELETE", "/apis/example.com/v1/namespaces/x/widgets/w", "", "registry delete w "},
+	} {
+		if code, got := ask(t, r, c.method, c.path, c.body); !strings.Contains(fmt.Sprint(code, " ", got), c.want) {
+			t.Errorf("%s %s %s: %d %s", c.method, c.path, c.body, code, got)
+		}
+	}
 }
 
 // tier is the watch tier's part, whose List is another.

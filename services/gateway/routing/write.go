@@ -1,19 +1,23 @@
 package routing
 
 import (
-	"go.opentelemetry.io/otel/trace"
-
 	"context"
 	"errors"
 	"io"
 	"slices"
 
+	"go.opentelemetry.io/otel/trace"
+	rpcstatus "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
+	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -32,12 +36,72 @@ func (c *call) write() {
 	r := c.writeRequest()
 	c.body = data
 	r.ContentType, r.Body, r.Output = c.req.Header.Get("Content-Type"), data, c.out
+	if !c.mayAsk(r) {
+		result, asks, err := c.writeDirect(r)
+		switch {
+		case err != nil:
+			c.fail(err)
+			return
+		case !asks:
+			c.respond(result)
+			return
+		}
+	}
 	m, err := c.converse(r, c.router.Objects.Write)
 	if err != nil {
 		c.fail(err)
 		return
 	}
 	c.respond(m.GetResult())
+}
+
+// asking are the groups whose writes registry mostly has to ask about, whatever admission looks at.
+var asking = []string{"authentication.k8s.io", "authorization.k8s.io", "certificates.k8s.io",
+	"rbac.authorization.k8s.io"}
+
+// operationsOf are those that a verb's write may be.
+var operationsOf = map[string][]admissionv1.Operation{
+	"create": {admissionv1.Operation_OPERATION_CREATE},
+	"update": {admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE},
+	"patch":  {admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE},
+	"delete": {admissionv1.Operation_OPERATION_DELETE},
+}
+
+// mayAsk says whether registry is expected to ask something about a write.
+func (c *call) mayAsk(r *registryv1.WriteRequest) bool {
+	ops, ok := operationsOf[r.Verb]
+	return !ok || slices.Contains(asking, c.entry.Resource.GetGroup()) ||
+		slices.ContainsFunc(ops, func(op admissionv1.Operation) bool {
+			return slices.Contains(r.Validate, op) || slices.Contains(r.Admit, op) && !slices.Contains(r.Lifecycle, op)
+		})
+}
+
+// writeDirect carries a write to registry that nothing is expected to be asked about. asks: it has to be, and nothing
+// was written.
+func (c *call) writeDirect(r *registryv1.WriteRequest) (result *registryv1.ObjectResponse, asks bool, err error) {
+	reply, err := c.router.Objects.WriteDirect(c.preferring(c.req.Context(), r), r)
+	if status.Code(err) == codes.Unimplemented { // by an older release
+		return nil, true, nil
+	}
+	if err != nil {
+		return nil, false, rpc.FromStatus(err)
+	}
+	if len(reply.Error) > 0 {
+		of := &rpcstatus.Status{}
+		if err := proto.Unmarshal(reply.Error, of); err != nil {
+			return nil, false, err
+		}
+		return nil, false, rpc.WithTrail(rpc.FromStatus(status.ErrorProto(of)), reply.Audit)
+	}
+	return reply.Result, reply.Asks, nil
+}
+
+// preferring sends writes of one object to one registry, which knows what it has written last.
+func (c *call) preferring(ctx context.Context, r *registryv1.WriteRequest) context.Context {
+	if r.Name == "" {
+		return ctx
+	}
+	return rpc.Preferring(ctx, c.entry.StoredAs+"/"+r.Namespace+"/"+r.Name)
 }
 
 func (c *call) writeRequest() *registryv1.WriteRequest {
@@ -76,10 +140,7 @@ func (c *call) converse(r *registryv1.WriteRequest,
 	open func(context.Context, ...grpc.CallOption) (conversation, error)) (*registryv1.WriteReply, error) {
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
-	if r.Name != "" { // who wrote it last knows what is there
-		ctx = rpc.Preferring(ctx, c.entry.StoredAs+"/"+r.Namespace+"/"+r.Name)
-	}
-	stream, err := open(ctx)
+	stream, err := open(c.preferring(ctx, r))
 	if err == nil {
 		err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})
 	}

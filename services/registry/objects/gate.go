@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"sync"
+	"sync/atomic"
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -97,4 +98,37 @@ func (g *streamGate) Rules(ctx context.Context, r *authzv1.RulesRequest) (*authz
 		return nil, fmt.Errorf("expected rules, got %T", a.GetCall())
 	}
 	return a.GetRules(), nil
+}
+
+// directGate refuses every question, and notes that there was one: nothing is written but what needs no answer.
+type directGate struct {
+	namespaces *Namespaces
+	asked      atomic.Bool
+}
+
+var errAsks = apierrors.NewInternalError(errors.New("the write is to be asked about"))
+
+func (g *directGate) refuse() error {
+	g.asked.Store(true)
+	return errAsks
+}
+
+// Lifecycle implements verbs.Gate.
+func (g *directGate) Lifecycle() admission.MutationInterface { return g.namespaces.plugin() }
+
+func (g *directGate) Review(context.Context, registryv1.Phase, *admissionv1.Review) (*admissionv1.Verdict, error) {
+	return nil, g.refuse()
+}
+
+func (g *directGate) Authorize(context.Context, *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
+	return nil, g.refuse()
+}
+
+func (g *directGate) ReviewToken(context.Context,
+	*authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+	return nil, g.refuse()
+}
+
+func (g *directGate) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
+	return nil, g.refuse()
 }

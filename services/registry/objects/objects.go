@@ -5,6 +5,8 @@ import (
 	"context"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"watershed.dev/platform/frame"
@@ -95,6 +97,30 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 		return rpc.ToStatus(rpc.WithWarnings(rpc.Bare(err), rpc.Warnings(err)))
 	}
 	return stream.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: resp}})
+}
+
+// WriteDirect runs one write about which nothing is to be asked.
+func (o *Objects) WriteDirect(ctx context.Context, r *registryv1.WriteRequest) (*registryv1.DirectReply, error) {
+	if r.Verb == "deletecollection" {
+		return &registryv1.DirectReply{Asks: true}, nil
+	}
+	e, err := o.endpoint(ctx, r.Resource, r.Namespace)
+	if err != nil {
+		return nil, rpc.ToStatus(err)
+	}
+	gate := &directGate{namespaces: o.Namespaces}
+	resp, err := e.Write(resources.Within(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name), r, gate)
+	switch {
+	case err == nil:
+		return &registryv1.DirectReply{Result: resp}, nil
+	case gate.asked.Load():
+		return &registryv1.DirectReply{Asks: true}, nil
+	}
+	of, merr := proto.Marshal(status.Convert(rpc.ToStatus(rpc.WithWarnings(rpc.Bare(err), rpc.Warnings(err)))).Proto())
+	if merr != nil {
+		return nil, merr
+	}
+	return &registryv1.DirectReply{Error: of, Audit: rpc.Trail(err)}, nil
 }
 
 // Connect decides where a request that carries bytes goes, asking back in its own stream.

@@ -7,9 +7,11 @@ import (
 	"strings"
 	"testing"
 
+	rpcstatus "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
@@ -125,6 +127,63 @@ func TestAWriteAsksInItsStream(t *testing.T) {
 		Output:    plain,
 	}); status.Code(err) != codes.NotFound {
 		t.Errorf("what was refused is there: %v", err)
+	}
+}
+
+// A write about which nothing is asked is one call, and one about which something is leaves nothing behind.
+func TestAWriteThatNobodyIsAskedAbout(t *testing.T) {
+	o := gateway(t)
+	direct := func(r *registryv1.WriteRequest) *registryv1.DirectReply {
+		t.Helper()
+		reply, err := o.WriteDirect(t.Context(), r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return reply
+	}
+	asked := create("asked")
+	if reply := direct(asked); !reply.Asks || reply.Result != nil || len(reply.Error) > 0 {
+		t.Errorf("what admission looks at is answered: %v", reply)
+	}
+	asked.Lifecycle = asked.Admit // which this registry does not know
+	if reply := direct(asked); !reply.Asks {
+		t.Errorf("what is known of no namespace is answered: %v", reply)
+	}
+	plain := create("plain")
+	plain.Admit = nil
+	if reply := direct(plain); !strings.Contains(string(reply.GetResult().GetBody()), `"plain"`) || reply.Asks {
+		t.Errorf("%v", reply)
+	}
+	plain.AuditLevel = commonv1.AuditLevel_AUDIT_LEVEL_REQUEST
+	reply := direct(plain)
+	st := &rpcstatus.Status{}
+	if err := proto.Unmarshal(reply.Error, st); err != nil || reply.Result != nil || reply.Asks {
+		t.Errorf("%v, %v", reply, err)
+	}
+	if err := rpc.FromStatus(status.ErrorProto(st)); !apierrors.IsAlreadyExists(err) {
+		t.Errorf("what is there already is %v", err)
+	}
+	if !strings.Contains(string(reply.GetAudit().GetRequestObject()), `"plain"`) {
+		t.Errorf("a refused write's trail is lost: %v", reply.Audit)
+	}
+	role := create("made")
+	role.Admit, role.User = nil, &commonv1.User{Name: "jane"}
+	role.Resource = &commonv1.Resource{Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "roles"}
+	role.Body = []byte(`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"made"},` +
+		`"rules":[{"apiGroups":[""],"resources":["pods"],"verbs":["get"]}]}`)
+	if reply := direct(role); !reply.Asks {
+		t.Errorf("who may grant what is not asked: %v", reply)
+	}
+	role.Verb, role.Name = "deletecollection", ""
+	if reply := direct(role); !reply.Asks {
+		t.Errorf("a collection is deleted without being asked about: %v", reply)
+	}
+	for _, r := range []*registryv1.GetRequest{{Resource: world.ConfigMaps, Name: "asked"}, {Resource: role.Resource,
+		Name: "made"}} {
+		r.Namespace, r.User, r.Output = "x", admin, &registryv1.Output{MediaType: "application/json"}
+		if _, err := o.Get(t.Context(), r); status.Code(err) != codes.NotFound {
+			t.Errorf("%s is there: %v", r.Name, err)
+		}
 	}
 }
 

@@ -18,6 +18,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/guard"
 	"watershed.dev/platform/lifecycle"
@@ -37,6 +38,8 @@ type Log struct {
 	keys   eventlog.Keys
 
 	ready *lifecycle.Readiness
+	// revisions are readers' questions about etcd's revision.
+	revisions coalesce.Group[int64]
 	// asking is when a publisher was last asked how far it is, in nanoseconds since 1970.
 	asking atomic.Int64
 	// stalled is when a read last waited for etcd's revision in vain, in nanoseconds since 1970; 0: none has since one
@@ -63,6 +66,7 @@ func New(c *cache.Cache, nc *nats.Conn, js jetstream.JetStream, source registryv
 		keys:      keysOf(source),
 		ready:     ready,
 		backfills: newBackfills(),
+		revisions: coalesce.Group[int64]{Timeout: freshnessTimeout},
 		draining:  make(chan struct{}),
 		replays: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_replays_total",
@@ -164,13 +168,17 @@ func (l *Log) Wait(ctx context.Context, revision int64) error {
 	})
 }
 
-// Current waits until the replica has applied etcd's current revision.
+// Current waits until the replica has applied etcd's current revision. Readers share one question about it, which began
+// after they had asked.
 func (l *Log) Current(ctx context.Context) error {
-	r, err := l.source.Revision(ctx, &registryv1.RevisionRequest{})
+	r, err := l.revisions.Get(ctx, "", func(ctx context.Context) (int64, error) {
+		r, err := l.source.Revision(ctx, &registryv1.RevisionRequest{})
+		return r.GetRevision(), err
+	})
 	if err != nil {
 		return err
 	}
-	return l.Wait(ctx, r.Revision)
+	return l.Wait(ctx, r)
 }
 
 const (

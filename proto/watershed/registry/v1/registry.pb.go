@@ -565,6 +565,76 @@ func (x *WriteRequest) GetLifecycle() []v11.Operation {
 	return nil
 }
 
+// DirectReply is how a write ended: with its result, or with an error, or before something had to be asked.
+type DirectReply struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Result *ObjectResponse        `protobuf:"bytes,1,opt,name=result" json:"result,omitempty"`
+	// The error, a google.rpc.Status as Write ends with, and what is to be audited of it.
+	Error         []byte         `protobuf:"bytes,2,opt,name=error" json:"error,omitempty"`
+	Audit         *v1.AuditTrail `protobuf:"bytes,3,opt,name=audit" json:"audit,omitempty"`
+	Asks          bool           `protobuf:"varint,4,opt,name=asks" json:"asks,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DirectReply) Reset() {
+	*x = DirectReply{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DirectReply) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DirectReply) ProtoMessage() {}
+
+func (x *DirectReply) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DirectReply.ProtoReflect.Descriptor instead.
+func (*DirectReply) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *DirectReply) GetResult() *ObjectResponse {
+	if x != nil {
+		return x.Result
+	}
+	return nil
+}
+
+func (x *DirectReply) GetError() []byte {
+	if x != nil {
+		return x.Error
+	}
+	return nil
+}
+
+func (x *DirectReply) GetAudit() *v1.AuditTrail {
+	if x != nil {
+		return x.Audit
+	}
+	return nil
+}
+
+func (x *DirectReply) GetAsks() bool {
+	if x != nil {
+		return x.Asks
+	}
+	return false
+}
+
 type WriteCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Call:
@@ -581,7 +651,7 @@ type WriteCall struct {
 
 func (x *WriteCall) Reset() {
 	*x = WriteCall{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[5]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -593,7 +663,7 @@ func (x *WriteCall) String() string {
 func (*WriteCall) ProtoMessage() {}
 
 func (x *WriteCall) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[5]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -606,7 +676,7 @@ func (x *WriteCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteCall.ProtoReflect.Descriptor instead.
 func (*WriteCall) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{5}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *WriteCall) GetCall() isWriteCall_Call {
@@ -716,7 +786,7 @@ type WriteReply struct {
 
 func (x *WriteReply) Reset() {
 	*x = WriteReply{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[6]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -728,7 +798,7 @@ func (x *WriteReply) String() string {
 func (*WriteReply) ProtoMessage() {}
 
 func (x *WriteReply) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[6]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -741,7 +811,7 @@ func (x *WriteReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WriteReply.ProtoReflect.Descriptor instead.
 func (*WriteReply) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{6}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *WriteReply) GetReply() isWriteReply_Reply {
@@ -869,7 +939,7 @@ type AdmissionNeeded struct {
 
 func (x *AdmissionNeeded) Reset() {
 	*x = AdmissionNeeded{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[7]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -881,7 +951,7 @@ func (x *AdmissionNeeded) String() string {
 func (*AdmissionNeeded) ProtoMessage() {}
 
 func (x *AdmissionNeeded) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[7]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -894,7 +964,7 @@ func (x *AdmissionNeeded) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmissionNeeded.ProtoReflect.Descriptor instead.
 func (*AdmissionNeeded) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{7}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *AdmissionNeeded) GetPhase() Phase {
@@ -922,7 +992,7 @@ type AdmissionResult struct {
 
 func (x *AdmissionResult) Reset() {
 	*x = AdmissionResult{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[8]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -934,7 +1004,7 @@ func (x *AdmissionResult) String() string {
 func (*AdmissionResult) ProtoMessage() {}
 
 func (x *AdmissionResult) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[8]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -947,7 +1017,7 @@ func (x *AdmissionResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AdmissionResult.ProtoReflect.Descriptor instead.
 func (*AdmissionResult) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{8}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *AdmissionResult) GetVerdict() *v11.Verdict {
@@ -974,7 +1044,7 @@ type AuthorizationResult struct {
 
 func (x *AuthorizationResult) Reset() {
 	*x = AuthorizationResult{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[9]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -986,7 +1056,7 @@ func (x *AuthorizationResult) String() string {
 func (*AuthorizationResult) ProtoMessage() {}
 
 func (x *AuthorizationResult) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[9]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -999,7 +1069,7 @@ func (x *AuthorizationResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AuthorizationResult.ProtoReflect.Descriptor instead.
 func (*AuthorizationResult) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{9}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *AuthorizationResult) GetDecision() *v13.AuthorizeResponse {
@@ -1024,7 +1094,7 @@ type CatalogRequest struct {
 
 func (x *CatalogRequest) Reset() {
 	*x = CatalogRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[10]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1036,7 +1106,7 @@ func (x *CatalogRequest) String() string {
 func (*CatalogRequest) ProtoMessage() {}
 
 func (x *CatalogRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[10]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1049,7 +1119,7 @@ func (x *CatalogRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogRequest.ProtoReflect.Descriptor instead.
 func (*CatalogRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{10}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{11}
 }
 
 type GatewaysRequest struct {
@@ -1064,7 +1134,7 @@ type GatewaysRequest struct {
 
 func (x *GatewaysRequest) Reset() {
 	*x = GatewaysRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1076,7 +1146,7 @@ func (x *GatewaysRequest) String() string {
 func (*GatewaysRequest) ProtoMessage() {}
 
 func (x *GatewaysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1089,7 +1159,7 @@ func (x *GatewaysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GatewaysRequest.ProtoReflect.Descriptor instead.
 func (*GatewaysRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{11}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *GatewaysRequest) GetName() string {
@@ -1116,7 +1186,7 @@ type GatewaysResponse struct {
 
 func (x *GatewaysResponse) Reset() {
 	*x = GatewaysResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1128,7 +1198,7 @@ func (x *GatewaysResponse) String() string {
 func (*GatewaysResponse) ProtoMessage() {}
 
 func (x *GatewaysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[12]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1141,7 +1211,7 @@ func (x *GatewaysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GatewaysResponse.ProtoReflect.Descriptor instead.
 func (*GatewaysResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{12}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GatewaysResponse) GetAlive() int32 {
@@ -1173,7 +1243,7 @@ type CatalogResponse struct {
 
 func (x *CatalogResponse) Reset() {
 	*x = CatalogResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1185,7 +1255,7 @@ func (x *CatalogResponse) String() string {
 func (*CatalogResponse) ProtoMessage() {}
 
 func (x *CatalogResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[13]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1198,7 +1268,7 @@ func (x *CatalogResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CatalogResponse.ProtoReflect.Descriptor instead.
 func (*CatalogResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{13}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *CatalogResponse) GetGroups() []*Group {
@@ -1277,7 +1347,7 @@ type APIService struct {
 
 func (x *APIService) Reset() {
 	*x = APIService{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1289,7 +1359,7 @@ func (x *APIService) String() string {
 func (*APIService) ProtoMessage() {}
 
 func (x *APIService) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1302,7 +1372,7 @@ func (x *APIService) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use APIService.ProtoReflect.Descriptor instead.
 func (*APIService) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *APIService) GetGroup() string {
@@ -1382,7 +1452,7 @@ type Group struct {
 
 func (x *Group) Reset() {
 	*x = Group{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1394,7 +1464,7 @@ func (x *Group) String() string {
 func (*Group) ProtoMessage() {}
 
 func (x *Group) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[15]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1407,7 +1477,7 @@ func (x *Group) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Group.ProtoReflect.Descriptor instead.
 func (*Group) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{15}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Group) GetName() string {
@@ -1484,7 +1554,7 @@ type ResourceEntry struct {
 
 func (x *ResourceEntry) Reset() {
 	*x = ResourceEntry{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1496,7 +1566,7 @@ func (x *ResourceEntry) String() string {
 func (*ResourceEntry) ProtoMessage() {}
 
 func (x *ResourceEntry) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[16]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1509,7 +1579,7 @@ func (x *ResourceEntry) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResourceEntry.ProtoReflect.Descriptor instead.
 func (*ResourceEntry) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{16}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ResourceEntry) GetResource() *v1.Resource {
@@ -1703,7 +1773,7 @@ type SnapshotRequest struct {
 
 func (x *SnapshotRequest) Reset() {
 	*x = SnapshotRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1715,7 +1785,7 @@ func (x *SnapshotRequest) String() string {
 func (*SnapshotRequest) ProtoMessage() {}
 
 func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1728,7 +1798,7 @@ func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRequest.ProtoReflect.Descriptor instead.
 func (*SnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SnapshotRequest) GetStoredAs() string {
@@ -1750,7 +1820,7 @@ type SnapshotChunk struct {
 
 func (x *SnapshotChunk) Reset() {
 	*x = SnapshotChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1762,7 +1832,7 @@ func (x *SnapshotChunk) String() string {
 func (*SnapshotChunk) ProtoMessage() {}
 
 func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[18]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1775,7 +1845,7 @@ func (x *SnapshotChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotChunk.ProtoReflect.Descriptor instead.
 func (*SnapshotChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *SnapshotChunk) GetRevision() int64 {
@@ -1815,7 +1885,7 @@ type Row struct {
 
 func (x *Row) Reset() {
 	*x = Row{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1827,7 +1897,7 @@ func (x *Row) String() string {
 func (*Row) ProtoMessage() {}
 
 func (x *Row) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[19]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1840,7 +1910,7 @@ func (x *Row) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Row.ProtoReflect.Descriptor instead.
 func (*Row) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{19}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Row) GetNamespace() string {
@@ -1928,7 +1998,7 @@ type EncodeRequest struct {
 
 func (x *EncodeRequest) Reset() {
 	*x = EncodeRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1940,7 +2010,7 @@ func (x *EncodeRequest) String() string {
 func (*EncodeRequest) ProtoMessage() {}
 
 func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[20]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1953,7 +2023,7 @@ func (x *EncodeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeRequest.ProtoReflect.Descriptor instead.
 func (*EncodeRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{20}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *EncodeRequest) GetStoredAs() string {
@@ -2027,7 +2097,7 @@ type EncodeResponse struct {
 
 func (x *EncodeResponse) Reset() {
 	*x = EncodeResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2039,7 +2109,7 @@ func (x *EncodeResponse) String() string {
 func (*EncodeResponse) ProtoMessage() {}
 
 func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[21]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2052,7 +2122,7 @@ func (x *EncodeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EncodeResponse.ProtoReflect.Descriptor instead.
 func (*EncodeResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *EncodeResponse) GetObjects() [][]byte {
@@ -2085,7 +2155,7 @@ type Fields struct {
 
 func (x *Fields) Reset() {
 	*x = Fields{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2097,7 +2167,7 @@ func (x *Fields) String() string {
 func (*Fields) ProtoMessage() {}
 
 func (x *Fields) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[22]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2110,7 +2180,7 @@ func (x *Fields) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fields.ProtoReflect.Descriptor instead.
 func (*Fields) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{22}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Fields) GetFields() map[string]string {
@@ -2128,7 +2198,7 @@ type RevisionRequest struct {
 
 func (x *RevisionRequest) Reset() {
 	*x = RevisionRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2140,7 +2210,7 @@ func (x *RevisionRequest) String() string {
 func (*RevisionRequest) ProtoMessage() {}
 
 func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2153,7 +2223,7 @@ func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionRequest.ProtoReflect.Descriptor instead.
 func (*RevisionRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
 }
 
 type RevisionResponse struct {
@@ -2168,7 +2238,7 @@ type RevisionResponse struct {
 
 func (x *RevisionResponse) Reset() {
 	*x = RevisionResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2180,7 +2250,7 @@ func (x *RevisionResponse) String() string {
 func (*RevisionResponse) ProtoMessage() {}
 
 func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2193,7 +2263,7 @@ func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionResponse.ProtoReflect.Descriptor instead.
 func (*RevisionResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *RevisionResponse) GetRevision() int64 {
@@ -2221,7 +2291,7 @@ type LogKeyRequest struct {
 
 func (x *LogKeyRequest) Reset() {
 	*x = LogKeyRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2233,7 +2303,7 @@ func (x *LogKeyRequest) String() string {
 func (*LogKeyRequest) ProtoMessage() {}
 
 func (x *LogKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2246,7 +2316,7 @@ func (x *LogKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogKeyRequest.ProtoReflect.Descriptor instead.
 func (*LogKeyRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *LogKeyRequest) GetStoredAs() string {
@@ -2273,7 +2343,7 @@ type LogKeyResponse struct {
 
 func (x *LogKeyResponse) Reset() {
 	*x = LogKeyResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2285,7 +2355,7 @@ func (x *LogKeyResponse) String() string {
 func (*LogKeyResponse) ProtoMessage() {}
 
 func (x *LogKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2298,7 +2368,7 @@ func (x *LogKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogKeyResponse.ProtoReflect.Descriptor instead.
 func (*LogKeyResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *LogKeyResponse) GetSecret() []byte {
@@ -2318,7 +2388,7 @@ type OpenAPIRequest struct {
 
 func (x *OpenAPIRequest) Reset() {
 	*x = OpenAPIRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2330,7 +2400,7 @@ func (x *OpenAPIRequest) String() string {
 func (*OpenAPIRequest) ProtoMessage() {}
 
 func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2343,7 +2413,7 @@ func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIRequest.ProtoReflect.Descriptor instead.
 func (*OpenAPIRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *OpenAPIRequest) GetPath() string {
@@ -2362,7 +2432,7 @@ type OpenAPIChunk struct {
 
 func (x *OpenAPIChunk) Reset() {
 	*x = OpenAPIChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2374,7 +2444,7 @@ func (x *OpenAPIChunk) String() string {
 func (*OpenAPIChunk) ProtoMessage() {}
 
 func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2387,7 +2457,7 @@ func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIChunk.ProtoReflect.Descriptor instead.
 func (*OpenAPIChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *OpenAPIChunk) GetData() []byte {
@@ -2418,7 +2488,7 @@ type Connection struct {
 
 func (x *Connection) Reset() {
 	*x = Connection{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2430,7 +2500,7 @@ func (x *Connection) String() string {
 func (*Connection) ProtoMessage() {}
 
 func (x *Connection) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2443,7 +2513,7 @@ func (x *Connection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Connection.ProtoReflect.Descriptor instead.
 func (*Connection) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Connection) GetUrl() string {
@@ -2516,7 +2586,7 @@ type Streams struct {
 
 func (x *Streams) Reset() {
 	*x = Streams{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2528,7 +2598,7 @@ func (x *Streams) String() string {
 func (*Streams) ProtoMessage() {}
 
 func (x *Streams) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2541,7 +2611,7 @@ func (x *Streams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Streams.ProtoReflect.Descriptor instead.
 func (*Streams) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Streams) GetStdin() bool {
@@ -2623,7 +2693,12 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\asubpath\x18\x0e \x01(\tR\asubpath\x12@\n" +
 	"\vaudit_level\x18\x0f \x01(\x0e2\x1f.watershed.common.v1.AuditLevelR\n" +
 	"auditLevel\x12?\n" +
-	"\tlifecycle\x18\x10 \x03(\x0e2!.watershed.admission.v1.OperationR\tlifecycle\"\xed\x02\n" +
+	"\tlifecycle\x18\x10 \x03(\x0e2!.watershed.admission.v1.OperationR\tlifecycle\"\xad\x01\n" +
+	"\vDirectReply\x12=\n" +
+	"\x06result\x18\x01 \x01(\v2%.watershed.registry.v1.ObjectResponseR\x06result\x12\x14\n" +
+	"\x05error\x18\x02 \x01(\fR\x05error\x125\n" +
+	"\x05audit\x18\x03 \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05audit\x12\x12\n" +
+	"\x04asks\x18\x04 \x01(\bR\x04asks\"\xed\x02\n" +
 	"\tWriteCall\x12?\n" +
 	"\arequest\x18\x01 \x01(\v2#.watershed.registry.v1.WriteRequestH\x00R\arequest\x12F\n" +
 	"\tadmission\x18\x02 \x01(\v2&.watershed.registry.v1.AdmissionResultH\x00R\tadmission\x12R\n" +
@@ -2804,11 +2879,12 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11TRANSPORT_KUBELET\x10\x01\x12\x1e\n" +
 	"\x1aTRANSPORT_KUBELET_INSECURE\x10\x02\x12\x13\n" +
-	"\x0fTRANSPORT_PROXY\x10\x032\xcf\x02\n" +
+	"\x0fTRANSPORT_PROXY\x10\x032\xa7\x03\n" +
 	"\aObjects\x12O\n" +
 	"\x03Get\x12!.watershed.registry.v1.GetRequest\x1a%.watershed.registry.v1.ObjectResponse\x12M\n" +
 	"\x04List\x12!.watershed.registry.v1.GetRequest\x1a .watershed.registry.v1.ListChunk0\x01\x12P\n" +
-	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12R\n" +
+	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12V\n" +
+	"\vWriteDirect\x12#.watershed.registry.v1.WriteRequest\x1a\".watershed.registry.v1.DirectReply\x12R\n" +
 	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\x9a\x02\n" +
 	"\aCatalog\x12Y\n" +
 	"\x06Follow\x12%.watershed.registry.v1.CatalogRequest\x1a&.watershed.registry.v1.CatalogResponse0\x01\x12W\n" +
@@ -2833,7 +2909,7 @@ func file_watershed_registry_v1_registry_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(Phase)(0),                       // 0: watershed.registry.v1.Phase
 	(Transport)(0),                   // 1: watershed.registry.v1.Transport
@@ -2842,128 +2918,133 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*ObjectResponse)(nil),           // 4: watershed.registry.v1.ObjectResponse
 	(*ListChunk)(nil),                // 5: watershed.registry.v1.ListChunk
 	(*WriteRequest)(nil),             // 6: watershed.registry.v1.WriteRequest
-	(*WriteCall)(nil),                // 7: watershed.registry.v1.WriteCall
-	(*WriteReply)(nil),               // 8: watershed.registry.v1.WriteReply
-	(*AdmissionNeeded)(nil),          // 9: watershed.registry.v1.AdmissionNeeded
-	(*AdmissionResult)(nil),          // 10: watershed.registry.v1.AdmissionResult
-	(*AuthorizationResult)(nil),      // 11: watershed.registry.v1.AuthorizationResult
-	(*CatalogRequest)(nil),           // 12: watershed.registry.v1.CatalogRequest
-	(*GatewaysRequest)(nil),          // 13: watershed.registry.v1.GatewaysRequest
-	(*GatewaysResponse)(nil),         // 14: watershed.registry.v1.GatewaysResponse
-	(*CatalogResponse)(nil),          // 15: watershed.registry.v1.CatalogResponse
-	(*APIService)(nil),               // 16: watershed.registry.v1.APIService
-	(*Group)(nil),                    // 17: watershed.registry.v1.Group
-	(*ResourceEntry)(nil),            // 18: watershed.registry.v1.ResourceEntry
-	(*SnapshotRequest)(nil),          // 19: watershed.registry.v1.SnapshotRequest
-	(*SnapshotChunk)(nil),            // 20: watershed.registry.v1.SnapshotChunk
-	(*Row)(nil),                      // 21: watershed.registry.v1.Row
-	(*EncodeRequest)(nil),            // 22: watershed.registry.v1.EncodeRequest
-	(*EncodeResponse)(nil),           // 23: watershed.registry.v1.EncodeResponse
-	(*Fields)(nil),                   // 24: watershed.registry.v1.Fields
-	(*RevisionRequest)(nil),          // 25: watershed.registry.v1.RevisionRequest
-	(*RevisionResponse)(nil),         // 26: watershed.registry.v1.RevisionResponse
-	(*LogKeyRequest)(nil),            // 27: watershed.registry.v1.LogKeyRequest
-	(*LogKeyResponse)(nil),           // 28: watershed.registry.v1.LogKeyResponse
-	(*OpenAPIRequest)(nil),           // 29: watershed.registry.v1.OpenAPIRequest
-	(*OpenAPIChunk)(nil),             // 30: watershed.registry.v1.OpenAPIChunk
-	(*Connection)(nil),               // 31: watershed.registry.v1.Connection
-	(*Streams)(nil),                  // 32: watershed.registry.v1.Streams
-	nil,                              // 33: watershed.registry.v1.CatalogResponse.OpenapiEntry
-	nil,                              // 34: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	nil,                              // 35: watershed.registry.v1.Row.LabelsEntry
-	nil,                              // 36: watershed.registry.v1.Row.FieldsEntry
-	nil,                              // 37: watershed.registry.v1.Fields.FieldsEntry
-	(*v1.Kind)(nil),                  // 38: watershed.common.v1.Kind
-	(*v1.Resource)(nil),              // 39: watershed.common.v1.Resource
-	(*v1.User)(nil),                  // 40: watershed.common.v1.User
-	(*v1.AuditTrail)(nil),            // 41: watershed.common.v1.AuditTrail
-	(v11.Operation)(0),               // 42: watershed.admission.v1.Operation
-	(v1.AuditLevel)(0),               // 43: watershed.common.v1.AuditLevel
-	(*v12.AuthenticateResponse)(nil), // 44: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 45: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 46: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 47: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 48: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 49: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 50: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 51: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 52: watershed.authz.v1.AuthorizeResponse
+	(*DirectReply)(nil),              // 7: watershed.registry.v1.DirectReply
+	(*WriteCall)(nil),                // 8: watershed.registry.v1.WriteCall
+	(*WriteReply)(nil),               // 9: watershed.registry.v1.WriteReply
+	(*AdmissionNeeded)(nil),          // 10: watershed.registry.v1.AdmissionNeeded
+	(*AdmissionResult)(nil),          // 11: watershed.registry.v1.AdmissionResult
+	(*AuthorizationResult)(nil),      // 12: watershed.registry.v1.AuthorizationResult
+	(*CatalogRequest)(nil),           // 13: watershed.registry.v1.CatalogRequest
+	(*GatewaysRequest)(nil),          // 14: watershed.registry.v1.GatewaysRequest
+	(*GatewaysResponse)(nil),         // 15: watershed.registry.v1.GatewaysResponse
+	(*CatalogResponse)(nil),          // 16: watershed.registry.v1.CatalogResponse
+	(*APIService)(nil),               // 17: watershed.registry.v1.APIService
+	(*Group)(nil),                    // 18: watershed.registry.v1.Group
+	(*ResourceEntry)(nil),            // 19: watershed.registry.v1.ResourceEntry
+	(*SnapshotRequest)(nil),          // 20: watershed.registry.v1.SnapshotRequest
+	(*SnapshotChunk)(nil),            // 21: watershed.registry.v1.SnapshotChunk
+	(*Row)(nil),                      // 22: watershed.registry.v1.Row
+	(*EncodeRequest)(nil),            // 23: watershed.registry.v1.EncodeRequest
+	(*EncodeResponse)(nil),           // 24: watershed.registry.v1.EncodeResponse
+	(*Fields)(nil),                   // 25: watershed.registry.v1.Fields
+	(*RevisionRequest)(nil),          // 26: watershed.registry.v1.RevisionRequest
+	(*RevisionResponse)(nil),         // 27: watershed.registry.v1.RevisionResponse
+	(*LogKeyRequest)(nil),            // 28: watershed.registry.v1.LogKeyRequest
+	(*LogKeyResponse)(nil),           // 29: watershed.registry.v1.LogKeyResponse
+	(*OpenAPIRequest)(nil),           // 30: watershed.registry.v1.OpenAPIRequest
+	(*OpenAPIChunk)(nil),             // 31: watershed.registry.v1.OpenAPIChunk
+	(*Connection)(nil),               // 32: watershed.registry.v1.Connection
+	(*Streams)(nil),                  // 33: watershed.registry.v1.Streams
+	nil,                              // 34: watershed.registry.v1.CatalogResponse.OpenapiEntry
+	nil,                              // 35: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	nil,                              // 36: watershed.registry.v1.Row.LabelsEntry
+	nil,                              // 37: watershed.registry.v1.Row.FieldsEntry
+	nil,                              // 38: watershed.registry.v1.Fields.FieldsEntry
+	(*v1.Kind)(nil),                  // 39: watershed.common.v1.Kind
+	(*v1.Resource)(nil),              // 40: watershed.common.v1.Resource
+	(*v1.User)(nil),                  // 41: watershed.common.v1.User
+	(*v1.AuditTrail)(nil),            // 42: watershed.common.v1.AuditTrail
+	(v11.Operation)(0),               // 43: watershed.admission.v1.Operation
+	(v1.AuditLevel)(0),               // 44: watershed.common.v1.AuditLevel
+	(*v12.AuthenticateResponse)(nil), // 45: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 46: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 47: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 48: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 49: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 50: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 51: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 52: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 53: watershed.authz.v1.AuthorizeResponse
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
-	38, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
-	39, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
-	40, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
+	39, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
+	40, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
+	41, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	41, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditTrail
-	39, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	40, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	42, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditTrail
+	40, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	41, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
 	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	42, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	42, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	43, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
-	42, // 11: watershed.registry.v1.WriteRequest.lifecycle:type_name -> watershed.admission.v1.Operation
-	6,  // 12: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
-	10, // 13: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
-	11, // 14: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	44, // 15: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	45, // 16: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
-	4,  // 17: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	9,  // 18: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
-	46, // 19: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	47, // 20: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	48, // 21: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	31, // 22: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	41, // 23: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
-	0,  // 24: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	49, // 25: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
-	50, // 26: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	51, // 27: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	52, // 28: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	17, // 29: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
-	18, // 30: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	33, // 31: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
-	16, // 32: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
-	39, // 33: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
-	39, // 34: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	38, // 35: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	38, // 36: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	34, // 37: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	21, // 38: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	35, // 39: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	36, // 40: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	39, // 41: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 42: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	24, // 43: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	37, // 44: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 45: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	32, // 46: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 47: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 48: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	7,  // 49: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	7,  // 50: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	12, // 51: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
-	29, // 52: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	13, // 53: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
-	19, // 54: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	22, // 55: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	25, // 56: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	27, // 57: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
-	4,  // 58: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 59: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	8,  // 60: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	8,  // 61: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	15, // 62: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	30, // 63: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	14, // 64: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
-	20, // 65: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	23, // 66: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	26, // 67: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	28, // 68: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
-	58, // [58:69] is the sub-list for method output_type
-	47, // [47:58] is the sub-list for method input_type
-	47, // [47:47] is the sub-list for extension type_name
-	47, // [47:47] is the sub-list for extension extendee
-	0,  // [0:47] is the sub-list for field type_name
+	43, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	43, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	44, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
+	43, // 11: watershed.registry.v1.WriteRequest.lifecycle:type_name -> watershed.admission.v1.Operation
+	4,  // 12: watershed.registry.v1.DirectReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	42, // 13: watershed.registry.v1.DirectReply.audit:type_name -> watershed.common.v1.AuditTrail
+	6,  // 14: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
+	11, // 15: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
+	12, // 16: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
+	45, // 17: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	46, // 18: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	4,  // 19: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	10, // 20: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
+	47, // 21: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	48, // 22: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	49, // 23: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	32, // 24: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	42, // 25: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
+	0,  // 26: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
+	50, // 27: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	51, // 28: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	52, // 29: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	53, // 30: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	18, // 31: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
+	19, // 32: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
+	34, // 33: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
+	17, // 34: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
+	40, // 35: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
+	40, // 36: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	39, // 37: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	39, // 38: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	35, // 39: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	22, // 40: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	36, // 41: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	37, // 42: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	40, // 43: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 44: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	25, // 45: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	38, // 46: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 47: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	33, // 48: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 49: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 50: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	8,  // 51: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	6,  // 52: watershed.registry.v1.Objects.WriteDirect:input_type -> watershed.registry.v1.WriteRequest
+	8,  // 53: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	13, // 54: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
+	30, // 55: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	14, // 56: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
+	20, // 57: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	23, // 58: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	26, // 59: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	28, // 60: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
+	4,  // 61: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 62: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	9,  // 63: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	7,  // 64: watershed.registry.v1.Objects.WriteDirect:output_type -> watershed.registry.v1.DirectReply
+	9,  // 65: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	16, // 66: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	31, // 67: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	15, // 68: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	21, // 69: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	24, // 70: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	27, // 71: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	29, // 72: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
+	61, // [61:73] is the sub-list for method output_type
+	49, // [49:61] is the sub-list for method input_type
+	49, // [49:49] is the sub-list for extension type_name
+	49, // [49:49] is the sub-list for extension extendee
+	0,  // [0:49] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }
@@ -2971,14 +3052,14 @@ func file_watershed_registry_v1_registry_proto_init() {
 	if File_watershed_registry_v1_registry_proto != nil {
 		return
 	}
-	file_watershed_registry_v1_registry_proto_msgTypes[5].OneofWrappers = []any{
+	file_watershed_registry_v1_registry_proto_msgTypes[6].OneofWrappers = []any{
 		(*WriteCall_Request)(nil),
 		(*WriteCall_Admission)(nil),
 		(*WriteCall_Authorization)(nil),
 		(*WriteCall_Token)(nil),
 		(*WriteCall_Rules)(nil),
 	}
-	file_watershed_registry_v1_registry_proto_msgTypes[6].OneofWrappers = []any{
+	file_watershed_registry_v1_registry_proto_msgTypes[7].OneofWrappers = []any{
 		(*WriteReply_Result)(nil),
 		(*WriteReply_Admission)(nil),
 		(*WriteReply_Authorization)(nil),
@@ -2992,7 +3073,7 @@ func file_watershed_registry_v1_registry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_registry_v1_registry_proto_rawDesc), len(file_watershed_registry_v1_registry_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   36,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   3,
 		},

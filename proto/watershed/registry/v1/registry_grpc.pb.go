@@ -23,10 +23,11 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Objects_Get_FullMethodName     = "/watershed.registry.v1.Objects/Get"
-	Objects_List_FullMethodName    = "/watershed.registry.v1.Objects/List"
-	Objects_Write_FullMethodName   = "/watershed.registry.v1.Objects/Write"
-	Objects_Connect_FullMethodName = "/watershed.registry.v1.Objects/Connect"
+	Objects_Get_FullMethodName         = "/watershed.registry.v1.Objects/Get"
+	Objects_List_FullMethodName        = "/watershed.registry.v1.Objects/List"
+	Objects_Write_FullMethodName       = "/watershed.registry.v1.Objects/Write"
+	Objects_WriteDirect_FullMethodName = "/watershed.registry.v1.Objects/WriteDirect"
+	Objects_Connect_FullMethodName     = "/watershed.registry.v1.Objects/Connect"
 )
 
 // ObjectsClient is the client API for Objects service.
@@ -41,6 +42,9 @@ type ObjectsClient interface {
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
 	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
 	Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
+	// WriteDirect is Write for a request about which registry is not expected to ask anything. Where it has to, nothing is
+	// written, and the caller is to begin with Write. Not for deletecollection, which writes before it asks.
+	WriteDirect(ctx context.Context, in *WriteRequest, opts ...grpc.CallOption) (*DirectReply, error)
 	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect;
 	// like a write it asks back in its stream, and it ends with one Connection or an error.
 	Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
@@ -96,6 +100,16 @@ func (c *objectsClient) Write(ctx context.Context, opts ...grpc.CallOption) (grp
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Objects_WriteClient = grpc.BidiStreamingClient[WriteCall, WriteReply]
 
+func (c *objectsClient) WriteDirect(ctx context.Context, in *WriteRequest, opts ...grpc.CallOption) (*DirectReply, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(DirectReply)
+	err := c.cc.Invoke(ctx, Objects_WriteDirect_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *objectsClient) Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	stream, err := c.cc.NewStream(ctx, &Objects_ServiceDesc.Streams[2], Objects_Connect_FullMethodName, cOpts...)
@@ -121,6 +135,9 @@ type ObjectsServer interface {
 	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
 	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
 	Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
+	// WriteDirect is Write for a request about which registry is not expected to ask anything. Where it has to, nothing is
+	// written, and the caller is to begin with Write. Not for deletecollection, which writes before it asks.
+	WriteDirect(context.Context, *WriteRequest) (*DirectReply, error)
 	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect;
 	// like a write it asks back in its stream, and it ends with one Connection or an error.
 	Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
@@ -142,6 +159,9 @@ func (UnimplementedObjectsServer) List(*GetRequest, grpc.ServerStreamingServer[L
 }
 func (UnimplementedObjectsServer) Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
 	return status.Error(codes.Unimplemented, "method Write not implemented")
+}
+func (UnimplementedObjectsServer) WriteDirect(context.Context, *WriteRequest) (*DirectReply, error) {
+	return nil, status.Error(codes.Unimplemented, "method WriteDirect not implemented")
 }
 func (UnimplementedObjectsServer) Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
 	return status.Error(codes.Unimplemented, "method Connect not implemented")
@@ -203,6 +223,24 @@ func _Objects_Write_Handler(srv interface{}, stream grpc.ServerStream) error {
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Objects_WriteServer = grpc.BidiStreamingServer[WriteCall, WriteReply]
 
+func _Objects_WriteDirect_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(WriteRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ObjectsServer).WriteDirect(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Objects_WriteDirect_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ObjectsServer).WriteDirect(ctx, req.(*WriteRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _Objects_Connect_Handler(srv interface{}, stream grpc.ServerStream) error {
 	return srv.(ObjectsServer).Connect(&grpc.GenericServerStream[WriteCall, WriteReply]{ServerStream: stream})
 }
@@ -220,6 +258,10 @@ var Objects_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Get",
 			Handler:    _Objects_Get_Handler,
+		},
+		{
+			MethodName: "WriteDirect",
+			Handler:    _Objects_WriteDirect_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
