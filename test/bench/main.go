@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -32,7 +33,7 @@ var (
 			"docs/performance/.")
 	with = flag.String("with", "", "Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
 		"{server} in one stands for each one's name.")
-	rows = flag.String("rows", "", "Measure only work whose name has this in it; the page is then left alone.")
+	rows = flag.String("rows", "", "Measure only work whose name has one of these in it, comma separated; the page is then left alone.")
 )
 
 func main() {
@@ -65,37 +66,43 @@ func main() {
 		servers = append(servers, s)
 	}
 	slices.SortFunc(servers, func(a, b *server) int { return strings.Compare(order(a.name), order(b.name)) })
-	results := map[string]map[string][]float64{}
-	record := func(row string, s *server, v float64) {
-		if results[row] == nil {
-			results[row] = map[string][]float64{}
-		}
-		results[row][s.name] = append(results[row][s.name], v)
-		log.Printf("%-60s %-15s %10.3f", row, s.name, v)
-	}
+	var names []string
 	for _, s := range servers {
-		record(rowIdle, s, s.rss())
+		names = append(names, s.name)
+	}
+	results := newMeasured(names)
+	for _, s := range servers {
+		results.record(rowIdle, s.name, s.rss(), nil)
 		prepare(s)
 	}
-	for range *rounds {
-		for _, s := range servers {
-			for _, w := range work {
-				if !strings.Contains(w.name, *rows) {
-					continue
+	wanted := slices.DeleteFunc(slices.Clone(work), func(w piece) bool {
+		return !slices.ContainsFunc(strings.Split(*rows, ","), func(r string) bool { return strings.Contains(w.name, r) })
+	})
+	for round := range *rounds {
+		for i, w := range wanted {
+			log.Printf("round %d of %d, %d of %d: %s", round+1, *rounds, i+1, len(wanted), w.name)
+			for _, s := range servers {
+				before := s.usage()
+				values := w.do(s)
+				used := s.usage()
+				for name := range used {
+					used[name] -= before[name]
 				}
-				for row, v := range w.do(s) {
-					record(row, s, v)
+				for row, v := range values {
+					results.record(row, s.name, v, used)
 				}
 			}
 		}
 	}
 	for _, s := range servers {
-		record(rowServed, s, s.rss())
+		results.record(rowServed, s.name, s.rss(), nil)
 	}
-	table := render(results, servers)
+	table := results.markdown(fmt.Sprintf("%s, %d processors, %s, %d pods, medians of %d rounds with the least and the "+
+		"most. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.",
+		time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version(), *pods, *rounds))
 	fmt.Println(table)
-	if *rows == "" {
-		check(write(table))
+	if *rows == "" && *only == "" {
+		check(publish(results, table))
 	}
 }
 
@@ -108,11 +115,14 @@ const (
 	rowServed = "resident memory with the pods served (MB)"
 )
 
-// work is done in turns.
-var work = []struct {
+// piece is one piece of work, and do what does it and answers values by row.
+type piece struct {
 	name string
 	do   func(*server) map[string]float64
-}{
+}
+
+// work is done in turns.
+var work = []piece{
 	{"LIST pods, JSON", func(s *server) map[string]float64 {
 		return s.lists("LIST pods, JSON (CPU ms/MB)", "application/json", 0)
 	}},

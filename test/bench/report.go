@@ -3,42 +3,30 @@ package main
 import (
 	"fmt"
 	"os"
-	"runtime"
-	"slices"
+	"path/filepath"
 	"strings"
-	"time"
 )
-
-func render(results map[string]map[string][]float64, servers []*server) string {
-	var rows []string
-	for r := range results {
-		rows = append(rows, r)
-	}
-	slices.Sort(rows)
-	var b strings.Builder
-	fmt.Fprintf(&b, "%s, %d processors, %s, %d pods, medians of %d rounds. kube-apiserver 1.36.3 with default "+
-		"flags; external etcd 3.6 for kube-apiserver and `up`.\n\n| work |", time.Now().UTC().Format("2006-01-02"),
-		runtime.NumCPU(), runtime.Version(), *pods, *rounds)
-	for _, s := range servers {
-		fmt.Fprintf(&b, " %s |", s.name)
-	}
-	b.WriteString("\n|---|" + strings.Repeat("---|", len(servers)) + "\n")
-	for _, r := range rows {
-		fmt.Fprintf(&b, "| %s |", r)
-		for _, s := range servers {
-			v := results[r][s.name]
-			slices.Sort(v)
-			fmt.Fprintf(&b, " %.3g |", v[len(v)/2])
-		}
-		b.WriteString("\n")
-	}
-	return b.String()
-}
 
 const begin, end = "<!-- measured -->", "<!-- end -->"
 
-// write puts the table between the page's marks.
-func write(table string) error { return writeBetween(begin, end, table) }
+// publish puts the table between the page's marks, and the values and a plot of them beside it.
+func publish(m *measured, table string) error {
+	data, err := m.document()
+	if err != nil {
+		return err
+	}
+	beside := filepath.Join(filepath.Dir(*out), "performance")
+	if err := os.MkdirAll(beside, 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(beside, "measured.json"), append(data, '\n'), 0o644); err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(beside, "cpu.svg"), []byte(m.bars()), 0o644); err != nil {
+		return err
+	}
+	return writeBetween(begin, end, table+"\n![CPU of each piece of work](performance/cpu.svg)\n")
+}
 
 func writeBetween(begin, end, text string) error {
 	page, err := os.ReadFile(*out)

@@ -26,30 +26,47 @@ type server struct {
 	name   string
 	url    string
 	client *http.Client
-	pids   func() []int
-	stop   func()
+	// pids are its processes, but for etcd, by what each one is.
+	pids func() map[int]string
+	stop func()
 }
 
 // cpu is the seconds of processor time that the server's processes have used.
-func (s *server) cpu() float64 {
-	total := 0.0
-	for _, pid := range s.pids() {
-		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		if err != nil {
-			continue
-		}
-		f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+2:]))
-		user, _ := strconv.ParseFloat(f[11], 64)
-		system, _ := strconv.ParseFloat(f[12], 64)
-		total += (user + system) / 100
+func (s *server) cpu() (total float64) {
+	for _, seconds := range s.usage() {
+		total += seconds
 	}
 	return total
+}
+
+// usage is cpu by what the processes are; those of a service are together.
+func (s *server) usage() map[string]float64 {
+	used := map[string]float64{}
+	for pid, name := range s.pids() {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		if err == nil {
+			used[name] += secondsOf(b)
+		}
+	}
+	return used
+}
+
+// secondsOf is a process' user and system time, from its line in /proc (proc_pid_stat(5)): in hundredths of a second,
+// and after a name that may hold anything.
+func secondsOf(stat []byte) float64 {
+	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	if len(f) < 13 {
+		return 0
+	}
+	user, _ := strconv.ParseFloat(f[11], 64)
+	system, _ := strconv.ParseFloat(f[12], 64)
+	return (user + system) / 100
 }
 
 // rss is their resident memory in megabytes.
 func (s *server) rss() float64 {
 	total := 0.0
-	for _, pid := range s.pids() {
+	for pid := range s.pids() {
 		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/statm", pid))
 		if f := strings.Fields(string(b)); len(f) > 1 {
 			pages, _ := strconv.ParseFloat(f[1], 64)
@@ -81,24 +98,25 @@ func absolute(p string) string {
 	return a
 }
 
+// startEtcd starts one over TLS, as split's is. dir has the certificates.
 func startEtcd(dir string) (string, *exec.Cmd) {
-	client, peer := fmt.Sprintf("http://127.0.0.1:%d", freePort()), fmt.Sprintf("http://127.0.0.1:%d", freePort())
+	client, peer := fmt.Sprintf("https://127.0.0.1:%d", freePort()), fmt.Sprintf("http://127.0.0.1:%d", freePort())
 	cmd, _ := run(dir, "etcd", absolute(filepath.Join(*bin, "etcd")), "--name", "e", "--data-dir",
 		filepath.Join(dir, "data"), "--listen-client-urls", client, "--advertise-client-urls", client,
 		"--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", "e="+peer,
+		"--cert-file", dir+"/pki/apiserver.crt", "--key-file", dir+"/pki/apiserver.key",
 		"--log-level", "error", "--quota-backend-bytes", "8589934592")
 	return client, cmd
 }
 
 func startReference(dir string) *server {
+	pki := filepath.Join(dir, "pki")
+	makePKI(dir)
 	etcd, ecmd := startEtcd(dir)
 	time.Sleep(time.Second)
 	port := freePort()
-	// The certificates are Watershed's kind, made by starting it once.
-	pki := filepath.Join(dir, "pki")
-	makePKI(dir)
 	cmd, _ := run(dir, "kube-apiserver", absolute(filepath.Join(*bin, "kube-apiserver")), "--etcd-servers", etcd,
-		"--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--cert-dir", dir,
+		"--etcd-cafile", pki+"/ca.crt", "--secure-port", fmt.Sprint(port), "--bind-address", "127.0.0.1", "--cert-dir", dir,
 		"--tls-cert-file", pki+"/apiserver.crt", "--tls-private-key-file", pki+"/apiserver.key", "--client-ca-file",
 		pki+"/ca.crt", "--service-account-issuer", "https://kubernetes.default.svc.cluster.local",
 		"--service-account-key-file", pki+"/sa.pub", "--service-account-signing-key-file", pki+"/sa.key",
@@ -108,7 +126,7 @@ func startReference(dir string) *server {
 		name:   "kube-apiserver",
 		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
 		client: clientOf(filepath.Join(dir, "admin.kubeconfig")),
-		pids:   func() []int { return []int{cmd.Process.Pid} },
+		pids:   func() map[int]string { return map[int]string{cmd.Process.Pid: "kube-apiserver"} },
 		stop:   func() { kill(cmd); kill(ecmd) },
 	}
 	s.ready()
@@ -124,19 +142,25 @@ func makePKI(dir string) {
 }
 
 func startUp(dir string) *server {
+	makePKI(dir)
 	etcd, ecmd := startEtcd(dir)
 	time.Sleep(time.Second)
 	port := freePort()
 	cmd, out := run(dir, "up", absolute(*watershed), "up", "--data-dir", filepath.Join(dir, "w"), "--secure-port",
-		fmt.Sprint(port), "--bind-address", "127.0.0.1", "--etcd-servers", etcd)
+		fmt.Sprint(port), "--bind-address", "127.0.0.1", "--etcd-servers", etcd, "--etcd-cafile", dir+"/pki/ca.crt")
 	waitFor(out, "Ready after")
 	return &server{
 		name:   "up",
 		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
 		client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig")),
-		pids:   func() []int { return []int{cmd.Process.Pid} },
+		pids:   func() map[int]string { return map[int]string{cmd.Process.Pid: "up"} },
 		stop:   func() { kill(cmd); kill(ecmd) },
 	}
+}
+
+// serviceOf is what a process is, by the name of the file with its number.
+func serviceOf(file string) string {
+	return strings.TrimRight(strings.TrimSuffix(file, ".pid"), "-0123456789")
 }
 
 func startSplit(dir string) *server {
@@ -150,15 +174,14 @@ func startSplit(dir string) *server {
 		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
 		client: clientOf(filepath.Join(data, "admin.kubeconfig")),
 		stop:   func() { kill(cmd) },
-		pids: func() (all []int) { // everything but etcd, NATS included
+		pids: func() map[int]string {
+			all := map[int]string{}
 			files, _ := filepath.Glob(filepath.Join(data, "*.pid"))
 			for _, f := range files {
-				if strings.HasPrefix(filepath.Base(f), "etcd") {
-					continue
-				}
+				name := serviceOf(filepath.Base(f))
 				b, _ := os.ReadFile(f)
-				if pid, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil {
-					all = append(all, pid)
+				if pid, err := strconv.Atoi(strings.TrimSpace(string(b))); err == nil && name != "etcd" {
+					all[pid] = name
 				}
 			}
 			return all
