@@ -65,7 +65,7 @@ func (s *Server) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 		authenticator.Audiences(c.APIAudiences), nil)
 	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
 	h = genericapifilters.WithWarningRecorder(h)
-	h = genericfilters.WithTimeoutForNonLongRunningRequests(h, LongRunning)
+	h = timely(h)
 	h = genericapifilters.WithRequestDeadline(h, auditor.Sink, auditor.Policy, LongRunning, answer.Codecs,
 		c.RequestTimeout)
 	h = genericfilters.WithWaitGroup(h, LongRunning, s.InFlight)

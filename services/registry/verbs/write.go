@@ -17,7 +17,6 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
 	"k8s.io/apiserver/pkg/endpoints/handlers/fieldmanager"
-	"k8s.io/apiserver/pkg/endpoints/handlers/finisher"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -110,11 +109,20 @@ func (c *call) answer(ctx context.Context, code int, result runtime.Object) (*re
 	return c.respond(ctx, c.req.Output, c.req.Query, code, result)
 }
 
-// finish runs what stores an object, for as long as the request has (k8s.io/apiserver/pkg/endpoints/handlers/finisher).
+// finish runs what stores an object, for as long as the request has, and answers as upstream does
+// (k8s.io/apiserver/pkg/endpoints/handlers/finisher), but on its own goroutine: whatever waits in it heeds ctx, and
+// another goroutine's stack would have to grow.
 func finish(ctx context.Context, store func() (runtime.Object, error)) (runtime.Object, error) {
 	telemetry.Note(ctx, "About to store object in database", nil)
-	result, err := finisher.FinishRequest(ctx, store)
+	result, err := store()
 	telemetry.Note(ctx, "Write to database call completed", err)
+	if err != nil && ctx.Err() != nil {
+		return nil, apierrors.NewTimeoutError(
+			fmt.Sprintf("request did not complete within requested timeout - %s", ctx.Err()), 0)
+	}
+	if s, ok := result.(*metav1.Status); ok && err == nil && s.Status != metav1.StatusSuccess {
+		return nil, apierrors.FromObject(s)
+	}
 	return result, err
 }
 

@@ -1,0 +1,133 @@
+package edge
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"k8s.io/apiserver/pkg/endpoints/request"
+)
+
+// timed serves a handler for as long as the request says in its header Within.
+func timed(t *testing.T, info *request.RequestInfo, h http.HandlerFunc) *httptest.Server {
+	t.Helper()
+	inner := timely(h)
+	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		ctx := request.WithRequestInfo(req.Context(), info)
+		if d, err := time.ParseDuration(req.Header.Get("Within")); err == nil {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithTimeout(ctx, d)
+			defer cancel()
+		}
+		inner.ServeHTTP(w, req.WithContext(ctx))
+	}))
+	s.EnableHTTP2 = true
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	return s
+}
+
+func answered(s *httptest.Server, within string) (code int, body string, err error) {
+	req, err := http.NewRequest("GET", s.URL, nil)
+	if err != nil {
+		return 0, "", err
+	}
+	req.Header.Set("Within", within)
+	resp, err := s.Client().Do(req)
+	if err != nil {
+		return 0, "", err
+	}
+	defer resp.Body.Close()
+	data, err := io.ReadAll(resp.Body)
+	return resp.StatusCode, string(data), err
+}
+
+// A request whose time is over is answered in its handler's place; what the handler has begun is cut off; what it does
+// later reaches nobody.
+func TestARequestHasItsTime(t *testing.T) {
+	short := &request.RequestInfo{Verb: "get"}
+	release := make(chan struct{})
+	var later sync.WaitGroup
+	later.Add(2)
+	hang := func(begun bool) http.HandlerFunc {
+		return func(w http.ResponseWriter, req *http.Request) {
+			defer later.Done()
+			req.Header.Set("Changed", "by the handler")
+			if begun {
+				_, _ = w.Write([]byte("half"))
+				w.(http.Flusher).Flush()
+			}
+			<-release
+			w.Header().Set("Late", "yes")
+			if _, err := w.Write([]byte("late")); !errors.Is(err, http.ErrHandlerTimeout) {
+				t.Errorf("a late answer is written: %v", err)
+			}
+		}
+	}
+	if code, body, err := answered(timed(t, short, hang(false)), "10ms"); err != nil || code != http.StatusGatewayTimeout ||
+		!strings.Contains(body, `"reason":"Timeout"`) || !strings.Contains(body, "within the allotted timeout") {
+		t.Errorf("%d %s, %v", code, body, err)
+	}
+	if code, body, err := answered(timed(t, short, hang(true)), "50ms"); err == nil {
+		t.Errorf("half an answer is taken for a whole one: %d %s", code, body)
+	}
+	close(release)
+	later.Wait()
+	if code, body, err := answered(timed(t, short, func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("A", "b")
+		w.WriteHeader(http.StatusTeapot)
+		_, _ = w.Write([]byte("in time"))
+	}), "1m"); err != nil || code != http.StatusTeapot || body != "in time" {
+		t.Errorf("%d %s, %v", code, body, err)
+	}
+	if _, _, err := answered(timed(t, short, func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }),
+		"1m"); err == nil {
+		t.Error("a handler that aborts answers")
+	}
+	watch := &request.RequestInfo{Verb: "watch"}
+	if code, body, err := answered(timed(t, watch, func(w http.ResponseWriter, req *http.Request) {
+		<-req.Context().Done()
+		_, _ = w.Write([]byte("ended by itself"))
+	}), "10ms"); err != nil || code != http.StatusOK || body != "ended by itself" {
+		t.Errorf("a watch: %d %s, %v", code, body, err)
+	}
+}
+
+// Workers run everything that they are given, and are not more than were busy at once.
+func TestWorkersAreUsedAgain(t *testing.T) {
+	p := &workers{}
+	var ran atomic.Int64
+	before := runtime.NumGoroutine()
+	for range 1000 {
+		var wg sync.WaitGroup
+		for range 5 {
+			wg.Add(1)
+			p.run(func() { ran.Add(1); wg.Done() })
+		}
+		wg.Wait()
+	}
+	if n := ran.Load(); n != 5000 {
+		t.Errorf("%d of 5000 were run", n)
+	}
+	if n := runtime.NumGoroutine() - before; n > idleWorkers {
+		t.Errorf("%d goroutines wait", n)
+	}
+	release := make(chan struct{})
+	for range 4 * idleWorkers {
+		p.run(func() { <-release })
+	}
+	close(release)
+	for until := time.Now().Add(10 * time.Second); runtime.NumGoroutine()-before > idleWorkers; runtime.Gosched() {
+		if time.Now().After(until) {
+			t.Fatalf("%d goroutines wait", runtime.NumGoroutine()-before)
+		}
+	}
+}
