@@ -23,7 +23,7 @@ func growth(dir string) {
 		if *only != "" && !slices.Contains(strings.Split(*only, ","), name) {
 			continue
 		}
-		start := map[string]func(string) *server{"kube-apiserver": startReference, "up": startUp}[name]
+		start := map[string]func(string) *server{"kube-apiserver": startReference, "up": func(d string) *server { return startUp(d, "up", *watershed) }}[name]
 		fresh := func(of string) *server {
 			d := filepath.Join(dir, name+of)
 			check(os.MkdirAll(d, 0o700))

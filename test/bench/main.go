@@ -24,6 +24,7 @@ import (
 var (
 	bin       = flag.String("bin", ".build/bin", "Where kube-apiserver and etcd are.")
 	watershed = flag.String("watershed", "bin/watershed", "The binary under test.")
+	baseline  = flag.String("baseline", "", "Another binary, measured beside the one under test: what a change costs or gains.")
 	pods      = flag.Int("pods", 10000, "How many pods the lists hold.")
 	rounds    = flag.Int("rounds", 3, "How often each piece of work is done; the table has the medians.")
 	out       = flag.String("out", "../docs/performance.md", "The page whose table is replaced.")
@@ -51,21 +52,16 @@ func main() {
 		return
 	}
 	var servers []*server
-	for name, start := range map[string]func(string) *server{
-		"kube-apiserver": startReference,
-		"up":             startUp,
-		"split":          startSplit,
-	} {
-		if *only != "" && !slices.Contains(strings.Split(*only, ","), name) {
+	for _, k := range kinds() {
+		if *only != "" && !slices.Contains(strings.Split(*only, ","), k.of) {
 			continue
 		}
-		d := filepath.Join(dir, name)
+		d := filepath.Join(dir, strings.ReplaceAll(k.name, " ", "-"))
 		check(os.MkdirAll(d, 0o700))
-		s := start(d)
+		s := k.start(d)
 		defer s.stop()
 		servers = append(servers, s)
 	}
-	slices.SortFunc(servers, func(a, b *server) int { return strings.Compare(order(a.name), order(b.name)) })
 	var names []string
 	for _, s := range servers {
 		names = append(names, s.name)
@@ -106,8 +102,29 @@ func main() {
 	}
 }
 
-func order(name string) string {
-	return map[string]string{"kube-apiserver": "1", "up": "2", "split": "3"}[name]
+// kind is what may be measured: of is what -only calls it.
+type kind struct {
+	of, name string
+	start    func(dir string) *server
+}
+
+// kinds are all, in the order of the table's columns.
+func kinds() []kind {
+	all := []kind{{"kube-apiserver", "kube-apiserver", startReference}}
+	binaries := []struct{ suffix, path string }{{"", *watershed}}
+	if *baseline != "" {
+		binaries = []struct{ suffix, path string }{{" before", *baseline}, {"", *watershed}}
+	}
+	for _, of := range []struct {
+		name  string
+		start func(dir, name, binary string) *server
+	}{{"up", startUp}, {"split", startSplit}} {
+		for _, b := range binaries {
+			name := of.name + b.suffix
+			all = append(all, kind{of.name, name, func(dir string) *server { return of.start(dir, name, b.path) }})
+		}
+	}
+	return all
 }
 
 const (

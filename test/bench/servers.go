@@ -141,16 +141,16 @@ func makePKI(dir string) {
 	_ = cmd.Wait()
 }
 
-func startUp(dir string) *server {
+func startUp(dir, name, binary string) *server {
 	makePKI(dir)
 	etcd, ecmd := startEtcd(dir)
 	time.Sleep(time.Second)
 	port := freePort()
-	cmd, out := run(dir, "up", absolute(*watershed), "up", "--data-dir", filepath.Join(dir, "w"), "--secure-port",
+	cmd, out := run(dir, "up", absolute(binary), "up", "--data-dir", filepath.Join(dir, "w"), "--secure-port",
 		fmt.Sprint(port), "--bind-address", "127.0.0.1", "--etcd-servers", etcd, "--etcd-cafile", dir+"/pki/ca.crt")
 	waitFor(out, "Ready after")
 	return &server{
-		name:   "up",
+		name:   name,
 		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
 		client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig")),
 		pids:   func() map[int]string { return map[int]string{cmd.Process.Pid: "up"} },
@@ -163,14 +163,14 @@ func serviceOf(file string) string {
 	return strings.TrimRight(strings.TrimSuffix(file, ".pid"), "-0123456789")
 }
 
-func startSplit(dir string) *server {
+func startSplit(dir, name, binary string) *server {
 	port := freePort()
 	data := filepath.Join(dir, "w")
-	cmd, out := run(dir, "split", absolute(*watershed), "split", "--data-dir", data, "--secure-port",
+	cmd, out := run(dir, "split", absolute(binary), "split", "--data-dir", data, "--secure-port",
 		fmt.Sprint(port), "--bind-address", "127.0.0.1")
 	waitFor(out, "Ready after")
 	return &server{
-		name:   "split",
+		name:   name,
 		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
 		client: clientOf(filepath.Join(data, "admin.kubeconfig")),
 		stop:   func() { kill(cmd) },

@@ -122,6 +122,9 @@ type Conn struct {
 	room     chan struct{} // closed when a waiting writer may go on
 	waiting  int
 	later    []Returner // who waits for room in the queue
+	// held: the queue ends with an answer's beginning, which release has written.
+	held    bool
+	release *time.Timer
 }
 
 // NewConn returns a Conn on c, whose handshake is done and has chosen h2. When the client's side takes no byte for as

@@ -5,8 +5,18 @@ import (
 	"time"
 )
 
+const (
+	// holdBytes bounds what is held back of the server's frames: one TLS record.
+	holdBytes = 16 << 10
+	// holdFor is how long the beginning of an answer waits for what follows it.
+	holdFor = 200 * time.Microsecond
+)
+
 // Write takes the server's frames, in whatever pieces they come. What is queued goes before them: the server may be
 // about to end a stream.
+//
+// The server writes an answer's headers, its body and its end one after the other, each by itself. The first two are
+// held for a moment, so that an answer is one write and one TLS record.
 func (c *Conn) Write(p []byte) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -15,6 +25,23 @@ func (c *Conn) Write(p []byte) (int, error) {
 		c.turn.Wait()
 	}
 	c.queueing--
+	if whole, goesOn := framesOf(p); whole && c.between() && c.err == nil && len(c.queue)+len(p) <= holdBytes {
+		c.observe(p)
+		c.grow(len(p))
+		c.queue = append(c.queue, p...)
+		if goesOn {
+			c.hold()
+			c.turn.Signal()
+			return len(p), nil
+		}
+		c.send()
+		c.turn.Signal()
+		c.begin()
+		if c.err != nil {
+			return 0, c.err
+		}
+		return len(p), nil
+	}
 	written := 0
 	for written < len(p) && c.err == nil {
 		n := len(p) - written
@@ -35,6 +62,44 @@ func (c *Conn) Write(p []byte) (int, error) {
 		return 0, c.err
 	}
 	return written, nil
+}
+
+// framesOf says whether p is whole frames, and whether they are the beginnings of answers that go on: headers and data,
+// without an end.
+func framesOf(p []byte) (whole, goesOn bool) {
+	goesOn = true
+	for len(p) >= headBytes {
+		n := headBytes + int(p[0])<<16 + int(p[1])<<8 + int(p[2])
+		kind, flags := p[3], p[4]
+		if n > len(p) || kind == frameGoAway {
+			return false, false
+		}
+		goesOn = goesOn && flags&flagEndStream == 0 &&
+			(kind == frameData || kind == frameHeaders && flags&flagEndHeaders != 0)
+		if kind == frameHeaders && flags&flagEndHeaders == 0 { // a block that goes on
+			return false, false
+		}
+		p = p[n:]
+	}
+	return len(p) == 0, goesOn
+}
+
+// hold has what is queued written after a moment, unless that happens before.
+func (c *Conn) hold() {
+	if c.held {
+		return
+	}
+	c.held = true
+	if c.release == nil {
+		c.release = time.AfterFunc(holdFor, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.held = false
+			c.begin()
+		})
+		return
+	}
+	c.release.Reset(holdFor)
 }
 
 // between says whether a frame may be put in: the server is amid none, and no header block is open.
@@ -70,6 +135,10 @@ func (c *Conn) out(p []byte) {
 
 // send writes what is queued now.
 func (c *Conn) send() {
+	if c.held {
+		c.held = false
+		c.release.Stop()
+	}
 	out := c.queue
 	c.queue, c.spare = c.spare[:0], nil
 	c.out(out)
