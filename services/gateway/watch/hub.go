@@ -137,6 +137,8 @@ type Hub struct {
 	own   Room
 	mu    sync.Mutex
 	feeds map[key]*feed
+	// flights are those that have not answered, by what is asked.
+	flights map[string]*flights
 }
 
 type key [sha256.Size]byte

@@ -337,19 +337,20 @@ func (s *session) alone(ctx context.Context) error {
 	})
 	r := proto.Clone(s.WatchRequest).(*watchfanoutv1.WatchRequest)
 	r.ColumnsSent = s.columns
-	stream, err := s.hub.Client.Watch(rpc.Routed(ctx, s.StoredAs), r, grpc.WaitForReady(false))
+	stream, leave, err := s.open(ctx, r)
 	if err != nil {
 		return err
 	}
+	defer leave()
 	type received struct {
 		frame *watchfanoutv1.WatchFrame
 		err   error
 	}
 	first := make(chan received, 1)
-	go func() {
+	wg.Go(func() {
 		m, err := stream.Recv()
 		first <- received{m, err}
-	}()
+	})
 	var got received
 	t := time.NewTimer(acceptAfter)
 	defer t.Stop()
@@ -369,6 +370,16 @@ func (s *session) alone(ctx context.Context) error {
 		return errDone
 	}
 	return got.err
+}
+
+// open begins the stream that an alone session goes on with: with others that ask the same, where it is to bring the
+// initial events and there is room to keep them for the slowest.
+func (s *session) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (frames, func(), error) {
+	if s.ResumeAfter == nil && s.initial() && s.hub.room().held.Load() < s.hub.Config.FeedsBytes/2 {
+		return s.hub.board(ctx, s.StoredAs, r)
+	}
+	stream, err := s.hub.Client.Watch(rpc.Routed(ctx, s.StoredAs), r, grpc.WaitForReady(false))
+	return stream, func() {}, err
 }
 
 // forward passes one frame on.
