@@ -15,26 +15,26 @@ const nodeUser = "system:node:"
 // Own says whether an object has the name of the node that a user is.
 func Own(u *commonv1.User, object string) bool { return object != "" && u.GetName() == nodeUser+object }
 
-// Operations are those that somebody looks at of a user's request on an object of r, each as often as somebody does:
-// asked are admission's to answer, and of the others, lifecycle are those at which NamespaceLifecycle alone looks.
+// Operations are those that somebody looks at of a user's request on an object of r, each as often as somebody does.
+// easy are those at which nobody looks but with an interest that says InRegistry or AtOnce, and asked are the others.
 func Operations(all []*admissionv1.Interest, r *commonv1.Resource, namespace, name string,
-	u *commonv1.User) (asked, lifecycle []admissionv1.Operation) {
+	u *commonv1.User) (asked, easy []admissionv1.Operation) {
 	for _, in := range all {
 		if !matches(in, r, namespace, name, u) {
 			continue
 		}
-		if in.InRegistry {
-			lifecycle = append(lifecycle, in.Operations...)
+		if in.InRegistry || in.AtOnce {
+			easy = append(easy, in.Operations...)
 		} else {
 			asked = append(asked, in.Operations...)
 		}
 	}
 	if len(asked) > 0 {
-		lifecycle = slices.DeleteFunc(lifecycle, func(op admissionv1.Operation) bool {
+		easy = slices.DeleteFunc(easy, func(op admissionv1.Operation) bool {
 			return slices.Contains(asked, op)
 		})
 	}
-	return asked, lifecycle
+	return asked, easy
 }
 
 func matches(in *admissionv1.Interest, r *commonv1.Resource, namespace, name string, u *commonv1.User) bool {

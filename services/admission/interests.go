@@ -49,6 +49,12 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 		i.InRegistry = true
 		return i
 	}
+	// atOnce is what may be validated as soon as it is admitted: registry sets a pod's status in between, and copies
+	// AppArmor's annotations and fields into each other, of which PodSecurity reads both.
+	atOnce := func(i *admissionv1.Interest) *admissionv1.Interest {
+		i.AtOnce = true
+		return i
+	}
 	admit = []*admissionv1.Interest{
 		inRegistry(in("*", "*", "*", create, update)),
 		inRegistry(in("", "namespaces", "", remove)),
@@ -77,7 +83,8 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 	validate = []*admissionv1.Interest{
 		// PodSecurity: pods, and what holds a template of one
 		in("", "namespaces", "", create, update),
-		in("", "pods", "", create, update),
+		atOnce(in("", "pods", "", create)),
+		in("", "pods", "", update),
 		in("", "pods", "ephemeralcontainers", create, update), // ServiceAccount
 		in("", "pods", "resize", create, update),              // PodResizeValidator, LimitRanger, ResourceQuota
 		in("", "podtemplates", "", create, update),

@@ -348,12 +348,12 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 }
 
 // asked says whether the gateway asks admission, or registry runs the plugin itself.
-func asked(plugin string, all []*admissionv1.Interest, r served, op admission.Operation, namespace, object string,
+func asked(plugin, phase string, all []*admissionv1.Interest, r served, op admission.Operation, namespace, object string,
 	u user.Info) bool {
 	of := &commonv1.Resource{Group: r.resource.Group, Resource: r.resource.Resource, Subresource: r.subresource}
-	asked, inRegistry := interest.Operations(all, of, namespace, object, identity.UserProto(u))
-	if plugin == lifecycle.PluginName {
-		asked = append(asked, inRegistry...)
+	asked, easy := interest.Operations(all, of, namespace, object, identity.UserProto(u))
+	if plugin == lifecycle.PluginName || phase == validates {
+		asked = append(asked, easy...)
 	}
 	return slices.ContainsFunc(asked, func(o admissionv1.Operation) bool { return operations[o] == op })
 }
@@ -419,7 +419,7 @@ func everyInterest(t *testing.T) {
 			}
 			ask := func(phase string, op admission.Operation, namespace, object string, u user.Info) {
 				for name, p := range by {
-					if asked(name, interests[phase], r, op, namespace, object, u) {
+					if asked(name, phase, interests[phase], r, op, namespace, object, u) {
 						continue
 					}
 					did := acts(t, name, phase, p, r, op, namespace, object, u)

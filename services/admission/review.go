@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"log/slog"
+	"maps"
 	"slices"
 
 	"google.golang.org/grpc/codes"
@@ -39,14 +41,44 @@ func (s *Service) Admit(ctx context.Context, r *admissionv1.Review) (*admissionv
 	return v, rpc.ToStatus(err)
 }
 
+// validate runs the validating phase of what the mutating one has let in.
+func (s *Service) validate(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
+	if m, ok := s.chain.(admission.ValidationInterface); ok && m.Handles(a.GetOperation()) {
+		return m.Validate(ctx, a, o)
+	}
+	return nil
+}
+
+// ofNoObject are audit annotations that say nothing of the object.
+var ofNoObject = []string{"pod-security.kubernetes.io/enforce-policy"}
+
+// atOnce validates what has been admitted, where nothing is said of it: annotations is what is to be audited. Whatever
+// else comes of it is for Validate to say, of the object that is to be stored, which may be another or be no valid one.
+func (s *Service) atOnce(ctx context.Context, r *admissionv1.Review, a admission.Attributes,
+	o admission.ObjectInterfaces) (annotations map[string]string, ok bool) {
+	defer func() {
+		if p := recover(); p != nil {
+			slog.WarnContext(ctx, "A plugin panicked at what is not validated yet; it is asked again", "panic", p)
+			annotations, ok = nil, false
+		}
+	}()
+	ctx, warned := warnings.Record(ctx)
+	ctx, trail := audited(ctx, r.AuditLevel)
+	if s.validate(ctx, a, o) != nil || len(warned.List()) > 0 {
+		return nil, false
+	}
+	annotations = trail.GetEventAnnotations()
+	for k := range annotations {
+		if !slices.Contains(ofNoObject, k) {
+			return nil, false
+		}
+	}
+	return annotations, true
+}
+
 // Validate implements admissionv1.AdmissionServer.
 func (s *Service) Validate(ctx context.Context, r *admissionv1.Review) (*admissionv1.Verdict, error) {
-	v, err := s.review(ctx, r, func(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
-		if m, ok := s.chain.(admission.ValidationInterface); ok && m.Handles(a.GetOperation()) {
-			return m.Validate(ctx, a, o)
-		}
-		return nil
-	}, false)
+	v, err := s.review(ctx, r, s.validate, false)
 	return v, rpc.ToStatus(err)
 }
 
@@ -74,16 +106,18 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		return nil, err
 	}
 	u := identity.User(r.User)
-	attrs := admission.NewAttributesRecord(obj, old, c.kind, r.Namespace, r.Name,
-		schema.GroupVersionResource{
-			Group:    r.Resource.Group,
-			Version:  r.Resource.Version,
-			Resource: r.Resource.Resource,
-		}, r.Resource.Subresource,
-		operations[r.Operation], opts, r.DryRun, u)
+	record := func() admission.Attributes {
+		return admission.NewAttributesRecord(obj, old, c.kind, r.Namespace, r.Name,
+			schema.GroupVersionResource{
+				Group:    r.Resource.Group,
+				Version:  r.Resource.Version,
+				Resource: r.Resource.Resource,
+			}, r.Resource.Subresource,
+			operations[r.Operation], opts, r.DryRun, u)
+	}
 	ctx, warned := warnings.Record(asRequest(ctx, r, u))
 	ctx, trail := audited(s.hooks.withBudget(ctx), r.AuditLevel)
-	if err := run(ctx, attrs, c.interfaces); err != nil {
+	if err := run(ctx, record(), c.interfaces); err != nil {
 		// As kube-apiserver does it: an API error that another one speaks of is not what is answered.
 		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason
 			err = rpc.Plain(err)
@@ -99,6 +133,15 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		}
 		if !bytes.Equal(after, r.Object) {
 			v.Object = after
+		}
+	}
+	if mayChange && r.Validate {
+		var annotations map[string]string
+		if annotations, v.Validated = s.atOnce(ctx, r, record(), c.interfaces); len(annotations) > 0 {
+			if v.AuditAnnotations == nil {
+				v.AuditAnnotations = map[string]string{}
+			}
+			maps.Copy(v.AuditAnnotations, annotations)
 		}
 	}
 	return v, nil

@@ -10,7 +10,7 @@ import (
 	"watershed.dev/platform/interest"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
-	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
 // Interests follows what the admission chain looks at. Until admission has said so, it looks at everything.
@@ -37,15 +37,15 @@ var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREA
 	admissionv1.Operation_OPERATION_UPDATE,
 	admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}
 
-// For is the operations that each phase looks at of a user's request on an object of r; lifecycle are those of admit
-// that registry answers itself.
-func (i *Interests) For(r *commonv1.Resource, namespace, name string,
-	u *commonv1.User) (admit, lifecycle, validate []admissionv1.Operation) {
+// Ask tells a write which operations each phase looks at.
+func (i *Interests) Ask(w *registryv1.WriteRequest) {
 	set := i.current.Load()
 	if set == nil {
-		return allOperations, nil, allOperations
+		w.Admit, w.Validate = allOperations, allOperations
+		return
 	}
-	admit, lifecycle = interest.Operations(set.Admit, r, namespace, name, u)
-	validate, _ = interest.Operations(set.Validate, r, namespace, name, u)
-	return append(admit, lifecycle...), lifecycle, validate
+	asked, easy := interest.Operations(set.Admit, w.Resource, w.Namespace, w.Name, w.User)
+	w.Admit, w.Lifecycle = append(asked, easy...), easy
+	asked, easy = interest.Operations(set.Validate, w.Resource, w.Namespace, w.Name, w.User)
+	w.Validate, w.AtOnce = append(asked, easy...), easy
 }

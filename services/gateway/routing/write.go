@@ -118,7 +118,7 @@ func (c *call) writeRequest() *registryv1.WriteRequest {
 		AuditLevel: audit.Level(c.req.Context()),
 	}
 	if !c.asksItself() {
-		r.Admit, r.Lifecycle, r.Validate = c.router.Interests.For(c.entry.Resource, r.Namespace, r.Name, c.user)
+		c.router.Interests.Ask(r)
 	}
 	return r
 }

@@ -174,6 +174,10 @@ type gateAdmission struct {
 	gate                       Gate
 	endpoint                   *Endpoint
 	admit, lifecycle, validate []admissionv1.Operation
+	// atOnce are those of validate that are asked about with admit. validated says, once, that what was admitted last
+	// is valid: one that is then stored under another generated name is asked about.
+	atOnce    []admissionv1.Operation
+	validated bool
 }
 
 var operations = map[admission.Operation]admissionv1.Operation{
@@ -203,8 +207,14 @@ func (g *gateAdmission) Admit(ctx context.Context, a admission.Attributes, _ adm
 		}
 	}
 	verdict, err := g.ask(ctx, registryv1.Phase_PHASE_ADMIT, a)
-	if err != nil || len(verdict.GetObject()) == 0 || a.GetObject() == nil {
+	if err != nil || a.GetObject() == nil {
 		return err
+	}
+	if slices.Contains(g.atOnce, op) {
+		g.validated = verdict.GetValidated()
+	}
+	if len(verdict.GetObject()) == 0 {
+		return nil
 	}
 	return g.decodeInto(verdict.Object, a.GetObject())
 }
@@ -213,6 +223,12 @@ func (g *gateAdmission) Admit(ctx context.Context, a admission.Attributes, _ adm
 func (g *gateAdmission) Validate(ctx context.Context, a admission.Attributes, _ admission.ObjectInterfaces) error {
 	if !slices.Contains(g.validate, operations[a.GetOperation()]) {
 		return nil
+	}
+	if slices.Contains(g.atOnce, operations[a.GetOperation()]) {
+		seen := g.validated
+		if g.validated = false; seen {
+			return nil
+		}
 	}
 	_, err := g.ask(ctx, registryv1.Phase_PHASE_VALIDATE, a)
 	return err
@@ -269,6 +285,7 @@ func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase,
 		User:      identity.UserProto(a.GetUserInfo()),
 		DryRun:    a.IsDryRun(),
 		MediaType: g.mediaType(a),
+		Validate:  phase == registryv1.Phase_PHASE_ADMIT && slices.Contains(g.atOnce, operations[a.GetOperation()]),
 	}
 	for _, other := range g.endpoint.Equivalents.EquivalentResourcesFor(a.GetResource(), a.GetSubresource()) {
 		if other == a.GetResource() {

@@ -408,6 +408,38 @@ func TestAdmissionIsAsked(t *testing.T) {
 	)
 }
 
+// What admission has validated as it admitted it is not asked about again; what it has not is.
+func TestAPodIsAskedAboutOnce(t *testing.T) {
+	w := world.New(t)
+	pods := &commonv1.Resource{Version: "v1", Resource: "pods"}
+	const generated = `"generateName":"p-"`
+	for what, c := range map[string]struct {
+		validated bool
+		atOnce    []admissionv1.Operation
+		asks      string
+	}{
+		"validated":                {true, world.Operations, "ADMIT CREATE"},
+		"with something to say":    {false, world.Operations, "ADMIT CREATE, VALIDATE CREATE"},
+		"validated without a word": {true, nil, "ADMIT CREATE, VALIDATE CREATE"},
+	} {
+		gate := &world.Gate{Reviewed: func(p registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error) {
+			if r.Validate != (p == registryv1.Phase_PHASE_ADMIT && c.atOnce != nil) {
+				t.Errorf("%s: %v is to validate: %v", what, p, r.Validate)
+			}
+			return &admissionv1.Verdict{Validated: c.validated}, nil
+		}}
+		_, err := w.Write(t.Context(), pods, &registryv1.WriteRequest{
+			Verb: "create",
+			Body: []byte(`{"apiVersion":"v1","kind":"Pod","metadata":{` + generated +
+				`},"spec":{"containers":[{"name":"c","image":"i"}]}}`),
+			AtOnce: c.atOnce,
+		}, gate)
+		if got := strings.Join(gate.Asked, ", "); err != nil || got != c.asks {
+			t.Errorf("%s: it asks %s, %v", what, got, err)
+		}
+	}
+}
+
 // A collection is deleted object by object, by what the options select.
 func TestDeleteCollection(t *testing.T) {
 	w := world.New(t)

@@ -54,6 +54,7 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		admit:     r.Admit,
 		lifecycle: r.Lifecycle,
 		validate:  r.Validate,
+		atOnce:    r.AtOnce,
 	}
 	c := &call{
 		Endpoint: e,

@@ -97,7 +97,9 @@ type Review struct {
 	// The same resource in other versions, and their kinds: a webhook may ask for one of these.
 	Equivalents []*Equivalent `protobuf:"bytes,12,rep,name=equivalents" json:"equivalents,omitempty"`
 	// How much of the request is audited: some annotations are for the higher levels alone.
-	AuditLevel    v1.AuditLevel `protobuf:"varint,13,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
+	AuditLevel v1.AuditLevel `protobuf:"varint,13,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
+	// Of Admit: run the validating phase as well, on what the mutating one has left.
+	Validate      bool `protobuf:"varint,14,opt,name=validate" json:"validate,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -223,6 +225,13 @@ func (x *Review) GetAuditLevel() v1.AuditLevel {
 	return v1.AuditLevel(0)
 }
 
+func (x *Review) GetValidate() bool {
+	if x != nil {
+		return x.Validate
+	}
+	return false
+}
+
 type Equivalent struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Resource      *v1.Resource           `protobuf:"bytes,1,opt,name=resource" json:"resource,omitempty"`
@@ -281,8 +290,11 @@ type Verdict struct {
 	Object           []byte            `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
 	Warnings         []string          `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
 	AuditAnnotations map[string]string `protobuf:"bytes,4,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	unknownFields    protoimpl.UnknownFields
-	sizeCache        protoimpl.SizeCache
+	// Of Admit: the validating phase was run as well, and lets the object in without a word. Where it is not set, Validate
+	// is to be asked.
+	Validated     bool `protobuf:"varint,5,opt,name=validated" json:"validated,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Verdict) Reset() {
@@ -334,6 +346,13 @@ func (x *Verdict) GetAuditAnnotations() map[string]string {
 		return x.AuditAnnotations
 	}
 	return nil
+}
+
+func (x *Verdict) GetValidated() bool {
+	if x != nil {
+		return x.Validated
+	}
+	return false
 }
 
 type InterestsRequest struct {
@@ -441,7 +460,10 @@ type Interest struct {
 	Namespaces []string `protobuf:"bytes,7,rep,name=namespaces" json:"namespaces,omitempty"`
 	// Only NamespaceLifecycle looks, which registry runs itself where it is told so (WriteRequest.lifecycle). A caller
 	// that does not know the field asks.
-	InRegistry    bool `protobuf:"varint,8,opt,name=in_registry,json=inRegistry" json:"in_registry,omitempty"`
+	InRegistry bool `protobuf:"varint,8,opt,name=in_registry,json=inRegistry" json:"in_registry,omitempty"`
+	// Of the validating phase: what looks there says of an object that nobody objects to the same right after the mutating
+	// phase as before it is stored. A caller that does not know the field asks twice.
+	AtOnce        bool `protobuf:"varint,9,opt,name=at_once,json=atOnce" json:"at_once,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -532,11 +554,18 @@ func (x *Interest) GetInRegistry() bool {
 	return false
 }
 
+func (x *Interest) GetAtOnce() bool {
+	if x != nil {
+		return x.AtOnce
+	}
+	return false
+}
+
 var File_watershed_admission_v1_admission_proto protoreflect.FileDescriptor
 
 const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\n" +
-	"&watershed/admission/v1/admission.proto\x12\x16watershed.admission.v1\x1a watershed/common/v1/common.proto\"\xa5\x04\n" +
+	"&watershed/admission/v1/admission.proto\x12\x16watershed.admission.v1\x1a watershed/common/v1/common.proto\"\xc1\x04\n" +
 	"\x06Review\x12?\n" +
 	"\toperation\x18\x01 \x01(\x0e2!.watershed.admission.v1.OperationR\toperation\x12-\n" +
 	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\x129\n" +
@@ -554,22 +583,24 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"media_type\x18\v \x01(\tR\tmediaType\x12D\n" +
 	"\vequivalents\x18\f \x03(\v2\".watershed.admission.v1.EquivalentR\vequivalents\x12@\n" +
 	"\vaudit_level\x18\r \x01(\x0e2\x1f.watershed.common.v1.AuditLevelR\n" +
-	"auditLevel\"v\n" +
+	"auditLevel\x12\x1a\n" +
+	"\bvalidate\x18\x0e \x01(\bR\bvalidate\"v\n" +
 	"\n" +
 	"Equivalent\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12-\n" +
-	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\xec\x01\n" +
+	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\x8a\x02\n" +
 	"\aVerdict\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\fR\x06object\x12\x1a\n" +
 	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x12b\n" +
-	"\x11audit_annotations\x18\x04 \x03(\v25.watershed.admission.v1.Verdict.AuditAnnotationsEntryR\x10auditAnnotations\x1aC\n" +
+	"\x11audit_annotations\x18\x04 \x03(\v25.watershed.admission.v1.Verdict.AuditAnnotationsEntryR\x10auditAnnotations\x12\x1c\n" +
+	"\tvalidated\x18\x05 \x01(\bR\tvalidated\x1aC\n" +
 	"\x15AuditAnnotationsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x03\x10\x04\"\x12\n" +
 	"\x10InterestsRequest\"\x83\x01\n" +
 	"\vInterestSet\x126\n" +
 	"\x05admit\x18\x01 \x03(\v2 .watershed.admission.v1.InterestR\x05admit\x12<\n" +
-	"\bvalidate\x18\x02 \x03(\v2 .watershed.admission.v1.InterestR\bvalidate\"\xa5\x02\n" +
+	"\bvalidate\x18\x02 \x03(\v2 .watershed.admission.v1.InterestR\bvalidate\"\xbe\x02\n" +
 	"\bInterest\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\tR\x05group\x12\x1a\n" +
 	"\bresource\x18\x02 \x01(\tR\bresource\x12 \n" +
@@ -584,7 +615,8 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"namespaces\x18\a \x03(\tR\n" +
 	"namespaces\x12\x1f\n" +
 	"\vin_registry\x18\b \x01(\bR\n" +
-	"inRegistry*\x7f\n" +
+	"inRegistry\x12\x17\n" +
+	"\aat_once\x18\t \x01(\bR\x06atOnce*\x7f\n" +
 	"\tOperation\x12\x19\n" +
 	"\x15OPERATION_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10OPERATION_CREATE\x10\x01\x12\x14\n" +

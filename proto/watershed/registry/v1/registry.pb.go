@@ -418,7 +418,9 @@ type WriteRequest struct {
 	AuditLevel v1.AuditLevel `protobuf:"varint,15,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
 	// Those of admit at which nothing but NamespaceLifecycle looks: registry runs it, and asks where it cannot. A registry
 	// that does not know the field asks.
-	Lifecycle     []v11.Operation `protobuf:"varint,16,rep,packed,name=lifecycle,enum=watershed.admission.v1.Operation" json:"lifecycle,omitempty"`
+	Lifecycle []v11.Operation `protobuf:"varint,16,rep,packed,name=lifecycle,enum=watershed.admission.v1.Operation" json:"lifecycle,omitempty"`
+	// Those of validate that may be asked about with admit (Review.validate).
+	AtOnce        []v11.Operation `protobuf:"varint,17,rep,packed,name=at_once,json=atOnce,enum=watershed.admission.v1.Operation" json:"at_once,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -561,6 +563,13 @@ func (x *WriteRequest) GetAuditLevel() v1.AuditLevel {
 func (x *WriteRequest) GetLifecycle() []v11.Operation {
 	if x != nil {
 		return x.Lifecycle
+	}
+	return nil
+}
+
+func (x *WriteRequest) GetAtOnce() []v11.Operation {
+	if x != nil {
+		return x.AtOnce
 	}
 	return nil
 }
@@ -2673,7 +2682,7 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\bwarnings\x18\x03 \x03(\tR\bwarnings\x125\n" +
 	"\x05audit\x18\x05 \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05auditJ\x04\b\x04\x10\x05\"%\n" +
 	"\tListChunk\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\x8a\x05\n" +
+	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\xc6\x05\n" +
 	"\fWriteRequest\x12\x12\n" +
 	"\x04verb\x18\x01 \x01(\tR\x04verb\x129\n" +
 	"\bresource\x18\x02 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1c\n" +
@@ -2693,7 +2702,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\asubpath\x18\x0e \x01(\tR\asubpath\x12@\n" +
 	"\vaudit_level\x18\x0f \x01(\x0e2\x1f.watershed.common.v1.AuditLevelR\n" +
 	"auditLevel\x12?\n" +
-	"\tlifecycle\x18\x10 \x03(\x0e2!.watershed.admission.v1.OperationR\tlifecycle\"\xad\x01\n" +
+	"\tlifecycle\x18\x10 \x03(\x0e2!.watershed.admission.v1.OperationR\tlifecycle\x12:\n" +
+	"\aat_once\x18\x11 \x03(\x0e2!.watershed.admission.v1.OperationR\x06atOnce\"\xad\x01\n" +
 	"\vDirectReply\x12=\n" +
 	"\x06result\x18\x01 \x01(\v2%.watershed.registry.v1.ObjectResponseR\x06result\x12\x14\n" +
 	"\x05error\x18\x02 \x01(\fR\x05error\x125\n" +
@@ -2979,72 +2989,73 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	43, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
 	44, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
 	43, // 11: watershed.registry.v1.WriteRequest.lifecycle:type_name -> watershed.admission.v1.Operation
-	4,  // 12: watershed.registry.v1.DirectReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	42, // 13: watershed.registry.v1.DirectReply.audit:type_name -> watershed.common.v1.AuditTrail
-	6,  // 14: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
-	11, // 15: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
-	12, // 16: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	45, // 17: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	46, // 18: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
-	4,  // 19: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	10, // 20: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
-	47, // 21: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	48, // 22: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	49, // 23: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	32, // 24: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	42, // 25: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
-	0,  // 26: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	50, // 27: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
-	51, // 28: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	52, // 29: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	53, // 30: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	18, // 31: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
-	19, // 32: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	34, // 33: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
-	17, // 34: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
-	40, // 35: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
-	40, // 36: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	39, // 37: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	39, // 38: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	35, // 39: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	22, // 40: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	36, // 41: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	37, // 42: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	40, // 43: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
-	2,  // 44: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	25, // 45: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	38, // 46: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 47: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	33, // 48: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 49: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 50: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	8,  // 51: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	6,  // 52: watershed.registry.v1.Objects.WriteDirect:input_type -> watershed.registry.v1.WriteRequest
-	8,  // 53: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	13, // 54: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
-	30, // 55: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	14, // 56: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
-	20, // 57: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	23, // 58: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	26, // 59: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	28, // 60: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
-	4,  // 61: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 62: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	9,  // 63: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	7,  // 64: watershed.registry.v1.Objects.WriteDirect:output_type -> watershed.registry.v1.DirectReply
-	9,  // 65: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	16, // 66: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	31, // 67: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	15, // 68: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
-	21, // 69: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	24, // 70: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	27, // 71: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	29, // 72: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
-	61, // [61:73] is the sub-list for method output_type
-	49, // [49:61] is the sub-list for method input_type
-	49, // [49:49] is the sub-list for extension type_name
-	49, // [49:49] is the sub-list for extension extendee
-	0,  // [0:49] is the sub-list for field type_name
+	43, // 12: watershed.registry.v1.WriteRequest.at_once:type_name -> watershed.admission.v1.Operation
+	4,  // 13: watershed.registry.v1.DirectReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	42, // 14: watershed.registry.v1.DirectReply.audit:type_name -> watershed.common.v1.AuditTrail
+	6,  // 15: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
+	11, // 16: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
+	12, // 17: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
+	45, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	46, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	4,  // 20: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	10, // 21: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
+	47, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	48, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	49, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	32, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	42, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
+	0,  // 27: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
+	50, // 28: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	51, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	52, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	53, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	18, // 32: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
+	19, // 33: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
+	34, // 34: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
+	17, // 35: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
+	40, // 36: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
+	40, // 37: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	39, // 38: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	39, // 39: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	35, // 40: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	22, // 41: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
+	36, // 42: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	37, // 43: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	40, // 44: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	2,  // 45: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
+	25, // 46: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	38, // 47: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 48: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	33, // 49: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 50: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 51: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	8,  // 52: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	6,  // 53: watershed.registry.v1.Objects.WriteDirect:input_type -> watershed.registry.v1.WriteRequest
+	8,  // 54: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	13, // 55: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
+	30, // 56: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	14, // 57: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
+	20, // 58: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	23, // 59: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	26, // 60: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	28, // 61: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
+	4,  // 62: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 63: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	9,  // 64: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	7,  // 65: watershed.registry.v1.Objects.WriteDirect:output_type -> watershed.registry.v1.DirectReply
+	9,  // 66: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	16, // 67: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	31, // 68: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	15, // 69: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	21, // 70: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	24, // 71: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	27, // 72: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	29, // 73: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
+	62, // [62:74] is the sub-list for method output_type
+	50, // [50:62] is the sub-list for method input_type
+	50, // [50:50] is the sub-list for extension type_name
+	50, // [50:50] is the sub-list for extension extendee
+	0,  // [0:50] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }
