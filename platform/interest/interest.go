@@ -16,25 +16,23 @@ const nodeUser = "system:node:"
 func Own(u *commonv1.User, object string) bool { return object != "" && u.GetName() == nodeUser+object }
 
 // Operations are those that somebody looks at of a user's request on an object of r, each as often as somebody does.
-// easy are those at which nobody looks but with an interest that says InRegistry or AtOnce, and asked are the others.
-func Operations(all []*admissionv1.Interest, r *commonv1.Resource, namespace, name string,
-	u *commonv1.User) (asked, easy []admissionv1.Operation) {
+// flagged are those at which nobody looks but with an interest that has a flag, and others are the others.
+func Operations(all []*admissionv1.Interest, r *commonv1.Resource, namespace, name string, u *commonv1.User,
+	flag func(*admissionv1.Interest) bool) (others, flagged []admissionv1.Operation) {
 	for _, in := range all {
 		if !matches(in, r, namespace, name, u) {
 			continue
 		}
-		if in.InRegistry || in.AtOnce {
-			easy = append(easy, in.Operations...)
+		if flag(in) {
+			flagged = append(flagged, in.Operations...)
 		} else {
-			asked = append(asked, in.Operations...)
+			others = append(others, in.Operations...)
 		}
 	}
-	if len(asked) > 0 {
-		easy = slices.DeleteFunc(easy, func(op admissionv1.Operation) bool {
-			return slices.Contains(asked, op)
-		})
+	if len(others) > 0 {
+		flagged = slices.DeleteFunc(flagged, func(op admissionv1.Operation) bool { return slices.Contains(others, op) })
 	}
-	return asked, easy
+	return others, flagged
 }
 
 func matches(in *admissionv1.Interest, r *commonv1.Resource, namespace, name string, u *commonv1.User) bool {

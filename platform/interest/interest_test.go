@@ -45,7 +45,8 @@ func TestAnInterestIsInWhatItNames(t *testing.T) {
 		"what is in no namespace":          {&commonv1.Resource{Resource: "nodes"}, "", "m", &commonv1.User{Name: "jane"}, nil},
 		"of a node that is only called so": {leases, "kube-node-lease", "n", &commonv1.User{Name: "n", Groups: node.Groups}, update},
 	} {
-		got, own := interest.Operations(all, c.of, c.namespace, c.name, c.user)
+		got, own := interest.Operations(all, c.of, c.namespace, c.name, c.user,
+			(*admissionv1.Interest).GetInRegistry)
 		if !slices.Equal(got, c.want) {
 			t.Errorf("%s: admission is asked about %v, not %v", what, got, c.want)
 		}

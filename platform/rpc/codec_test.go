@@ -48,7 +48,7 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 		"256 KB once": chunkOf(rng, 5, 256<<10),
 	} {
 		want := bytes.Join(m.Data, nil)
-		new, err := lists.Marshal(m)
+		ours, err := lists.Marshal(m)
 		if err != nil {
 			t.Fatal(what, err)
 		}
@@ -57,12 +57,12 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 			t.Fatal(what, err)
 		}
 		var seen watchfanoutv1.ListChunk
-		if err := lists.Unmarshal(new, &seen); err != nil || seen.Size != m.Size ||
+		if err := lists.Unmarshal(ours, &seen); err != nil || seen.Size != m.Size ||
 			!bytes.Equal(bytes.Join(seen.Data, nil), want) {
 			t.Errorf("%s: an older release reads %d bytes of %d, %v", what, len(bytes.Join(seen.Data, nil)), len(want), err)
 		}
 		for _, size := range []int{1, 3, 20, 16384, 1 << 20} {
-			for from, data := range map[string][]byte{"this": new.Materialize(), "an older": old} {
+			for from, data := range map[string][]byte{"this": ours.Materialize(), "an older": old} {
 				var c Chunk
 				err := lists.Unmarshal(cut(data, size), &c)
 				if err != nil || c.Size != m.Size || !bytes.Equal(bytes.Join(c.Data, nil), want) {

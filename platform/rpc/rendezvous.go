@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"google.golang.org/grpc/balancer"
 	"google.golang.org/grpc/balancer/base"
@@ -36,17 +37,18 @@ func Staying(ctx context.Context, key string, moved func()) context.Context {
 type movedKey struct{}
 
 // Preferring makes a call go to the same replica as others about key, while that one serves, if the connection was
-// dialled with ByKey: the replica may have in memory what it needs for it, and needs not.
+// dialled with ByKey. It is a preference: any replica can serve the call, and this one is likely to have the object's
+// last value in memory. It does not go with Staying.
 func Preferring(ctx context.Context, key string) context.Context {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(key))
-	return context.WithValue(ctx, preferredKey{}, shares[h.Sum32()%uint32(len(shares))])
+	return context.WithValue(ctx, preferredKey{}, slots[h.Sum32()%uint32(len(slots))])
 }
 
 type preferredKey struct{}
 
-// shares are what keys are divided into, which may be as many as there are objects.
-var shares = func() (names [256]string) {
+// slots bound how many keys a picker remembers: there may be as many keys as objects.
+var slots = func() (names [256]string) {
 	for i := range names {
 		names[i] = "\x00" + strconv.Itoa(i)
 	}
@@ -81,6 +83,18 @@ type rendezvous struct {
 	open map[*stay]struct{}
 }
 
+// pendingOf is a connection's, for as long as the picker before knew it.
+func (r *rendezvous) pendingOf(sc balancer.SubConn) *pending {
+	if r.now != nil {
+		for _, old := range r.now.ready {
+			if old.conn == sc {
+				return old.pending
+			}
+		}
+	}
+	return &pending{}
+}
+
 // stay is a call that lasts.
 type stay struct {
 	key, address string
@@ -94,7 +108,7 @@ func (r *rendezvous) Build(info base.PickerBuildInfo) balancer.Picker {
 	}
 	p := &picker{of: r}
 	for sc, i := range info.ReadySCs {
-		p.ready = append(p.ready, replica{i.Address.Addr, sc})
+		p.ready = append(p.ready, replica{i.Address.Addr, sc, r.pendingOf(sc)})
 	}
 	slices.SortFunc(p.ready, func(a, b replica) int { return cmp.Compare(a.address, b.address) })
 	r.mu.Lock()
@@ -130,6 +144,32 @@ func (r *rendezvous) begin(s *stay) (done func(balancer.DoneInfo)) {
 type replica struct {
 	address string
 	conn    balancer.SubConn
+	*pending
+}
+
+// pending is what a replica has to answer of what prefers it.
+type pending struct {
+	calls atomic.Int64
+	// since is when it last answered, or was asked while it had nothing to answer, in nanoseconds since 1970.
+	since atomic.Int64
+}
+
+// silentFor is how long a replica may have something to answer, and answer nothing, until what prefers it goes
+// elsewhere: one that is frozen is noticed by its connection's keepalive much later.
+const silentFor = time.Second
+
+func (p *pending) silent() bool {
+	return p.calls.Load() > 0 && time.Now().UnixNano()-p.since.Load() > int64(silentFor)
+}
+
+func (p *pending) begin() (done func(balancer.DoneInfo)) {
+	if p.calls.Add(1) == 1 {
+		p.since.Store(time.Now().UnixNano())
+	}
+	return func(balancer.DoneInfo) {
+		p.since.Store(time.Now().UnixNano())
+		p.calls.Add(-1)
+	}
 }
 
 type picker struct {
@@ -143,8 +183,13 @@ type picker struct {
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	n := p.next.Add(1)
 	of, key := p.ready, ""
-	if share, ok := info.Ctx.Value(preferredKey{}).(string); ok {
-		return balancer.PickResult{SubConn: p.serving(share)[0].conn}, nil
+	if slot, ok := info.Ctx.Value(preferredKey{}).(string); ok {
+		of = p.serving(slot)
+		chosen := of[0]
+		if chosen.silent() {
+			chosen = of[len(of)-1]
+		}
+		return balancer.PickResult{SubConn: chosen.conn, Done: chosen.begin()}, nil
 	}
 	if md, ok := metadata.FromOutgoingContext(info.Ctx); ok {
 		if keys := md.Get(routeBy); len(keys) > 0 {

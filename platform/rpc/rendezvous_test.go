@@ -3,6 +3,7 @@ package rpc
 import (
 	"fmt"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/balancer"
 	"google.golang.org/grpc/balancer/base"
@@ -152,5 +153,41 @@ func TestCallsAboutOneThingPreferOneReplica(t *testing.T) {
 		if n < 700 || n > 1300 {
 			t.Errorf("%s is preferred by %d of 3000: %v", a, n, load)
 		}
+	}
+}
+
+// A replica that has something to answer and answers nothing is not preferred; one that is only busy is.
+func TestASilentReplicaIsNotPreferred(t *testing.T) {
+	p := pickerOf("a:1", "a:2", "a:3")
+	pick := func() (string, func(balancer.DoneInfo)) {
+		r, err := p.Pick(balancer.PickInfo{Ctx: Preferring(t.Context(), "leases/kube-system/kube-scheduler")})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r.SubConn.(*conn).address, r.Done
+	}
+	preferred, done := pick()
+	var own replica
+	for _, r := range p.(*picker).ready {
+		if r.address == preferred {
+			own = r
+		}
+	}
+	if again, d := pick(); again != preferred {
+		t.Errorf("a busy replica is left for %s", again)
+	} else {
+		d(balancer.DoneInfo{})
+	}
+	own.since.Store(time.Now().Add(-2 * silentFor).UnixNano())
+	other, d := pick()
+	if other == preferred {
+		t.Error("a silent replica is preferred")
+	}
+	d(balancer.DoneInfo{})
+	done(balancer.DoneInfo{})
+	if again, d := pick(); again != preferred {
+		t.Errorf("a replica that answers again is left for %s", again)
+	} else {
+		d(balancer.DoneInfo{})
 	}
 }

@@ -136,8 +136,8 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	// Other plugins than the default and NodeRestriction may look at anything, and so may webhooks and policies from
-	// files, which no informer tells of, a ResourceQuota that is told to limit where there is no quota, and whoever does
-	// without the NamespaceLifecycle that registry runs.
+	// files, which no informer tells of, and a ResourceQuota whose file limits what no quota does. Where
+	// NamespaceLifecycle is off, registry is not to run it either.
 	generic := c.Options.GenericAdmission
 	all := slices.ContainsFunc(generic.EnablePlugins, unknownInterests) ||
 		len(c.Options.PluginNames) > 0 || generic.ConfigFile != "" ||

@@ -57,7 +57,7 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 	}
 	admit = []*admissionv1.Interest{
 		inRegistry(in("*", "*", "*", create, update)),
-		inRegistry(in("", "namespaces", "", remove)),
+		in("", "namespaces", "", remove),   // NamespaceLifecycle, which looks twice at a namespace that it saw deleted
 		in("", "pods", "", create, update), // ServiceAccount, Priority, DefaultTolerationSeconds and more
 		in("", "pods", "binding", create),  // PodTopologyLabels
 		in("", "pods", "ephemeralcontainers", create, update),

@@ -348,12 +348,16 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 }
 
 // asked says whether the gateway asks admission, or registry runs the plugin itself.
-func asked(plugin, phase string, all []*admissionv1.Interest, r served, op admission.Operation, namespace, object string,
-	u user.Info) bool {
+func asked(plugin, phase string, all []*admissionv1.Interest, r served, op admission.Operation,
+	namespace, object string, u user.Info) bool {
 	of := &commonv1.Resource{Group: r.resource.Group, Resource: r.resource.Resource, Subresource: r.subresource}
-	asked, easy := interest.Operations(all, of, namespace, object, identity.UserProto(u))
+	flag := (*admissionv1.Interest).GetAtOnce // of which Validate is asked as well
+	if phase == admits {
+		flag = (*admissionv1.Interest).GetInRegistry
+	}
+	asked, flagged := interest.Operations(all, of, namespace, object, identity.UserProto(u), flag)
 	if plugin == lifecycle.PluginName || phase == validates {
-		asked = append(asked, easy...)
+		asked = append(asked, flagged...)
 	}
 	return slices.ContainsFunc(asked, func(o admissionv1.Operation) bool { return operations[o] == op })
 }

@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"maps"
 	"slices"
 
 	"google.golang.org/grpc/codes"
@@ -136,13 +135,7 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		}
 	}
 	if mayChange && r.Validate {
-		var annotations map[string]string
-		if annotations, v.Validated = s.atOnce(ctx, r, record(), c.interfaces); len(annotations) > 0 {
-			if v.AuditAnnotations == nil {
-				v.AuditAnnotations = map[string]string{}
-			}
-			maps.Copy(v.AuditAnnotations, annotations)
-		}
+		v.ValidatedAnnotations, v.Validated = s.atOnce(ctx, r, record(), c.interfaces)
 	}
 	return v, nil
 }

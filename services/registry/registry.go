@@ -186,7 +186,13 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	s.informers = informers.NewSharedInformerFactory(s.client, 10*time.Minute)
-	if s.objects.Namespaces, err = objects.NewNamespaces(s.informers, s.client, s.tail.Stalled); err != nil {
+	doubts := restclient.CopyConfig(s.loopback)
+	doubts.Timeout = doubtTimeout
+	patient, err := kubernetes.NewForConfig(doubts)
+	if err != nil {
+		return nil, err
+	}
+	if s.objects.Namespaces, err = objects.NewNamespaces(s.informers, patient, s.tail.Fresh); err != nil {
 		return nil, err
 	}
 	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
@@ -270,6 +276,9 @@ func (s *Service) reachable(ctx context.Context) error {
 		}
 	}
 }
+
+// doubtTimeout bounds one look at a namespace that the informer does not know.
+const doubtTimeout = 10 * time.Second
 
 // reachPause is how long to wait before etcd is asked again whether it is there.
 const reachPause = 200 * time.Millisecond

@@ -207,12 +207,12 @@ func TestARequestIsOneTrace(t *testing.T) {
 			}
 		}
 		for name, above := range map[string]string{
-			"authz: watershed.authz.v1.Authz/Authorize":    "gateway: authorization",
+			"authz: watershed.authz.v1.Authz/Authorize":          "gateway: authorization",
 			"gateway: watershed.registry.v1.Objects/WriteDirect": "gateway: POST /api/v1/namespaces/{:namespace}/configmaps",
-			"registry: Create":                             "gateway: watershed.registry.v1.Objects/WriteDirect",
-			"registry: publish configmaps":                 "registry: Create etcd3",
-			"gateway: deliver":                             "registry: publish configmaps",
-			"registry: SerializeObject":                    "registry: Create",
+			"registry: Create":             "gateway: watershed.registry.v1.Objects/WriteDirect",
+			"registry: publish configmaps": "registry: Create etcd3",
+			"gateway: deliver":             "registry: publish configmaps",
+			"registry: SerializeObject":    "registry: Create",
 		} {
 			if !c.below(name, above) {
 				return fmt.Errorf("%s is not below %s", name, above)

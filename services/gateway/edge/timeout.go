@@ -20,7 +20,8 @@ import (
 
 // timely answers 504 in place of a handler that is not done when the request's time is over, or ends the answer that it
 // has begun; long-running requests have no time (k8s.io/apiserver/pkg/server/filters/timeout.go,
-// WithTimeoutForNonLongRunningRequests). The handler runs on another goroutine, since it may go on: on one that has run
+// WithTimeoutForNonLongRunningRequests). One without RequestInfo, which the chain does not let happen, has no time. The
+// handler runs on another goroutine, since it may go on: on one that has run
 // handlers before, whose stack has grown to what they need.
 func timely(h http.Handler) http.Handler {
 	pool := &workers{}

@@ -101,7 +101,7 @@ func TestARequestHasItsTime(t *testing.T) {
 	}
 }
 
-// Workers run everything that they are given, and are not more than were busy at once.
+// Workers run everything that they are given, and no more than idleWorkers of them wait.
 func TestWorkersAreUsedAgain(t *testing.T) {
 	p := &workers{}
 	var ran atomic.Int64

@@ -37,15 +37,17 @@ var allOperations = []admissionv1.Operation{admissionv1.Operation_OPERATION_CREA
 	admissionv1.Operation_OPERATION_UPDATE,
 	admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT}
 
-// Ask tells a write which operations each phase looks at.
-func (i *Interests) Ask(w *registryv1.WriteRequest) {
+// Name names in a write the operations that each phase looks at.
+func (i *Interests) Name(w *registryv1.WriteRequest) {
 	set := i.current.Load()
 	if set == nil {
 		w.Admit, w.Validate = allOperations, allOperations
 		return
 	}
-	asked, easy := interest.Operations(set.Admit, w.Resource, w.Namespace, w.Name, w.User)
-	w.Admit, w.Lifecycle = append(asked, easy...), easy
-	asked, easy = interest.Operations(set.Validate, w.Resource, w.Namespace, w.Name, w.User)
-	w.Validate, w.AtOnce = append(asked, easy...), easy
+	others, lifecycle := interest.Operations(set.Admit, w.Resource, w.Namespace, w.Name, w.User,
+		(*admissionv1.Interest).GetInRegistry)
+	w.Admit, w.Lifecycle = append(others, lifecycle...), lifecycle
+	others, atOnce := interest.Operations(set.Validate, w.Resource, w.Namespace, w.Name, w.User,
+		(*admissionv1.Interest).GetAtOnce)
+	w.Validate, w.AtOnce = append(others, atOnce...), atOnce
 }

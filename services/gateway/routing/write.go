@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"slices"
+	"time"
 
 	"go.opentelemetry.io/otel/trace"
 	rpcstatus "google.golang.org/genproto/googleapis/rpc/status"
@@ -55,7 +56,8 @@ func (c *call) write() {
 	c.respond(m.GetResult())
 }
 
-// asking are the groups whose writes registry mostly has to ask about, whatever admission looks at.
+// asking are the groups whose writes registry mostly has to ask about, whatever admission looks at: reviews are answered
+// by what others say, and roles and requests for certificates are for who may grant them.
 var asking = []string{"authentication.k8s.io", "authorization.k8s.io", "certificates.k8s.io",
 	"rbac.authorization.k8s.io"}
 
@@ -118,7 +120,7 @@ func (c *call) writeRequest() *registryv1.WriteRequest {
 		AuditLevel: audit.Level(c.req.Context()),
 	}
 	if !c.asksItself() {
-		c.router.Interests.Ask(r)
+		c.router.Interests.Name(r)
 	}
 	return r
 }
@@ -135,14 +137,27 @@ func (c *call) asksItself() bool {
 // conversation is a stream on which registry may ask back before it answers.
 type conversation = grpc.BidiStreamingClient[registryv1.WriteCall, registryv1.WriteReply]
 
+// questionsWithin is how long what registry asks about one object's write may take, all together: a little longer than
+// the write itself may (services/registry/verbs), so that registry says so.
+const questionsWithin = 34*time.Second + 100*time.Millisecond
+
 // converse sends one request and answers what registry asks until it has an answer.
 func (c *call) converse(r *registryv1.WriteRequest,
 	open func(context.Context, ...grpc.CallOption) (conversation, error)) (*registryv1.WriteReply, error) {
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
-	stream, err := open(c.preferring(ctx, r))
+	if r.Verb != "connect" {
+		ctx = c.preferring(ctx, r)
+	}
+	stream, err := open(ctx)
 	if err == nil {
 		err = stream.Send(&registryv1.WriteCall{Call: &registryv1.WriteCall_Request{Request: r}})
+	}
+	asking := ctx
+	if operationsOf[r.Verb] != nil {
+		var done context.CancelFunc
+		asking, done = context.WithTimeout(ctx, questionsWithin)
+		defer done()
 	}
 	var trail *commonv1.AuditTrail
 	for err == nil || errors.Is(err, io.EOF) {
@@ -160,7 +175,7 @@ func (c *call) converse(r *registryv1.WriteRequest,
 			}
 			return m, nil
 		}
-		err = stream.Send(c.resolve(telemetry.WithTrace(ctx, m.Trace), m))
+		err = stream.Send(c.resolve(telemetry.WithTrace(asking, m.Trace), m))
 	}
 	return nil, rpc.WithTrail(rpc.FromStatus(err), trail)
 }

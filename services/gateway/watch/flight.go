@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
@@ -16,13 +17,15 @@ import (
 // Fifty informers that begin at once ask the same, and each is to have the whole of it. What they are sent is read once
 // for all who ask while the one before has not answered: a flight. It begins after the last of them has asked, so each
 // gets what is as fresh as what a stream of its own would bring (platform/coalesce has the same rule). A frame is kept
-// until everybody in the flight has taken it, out of the room that feeds have.
+// until everybody in the flight has taken it; where all flights keep too much, each goes at the pace of its slowest.
 
 const (
 	// takeOffWithin is how long those who ask wait for the flight before theirs to answer.
 	takeOffWithin = 100 * time.Millisecond
-	// framesAhead is how many frames are read before anybody asks for them.
+	// framesAhead is how many frames are read for several before any of them asks.
 	framesAhead = 4
+	// slowestWithin is how long the slowest in a flight may keep the others waiting where there is no room.
+	slowestWithin = 5 * time.Second
 )
 
 // frames are what a session goes on with while it is alone.
@@ -35,13 +38,14 @@ type flight struct {
 	hub *Hub
 
 	mu      sync.Mutex
-	members int // who have not left
+	members map[*passenger]struct{} // who have not left
 	kept    []keptFrame
 	base    int // the number of kept[0]
 	wanted  int // how many frames there are to be
 	err     error
 	changed chan struct{} // closed when there is more
 	demand  sync.Cond
+	late    *time.Timer // runs while the slowest keeps the others waiting
 	cancel  context.CancelFunc
 }
 
@@ -59,6 +63,7 @@ type passenger struct {
 	ctx    context.Context
 	flight *flight
 	at     int
+	err    error // why its part has ended before the flight
 }
 
 // board has the watch begin with others that ask the same; leave says that it goes on by itself.
@@ -83,24 +88,28 @@ func (h *Hub) board(ctx context.Context, storedAs string, r *watchfanoutv1.Watch
 		of.next = newFlight(h)
 	}
 	f := of.next
+	p = &passenger{ctx: ctx, flight: f}
 	f.mu.Lock()
-	f.members++
-	alone := f.members == 1
+	f.members[p] = struct{}{}
+	alone := len(f.members) == 1
 	f.mu.Unlock()
 	if first {
 		h.depart(ctx, question, of, storedAs, r)
 	} else if alone {
 		ahead := of.ahead
 		own := context.WithoutCancel(ctx)
-		time.AfterFunc(takeOffWithin, func() { h.answered(own, question, ahead, storedAs, r) })
+		wait := h.takeOff
+		if wait == 0 {
+			wait = takeOffWithin
+		}
+		time.AfterFunc(wait, func() { h.answered(own, question, ahead, storedAs, r) })
 	}
 	h.mu.Unlock()
-	p = &passenger{ctx: ctx, flight: f}
 	return p, p.leave, nil
 }
 
 func newFlight(h *Hub) *flight {
-	f := &flight{hub: h, changed: make(chan struct{}), cancel: func() {}}
+	f := &flight{hub: h, members: map[*passenger]struct{}{}, changed: make(chan struct{}), cancel: func() {}}
 	f.demand.L = &f.mu
 	return f
 }
@@ -117,7 +126,7 @@ func (h *Hub) depart(ctx context.Context, question string, of *flights, storedAs
 	own, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	f.mu.Lock()
 	f.cancel = cancel
-	empty := f.members == 0
+	empty := len(f.members) == 0
 	f.mu.Unlock()
 	if empty {
 		cancel()
@@ -159,22 +168,55 @@ func (f *flight) add(m *watchfanoutv1.WatchFrame, err error) bool {
 	defer f.mu.Unlock()
 	if err != nil {
 		f.err = err
-	} else if f.members > 0 {
-		f.kept = append(f.kept, keptFrame{m, f.members})
-		feedBytes.Set(float64(f.hub.room().held.Add(bytesOf(m))))
+	} else if n := len(f.members); n > 0 {
+		f.kept = append(f.kept, keptFrame{m, n})
+		f.hub.flown.held.Add(bytesOf(m))
 	}
-	close(f.changed)
-	f.changed = make(chan struct{})
-	for f.err == nil && f.members > 0 && (f.base+len(f.kept) >= f.wanted || f.crowded()) {
+	f.tell()
+	for f.err == nil && len(f.members) > 0 {
+		crowded := f.crowded()
+		if !crowded && f.base+len(f.kept) < f.wanted {
+			return true
+		}
+		if crowded && f.late == nil {
+			base := f.base
+			f.late = time.AfterFunc(slowestWithin, func() { f.throwOut(base) })
+		}
 		f.demand.Wait()
 	}
-	return f.err == nil && f.members > 0
+	return false
 }
 
-// crowded says whether the flight keeps as much as it may: then the slowest says how fast it goes. The lock is held.
-func (f *flight) crowded() bool {
-	return len(f.kept) > framesAhead && f.hub.room().held.Load() > f.hub.Config.FeedsBytes
+// tell has everybody look again. The lock is held.
+func (f *flight) tell() {
+	close(f.changed)
+	f.changed = make(chan struct{})
 }
+
+// crowded says whether there is no room for more: then the slowest says how fast the flight goes. The lock is held.
+func (f *flight) crowded() bool {
+	return len(f.kept) > 0 && f.hub.flown.held.Load() > f.hub.Config.FeedsBytes
+}
+
+// throwOut ends the part of those who have not taken the frame that the others wait behind: what they were sent of the
+// initial events cannot be taken back, so they ask anew.
+func (f *flight) throwOut(base int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.late = nil
+	if f.crowded() && f.base == base && len(f.members) > 1 {
+		for p := range f.members {
+			if p.at == base {
+				f.leave(p)
+				p.err = errTooSlow
+			}
+		}
+	}
+	f.tell()
+	f.demand.Signal()
+}
+
+var errTooSlow = status.Error(codes.Unavailable, "the watch is too slow for those who share its beginning")
 
 func bytesOf(m *watchfanoutv1.WatchFrame) (n int64) {
 	for _, p := range m.Initial {
@@ -187,7 +229,7 @@ func bytesOf(m *watchfanoutv1.WatchFrame) (n int64) {
 func (f *flight) take(number int) {
 	f.kept[number-f.base].left--
 	for len(f.kept) > 0 && f.kept[0].left == 0 {
-		feedBytes.Set(float64(f.hub.room().held.Add(-bytesOf(f.kept[0].frame))))
+		f.hub.flown.held.Add(-bytesOf(f.kept[0].frame))
 		f.kept[0].frame = nil
 		f.kept = f.kept[1:]
 		f.base++
@@ -201,8 +243,15 @@ func (p *passenger) Recv() (*watchfanoutv1.WatchFrame, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for {
-		if f.wanted < p.at+framesAhead {
-			f.wanted = p.at + framesAhead
+		if p.err != nil {
+			return nil, p.err
+		}
+		ahead := framesAhead
+		if len(f.members) == 1 {
+			ahead = 1
+		}
+		if f.wanted < p.at+ahead {
+			f.wanted = p.at + ahead
 			f.demand.Signal()
 		}
 		if i := p.at - f.base; i < len(f.kept) {
@@ -231,15 +280,23 @@ func (p *passenger) Recv() (*watchfanoutv1.WatchFrame, error) {
 func (p *passenger) leave() {
 	f := p.flight
 	f.hub.mu.Lock() // it may not have begun
+	defer f.hub.mu.Unlock()
 	f.mu.Lock()
-	f.members--
+	defer f.mu.Unlock()
+	f.leave(p)
+}
+
+// leave takes a member out. The lock is held.
+func (f *flight) leave(p *passenger) {
+	if _, there := f.members[p]; !there {
+		return
+	}
+	delete(f.members, p)
 	for end := f.base + len(f.kept); p.at < end; p.at++ {
 		f.take(p.at)
 	}
-	if f.members == 0 {
+	if len(f.members) == 0 {
 		f.cancel()
 		f.demand.Signal()
 	}
-	f.mu.Unlock()
-	f.hub.mu.Unlock()
 }

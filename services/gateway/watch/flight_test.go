@@ -77,7 +77,9 @@ func (s *source) streams() int {
 	return len(s.open)
 }
 
-func (s *source) hub() *Hub { return &Hub{Client: s, Config: &Config{FeedsBytes: 1 << 20}} }
+func (s *source) hub() *Hub {
+	return &Hub{Client: s, Config: &Config{FeedsBytes: 1 << 20}, takeOff: time.Minute}
+}
 
 // all is everything that one is sent, and how it ends.
 func all(p *passenger) (string, error) {
@@ -109,7 +111,7 @@ func (s *source) board(t *testing.T, h *Hub) (*passenger, func()) {
 }
 
 // Those who ask while a stream has not answered share the next one, which begins after they have asked; each has all of
-// it, at its own pace, and nothing is kept when all have it.
+// it, at its own pace while there is room, and nothing is kept when all have it.
 func TestThoseWhoBeginAtOnceShareOneStream(t *testing.T) {
 	s := newSource()
 	h := s.hub()
@@ -149,14 +151,14 @@ func TestThoseWhoBeginAtOnceShareOneStream(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if held := h.room().held.Load(); held == 0 {
+	if held := h.flown.held.Load(); held == 0 {
 		t.Error("nothing is kept for the slowest")
 	}
 	if got, _ := all(slow); "1.1 "+got != whole(1) {
 		t.Errorf("the slowest has %s", got)
 	}
 	leaves[0]()
-	if held := h.room().held.Load(); held != 0 {
+	if held := h.flown.held.Load(); held != 0 {
 		t.Errorf("%d bytes are kept for nobody", held)
 	}
 	if n := len(h.flights); n != 0 {
@@ -170,6 +172,7 @@ func TestThoseWhoBeginAtOnceShareOneStream(t *testing.T) {
 func TestAFlightThatDoesNotAnswerIsNotWaitedFor(t *testing.T) {
 	s := newSource()
 	h := s.hub()
+	h.takeOff = time.Millisecond
 	hangs, leave := s.board(t, h)
 	<-s.begun
 	p, leaveNext := s.board(t, h)
@@ -214,20 +217,68 @@ func TestAFlightKeepsNoMoreThanThereIsRoomFor(t *testing.T) {
 	close(s.stream(1).goes)
 	got := make(chan string, 1)
 	go func() { data, _ := all(fast); got <- data }()
-	select {
-	case data := <-got:
-		t.Errorf("it keeps all of %s", data)
-	case <-time.After(50 * time.Millisecond):
+	f := slow.flight
+	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		f.mu.Lock()
+		kept, most := len(f.kept), f.crowded() && fast.at == f.base+len(f.kept)
+		f.mu.Unlock()
+		if kept > framesAhead+1 || most || time.Now().After(until) {
+			if !most {
+				t.Errorf("%d frames are kept", kept)
+			}
+			break
+		}
 	}
-	slow.flight.mu.Lock()
-	if n := len(slow.flight.kept); n > framesAhead+1 {
-		t.Errorf("%d frames are kept", n)
-	}
-	slow.flight.mu.Unlock()
 	if data, _ := all(slow); data != whole(1) || <-got != whole(1) {
 		t.Errorf("the slow one has %s", data)
 	}
 	leaveSlow()
 	leaveFast()
 	leave()
+}
+
+// The slowest does not keep the others waiting for long where there is no room: its part ends, and theirs goes on.
+func TestTheSlowestLeavesAFullFlight(t *testing.T) {
+	s := newSource()
+	h := s.hub()
+	h.Config.FeedsBytes = 10
+	_, leave := s.board(t, h)
+	<-s.begun
+	slow, leaveSlow := s.board(t, h)
+	fast, leaveFast := s.board(t, h)
+	close(s.stream(0).goes)
+	<-s.begun
+	close(s.stream(1).goes)
+	if m, err := slow.Recv(); err != nil || string(m.Initial[0]) != "1.1 " {
+		t.Fatalf("%v, %v", m, err)
+	}
+	got := make(chan string, 1)
+	go func() { data, _ := all(fast); got <- data }()
+	f := slow.flight
+	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		f.mu.Lock()
+		waits := f.late != nil && fast.at == f.base+len(f.kept)
+		base := f.base
+		f.mu.Unlock()
+		if waits {
+			f.throwOut(base - 1) // it has moved on since
+			f.throwOut(base)
+			break
+		}
+		if time.Now().After(until) {
+			t.Fatal("nobody waits")
+		}
+	}
+	if data := <-got; data != whole(1) {
+		t.Errorf("the fast one has %s", data)
+	}
+	if m, err := slow.Recv(); status.Code(err) != codes.Unavailable || m != nil {
+		t.Errorf("%v, %v", m, err)
+	}
+	leaveSlow()
+	leaveFast()
+	leave()
+	if held := h.flown.held.Load(); held != 0 {
+		t.Errorf("%d bytes are kept for nobody", held)
+	}
 }

@@ -35,7 +35,8 @@ type Config struct {
 	WriteTimeout time.Duration
 	// FeedBytes bounds the recent events that a feed keeps for those who fall behind.
 	FeedBytes int
-	// FeedsBytes bounds what all feeds together keep.
+	// FeedsBytes bounds what all feeds together keep, and again what is kept of initial events that watches share. Where
+	// that is used up those go at the pace of the slowest that shares them.
 	FeedsBytes int64
 	// UserRate is how many events a second the watches of one user are delivered; an event counts as one, and as one
 	// more for each KB. 0: there is no bound.
@@ -137,8 +138,12 @@ type Hub struct {
 	own   Room
 	mu    sync.Mutex
 	feeds map[key]*feed
-	// flights are those that have not answered, by what is asked.
+	// flights are those that have not answered, by what is asked; those that have are known to who is in them.
 	flights map[string]*flights
+	// flown is what all flights keep, up to Config.FeedsBytes.
+	flown Room
+	// takeOff is how long those who ask wait for the flight before theirs to answer; 0: takeOffWithin.
+	takeOff time.Duration
 }
 
 type key [sha256.Size]byte

@@ -312,13 +312,17 @@ func (s *session) written(err error) error {
 	return nil
 }
 
-// alone follows a stream of the client's own until it has caught up.
+// alone follows a stream that is no feed, its own or a flight's, until it has caught up.
 func (s *session) alone(ctx context.Context) error {
 	ctx, cancel := context.WithDeadline(ctx, s.Deadline)
 	defer cancel()
 	var wg sync.WaitGroup
-	defer wg.Wait()
-	defer cancel()
+	leave := func() {}
+	defer func() { // whoever leaves a flight must not be about to take a frame of it
+		cancel()
+		wg.Wait()
+		leave()
+	}()
 	wg.Go(func() { // what ends it early; who shares needs no goroutine for this
 		for {
 			select {
@@ -337,11 +341,11 @@ func (s *session) alone(ctx context.Context) error {
 	})
 	r := proto.Clone(s.WatchRequest).(*watchfanoutv1.WatchRequest)
 	r.ColumnsSent = s.columns
-	stream, leave, err := s.open(ctx, r)
+	stream, done, err := s.open(ctx, r)
 	if err != nil {
 		return err
 	}
-	defer leave()
+	leave = done
 	type received struct {
 		frame *watchfanoutv1.WatchFrame
 		err   error
@@ -375,7 +379,7 @@ func (s *session) alone(ctx context.Context) error {
 // open begins the stream that an alone session goes on with: with others that ask the same, where it is to bring the
 // initial events and there is room to keep them for the slowest.
 func (s *session) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (frames, func(), error) {
-	if s.ResumeAfter == nil && s.initial() && s.hub.room().held.Load() < s.hub.Config.FeedsBytes/2 {
+	if s.ResumeAfter == nil && s.initial() && s.hub.flown.held.Load() < s.hub.Config.FeedsBytes/2 {
 		return s.hub.board(ctx, s.StoredAs, r)
 	}
 	stream, err := s.hub.Client.Watch(rpc.Routed(ctx, s.StoredAs), r, grpc.WaitForReady(false))

@@ -122,6 +122,8 @@ type Conn struct {
 	room     chan struct{} // closed when a waiting writer may go on
 	waiting  int
 	later    []Returner // who waits for room in the queue
+	// begun is what the server has written of frames that are not whole yet; nothing of it is known to observe.
+	begun []byte
 	// held: the queue ends with an answer's beginning, which release has written.
 	held    bool
 	release *time.Timer

@@ -2,6 +2,8 @@ package wire
 
 import (
 	"encoding/binary"
+	"slices"
+	"sync"
 	"time"
 )
 
@@ -25,22 +27,20 @@ func (c *Conn) Write(p []byte) (int, error) {
 		c.turn.Wait()
 	}
 	c.queueing--
-	if whole, goesOn := framesOf(p); whole && c.between() && c.err == nil && len(c.queue)+len(p) <= holdBytes {
-		c.observe(p)
-		c.grow(len(p))
-		c.queue = append(c.queue, p...)
-		if goesOn {
-			c.hold()
+	given := len(p)
+	if c.err == nil && c.between() && len(c.queue)+len(c.begun)+len(p) <= holdBytes {
+		if c.gather(p) {
 			c.turn.Signal()
-			return len(p), nil
+			if !c.held {
+				c.begin()
+			}
+			return given, c.err
 		}
-		c.send()
-		c.turn.Signal()
-		c.begin()
-		if c.err != nil {
-			return 0, c.err
-		}
-		return len(p), nil
+		p = nil
+	}
+	if c.begun != nil {
+		p = append(slices.Clone(c.begun), p...)
+		c.dropBegun()
 	}
 	written := 0
 	for written < len(p) && c.err == nil {
@@ -61,27 +61,60 @@ func (c *Conn) Write(p []byte) (int, error) {
 	if c.err != nil {
 		return 0, c.err
 	}
-	return written, nil
+	return given, nil
 }
 
-// framesOf says whether p is whole frames, and whether they are the beginnings of answers that go on: headers and data,
-// without an end.
-func framesOf(p []byte) (whole, goesOn bool) {
+var begun = sync.Pool{New: func() any { return new([holdBytes]byte) }}
+
+// gather adds p to what the server has begun to write, and queues that once it is whole frames: its own buffer is cut
+// every 4 KB. It answers false, with p added, where those may not wait, or be among others.
+func (c *Conn) gather(p []byte) bool {
+	if c.begun == nil {
+		c.begun = begun.Get().(*[holdBytes]byte)[:0]
+	}
+	c.begun = append(c.begun, p...)
+	whole, plain, goesOn := framesOf(c.begun)
+	if !plain {
+		return false
+	}
+	if !whole {
+		return true
+	}
+	c.observe(c.begun)
+	c.grow(len(c.begun))
+	c.queue = append(c.queue, c.begun...)
+	c.dropBegun()
+	if goesOn {
+		c.hold()
+	} else {
+		c.send()
+	}
+	return true
+}
+
+func (c *Conn) dropBegun() {
+	begun.Put((*[holdBytes]byte)(c.begun[:holdBytes]))
+	c.begun = nil
+}
+
+// framesOf says of what the server has begun to write whether it ends with a frame; whether it may wait at all, and be
+// put between other frames (no leave of the server, and no header block that goes on); and whether it is the beginning of
+// answers that go on: headers and data, without an end.
+func framesOf(p []byte) (whole, plain, goesOn bool) {
 	goesOn = true
 	for len(p) >= headBytes {
 		n := headBytes + int(p[0])<<16 + int(p[1])<<8 + int(p[2])
 		kind, flags := p[3], p[4]
-		if n > len(p) || kind == frameGoAway {
-			return false, false
+		if kind == frameGoAway || n > holdBytes || kind == frameHeaders && flags&flagEndHeaders == 0 {
+			return false, false, false
 		}
-		goesOn = goesOn && flags&flagEndStream == 0 &&
-			(kind == frameData || kind == frameHeaders && flags&flagEndHeaders != 0)
-		if kind == frameHeaders && flags&flagEndHeaders == 0 { // a block that goes on
-			return false, false
+		goesOn = goesOn && flags&flagEndStream == 0 && (kind == frameData || kind == frameHeaders)
+		if n > len(p) {
+			return false, true, false
 		}
 		p = p[n:]
 	}
-	return len(p) == 0, goesOn
+	return len(p) == 0, true, goesOn
 }
 
 // hold has what is queued written after a moment, unless that happens before.

@@ -14,27 +14,27 @@ import (
 type Namespaces struct {
 	lifecycle *lifecycle.Lifecycle
 	synced    func() bool
-	stalled   func() bool
+	fresh     func() bool
 }
 
 // immortal are the namespaces that may not be deleted (k8s.io/apiserver/pkg/admission/plugin/namespace/lifecycle).
 var immortal = sets.New(metav1.NamespaceDefault, metav1.NamespaceSystem, metav1.NamespacePublic)
 
-// NewNamespaces reads namespaces by f, and in doubt by client. stalled says whether what f reads is too old to decide by.
+// NewNamespaces reads namespaces by f, and in doubt by client. fresh says whether what f reads is new enough to decide by.
 func NewNamespaces(f informers.SharedInformerFactory, client kubernetes.Interface,
-	stalled func() bool) (*Namespaces, error) {
+	fresh func() bool) (*Namespaces, error) {
 	plugin, err := lifecycle.NewLifecycle(immortal)
 	if err != nil {
 		return nil, err
 	}
 	plugin.SetExternalKubeInformerFactory(f)
 	plugin.SetExternalKubeClientSet(client)
-	return &Namespaces{plugin, f.Core().V1().Namespaces().Informer().HasSynced, stalled}, plugin.ValidateInitialization()
+	return &Namespaces{plugin, f.Core().V1().Namespaces().Informer().HasSynced, fresh}, plugin.ValidateInitialization()
 }
 
 // plugin is nil where registry does not know the namespaces, or not as they are now.
 func (n *Namespaces) plugin() admission.MutationInterface {
-	if n == nil || !n.synced() || n.stalled() {
+	if n == nil || !n.synced() || !n.fresh() {
 		return nil
 	}
 	return n.lifecycle

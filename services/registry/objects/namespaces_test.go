@@ -23,8 +23,8 @@ func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
 	client := fake.NewClientset(namespace("lives", corev1.NamespaceActive),
 		namespace("ends", corev1.NamespaceTerminating))
 	f := informers.NewSharedInformerFactory(client, 0)
-	stalled := false
-	n, err := NewNamespaces(f, client, func() bool { return stalled })
+	fresh := true
+	n, err := NewNamespaces(f, client, func() bool { return fresh })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -72,7 +72,7 @@ func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
 	if err := n.plugin().Admit(t.Context(), a, nil); err == nil {
 		t.Error("something is created in a namespace that was deleted")
 	}
-	stalled = true
+	fresh = false
 	if n.plugin() != nil {
 		t.Error("it answers by what is too old")
 	}

@@ -98,7 +98,7 @@ func (r *recent) remove(e *list.Element) {
 // Written is told of every event: what another registry has written is not what is kept.
 func (s *Storage) Written(e *logv1.Event) {
 	st, ok := s.ByName(e.StoredAs)
-	if !ok { // a custom resource's: etcd refuses an update of what has changed
+	if !ok { // not known by name; what is kept of it may be old, which etcd finds out
 		return
 	}
 	key := st.Prefix + e.Name

@@ -36,6 +36,9 @@ type Tail struct {
 	// compared.
 	behind time.Time
 	was    int64
+	// caughtUp is when etcd's revision was asked for that the tail has reached; then asked and revision are of the next.
+	caughtUp, asked time.Time
+	revision        int64
 }
 
 // ring is the newest events of one stored resource.
@@ -196,6 +199,24 @@ func (t *Tail) Stalled() bool {
 	return !t.behind.IsZero() && !moves && time.Since(t.behind) > stalledAfter
 }
 
+// freshFor is how old what the tail tells may be for whoever decides by it.
+const freshFor = 4 * ComparePeriod
+
+// Fresh says whether the tail has come as far as etcd was a moment ago.
+func (t *Tail) Fresh() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.reach()
+	return time.Since(t.caughtUp) < freshFor
+}
+
+// reach notes that the tail has come to where etcd was when it was asked. The lock is held.
+func (t *Tail) reach() {
+	if t.high >= t.revision && t.asked.After(t.caughtUp) {
+		t.caughtUp = t.asked
+	}
+}
+
 // Compare compares the tail with etcd's revision every ComparePeriod until ctx is done. Where the log lags it calls
 // ask, which has the publisher say how far it is: readers tell by it how fresh they are.
 func (t *Tail) Compare(ctx context.Context, etcd func(context.Context) (int64, error), ask func() error) error {
@@ -215,6 +236,10 @@ func (t *Tail) Compare(ctx context.Context, etcd func(context.Context) (int64, e
 			continue
 		}
 		t.mu.Lock()
+		if t.reach(); !t.asked.After(t.caughtUp) {
+			t.asked, t.revision = asked, now
+			t.reach()
+		}
 		late := t.high < now
 		switch {
 		case !late:

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"watershed.dev/platform/events"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -211,5 +212,25 @@ func TestLargeEventsPushOutTheirOwn(t *testing.T) {
 		History:  "restored",
 	})); got != " to 0 overrun" {
 		t.Errorf("who comes from another history is told %q", got)
+	}
+}
+
+// The tail is fresh once it has come to where etcd was, however far that is by now.
+func TestFreshIsWhatHasComeToWhereEtcdWas(t *testing.T) {
+	l := tailOf(t, reset(9, 0, ""), event(10, 0, "roles"))
+	if l.Fresh() {
+		t.Error("it is fresh before etcd was asked")
+	}
+	l.asked, l.revision = time.Now(), 11
+	if l.Fresh() {
+		t.Error("it is fresh without what etcd has")
+	}
+	_ = l.Append(event(11, 0, "roles"))
+	if !l.Fresh() {
+		t.Error("it has what etcd had, and is not fresh")
+	}
+	l.caughtUp, l.asked, l.revision = time.Now().Add(-freshFor), time.Now(), 12
+	if l.Fresh() {
+		t.Error("it is fresh for ever")
 	}
 }

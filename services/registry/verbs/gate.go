@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/audit"
 	"k8s.io/apiserver/pkg/authentication/authenticator"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
@@ -174,10 +175,10 @@ type gateAdmission struct {
 	gate                       Gate
 	endpoint                   *Endpoint
 	admit, lifecycle, validate []admissionv1.Operation
-	// atOnce are those of validate that are asked about with admit. validated says, once, that what was admitted last
+	// atOnce are those of validate that are asked about with admit. validated says, once, whether what was admitted last
 	// is valid: one that is then stored under another generated name is asked about.
 	atOnce    []admissionv1.Operation
-	validated bool
+	validated *admissionv1.Verdict
 }
 
 var operations = map[admission.Operation]admissionv1.Operation{
@@ -211,7 +212,7 @@ func (g *gateAdmission) Admit(ctx context.Context, a admission.Attributes, _ adm
 		return err
 	}
 	if slices.Contains(g.atOnce, op) {
-		g.validated = verdict.GetValidated()
+		g.validated = verdict
 	}
 	if len(verdict.GetObject()) == 0 {
 		return nil
@@ -226,7 +227,8 @@ func (g *gateAdmission) Validate(ctx context.Context, a admission.Attributes, _ 
 	}
 	if slices.Contains(g.atOnce, operations[a.GetOperation()]) {
 		seen := g.validated
-		if g.validated = false; seen {
+		if g.validated = nil; seen.GetValidated() {
+			audit.AddAuditAnnotationsMap(ctx, seen.ValidatedAnnotations)
 			return nil
 		}
 	}

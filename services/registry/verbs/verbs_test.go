@@ -418,9 +418,9 @@ func TestAPodIsAskedAboutOnce(t *testing.T) {
 		atOnce    []admissionv1.Operation
 		asks      string
 	}{
-		"validated":                {true, world.Operations, "ADMIT CREATE"},
-		"with something to say":    {false, world.Operations, "ADMIT CREATE, VALIDATE CREATE"},
-		"validated without a word": {true, nil, "ADMIT CREATE, VALIDATE CREATE"},
+		"validated":              {true, world.Operations, "ADMIT CREATE"},
+		"with something to say":  {false, world.Operations, "ADMIT CREATE, VALIDATE CREATE"},
+		"not to be validated so": {true, nil, "ADMIT CREATE, VALIDATE CREATE"},
 	} {
 		gate := &world.Gate{Reviewed: func(p registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error) {
 			if r.Validate != (p == registryv1.Phase_PHASE_ADMIT && c.atOnce != nil) {

@@ -290,11 +290,13 @@ type Verdict struct {
 	Object           []byte            `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
 	Warnings         []string          `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
 	AuditAnnotations map[string]string `protobuf:"bytes,4,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Of Admit: the validating phase was run as well, and lets the object in without a word. Where it is not set, Validate
-	// is to be asked.
-	Validated     bool `protobuf:"varint,5,opt,name=validated" json:"validated,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// Of Admit: the validating phase was run as well, and lets the object in without a word: no refusal, no warning, and no
+	// audit annotation about the object. Where it is not set, Validate is to be asked.
+	Validated bool `protobuf:"varint,5,opt,name=validated" json:"validated,omitempty"`
+	// What is to be audited of the validating phase, once the object has come to where Validate would be asked.
+	ValidatedAnnotations map[string]string `protobuf:"bytes,6,rep,name=validated_annotations,json=validatedAnnotations" json:"validated_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields        protoimpl.UnknownFields
+	sizeCache            protoimpl.SizeCache
 }
 
 func (x *Verdict) Reset() {
@@ -353,6 +355,13 @@ func (x *Verdict) GetValidated() bool {
 		return x.Validated
 	}
 	return false
+}
+
+func (x *Verdict) GetValidatedAnnotations() map[string]string {
+	if x != nil {
+		return x.ValidatedAnnotations
+	}
+	return nil
 }
 
 type InterestsRequest struct {
@@ -461,8 +470,8 @@ type Interest struct {
 	// Only NamespaceLifecycle looks, which registry runs itself where it is told so (WriteRequest.lifecycle). A caller
 	// that does not know the field asks.
 	InRegistry bool `protobuf:"varint,8,opt,name=in_registry,json=inRegistry" json:"in_registry,omitempty"`
-	// Of the validating phase: what looks there says of an object that nobody objects to the same right after the mutating
-	// phase as before it is stored. A caller that does not know the field asks twice.
+	// Of the validating phase: those that look here decide alike right after the mutating phase and right before the object
+	// is stored, so both phases may be run in one Admit (Review.validate). A caller that does not know the field asks twice.
 	AtOnce        bool `protobuf:"varint,9,opt,name=at_once,json=atOnce" json:"at_once,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -588,13 +597,17 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\n" +
 	"Equivalent\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12-\n" +
-	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\x8a\x02\n" +
+	"\x04kind\x18\x02 \x01(\v2\x19.watershed.common.v1.KindR\x04kind\"\xc3\x03\n" +
 	"\aVerdict\x12\x16\n" +
 	"\x06object\x18\x01 \x01(\fR\x06object\x12\x1a\n" +
 	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x12b\n" +
 	"\x11audit_annotations\x18\x04 \x03(\v25.watershed.admission.v1.Verdict.AuditAnnotationsEntryR\x10auditAnnotations\x12\x1c\n" +
-	"\tvalidated\x18\x05 \x01(\bR\tvalidated\x1aC\n" +
+	"\tvalidated\x18\x05 \x01(\bR\tvalidated\x12n\n" +
+	"\x15validated_annotations\x18\x06 \x03(\v29.watershed.admission.v1.Verdict.ValidatedAnnotationsEntryR\x14validatedAnnotations\x1aC\n" +
 	"\x15AuditAnnotationsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1aG\n" +
+	"\x19ValidatedAnnotationsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x03\x10\x04\"\x12\n" +
 	"\x10InterestsRequest\"\x83\x01\n" +
@@ -641,7 +654,7 @@ func file_watershed_admission_v1_admission_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_admission_v1_admission_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_watershed_admission_v1_admission_proto_goTypes = []any{
 	(Operation)(0),           // 0: watershed.admission.v1.Operation
 	(*Review)(nil),           // 1: watershed.admission.v1.Review
@@ -651,35 +664,37 @@ var file_watershed_admission_v1_admission_proto_goTypes = []any{
 	(*InterestSet)(nil),      // 5: watershed.admission.v1.InterestSet
 	(*Interest)(nil),         // 6: watershed.admission.v1.Interest
 	nil,                      // 7: watershed.admission.v1.Verdict.AuditAnnotationsEntry
-	(*v1.Kind)(nil),          // 8: watershed.common.v1.Kind
-	(*v1.Resource)(nil),      // 9: watershed.common.v1.Resource
-	(*v1.User)(nil),          // 10: watershed.common.v1.User
-	(v1.AuditLevel)(0),       // 11: watershed.common.v1.AuditLevel
+	nil,                      // 8: watershed.admission.v1.Verdict.ValidatedAnnotationsEntry
+	(*v1.Kind)(nil),          // 9: watershed.common.v1.Kind
+	(*v1.Resource)(nil),      // 10: watershed.common.v1.Resource
+	(*v1.User)(nil),          // 11: watershed.common.v1.User
+	(v1.AuditLevel)(0),       // 12: watershed.common.v1.AuditLevel
 }
 var file_watershed_admission_v1_admission_proto_depIdxs = []int32{
 	0,  // 0: watershed.admission.v1.Review.operation:type_name -> watershed.admission.v1.Operation
-	8,  // 1: watershed.admission.v1.Review.kind:type_name -> watershed.common.v1.Kind
-	9,  // 2: watershed.admission.v1.Review.resource:type_name -> watershed.common.v1.Resource
-	10, // 3: watershed.admission.v1.Review.user:type_name -> watershed.common.v1.User
+	9,  // 1: watershed.admission.v1.Review.kind:type_name -> watershed.common.v1.Kind
+	10, // 2: watershed.admission.v1.Review.resource:type_name -> watershed.common.v1.Resource
+	11, // 3: watershed.admission.v1.Review.user:type_name -> watershed.common.v1.User
 	2,  // 4: watershed.admission.v1.Review.equivalents:type_name -> watershed.admission.v1.Equivalent
-	11, // 5: watershed.admission.v1.Review.audit_level:type_name -> watershed.common.v1.AuditLevel
-	9,  // 6: watershed.admission.v1.Equivalent.resource:type_name -> watershed.common.v1.Resource
-	8,  // 7: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
+	12, // 5: watershed.admission.v1.Review.audit_level:type_name -> watershed.common.v1.AuditLevel
+	10, // 6: watershed.admission.v1.Equivalent.resource:type_name -> watershed.common.v1.Resource
+	9,  // 7: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
 	7,  // 8: watershed.admission.v1.Verdict.audit_annotations:type_name -> watershed.admission.v1.Verdict.AuditAnnotationsEntry
-	6,  // 9: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
-	6,  // 10: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
-	0,  // 11: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
-	1,  // 12: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
-	1,  // 13: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
-	4,  // 14: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
-	3,  // 15: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
-	3,  // 16: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
-	5,  // 17: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
-	15, // [15:18] is the sub-list for method output_type
-	12, // [12:15] is the sub-list for method input_type
-	12, // [12:12] is the sub-list for extension type_name
-	12, // [12:12] is the sub-list for extension extendee
-	0,  // [0:12] is the sub-list for field type_name
+	8,  // 9: watershed.admission.v1.Verdict.validated_annotations:type_name -> watershed.admission.v1.Verdict.ValidatedAnnotationsEntry
+	6,  // 10: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
+	6,  // 11: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
+	0,  // 12: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
+	1,  // 13: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
+	1,  // 14: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
+	4,  // 15: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
+	3,  // 16: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
+	3,  // 17: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
+	5,  // 18: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
+	16, // [16:19] is the sub-list for method output_type
+	13, // [13:16] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_watershed_admission_v1_admission_proto_init() }
@@ -693,7 +708,7 @@ func file_watershed_admission_v1_admission_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_admission_v1_admission_proto_rawDesc), len(file_watershed_admission_v1_admission_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   7,
+			NumMessages:   8,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

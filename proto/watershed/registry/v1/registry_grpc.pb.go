@@ -43,7 +43,8 @@ type ObjectsClient interface {
 	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
 	Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
 	// WriteDirect is Write for a request about which registry is not expected to ask anything. Where it has to, nothing is
-	// written, and the caller is to begin with Write. Not for deletecollection, which writes before it asks.
+	// written, and the caller is to begin with Write: always for deletecollection, which writes before it asks, and for
+	// reviews of tokens and permissions.
 	WriteDirect(ctx context.Context, in *WriteRequest, opts ...grpc.CallOption) (*DirectReply, error)
 	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect;
 	// like a write it asks back in its stream, and it ends with one Connection or an error.
@@ -136,7 +137,8 @@ type ObjectsServer interface {
 	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
 	Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
 	// WriteDirect is Write for a request about which registry is not expected to ask anything. Where it has to, nothing is
-	// written, and the caller is to begin with Write. Not for deletecollection, which writes before it asks.
+	// written, and the caller is to begin with Write: always for deletecollection, which writes before it asks, and for
+	// reviews of tokens and permissions.
 	WriteDirect(context.Context, *WriteRequest) (*DirectReply, error)
 	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect;
 	// like a write it asks back in its stream, and it ends with one Connection or an error.

@@ -1,0 +1,132 @@
+package wire
+
+import (
+	"context"
+	"crypto/tls"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/net/http2"
+)
+
+// counted counts a connection's writes.
+type counted struct {
+	net.Conn
+	writes *atomic.Int64
+}
+
+func (c counted) Write(p []byte) (int, error) {
+	c.writes.Add(1)
+	return c.Conn.Write(p)
+}
+
+// An answer's headers, body and end are one write; what a handler flushes reaches the client though nothing follows.
+func TestAnAnswerIsOneWrite(t *testing.T) {
+	var writes atomic.Int64
+	release := make(chan struct{})
+	h := http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if req.URL.Path == "/waits" {
+			_, _ = io.WriteString(w, "so far")
+			w.(http.Flusher).Flush()
+			<-release
+			return
+		}
+		_, _ = io.WriteString(w, strings.Repeat("x", 8000))
+	})
+	s := httptest.NewUnstartedServer(h)
+	h2 := &http2.Server{}
+	if err := http2.ConfigureServer(s.Config, h2); err != nil {
+		t.Fatal(err)
+	}
+	s.Config.TLSNextProto["h2"] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
+		c := NewConn(conn, time.Second)
+		h2.ServeConn(c, &http2.ServeConnOpts{Context: c.Context(context.Background()), BaseConfig: srv,
+			Handler: Handler(h)})
+	}
+	s.TLS = &tls.Config{NextProtos: []string{"h2"}, DynamicRecordSizingDisabled: true}
+	s.Listener = listener{s.Listener, &writes}
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	c := client(s)
+	get := func(path string) *http.Response {
+		t.Helper()
+		resp, err := c.Get(s.URL + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp
+	}
+	whole := func() {
+		resp := get("/")
+		defer resp.Body.Close()
+		if data, err := io.ReadAll(resp.Body); err != nil || len(data) != 8000 {
+			t.Fatalf("%d bytes, %v", len(data), err)
+		}
+	}
+	whole() // and settings
+	const answers = 50
+	before := writes.Load()
+	for range answers {
+		whole()
+	}
+	// A server that is not scheduled for long lets a beginning go by itself; and there may be a window update.
+	if n := writes.Load() - before; n > 2*answers {
+		t.Errorf("%d writes for %d answers", n, answers)
+	}
+	resp := get("/waits")
+	defer resp.Body.Close()
+	data := make([]byte, len("so far"))
+	if _, err := io.ReadFull(resp.Body, data); err != nil || string(data) != "so far" {
+		t.Errorf("%q, %v", data, err)
+	}
+	close(release)
+	if rest, err := io.ReadAll(resp.Body); err != nil || len(rest) > 0 {
+		t.Errorf("%q, %v", rest, err)
+	}
+}
+
+type listener struct {
+	net.Listener
+	writes *atomic.Int64
+}
+
+func (l listener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	return counted{c, l.writes}, err
+}
+
+func TestFramesAreToldApart(t *testing.T) {
+	frame := func(kind http2.FrameType, flags byte, payload string) string {
+		n := len(payload)
+		return string([]byte{byte(n >> 16), byte(n >> 8), byte(n), byte(kind), flags, 0, 0, 0, 1}) + payload
+	}
+	headers, data := frame(http2.FrameHeaders, flagEndHeaders, "head"), frame(http2.FrameData, 0, "body")
+	for what, c := range map[string]struct {
+		bytes                string
+		whole, plain, goesOn bool
+	}{
+		"nothing":              {"", true, true, true},
+		"headers":              {headers, true, true, true},
+		"headers and data":     {headers + data, true, true, true},
+		"an end":               {headers + frame(http2.FrameData, flagEndStream, ""), true, true, false},
+		"headers that end":     {frame(http2.FrameHeaders, flagEndHeaders|flagEndStream, "head"), true, true, false},
+		"a reset":              {frame(http2.FrameRSTStream, 0, "1234"), true, true, false},
+		"settings":             {frame(http2.FrameSettings, 0, ""), true, true, false},
+		"a block that goes on": {frame(http2.FrameHeaders, 0, "head"), false, false, false},
+		"the server's leave":   {frame(http2.FrameGoAway, 0, "12345678"), false, false, false},
+		"half a frame":         {headers[:11], false, true, false},
+		"half a head":          {headers + data[:5], false, true, true},
+		"a frame too long":     {frame(http2.FrameData, 0, strings.Repeat("x", holdBytes))[:100], false, false, false},
+	} {
+		whole, plain, goesOn := framesOf([]byte(c.bytes))
+		if whole != c.whole || plain != c.plain || whole && goesOn != c.goesOn {
+			t.Errorf("%s: whole %v, plain %v, goes on %v", what, whole, plain, goesOn)
+		}
+	}
+}
