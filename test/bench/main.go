@@ -24,7 +24,8 @@ import (
 var (
 	bin       = flag.String("bin", ".build/bin", "Where kube-apiserver and etcd are.")
 	watershed = flag.String("watershed", "bin/watershed", "The binary under test.")
-	baseline  = flag.String("baseline", "", "Another binary, measured beside the one under test: what a change costs or gains.")
+	baseline  = flag.String("baseline", "",
+		"Another binary, measured beside the one under test: what a change costs or gains.")
 	pods      = flag.Int("pods", 10000, "How many pods the lists hold.")
 	rounds    = flag.Int("rounds", 3, "How often each piece of work is done; the table has the medians.")
 	out       = flag.String("out", "../docs/performance.md", "The page whose table is replaced.")
@@ -34,7 +35,9 @@ var (
 			"docs/performance/.")
 	with = flag.String("with", "", "Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+
 		"{server} in one stands for each one's name.")
-	rows = flag.String("rows", "", "Measure only work whose name has one of these in it, comma separated; the page is then left alone.")
+	page = flag.Bool("page", false, "Rewrite the page also where not everything was measured.")
+	rows = flag.String("rows", "",
+		"Measure only work whose name has one of these in it, comma separated; the page is then left alone.")
 )
 
 func main() {
@@ -97,7 +100,7 @@ func main() {
 		"most. kube-apiserver 1.36.3 with default flags; each with an etcd 3.6 of its own, over TLS.",
 		time.Now().UTC().Format(time.DateOnly), runtime.NumCPU(), runtime.Version(), *pods, *rounds))
 	fmt.Println(table)
-	if *rows == "" && *only == "" {
+	if *rows == "" && *only == "" || *page {
 		check(publish(results, table))
 	}
 }
