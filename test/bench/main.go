@@ -26,11 +26,11 @@ var (
 	watershed = flag.String("watershed", "bin/watershed", "The binary under test.")
 	baseline  = flag.String("baseline", "",
 		"Another binary, measured beside the one under test: what a change costs or gains.")
-	pods      = flag.Int("pods", 10000, "How many pods the lists hold.")
-	rounds    = flag.Int("rounds", 3, "How often each piece of work is done; the table has the medians.")
-	out       = flag.String("out", "../docs/performance.md", "The page whose table is replaced.")
-	only      = flag.String("only", "", "Servers to measure, comma separated; all by default.")
-	grow      = flag.Bool("growth", false,
+	pods   = flag.Int("pods", 10000, "How many pods the lists hold.")
+	rounds = flag.Int("rounds", 3, "How often each piece of work is done; the table has the medians.")
+	out    = flag.String("out", "../docs/performance.md", "The page whose table is replaced.")
+	only   = flag.String("only", "", "Servers to measure, comma separated; all by default.")
+	grow   = flag.Bool("growth", false,
 		"Measure instead how the cost of a delivery grows with watchers, and memory with objects; plots go to "+
 			"docs/performance/.")
 	with = flag.String("with", "", "Flags that kube-apiserver and Watershed get beside their own, separated by spaces; "+

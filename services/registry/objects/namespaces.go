@@ -10,7 +10,8 @@ import (
 )
 
 // Namespaces runs NamespaceLifecycle where nothing else in the admission chain looks at a write: it spares ConfigMaps,
-// Secrets, Events, Leases and EndpointSlices the hop to admission. It is upstream's plugin over registry's own informer.
+// Secrets, Events, Leases and EndpointSlices the hop to admission. It is upstream's plugin over registry's own
+// informer.
 type Namespaces struct {
 	lifecycle *lifecycle.Lifecycle
 	synced    func() bool
@@ -20,7 +21,8 @@ type Namespaces struct {
 // immortal are the namespaces that may not be deleted (k8s.io/apiserver/pkg/admission/plugin/namespace/lifecycle).
 var immortal = sets.New(metav1.NamespaceDefault, metav1.NamespaceSystem, metav1.NamespacePublic)
 
-// NewNamespaces reads namespaces by f, and in doubt by client. fresh says whether what f reads is new enough to decide by.
+// NewNamespaces reads namespaces by f, and in doubt by client. fresh says whether what f reads is new enough to decide
+// by.
 func NewNamespaces(f informers.SharedInformerFactory, client kubernetes.Interface,
 	fresh func() bool) (*Namespaces, error) {
 	plugin, err := lifecycle.NewLifecycle(immortal)
@@ -29,7 +31,8 @@ func NewNamespaces(f informers.SharedInformerFactory, client kubernetes.Interfac
 	}
 	plugin.SetExternalKubeInformerFactory(f)
 	plugin.SetExternalKubeClientSet(client)
-	return &Namespaces{plugin, f.Core().V1().Namespaces().Informer().HasSynced, fresh}, plugin.ValidateInitialization()
+	synced := f.Core().V1().Namespaces().Informer().HasSynced
+	return &Namespaces{plugin, synced, fresh}, plugin.ValidateInitialization()
 }
 
 // plugin is nil where registry does not know the namespaces, or not as they are now.

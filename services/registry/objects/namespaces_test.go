@@ -18,7 +18,10 @@ import (
 // namespaces is not what they are.
 func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
 	namespace := func(name string, phase corev1.NamespacePhase) *corev1.Namespace {
-		return &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.NamespaceStatus{Phase: phase}}
+		return &corev1.Namespace{
+			ObjectMeta: metav1.ObjectMeta{Name: name},
+			Status:     corev1.NamespaceStatus{Phase: phase},
+		}
 	}
 	client := fake.NewClientset(namespace("lives", corev1.NamespaceActive),
 		namespace("ends", corev1.NamespaceTerminating))
@@ -55,7 +58,7 @@ func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
 		a := admission.NewAttributesRecord(nil, nil, c.kind, c.namespace, c.name, core.WithResource(c.resource), "", c.op,
 			nil, false, &user.DefaultInfo{Name: "jane"})
 		err := n.plugin().Admit(t.Context(), a, nil)
-		if c.refused == "" && err != nil || c.refused != "" && (err == nil || !strings.Contains(err.Error(), c.refused)) {
+		if (err != nil) != (c.refused != "") || err != nil && !strings.Contains(err.Error(), c.refused) {
 			t.Errorf("%s %s in %q: %v", c.op, c.resource, c.namespace, err)
 		}
 		if strings.Contains(c.refused, "terminated") && !apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {

@@ -36,7 +36,7 @@ type Tail struct {
 	// compared.
 	behind time.Time
 	was    int64
-	// caughtUp is when etcd's revision was asked for that the tail has reached; then asked and revision are of the next.
+	// caughtUp is when etcd's revision was asked for that the tail has reached; asked and revision are of the next one.
 	caughtUp, asked time.Time
 	revision        int64
 }
