@@ -53,7 +53,8 @@ func timely(h http.Handler) http.Handler {
 // panicOf is what f panics with, with its stack where that is worth telling, or nil.
 func panicOf(f func()) (err any) {
 	defer func() {
-		if err = recover(); err != nil && err != http.ErrAbortHandler { //nolint:errorlint // a panic's value, not an error
+		err = recover()
+		if err != nil && err != http.ErrAbortHandler { //nolint:errorlint // a panic's value, not an error
 			err = fmt.Sprintf("%v\n%s", err, debug.Stack())
 		}
 	}()
@@ -101,7 +102,6 @@ func (p *workers) work(f func()) {
 	next := make(chan func(), 1)
 	for {
 		f()
-		f = nil
 		p.mu.Lock()
 		if len(p.idle) >= idleWorkers {
 			p.mu.Unlock()

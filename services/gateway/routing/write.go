@@ -56,8 +56,8 @@ func (c *call) write() {
 	c.respond(m.GetResult())
 }
 
-// asking are the groups whose writes registry mostly has to ask about, whatever admission looks at: reviews are answered
-// by what others say, and roles and requests for certificates are for who may grant them.
+// asking are the groups whose writes registry mostly has to ask about, whatever admission looks at: reviews are
+// answered by what others say, and roles and requests for certificates are for who may grant them.
 var asking = []string{"authentication.k8s.io", "authorization.k8s.io", "certificates.k8s.io",
 	"rbac.authorization.k8s.io"}
 

@@ -35,8 +35,8 @@ type Config struct {
 	WriteTimeout time.Duration
 	// FeedBytes bounds the recent events that a feed keeps for those who fall behind.
 	FeedBytes int
-	// FeedsBytes bounds what all feeds together keep, and again what is kept of initial events that watches share. Where
-	// that is used up those go at the pace of the slowest that shares them.
+	// FeedsBytes bounds what all feeds together keep, and again what is kept of initial events that watches share.
+	// Where that is used up those go at the pace of the slowest that shares them.
 	FeedsBytes int64
 	// UserRate is how many events a second the watches of one user are delivered; an event counts as one, and as one
 	// more for each KB. 0: there is no bound.

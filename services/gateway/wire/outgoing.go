@@ -98,8 +98,8 @@ func (c *Conn) dropBegun() {
 }
 
 // framesOf says of what the server has begun to write whether it ends with a frame; whether it may wait at all, and be
-// put between other frames (no leave of the server, and no header block that goes on); and whether it is the beginning of
-// answers that go on: headers and data, without an end.
+// put between other frames (no leave of the server, and no header block that goes on); and whether it is the beginning
+// of answers that go on: headers and data, without an end.
 func framesOf(p []byte) (whole, plain, goesOn bool) {
 	goesOn = true
 	for len(p) >= headBytes {

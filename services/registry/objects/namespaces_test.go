@@ -55,8 +55,8 @@ func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
 			"this namespace may not be deleted"},
 		{core.WithKind("Namespace"), "namespaces", "lives", "lives", admission.Delete, ""},
 	} {
-		a := admission.NewAttributesRecord(nil, nil, c.kind, c.namespace, c.name, core.WithResource(c.resource), "", c.op,
-			nil, false, &user.DefaultInfo{Name: "jane"})
+		a := admission.NewAttributesRecord(nil, nil, c.kind, c.namespace, c.name, core.WithResource(c.resource), "",
+			c.op, nil, false, &user.DefaultInfo{Name: "jane"})
 		err := n.plugin().Admit(t.Context(), a, nil)
 		if (err != nil) != (c.refused != "") || err != nil && !strings.Contains(err.Error(), c.refused) {
 			t.Errorf("%s %s in %q: %v", c.op, c.resource, c.namespace, err)

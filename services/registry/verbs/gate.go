@@ -175,8 +175,8 @@ type gateAdmission struct {
 	gate                       Gate
 	endpoint                   *Endpoint
 	admit, lifecycle, validate []admissionv1.Operation
-	// atOnce are those of validate that are asked about with admit. validated says, once, whether what was admitted last
-	// is valid: one that is then stored under another generated name is asked about.
+	// atOnce are those of validate that are asked about with admit. validated says, once, whether what was admitted
+	// last is valid: one that is then stored under another generated name is asked about.
 	atOnce    []admissionv1.Operation
 	validated *admissionv1.Verdict
 }
