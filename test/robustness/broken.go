@@ -41,7 +41,7 @@ var mistakes = []breakage{
 		name:    "stale",
 		file:    "services/watchfanout/log/log.go",
 		code:    "	return l.Wait(ctx, r)\n",
-		instead: "	return l.Wait(ctx, r.Revision-20)\n",
+		instead: "	return l.Wait(ctx, r-20)\n",
 	},
 }
 
