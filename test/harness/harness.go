@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -49,14 +50,19 @@ func Peer(name string) string { return filepath.Join(Root(), ".build", "bin", na
 // Watershed is the path of the binary under test; `make build` builds it.
 func Watershed() string { return filepath.Join(Root(), "bin", "watershed") }
 
-// FreePort is a TCP port that nobody listens on.
+// FreePort is one that nobody listens at. It is below those that connections take (ip_local_port_range) and node ports:
+// what is free when it is asked for is so when it is listened at.
 func FreePort(t testing.TB) int {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+	const lowest, highest = 12000, 29999
+	for range 1000 {
+		port := lowest + rand.IntN(highest-lowest)
+		if l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port)); err == nil {
+			l.Close()
+			return port
+		}
 	}
-	defer l.Close()
-	return l.Addr().(*net.TCPAddr).Port
+	t.Fatal("no port is free")
+	return 0
 }
 
 // Server is a running API server of either kind.
