@@ -126,6 +126,7 @@ type Conn struct {
 	begun []byte
 	// held: the queue ends with an answer's beginning, which release has written.
 	held    bool
+	holdFor time.Duration
 	release *time.Timer
 }
 
@@ -143,6 +144,7 @@ func NewConn(c *tls.Conn, patience time.Duration) *Conn {
 		window:   firstWindow,
 		maxFrame: 16384,
 		room:     make(chan struct{}),
+		holdFor:  holdFor,
 	}
 	w.turn.L = &w.mu
 	return w

@@ -124,7 +124,7 @@ func (c *Conn) hold() {
 	}
 	c.held = true
 	if c.release == nil {
-		c.release = time.AfterFunc(holdFor, func() {
+		c.release = time.AfterFunc(c.holdFor, func() {
 			c.mu.Lock()
 			defer c.mu.Unlock()
 			c.held = false
@@ -132,7 +132,7 @@ func (c *Conn) hold() {
 		})
 		return
 	}
-	c.release.Reset(holdFor)
+	c.release.Reset(c.holdFor)
 }
 
 // between says whether a frame may be put in: the server is amid none, and no header block is open.
