@@ -29,9 +29,7 @@ func Operations(all []*admissionv1.Interest, r *commonv1.Resource, namespace, na
 			others = append(others, in.Operations...)
 		}
 	}
-	if len(others) > 0 {
-		flagged = slices.DeleteFunc(flagged, func(op admissionv1.Operation) bool { return slices.Contains(others, op) })
-	}
+	flagged = slices.DeleteFunc(flagged, func(op admissionv1.Operation) bool { return slices.Contains(others, op) })
 	return others, flagged
 }
 

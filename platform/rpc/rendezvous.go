@@ -181,16 +181,16 @@ type picker struct {
 
 // Pick implements balancer.Picker. Calls alternate between a key's replicas, which keeps both of them warm.
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
-	n := p.next.Add(1)
-	of, key := p.ready, ""
 	if slot, ok := info.Ctx.Value(preferredKey{}).(string); ok {
-		of = p.serving(slot)
+		of := p.serving(slot)
 		chosen := of[0]
 		if chosen.silent() {
 			chosen = of[len(of)-1]
 		}
 		return balancer.PickResult{SubConn: chosen.conn, Done: chosen.begin()}, nil
 	}
+	n := p.next.Add(1)
+	of, key := p.ready, ""
 	if md, ok := metadata.FromOutgoingContext(info.Ctx); ok {
 		if keys := md.Get(routeBy); len(keys) > 0 {
 			key = keys[0]

@@ -23,7 +23,10 @@ func growth(dir string) {
 		if *only != "" && !slices.Contains(strings.Split(*only, ","), name) {
 			continue
 		}
-		start := map[string]func(string) *server{"kube-apiserver": startReference, "up": func(d string) *server { return startUp(d, "up", *watershed) }}[name]
+		start := startReference
+		if name == "up" {
+			start = func(dir string) *server { return startUp(dir, name, *watershed) }
+		}
 		fresh := func(of string) *server {
 			d := filepath.Join(dir, name+of)
 			check(os.MkdirAll(d, 0o700))

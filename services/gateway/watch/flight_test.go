@@ -203,18 +203,30 @@ func TestAFlightThatDoesNotAnswerIsNotWaitedFor(t *testing.T) {
 	leave()
 }
 
-// Where all flights keep as much as they may, the slowest says how fast one goes.
-func TestAFlightKeepsNoMoreThanThereIsRoomFor(t *testing.T) {
+// crowdedFlight is one with two in it and room for a frame, after one that its first has for himself. leave ends all
+// three's parts.
+func crowdedFlight(t *testing.T) (h *Hub, slow, fast *passenger, leave func()) {
+	t.Helper()
 	s := newSource()
-	h := s.hub()
+	h = s.hub()
 	h.Config.FeedsBytes = 10
-	_, leave := s.board(t, h)
+	_, leaveFirst := s.board(t, h)
 	<-s.begun
 	slow, leaveSlow := s.board(t, h)
 	fast, leaveFast := s.board(t, h)
 	close(s.stream(0).goes)
 	<-s.begun
 	close(s.stream(1).goes)
+	return h, slow, fast, func() {
+		leaveSlow()
+		leaveFast()
+		leaveFirst()
+	}
+}
+
+// Where all flights keep as much as they may, the slowest says how fast one goes.
+func TestAFlightKeepsNoMoreThanThereIsRoomFor(t *testing.T) {
+	_, slow, fast, leave := crowdedFlight(t)
 	got := make(chan string, 1)
 	go func() { data, _ := all(fast); got <- data }()
 	f := slow.flight
@@ -232,23 +244,12 @@ func TestAFlightKeepsNoMoreThanThereIsRoomFor(t *testing.T) {
 	if data, _ := all(slow); data != whole(1) || <-got != whole(1) {
 		t.Errorf("the slow one has %s", data)
 	}
-	leaveSlow()
-	leaveFast()
 	leave()
 }
 
 // The slowest does not keep the others waiting for long where there is no room: its part ends, and theirs goes on.
 func TestTheSlowestLeavesAFullFlight(t *testing.T) {
-	s := newSource()
-	h := s.hub()
-	h.Config.FeedsBytes = 10
-	_, leave := s.board(t, h)
-	<-s.begun
-	slow, leaveSlow := s.board(t, h)
-	fast, leaveFast := s.board(t, h)
-	close(s.stream(0).goes)
-	<-s.begun
-	close(s.stream(1).goes)
+	h, slow, fast, leave := crowdedFlight(t)
 	if m, err := slow.Recv(); err != nil || string(m.Initial[0]) != "1.1 " {
 		t.Fatalf("%v, %v", m, err)
 	}
@@ -275,8 +276,6 @@ func TestTheSlowestLeavesAFullFlight(t *testing.T) {
 	if m, err := slow.Recv(); status.Code(err) != codes.Unavailable || m != nil {
 		t.Errorf("%v, %v", m, err)
 	}
-	leaveSlow()
-	leaveFast()
 	leave()
 	if held := h.flown.held.Load(); held != 0 {
 		t.Errorf("%d bytes are kept for nobody", held)

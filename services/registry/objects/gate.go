@@ -10,7 +10,6 @@ import (
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apiserver/pkg/admission"
 
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
@@ -24,13 +23,10 @@ import (
 // streamGate asks the gateway at the other end of a write's stream. Questions are asked one at a time: deletecollection
 // asks from several goroutines.
 type streamGate struct {
-	namespaces *Namespaces
-	mu         sync.Mutex
-	stream     grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]
+	*Namespaces
+	mu     sync.Mutex
+	stream grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]
 }
-
-// Lifecycle implements verbs.Gate.
-func (g *streamGate) Lifecycle() admission.MutationInterface { return g.namespaces.plugin() }
 
 func (g *streamGate) ask(ctx context.Context, q *registryv1.WriteReply) (*registryv1.WriteCall, error) {
 	q.Trace = telemetry.TraceOf(ctx)
@@ -102,8 +98,8 @@ func (g *streamGate) Rules(ctx context.Context, r *authzv1.RulesRequest) (*authz
 
 // directGate refuses every question, and notes that there was one: nothing is written but what needs no answer.
 type directGate struct {
-	namespaces *Namespaces
-	asked      atomic.Bool
+	*Namespaces
+	asked atomic.Bool
 }
 
 var errAsks = apierrors.NewInternalError(errors.New("the write is to be asked about"))
@@ -112,9 +108,6 @@ func (g *directGate) refuse() error {
 	g.asked.Store(true)
 	return errAsks
 }
-
-// Lifecycle implements verbs.Gate.
-func (g *directGate) Lifecycle() admission.MutationInterface { return g.namespaces.plugin() }
 
 func (g *directGate) Review(context.Context, registryv1.Phase, *admissionv1.Review) (*admissionv1.Verdict, error) {
 	return nil, g.refuse()

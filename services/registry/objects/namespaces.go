@@ -35,8 +35,8 @@ func NewNamespaces(f informers.SharedInformerFactory, client kubernetes.Interfac
 	return &Namespaces{plugin, synced, fresh}, plugin.ValidateInitialization()
 }
 
-// plugin is nil where registry does not know the namespaces, or not as they are now.
-func (n *Namespaces) plugin() admission.MutationInterface {
+// Lifecycle implements verbs.Gate: it is nil where registry does not know the namespaces, or not as they are now.
+func (n *Namespaces) Lifecycle() admission.MutationInterface {
 	if n == nil || !n.synced() || !n.fresh() {
 		return nil
 	}

@@ -31,7 +31,7 @@ func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if n.plugin() != nil {
+	if n.Lifecycle() != nil {
 		t.Error("it answers before it has read the namespaces")
 	}
 	f.Start(t.Context().Done())
@@ -57,7 +57,7 @@ func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
 	} {
 		a := admission.NewAttributesRecord(nil, nil, c.kind, c.namespace, c.name, core.WithResource(c.resource), "",
 			c.op, nil, false, &user.DefaultInfo{Name: "jane"})
-		err := n.plugin().Admit(t.Context(), a, nil)
+		err := n.Lifecycle().Admit(t.Context(), a, nil)
 		if (err != nil) != (c.refused != "") || err != nil && !strings.Contains(err.Error(), c.refused) {
 			t.Errorf("%s %s in %q: %v", c.op, c.resource, c.namespace, err)
 		}
@@ -72,15 +72,15 @@ func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
 	}
 	a := admission.NewAttributesRecord(nil, nil, maps, "lives", "m", core.WithResource("configmaps"), "",
 		admission.Create, nil, false, &user.DefaultInfo{Name: "jane"})
-	if err := n.plugin().Admit(t.Context(), a, nil); err == nil {
+	if err := n.Lifecycle().Admit(t.Context(), a, nil); err == nil {
 		t.Error("something is created in a namespace that was deleted")
 	}
 	fresh = false
-	if n.plugin() != nil {
+	if n.Lifecycle() != nil {
 		t.Error("it answers by what is too old")
 	}
 	var none *Namespaces
-	if none.plugin() != nil {
+	if none.Lifecycle() != nil {
 		t.Error("it answers without knowing any namespace")
 	}
 }

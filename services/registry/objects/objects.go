@@ -88,16 +88,21 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	resp, err := e.Write(ctx, r, &streamGate{namespaces: o.Namespaces, stream: stream})
+	resp, err := e.Write(ctx, r, &streamGate{Namespaces: o.Namespaces, stream: stream})
 	if err != nil {
 		if trail := rpc.Trail(err); trail != nil { // it is too large for what an error has room for
 			if serr := stream.Send(&registryv1.WriteReply{Audit: trail}); serr != nil {
 				return serr
 			}
 		}
-		return rpc.ToStatus(rpc.WithWarnings(rpc.Bare(err), rpc.Warnings(err)))
+		return withoutTrail(err)
 	}
 	return stream.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: resp}})
+}
+
+// withoutTrail is a write's error as a status, without what is told of it beside it.
+func withoutTrail(err error) error {
+	return rpc.ToStatus(rpc.WithWarnings(rpc.Bare(err), rpc.Warnings(err)))
 }
 
 // reviews are the groups of what is never stored, and tells in its answer what was asked, also where that failed: an
@@ -113,7 +118,7 @@ func (o *Objects) WriteDirect(ctx context.Context, r *registryv1.WriteRequest) (
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	gate := &directGate{namespaces: o.Namespaces}
+	gate := &directGate{Namespaces: o.Namespaces}
 	resp, err := e.Write(resources.Within(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name), r, gate)
 	switch {
 	case err == nil:
@@ -121,7 +126,7 @@ func (o *Objects) WriteDirect(ctx context.Context, r *registryv1.WriteRequest) (
 	case gate.asked.Load():
 		return &registryv1.DirectReply{Asks: true}, nil
 	}
-	of, merr := proto.Marshal(status.Convert(rpc.ToStatus(rpc.WithWarnings(rpc.Bare(err), rpc.Warnings(err)))).Proto())
+	of, merr := proto.Marshal(status.Convert(withoutTrail(err)).Proto())
 	if merr != nil {
 		return nil, merr
 	}
@@ -134,7 +139,7 @@ func (o *Objects) Connect(stream grpc.BidiStreamingServer[registryv1.WriteCall, 
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	c, err := e.Connect(ctx, r, &streamGate{namespaces: o.Namespaces, stream: stream})
+	c, err := e.Connect(ctx, r, &streamGate{Namespaces: o.Namespaces, stream: stream})
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
