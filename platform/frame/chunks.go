@@ -17,16 +17,19 @@ type Chunks struct {
 	err    error
 }
 
-func (c *Chunks) begin(size int) { c.size = int64(size) }
+// Begin says how many bytes the body has.
+func (c *Chunks) Begin(size int64) { c.size = size }
 
-func (c *Chunks) write(b []byte) {
+// Write adds the body's next bytes. Its error is Send's, and goes for all that follows.
+func (c *Chunks) Write(b []byte) error {
 	if c.err != nil {
-		return
+		return c.err
 	}
 	c.pieces = append(c.pieces, b)
 	if c.bytes += len(b); c.bytes >= c.Bytes {
 		c.flush()
 	}
+	return c.err
 }
 
 func (c *Chunks) flush() {

@@ -88,105 +88,6 @@ func MetadataProtobuf(body []byte) ([]byte, error) {
 	return body[:head+n], nil
 }
 
-// List is what a list's body says beside its items.
-type List struct {
-	Kind, APIVersion string
-	Revision         int64
-	Continue         string
-	Remaining        *int64
-	// Columns makes it a Table.
-	Columns []byte
-	// Unstructured: the list has no Go type, and says of its continue token even where it has none.
-	Unstructured bool
-}
-
-func (l *List) meta(dst []byte) []byte {
-	dst = append(dst, `"metadata":{"resourceVersion":"`...)
-	dst = strconv.AppendInt(dst, l.Revision, 10)
-	dst = append(dst, '"')
-	if l.Continue != "" || l.Unstructured {
-		dst = append(append(append(dst, `,"continue":"`...), l.Continue...), '"')
-	}
-	if l.Remaining != nil {
-		dst = strconv.AppendInt(append(dst, `,"remainingItemCount":`...), *l.Remaining, 10)
-	}
-	return append(dst, '}')
-}
-
-// headJSON is a list's body up to its first item.
-func (l *List) headJSON() []byte {
-	b := fmt.Appendf(nil, `{"kind":%q,"apiVersion":%q,`, l.Kind, l.APIVersion)
-	b = l.meta(b)
-	if l.Columns != nil {
-		b = append(append(b, `,"columnDefinitions":`...), l.Columns...)
-		return append(b, `,"rows":[`...)
-	}
-	return append(b, `,"items":[`...)
-}
-
-// tailJSON is what comes after the last item.
-var tailJSON = []byte("]}\n")
-
-var comma = []byte{','}
-
-// Send writes the list's body with its items, in JSON or protobuf, and ends it. itemHead is JSON's.
-func (l *List) Send(w *Chunks, protobuf bool, items [][]byte, itemHead []byte) error {
-	if protobuf {
-		l.Protobuf(w, items)
-	} else {
-		l.JSON(w, items, itemHead)
-	}
-	return w.End()
-}
-
-// JSON writes the list's body with its items. itemHead is what comes before an item in place of its opening brace,
-// which items of a list without a Go type have: their own kind; nil for nothing.
-func (l *List) JSON(w *Chunks, items [][]byte, itemHead []byte) {
-	head := l.headJSON()
-	if len(items) == 0 && l.Kind == "PartialObjectMetadataList" { // kube-apiserver says null of these
-		body := append(head[:len(head)-1], "null}\n"...)
-		w.begin(len(body))
-		w.write(body)
-		return
-	}
-	size := len(head) + len(tailJSON) + max(0, len(items)-1)
-	for _, item := range items {
-		size += len(item)
-		if itemHead != nil {
-			size += len(itemHead) - 1
-		}
-	}
-	w.begin(size)
-	w.write(head)
-	for i, item := range items {
-		if i > 0 {
-			w.write(comma)
-		}
-		if itemHead != nil {
-			w.write(itemHead)
-			item = item[1:]
-		}
-		w.write(item)
-	}
-	w.write(tailJSON)
-}
-
-// Protobuf writes the list's body with its items.
-func (l *List) Protobuf(w *Chunks, items [][]byte) {
-	n := 0
-	for _, item := range items {
-		n += FieldLen(len(item))
-	}
-	head := l.headProtobuf(n)
-	w.begin(len(head) + n + len(TailProtobuf))
-	w.write(head)
-	for _, item := range items {
-		w.write(itemHeadProtobuf(len(item)))
-		w.write(item)
-	}
-	w.write(TailProtobuf)
-}
-
 // envelopeMagic begins every Kubernetes protobuf body.
 var envelopeMagic = []byte("k8s\x00")
 
@@ -197,24 +98,6 @@ func tag(dst []byte, field protowire.Number, n int) []byte {
 
 // FieldLen is how long a length-delimited field with n bytes is.
 func FieldLen(n int) int { return protowire.SizeTag(1) + protowire.SizeBytes(n) }
-
-// itemHeadProtobuf is what comes before one item of n bytes in a list's protobuf.
-func itemHeadProtobuf(n int) []byte { return tag(nil, 2, n) }
-
-// headProtobuf is a list's body up to its first item; items is the length of all items with their heads.
-func (l *List) headProtobuf(items int) []byte {
-	var m []byte
-	m = tag(m, 1, 0) // selfLink, always written
-	rv := strconv.FormatInt(l.Revision, 10)
-	m = append(tag(m, 2, len(rv)), rv...)
-	m = append(tag(m, 3, len(l.Continue)), l.Continue...)
-	if l.Remaining != nil {
-		m = protowire.AppendVarint(protowire.AppendTag(m, 4, protowire.VarintType), uint64(*l.Remaining))
-	}
-	return envelopeHead(l.Kind, l.APIVersion, FieldLen(len(m))+items, func(b []byte) []byte {
-		return append(tag(b, 1, len(m)), m...)
-	})
-}
 
 // envelopeHead is the envelope up to the object's message of n bytes, whose beginning first writes.
 func envelopeHead(kind, apiVersion string, n int, first func([]byte) []byte) []byte {

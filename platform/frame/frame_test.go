@@ -59,8 +59,7 @@ func TestAProtobufListIsKubernetesOwn(t *testing.T) {
 		got = append(got, bytes.Join(pieces, nil)...)
 		return nil
 	}}
-	l.Protobuf(w, items)
-	if err := w.End(); err != nil || size != int64(len(got)) {
+	if err := l.Body(true, items, nil).Send(w); err != nil || size != int64(len(got)) {
 		t.Errorf("said to be of %d bytes, it has %d: %v", size, len(got), err)
 	}
 	if !bytes.Equal(got, expected.Bytes()) {
@@ -170,12 +169,7 @@ func TestAListIsAsLongAsItSays(t *testing.T) {
 				got = append(got, bytes.Join(pieces, nil)...)
 				return nil
 			}}
-			if f.Protobuf {
-				l.Protobuf(w, items)
-			} else {
-				l.JSON(w, items, f.ItemHead())
-			}
-			if err := w.End(); err != nil || said != int64(len(got)) {
+			if err := l.Body(f.Protobuf, items, f.ItemHead()).Send(w); err != nil || said != int64(len(got)) {
 				t.Errorf("%s of %d: said to be of %d bytes, it has %d: %v", name, n, said, len(got), err)
 			}
 			var out struct{ Items []map[string]any }

@@ -25,8 +25,9 @@ const smallPiece = 1 << 10
 const (
 	fieldData = 1
 	fieldSize = 2
-	// maxChunkHead is how long a ListChunk of one piece is without it: two tags and two numbers.
-	maxChunkHead = 2 * (1 + 10)
+	fieldGzip = 3
+	// maxChunkHead is how long a ListChunk of one piece is without it: three tags and three numbers.
+	maxChunkHead = 3 * (1 + 10)
 )
 
 // Marshal implements encoding.CodecV2.
@@ -50,6 +51,10 @@ func marshalChunk(m *watchfanoutv1.ListChunk) (out mem.BufferSlice) {
 	if m.Size != 0 {
 		copied = protowire.AppendTag(copied, fieldSize, protowire.VarintType)
 		copied = protowire.AppendVarint(copied, uint64(m.Size))
+	}
+	if m.Gzip {
+		copied = protowire.AppendTag(copied, fieldGzip, protowire.VarintType)
+		copied = protowire.AppendVarint(copied, 1)
 	}
 	if total > 0 {
 		copied = protowire.AppendTag(copied, fieldData, protowire.BytesType)
@@ -87,8 +92,10 @@ func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
 type Chunk struct {
 	// Data are the next bytes of the body, in pieces that follow each other.
 	Data [][]byte
-	// Size is the whole body's in bytes, in the first chunk.
+	// Size is the whole body's in bytes before it was compressed, in the first chunk.
 	Size int64
+	// Gzip says that the body is compressed, in the first chunk.
+	Gzip bool
 
 	held mem.BufferSlice
 }
@@ -109,14 +116,16 @@ func (c *Chunk) Free() {
 }
 
 // of makes the chunk a message that was not encoded.
-func (c *Chunk) of(m *watchfanoutv1.ListChunk) { c.Data, c.Size = m.GetData(), m.GetSize() }
+func (c *Chunk) of(m *watchfanoutv1.ListChunk) {
+	c.Data, c.Size, c.Gzip = m.GetData(), m.GetSize(), m.GetGzip()
+}
 
 func (c *Chunk) read(data mem.BufferSlice) error {
 	var begins [maxChunkHead]byte
 	reader := data.Reader()
 	n, _ := reader.Read(begins[:])
 	_ = reader.Close()
-	size, at, ok := headOf(begins[:n], data.Len())
+	size, gzip, at, ok := headOf(begins[:n], data.Len())
 	if !ok { // in several pieces, as an older release sends them
 		m := &watchfanoutv1.ListChunk{}
 		if err := proto.Unmarshal(data.Materialize(), m); err != nil {
@@ -125,7 +134,7 @@ func (c *Chunk) read(data mem.BufferSlice) error {
 		c.of(m)
 		return nil
 	}
-	c.Size = size
+	c.Size, c.Gzip = size, gzip
 	data.Ref()
 	c.held = slices.Clone(data)
 	for _, b := range data {
@@ -138,26 +147,28 @@ func (c *Chunk) read(data mem.BufferSlice) error {
 	return nil
 }
 
-// headOf reads what comes before the data of a message of some length: its size and where the data begins. It is not ok
-// where anything else is there than one piece, at the end.
-func headOf(begins []byte, length int) (size int64, at int, ok bool) {
+// headOf reads what comes before the data of a message of some length: its size, whether it is compressed, and where the
+// data begins. It is not ok where anything else is there than one piece, at the end.
+func headOf(begins []byte, length int) (size int64, gzip bool, at int, ok bool) {
 	for {
 		field, kind, n := protowire.ConsumeTag(begins[at:])
 		if n < 0 {
-			return 0, 0, false
+			return 0, false, 0, false
 		}
 		value, m := protowire.ConsumeVarint(begins[at+n:])
 		if m < 0 {
-			return 0, 0, false
+			return 0, false, 0, false
 		}
 		at += n + m
 		switch {
 		case field == fieldSize && kind == protowire.VarintType:
 			size = int64(value)
+		case field == fieldGzip && kind == protowire.VarintType:
+			gzip = value != 0
 		case field == fieldData && kind == protowire.BytesType && value == uint64(length-at):
-			return size, at, true
+			return size, gzip, at, true
 		default:
-			return 0, 0, false
+			return 0, false, 0, false
 		}
 	}
 }

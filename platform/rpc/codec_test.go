@@ -46,6 +46,7 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 		"mixed":       chunkOf(rng, 0, 20, 7600, 1, 7600, 1, 7600, 2),
 		"negative":    chunkOf(rng, -1, 3),
 		"256 KB once": chunkOf(rng, 5, 256<<10),
+		"compressed":  {Size: 1 << 30, Gzip: true, Data: [][]byte{{0x1f, 0x8b}, make([]byte, 5000)}},
 	} {
 		want := bytes.Join(m.Data, nil)
 		ours, err := lists.Marshal(m)
@@ -57,7 +58,7 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 			t.Fatal(what, err)
 		}
 		var seen watchfanoutv1.ListChunk
-		if err := lists.Unmarshal(ours, &seen); err != nil || seen.Size != m.Size ||
+		if err := lists.Unmarshal(ours, &seen); err != nil || seen.Size != m.Size || seen.Gzip != m.Gzip ||
 			!bytes.Equal(bytes.Join(seen.Data, nil), want) {
 			t.Errorf("%s: an older release reads %d bytes of %d, %v", what, len(bytes.Join(seen.Data, nil)), len(want), err)
 		}
@@ -65,7 +66,7 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 			for from, data := range map[string][]byte{"this": ours.Materialize(), "an older": old} {
 				var c Chunk
 				err := lists.Unmarshal(cut(data, size), &c)
-				if err != nil || c.Size != m.Size || !bytes.Equal(bytes.Join(c.Data, nil), want) {
+				if err != nil || c.Size != m.Size || c.Gzip != m.Gzip || !bytes.Equal(bytes.Join(c.Data, nil), want) {
 					t.Errorf("%s from %s release in buffers of %d: %d bytes of %d, size %d, %v", what, from, size,
 						len(bytes.Join(c.Data, nil)), len(want), c.Size, err)
 				}
@@ -89,7 +90,7 @@ func FuzzChunk(f *testing.F) {
 		if (err == nil) != (wantErr == nil) {
 			t.Fatalf("%v, protobuf says %v", err, wantErr)
 		}
-		if err == nil && (c.Size != m.Size || !bytes.Equal(bytes.Join(c.Data, nil), bytes.Join(m.Data, nil))) {
+		if err == nil && (c.Size != m.Size || c.Gzip != m.Gzip || !bytes.Equal(bytes.Join(c.Data, nil), bytes.Join(m.Data, nil))) {
 			t.Fatalf("%d %q, not %d %q", c.Size, c.Data, m.Size, m.Data)
 		}
 	})

@@ -31,6 +31,8 @@ type Config struct {
 	ProgressPeriod time.Duration
 	// IdleAfter is how long a resource that nobody reads is kept in memory.
 	IdleAfter time.Duration
+	// CompressedBytes is how much is kept of lists as they are compressed.
+	CompressedBytes int
 }
 
 // AddFlags adds every setting to fs.
@@ -38,6 +40,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Log.AddFlags(fs)
 	fs.IntVar(&c.RingBytes, "watch-ring-bytes", 32<<20,
 		"How many bytes of recent events are kept in memory for each resource.")
+	fs.IntVar(&c.CompressedBytes, "compressed-lists-bytes", 64<<20,
+		"How many bytes of lists, compressed, are kept for those who ask for them so: what has not changed is "+
+			"compressed once. 0: gateways compress each list by itself.")
 	fs.DurationVar(&c.IdleAfter, "cache-idle-timeout", 10*time.Minute,
 		"How long the objects of a resource that nobody lists or watches stay in memory; they are read again on "+
 			"demand. 0: for ever.")
@@ -85,7 +90,7 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	converter := convert.New(d.Source, s.cache)
 	s.log = log.New(s.cache, s.nats, js, d.Source, &s.tasks.Ready)
-	s.lists = lists.New(s.catalog, s.cache, s.log, converter)
+	s.lists = lists.New(s.catalog, s.cache, s.log, converter, c.CompressedBytes)
 	s.streams = streams.New(c.ProgressPeriod, s.catalog, s.cache, s.log, d.Source, converter)
 	return s, nil
 }

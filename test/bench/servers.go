@@ -26,6 +26,8 @@ type server struct {
 	name   string
 	url    string
 	client *http.Client
+	// asks is a client that takes gzip, as client-go and kubectl do; client does not.
+	asks *http.Client
 	// pids are its processes, but for etcd, by what each one is.
 	pids func() map[int]string
 	stop func()
@@ -125,7 +127,8 @@ func startReference(dir string) *server {
 	s := &server{
 		name:   "kube-apiserver",
 		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
-		client: clientOf(filepath.Join(dir, "admin.kubeconfig")),
+		client: clientOf(filepath.Join(dir, "admin.kubeconfig"), false),
+		asks:   clientOf(filepath.Join(dir, "admin.kubeconfig"), true),
 		pids:   func() map[int]string { return map[int]string{cmd.Process.Pid: "kube-apiserver"} },
 		stop:   func() { kill(cmd); kill(ecmd) },
 	}
@@ -152,7 +155,8 @@ func startUp(dir, name, binary string) *server {
 	return &server{
 		name:   name,
 		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
-		client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig")),
+		client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig"), false),
+		asks:   clientOf(filepath.Join(dir, "w", "admin.kubeconfig"), true),
 		pids:   func() map[int]string { return map[int]string{cmd.Process.Pid: "up"} },
 		stop:   func() { kill(cmd); kill(ecmd) },
 	}
@@ -172,7 +176,8 @@ func startSplit(dir, name, binary string) *server {
 	return &server{
 		name:   name,
 		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
-		client: clientOf(filepath.Join(data, "admin.kubeconfig")),
+		client: clientOf(filepath.Join(data, "admin.kubeconfig"), false),
+		asks:   clientOf(filepath.Join(data, "admin.kubeconfig"), true),
 		stop:   func() { kill(cmd) },
 		pids: func() map[int]string {
 			all := map[int]string{}
@@ -222,8 +227,8 @@ func (s *server) ready() {
 	log.Fatalf("%s is not ready", s.name)
 }
 
-// clientOf is an HTTP/2 client with a kubeconfig's certificate.
-func clientOf(kubeconfig string) *http.Client {
+// clientOf is an HTTP/2 client with a kubeconfig's certificate, which takes gzip or does not.
+func clientOf(kubeconfig string, gzip bool) *http.Client {
 	b, err := os.ReadFile(kubeconfig)
 	check(err)
 	var c struct {
@@ -243,7 +248,7 @@ func clientOf(kubeconfig string) *http.Client {
 	check(err)
 	return &http.Client{Transport: &http.Transport{
 		ForceAttemptHTTP2:  true,
-		DisableCompression: true,
+		DisableCompression: !gzip,
 		TLSClientConfig:    &tls.Config{InsecureSkipVerify: true, Certificates: []tls.Certificate{pair}},
 	}}
 }

@@ -2,33 +2,22 @@ package body
 
 import (
 	"bytes"
-	"compress/gzip"
 	"net/http"
-	"runtime"
 	"strconv"
-	"strings"
 	"sync"
+
+	"github.com/klauspost/compress/gzip"
+
+	"watershed.dev/platform/deflate"
 )
 
-// gzipAbove is the size from which answers are compressed for clients that want it, kube-apiserver's (128 KB).
-const gzipAbove = 128 << 10
-
 var gzips = sync.Pool{New: func() any {
-	w, _ := gzip.NewWriterLevel(nil, 1) // level 1 is fast, and as small as what it is worth on a local network
+	w, _ := gzip.NewWriterLevel(nil, deflate.Level)
 	return w
 }}
 
-// compressors are the turns at compressing: all processors but one, and one at least, may do it at a time, a piece
-// each. What compresses ten lists would otherwise be ten goroutines that never wait, and each step of everybody's small
-// requests would stand in line behind them for ten milliseconds a time.
-var compressors = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))
-
-const (
-	// compressPiece is how much is compressed in one turn: about a millisecond of work.
-	compressPiece = 64 << 10
-	// compressedAtOnce is from how many compressed bytes on they are written to the client.
-	compressedAtOnce = 16 << 10
-)
+// compressedAtOnce is from how many compressed bytes on they are written to the client.
+const compressedAtOnce = 16 << 10
 
 // Writer writes an answer, compressed where that pays.
 type Writer struct {
@@ -44,8 +33,7 @@ func NewWriter(w http.ResponseWriter, req *http.Request, contentType string, cod
 	h.Set("Content-Type", contentType)
 	b := &Writer{w: w}
 	if Compressed(req, size) {
-		h.Set("Content-Encoding", "gzip")
-		h.Add("Vary", "Accept-Encoding")
+		encoded(h)
 		b.gz = gzips.Get().(*gzip.Writer)
 		b.gz.Reset(&b.out)
 	} else if size >= 0 {
@@ -55,16 +43,26 @@ func NewWriter(w http.ResponseWriter, req *http.Request, contentType string, cod
 	return b
 }
 
-// Compressed says whether an answer of some size is compressed for who asks.
-func Compressed(req *http.Request, size int64) bool { return size > gzipAbove && acceptsGzip(req) }
-
-func acceptsGzip(req *http.Request) bool {
-	for _, e := range strings.Split(req.Header.Get("Accept-Encoding"), ",") {
-		if strings.TrimSpace(e) == "gzip" { // with a quality kube-apiserver does not take it either
-			return true
-		}
+// NewEncoded sends the head of an answer whose body the caller has as it goes out. gzip says that
+// it is compressed.
+func NewEncoded(w http.ResponseWriter, contentType string, code int, gzip bool) *Writer {
+	h := w.Header()
+	h.Set("Content-Type", contentType)
+	if gzip {
+		encoded(h)
 	}
-	return false
+	w.WriteHeader(code)
+	return &Writer{w: w}
+}
+
+func encoded(h http.Header) {
+	h.Set("Content-Encoding", "gzip")
+	h.Add("Vary", "Accept-Encoding")
+}
+
+// Compressed says whether an answer of some size is compressed for who asks.
+func Compressed(req *http.Request, size int64) bool {
+	return size > deflate.Above && deflate.Accepted(req.Header)
 }
 
 // Write implements io.Writer. No turn at compressing is held while the client is waited for.
@@ -73,8 +71,8 @@ func (b *Writer) Write(p []byte) (int, error) {
 		return b.w.Write(p)
 	}
 	for written := 0; written < len(p); {
-		piece := p[written:min(len(p), written+compressPiece)]
-		if err := b.compress(func() error { _, err := b.gz.Write(piece); return err }); err != nil {
+		piece := p[written:min(len(p), written+deflate.Piece)]
+		if err := deflate.Turn(func() error { _, err := b.gz.Write(piece); return err }); err != nil {
 			return written, err
 		}
 		written += len(piece)
@@ -83,13 +81,6 @@ func (b *Writer) Write(p []byte) (int, error) {
 		}
 	}
 	return len(p), nil
-}
-
-// compress does a piece of work when it is its turn.
-func (*Writer) compress(work func() error) error {
-	compressors <- struct{}{}
-	defer func() { <-compressors }()
-	return work()
 }
 
 // send writes what is compressed, if that is some bytes at least.
@@ -106,7 +97,7 @@ func (b *Writer) Close() error {
 	if b.gz == nil {
 		return nil
 	}
-	err := b.compress(b.gz.Close)
+	err := deflate.Turn(b.gz.Close)
 	b.gz.Reset(nil) // it is not to keep what it wrote to
 	gzips.Put(b.gz)
 	b.gz = nil

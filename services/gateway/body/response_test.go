@@ -7,7 +7,10 @@ import (
 	"math/rand/v2"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"testing"
+
+	"watershed.dev/platform/deflate"
 )
 
 // held is a client that takes nothing until it is let go.
@@ -28,7 +31,7 @@ func (h *held) Write(p []byte) (int, error) {
 
 // An answer is whole in whatever pieces it is compressed, and who takes nothing keeps nobody else from compressing.
 func TestACompressedAnswerIsWhole(t *testing.T) {
-	whole := make([]byte, 5*compressPiece+17)
+	whole := make([]byte, 5*deflate.Piece+17)
 	random := rand.NewChaCha8([32]byte{})
 	_, _ = random.Read(whole) // which compresses badly: much is to be written
 	answer := func(w http.ResponseWriter) {
@@ -36,7 +39,7 @@ func TestACompressedAnswerIsWhole(t *testing.T) {
 		req.Header.Set("Accept-Encoding", "gzip")
 		b := NewWriter(w, req, "application/json", http.StatusOK, int64(len(whole)))
 		for left := whole; len(left) > 0; {
-			n := min(len(left), 1+int(random.Uint64()%(2*compressPiece)))
+			n := min(len(left), 1+int(random.Uint64()%(2*deflate.Piece)))
 			if _, err := b.Write(left[:n]); err != nil {
 				t.Error(err)
 			}
@@ -56,9 +59,10 @@ func TestACompressedAnswerIsWhole(t *testing.T) {
 			t.Errorf("%d bytes, %v", len(got), err)
 		}
 	}
+	slowClients := 2 * runtime.GOMAXPROCS(0)
 	var slow []*held
-	ended := make(chan *httptest.ResponseRecorder, 2*cap(compressors))
-	for range 2 * cap(compressors) {
+	ended := make(chan *httptest.ResponseRecorder, slowClients)
+	for range slowClients {
 		w := httptest.NewRecorder()
 		h := &held{w, make(chan struct{}), make(chan struct{})}
 		slow = append(slow, h)

@@ -18,11 +18,13 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/identity"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/audit"
 )
 
 // Lister answers lists from encoded bytes.
@@ -64,6 +66,8 @@ func (c *call) listFrom(p *plan) {
 		ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
 		Limit:                p.opts.Limit,
 		Continue:             p.opts.Continue,
+		// an audit event has the body as it is
+		Gzip: deflate.Accepted(c.req.Header) && !audit.Responds(ctx),
 	}, grpc.WaitForReady(false))
 	var chunk *rpc.Chunk
 	if err == nil {
@@ -79,7 +83,7 @@ func (c *call) listFrom(p *plan) {
 		return
 	}
 	c.answered(chunk.Size)
-	write, end := c.begin(chunk.Size)
+	write, end := c.begin(chunk)
 	for err == nil {
 		written := write(chunk.Data)
 		chunk.Free()

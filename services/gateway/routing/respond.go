@@ -37,23 +37,29 @@ func (c *call) respond(resp *registryv1.ObjectResponse) {
 // piece.
 const directAbove = 64 << 10
 
-// begin begins an answer of some size and says how to write it and how to end it.
-func (c *call) begin(size int64) (write func([][]byte) error, end func()) {
+// begin begins the answer whose first chunk there is, and says how to write it and how to end it.
+func (c *call) begin(first *rpc.Chunk) (write func([][]byte) error, end func()) {
 	ctx := c.req.Context()
 	if audit.Responds(ctx) {
-		return c.recorded(ctx, size)
+		return c.recorded(ctx, first.Size)
 	}
-	if stream := wire.Of(c.req); stream != nil && size > directAbove && !body.Compressed(c.req, size) {
-		c.w.Header().Set("Content-Type", c.out.MediaType)
-		c.w.WriteHeader(http.StatusOK)
+	var to *body.Writer
+	switch stream := wire.Of(c.req); {
+	case !first.Gzip && body.Compressed(c.req, first.Size):
+		to = body.NewWriter(c.w, c.req, c.out.MediaType, http.StatusOK, first.Size)
+	case stream != nil && first.Size > directAbove && (!first.Gzip || bytesOf(first.Data) >= directAbove):
+		to = body.NewEncoded(c.w, c.out.MediaType, http.StatusOK, first.Gzip)
 		if http.NewResponseController(c.w).Flush() == nil && stream.Hijack(ctx, 0) {
 			patience := c.router.Tier.Watches.Config.WriteTimeout
 			return func(parts [][]byte) error {
 				return stream.Write(ctx, patience, parts...)
 			}, func() { _ = stream.Finish(ctx) }
 		}
+	case first.Gzip:
+		to = body.NewEncoded(c.w, c.out.MediaType, http.StatusOK, true)
+	default:
+		to = body.NewWriter(c.w, c.req, c.out.MediaType, http.StatusOK, first.Size)
 	}
-	to := body.NewWriter(c.w, c.req, c.out.MediaType, http.StatusOK, size)
 	return func(parts [][]byte) error {
 		for _, p := range parts {
 			if _, err := to.Write(p); err != nil {
@@ -62,6 +68,13 @@ func (c *call) begin(size int64) (write func([][]byte) error, end func()) {
 		}
 		return nil
 	}, func() { _ = to.Close() }
+}
+
+func bytesOf(pieces [][]byte) (n int) {
+	for _, p := range pieces {
+		n += len(p)
+	}
+	return n
 }
 
 // recorded is begin for an answer that is audited whole.

@@ -3,6 +3,7 @@ package cache
 import (
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"watershed.dev/platform/guard"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -21,9 +22,15 @@ type Item struct {
 	// Version is the one that JSON is in, of a custom resource's object: each is as it is stored.
 	Version string
 
+	// Serial tells the item from every other that the process has made.
+	Serial uint64
+
 	// selectable is the memory that Labels and Fields take.
 	selectable int
 }
+
+// serial is the last item's.
+var serial atomic.Uint64
 
 // Size is the memory that the item takes.
 func (i *Item) Size() int { return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 + i.selectable }
@@ -159,6 +166,7 @@ func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
 		JSON:       o.Json,
 		Protobuf:   o.Protobuf,
 		Version:    o.Version,
+		Serial:     serial.Add(1),
 		selectable: sizeOf(o.Labels) + sizeOf(o.Fields),
 	}
 }
@@ -182,6 +190,7 @@ func itemOfRow(row *registryv1.Row) *Item {
 		JSON:       row.Json,
 		Protobuf:   row.Protobuf,
 		Version:    row.Version,
+		Serial:     serial.Add(1),
 		selectable: sizeOf(row.Labels) + sizeOf(row.Fields),
 	}
 }

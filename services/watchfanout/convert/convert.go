@@ -38,10 +38,15 @@ func New(source registryv1.SourceClient, c *cache.Cache) *Converter {
 	}
 }
 
+// AsTheyAre says whether items' own bytes are what a list in the form that q wants has: none is converted.
+func AsTheyAre(q *form.Query, items []*cache.Item) bool {
+	return !q.Table && !slices.ContainsFunc(items, func(i *cache.Item) bool { return !q.Own(i) })
+}
+
 // Parts are the encoded items of a list in the form that q wants.
 func (c *Converter) Parts(ctx context.Context, q *form.Query,
 	items []*cache.Item) (parts [][]byte, columns []byte, err error) {
-	if q.Table || slices.ContainsFunc(items, func(i *cache.Item) bool { return !q.Own(i) }) {
+	if !AsTheyAre(q, items) {
 		return c.Encoded(ctx, q, items)
 	}
 	parts = make([][]byte, len(items))

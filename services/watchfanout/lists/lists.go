@@ -15,6 +15,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -34,13 +35,15 @@ type Lists struct {
 	log       *log.Log
 	converter *convert.Converter
 	served    *prometheus.CounterVec
+	runs      *runs
 
 	mu        sync.Mutex
 	snapshots []pageSnapshot
 }
 
-// New returns lists of a cache's objects, as fresh as a log is and served as a catalog says.
-func New(served *catalog.Catalog, c *cache.Cache, l *log.Log, converter *convert.Converter) *Lists {
+// New returns lists of a cache's objects, as fresh as a log is and served as a catalog says. Of what they are compressed
+// they keep some bytes; where that is 0 nothing is compressed here.
+func New(served *catalog.Catalog, c *cache.Cache, l *log.Log, converter *convert.Converter, compressed int) *Lists {
 	return &Lists{
 		catalog:   served,
 		cache:     c,
@@ -50,11 +53,17 @@ func New(served *catalog.Catalog, c *cache.Cache, l *log.Log, converter *convert
 			Name: "watershed_watchfanout_lists_total",
 			Help: "Lists answered, by stored resource.",
 		}, []string{"resource"}),
+		runs: newRuns(compressed),
 	}
 }
 
 // Metrics are this package's collectors.
-func (l *Lists) Metrics() []prometheus.Collector { return []prometheus.Collector{l.served} }
+func (l *Lists) Metrics() []prometheus.Collector {
+	return []prometheus.Collector{l.served, l.runs.asked, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "watershed_watchfanout_compressed_bytes",
+		Help: "Bytes of compressed runs of lists' items that are kept.",
+	}, l.runs.held)}
+}
 
 // read reads what is asked for, and sees to it that the replica may answer.
 func (l *Lists) read(p *watchfanoutv1.Query) (*form.Query, error) {
@@ -97,7 +106,48 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 		Columns:      columns,
 		Unstructured: q.Form.Unstructured && !q.Table && !q.Form.Partial,
 	}
-	return send(stream, q, head, parts)
+	body := head.Body(q.Form.Protobuf, parts, q.ItemHead())
+	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Above && convert.AsTheyAre(q, page.items) {
+		return l.compressed(stream, q, page.items, body)
+	}
+	return body.Send(&frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
+		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
+	}})
+}
+
+// compressedChunk is about how many compressed bytes one message carries.
+const compressedChunk = 64 << 10
+
+// compressed sends a list's body as gzip. Tables are not sent so: their rows tell ages.
+func (l *Lists) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query,
+	items []*cache.Item, body *frame.Body) error {
+	out := &frame.Chunks{Bytes: compressedChunk, Send: func(pieces [][]byte, size int64) error {
+		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size, Gzip: size > 0})
+	}}
+	out.Begin(body.Size)
+	out.Write(deflate.Header())
+	var sum deflate.Body
+	write := func(p *deflate.Part, err error) error {
+		if err == nil {
+			sum.Add(p)
+			err = out.Write(p.Data)
+		}
+		return err
+	}
+	err := write(deflate.Compress(body.Head))
+	for first := 0; first < len(items) && err == nil; {
+		end := l.runs.end(items, body, first)
+		err = write(l.runs.part(q, items, body, first, end))
+		first = end
+	}
+	if err == nil {
+		err = write(deflate.Compress(body.Tail))
+	}
+	if err != nil {
+		return err
+	}
+	_ = out.Write(sum.Trailer())
+	return out.End()
 }
 
 // sortedTable is the one resource whose Tables are sorted by more than names.
@@ -239,13 +289,4 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 		err = rpc.ErrAskRegistry
 	}
 	return snapshot, "", err
-}
-
-// send sends a list's body.
-func send(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query,
-	head *frame.List, parts [][]byte) error {
-	out := &frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
-		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
-	}}
-	return head.Send(out, q.Form.Protobuf, parts, q.ItemHead())
 }

@@ -23,12 +23,14 @@ type body struct {
 	ctx  context.Context
 	data bytes.Buffer
 	size int64
+	gzip bool
 }
 
 func (b *body) Context() context.Context { return b.ctx }
 
 func (b *body) Send(c *watchfanoutv1.ListChunk) error {
 	b.size = max(b.size, c.Size)
+	b.gzip = b.gzip || c.Gzip
 	for _, p := range c.Data {
 		b.data.Write(p)
 	}
@@ -69,7 +71,7 @@ func ask(t *testing.T, l *lists.Lists, r *watchfanoutv1.ListRequest) (out list, 
 // A list is what etcd has, selected, at a revision that it says.
 func TestLists(t *testing.T) {
 	w := world.New(t)
-	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter)
+	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter, 0)
 	w.Apply(logv1.Type_TYPE_MODIFIED, 11, "b", "node-0", "node-1")
 	for name, c := range map[string]struct {
 		change func(*watchfanoutv1.ListRequest)
@@ -130,7 +132,7 @@ func TestLists(t *testing.T) {
 // The pages of a list are of one revision, whatever is written meanwhile.
 func TestPagesAreOfOneRevision(t *testing.T) {
 	w := world.New(t)
-	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter)
+	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter, 0)
 	first, err := ask(t, l, &watchfanoutv1.ListRequest{Query: world.Query(), Limit: 2})
 	if err != nil || first.names() != "a b" || first.Metadata.Continue == "" {
 		t.Fatalf("%+v, %v", first, err)
@@ -158,7 +160,7 @@ func TestPagesAreOfOneRevision(t *testing.T) {
 // One object is answered as it is stored; what is not there is registry's to say.
 func TestGet(t *testing.T) {
 	w := world.New(t)
-	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter)
+	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter, 0)
 	got, err := l.Get(t.Context(), &watchfanoutv1.GetRequest{Query: world.Query(), Name: "a"})
 	if err != nil || !strings.HasPrefix(string(got.Body), `{"kind":"Pod","apiVersion":"v1","metadata":{"name":"a"`) {
 		t.Errorf("%s, %v", got.GetBody(), err)

@@ -13,7 +13,7 @@ import (
 // Snapshots that are kept for lists in pages hold a bounded number of bytes of objects that are no more, whatever is
 // written meanwhile: those that hold most are forgotten, and their lists go on from registry.
 func TestKeptSnapshotsAreBoundedInBytes(t *testing.T) {
-	s := New(nil, cache.New(64<<20, 0), nil, nil)
+	s := New(nil, cache.New(64<<20, 0), nil, nil, 0)
 	load := func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 1, nil }
 	reached := func(context.Context, int64) error { return nil }
 	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 1, History: "h"})

@@ -252,8 +252,10 @@ type ListRequest struct {
 	ResourceVersionMatch string                 `protobuf:"bytes,3,opt,name=resource_version_match,json=resourceVersionMatch" json:"resource_version_match,omitempty"`
 	Limit                int64                  `protobuf:"varint,4,opt,name=limit" json:"limit,omitempty"`
 	Continue             string                 `protobuf:"bytes,5,opt,name=continue" json:"continue,omitempty"`
-	unknownFields        protoimpl.UnknownFields
-	sizeCache            protoimpl.SizeCache
+	// The client takes gzip (RFC 1952): a large body may come so.
+	Gzip          bool `protobuf:"varint,6,opt,name=gzip" json:"gzip,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ListRequest) Reset() {
@@ -321,12 +323,21 @@ func (x *ListRequest) GetContinue() string {
 	return ""
 }
 
+func (x *ListRequest) GetGzip() bool {
+	if x != nil {
+		return x.Gzip
+	}
+	return false
+}
+
 // ListChunk is the next bytes of the answer's body, in pieces that follow each other.
 type ListChunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Data  [][]byte               `protobuf:"bytes,1,rep,name=data" json:"data,omitempty"`
-	// The whole body's size in bytes, in the first chunk.
-	Size          int64 `protobuf:"varint,2,opt,name=size" json:"size,omitempty"`
+	// The whole body's size in bytes, in the first chunk; before it was compressed.
+	Size int64 `protobuf:"varint,2,opt,name=size" json:"size,omitempty"`
+	// In the first chunk: the body is compressed, as the caller has said that it may be.
+	Gzip          bool `protobuf:"varint,3,opt,name=gzip" json:"gzip,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -373,6 +384,13 @@ func (x *ListChunk) GetSize() int64 {
 		return x.Size
 	}
 	return 0
+}
+
+func (x *ListChunk) GetGzip() bool {
+	if x != nil {
+		return x.Gzip
+	}
+	return false
 }
 
 type WatchRequest struct {
@@ -729,16 +747,18 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12)\n" +
 	"\x10resource_version\x18\x03 \x01(\tR\x0fresourceVersion\"!\n" +
 	"\vGetResponse\x12\x12\n" +
-	"\x04body\x18\x01 \x01(\fR\x04body\"\xd7\x01\n" +
+	"\x04body\x18\x01 \x01(\fR\x04body\"\xeb\x01\n" +
 	"\vListRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x124\n" +
 	"\x16resource_version_match\x18\x03 \x01(\tR\x14resourceVersionMatch\x12\x14\n" +
 	"\x05limit\x18\x04 \x01(\x03R\x05limit\x12\x1a\n" +
-	"\bcontinue\x18\x05 \x01(\tR\bcontinue\"3\n" +
+	"\bcontinue\x18\x05 \x01(\tR\bcontinue\x12\x12\n" +
+	"\x04gzip\x18\x06 \x01(\bR\x04gzip\"G\n" +
 	"\tListChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x03(\fR\x04data\x12\x12\n" +
-	"\x04size\x18\x02 \x01(\x03R\x04size\"\xf0\x02\n" +
+	"\x04size\x18\x02 \x01(\x03R\x04size\x12\x12\n" +
+	"\x04gzip\x18\x03 \x01(\bR\x04gzip\"\xf0\x02\n" +
 	"\fWatchRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x12'\n" +
