@@ -21,6 +21,7 @@ import (
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/managed"
 	"watershed.dev/services/registry/storage"
 	"watershed.dev/services/registry/verbs"
 )
@@ -157,8 +158,9 @@ func newEndpoint(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, re
 	if r, ok := st.(rest.ResetFieldsFilterStrategy); ok {
 		reset = r.GetResetFieldsFilter()
 	}
-	e.FieldManager, err = managedfields.NewDefaultFieldManager(converter, e.UnsafeConvertor, e.Defaulter, e.Creater,
+	upstream, err := managedfields.NewDefaultFieldManager(converter, e.UnsafeConvertor, e.Defaulter, e.Creater,
 		kind, e.Hub(), subresource, reset)
+	e.FieldManager = managed.New(upstream)
 	return e, err
 }
 

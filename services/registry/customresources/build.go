@@ -29,6 +29,7 @@ import (
 
 	"watershed.dev/platform/crd"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/managed"
 	"watershed.dev/services/registry/verbs"
 )
 
@@ -278,9 +279,9 @@ func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.Cu
 			return nil, err
 		}
 	}
-	var err error
-	e.FieldManager, err = managedfields.NewDefaultCRDFieldManager(b.types, e.Convertor, e.Defaulter, e.Creater, e.Kind,
+	upstream, err := managedfields.NewDefaultCRDFieldManager(b.types, e.Convertor, e.Defaulter, e.Creater, e.Kind,
 		hub, e.Subresource, fieldpath.NewExcludeFilterSetMap(reset))
+	e.FieldManager = managed.New(upstream)
 	return e, err
 }
 

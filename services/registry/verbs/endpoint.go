@@ -16,13 +16,13 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/util/managedfields"
 	"k8s.io/apiserver/pkg/registry/rest"
 	"k8s.io/apiserver/pkg/storage"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/managed"
 )
 
 // Endpoint is one resource or subresource in one served version.
@@ -41,7 +41,7 @@ type Endpoint struct {
 	Defaulter       runtime.ObjectDefaulter
 	Typer           runtime.ObjectTyper
 	UnsafeConvertor runtime.ObjectConvertor
-	FieldManager    *managedfields.FieldManager
+	FieldManager    *managed.FieldManager
 	Equivalents     runtime.EquivalentResourceMapper
 	// InMemory is the version that objects have in memory; empty for the internal one.
 	InMemory schema.GroupVersion

@@ -16,7 +16,6 @@ import (
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/authorization/authorizer"
-	"k8s.io/apiserver/pkg/endpoints/handlers/fieldmanager"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
 	"k8s.io/apiserver/pkg/endpoints/handlers/responsewriters"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -28,6 +27,7 @@ import (
 	"watershed.dev/platform/telemetry"
 	"watershed.dev/platform/warnings"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/managed"
 )
 
 // timeout bounds every write but deletecollection, as kube-apiserver's requestTimeoutUpperBound.
@@ -62,7 +62,7 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		user:     identity.User(r.User),
 		gated:    gated,
 		trail:    trail,
-		admit:    fieldmanager.NewManagedFieldsValidatingAdmissionController(gated),
+		admit:    managed.Validating{Interface: gated},
 	}
 	if e.Terminating != nil && e.Terminating() && (r.Verb == "create" || r.Verb == "patch") {
 		c.admit = noCreates{c.admit}
@@ -251,11 +251,12 @@ func (c *call) matchNamespace(m metav1.Object) error {
 // storeNew admits a new object and stores it.
 func (c *call) storeNew(ctx context.Context, creater rest.NamedCreater, name string, obj runtime.Object,
 	opts *metav1.CreateOptions) (runtime.Object, error) {
-	live, err := c.Creater.New(c.Kind)
+	obj, err := c.FieldManager.Create(func() (runtime.Object, error) {
+		return c.Creater.New(c.Kind)
+	}, obj, manager(opts.FieldManager, c.req.UserAgent))
 	if err != nil {
 		return nil, fmt.Errorf("failed to create new object (Create for %v): %v", c.Kind, err)
 	}
-	obj = c.FieldManager.UpdateNoErrors(live, obj, manager(opts.FieldManager, c.req.UserAgent))
 	attrs := c.attributes(obj, nil, name, admission.Create, opts, opts.DryRun)
 	if m, ok := c.admit.(admission.MutationInterface); ok && m.Handles(admission.Create) {
 		if err := m.Admit(ctx, attrs, c); err != nil {

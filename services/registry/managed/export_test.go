@@ -1,0 +1,7 @@
+package managed
+
+// ShapeOf is an object's shape.
+var ShapeOf = shapeOf
+
+// Forget has everything computed anew.
+func Forget() { kept = newEntries() }

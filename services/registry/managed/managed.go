@@ -1,0 +1,174 @@
+// Package managed keeps objects' managedFields: which manager has set which field (KEP-555). It is upstream's field
+// manager, but for what that would compute over and over.
+package managed
+
+import (
+	"container/list"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/managedfields"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/endpoints/handlers/fieldmanager"
+	"k8s.io/apiserver/pkg/warning"
+)
+
+// FieldManager keeps the managedFields of one endpoint's objects.
+type FieldManager struct {
+	*managedfields.FieldManager
+	number uint64
+}
+
+var endpoints atomic.Uint64
+
+// New returns the field manager of an endpoint, made of upstream's.
+func New(m *managedfields.FieldManager) *FieldManager { return &FieldManager{m, endpoints.Add(1)} }
+
+// Create gives a new object, which it may change, its managedFields: all its fields are the manager's. It does what
+// UpdateNoErrors does with an empty object in place of the live one, which empty makes. Objects of one shape have the
+// same fields, so those are computed once: pods of a template, and most of what programs create.
+func (f *FieldManager) Create(empty func() (runtime.Object, error), obj runtime.Object,
+	manager string) (runtime.Object, error) {
+	m, err := meta.Accessor(obj)
+	known := err == nil && m.GetManagedFields() == nil && manager != ""
+	buffer := buffers.Get().(*[]byte)
+	defer buffers.Put(buffer)
+	var shape []byte
+	if known {
+		shape, known = shapeOf(binary.AppendUvarint((*buffer)[:0], f.number), obj)
+		known = known && len(shape) <= mostShape
+		if cap(shape) <= 2*mostShape {
+			*buffer = shape[:0]
+		}
+	}
+	if known {
+		if e, ok := kept.get(shape); ok {
+			e.Manager, e.Time = manager, &metav1.Time{Time: time.Now().UTC()}
+			m.SetManagedFields([]metav1.ManagedFieldsEntry{e})
+			return obj, nil
+		}
+	}
+	live, err := empty()
+	if err != nil {
+		return nil, err
+	}
+	obj = f.UpdateNoErrors(live, obj, manager)
+	if !known {
+		return obj, nil
+	}
+	if m, err = meta.Accessor(obj); err != nil {
+		return obj, nil
+	}
+	// none: an error, or no field
+	if entries := m.GetManagedFields(); len(entries) == 1 && entries[0].FieldsV1 != nil {
+		kept.put(shape, entries[0])
+	}
+	return obj, nil
+}
+
+const (
+	// mostShape is how large a shape may be that is kept, in bytes.
+	mostShape = 16 << 10
+	// keptBytes bounds what the process keeps, and overhead is about what an entry takes beside its bytes.
+	keptBytes = 8 << 20
+	overhead  = 300
+)
+
+var buffers = sync.Pool{New: func() any { return new([]byte) }}
+
+// entries are what is known of shapes, with their endpoint's number: the last ones asked for.
+type entries struct {
+	mu      sync.Mutex
+	byShape map[string]*list.Element
+	order   list.List // of *entry, the last asked for in front
+	bytes   int
+}
+
+type entry struct {
+	shape string
+	of    metav1.ManagedFieldsEntry
+}
+
+func (e *entry) bytes() int { return len(e.shape) + len(e.of.FieldsV1.GetRawBytes()) + overhead }
+
+var kept = newEntries()
+
+func newEntries() *entries { return &entries{byShape: map[string]*list.Element{}} }
+
+func (k *entries) get(shape []byte) (metav1.ManagedFieldsEntry, bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	e, ok := k.byShape[string(shape)]
+	if !ok {
+		return metav1.ManagedFieldsEntry{}, false
+	}
+	k.order.MoveToFront(e)
+	return *e.Value.(*entry).of.DeepCopy(), true
+}
+
+func (k *entries) put(shape []byte, of metav1.ManagedFieldsEntry) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if _, ok := k.byShape[string(shape)]; ok {
+		return
+	}
+	e := &entry{string(shape), *of.DeepCopy()}
+	k.byShape[e.shape] = k.order.PushFront(e)
+	for k.bytes += e.bytes(); k.bytes > keptBytes; {
+		old := k.order.Remove(k.order.Back()).(*entry)
+		k.bytes -= old.bytes()
+		delete(k.byShape, old.shape)
+	}
+}
+
+// Validating has managedFields as they were before admission where wrap makes something of them that cannot be read
+// (k8s.io/apiserver/pkg/endpoints/handlers/fieldmanager/admission.go). Those that it leaves alone are not read again.
+type Validating struct{ admission.Interface }
+
+// Admit implements admission.MutationInterface.
+func (v Validating) Admit(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
+	mutating, ok := v.Interface.(admission.MutationInterface)
+	if !ok {
+		return nil
+	}
+	m, err := meta.Accessor(a.GetObject())
+	if err != nil { // it has no metadata
+		return mutating.Admit(ctx, a, o)
+	}
+	before := m.GetManagedFields()
+	if err := mutating.Admit(ctx, a, o); err != nil {
+		return err
+	}
+	after := m.GetManagedFields()
+	if slices.EqualFunc(before, after, same) {
+		return nil
+	}
+	if err := managedfields.ValidateManagedFields(after); err != nil {
+		m.SetManagedFields(before)
+		warning.AddWarning(ctx, "", fmt.Sprintf(fieldmanager.InvalidManagedFieldsAfterMutatingAdmissionWarningFormat, err))
+	}
+	return nil
+}
+
+// Validate implements admission.ValidationInterface.
+func (v Validating) Validate(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
+	if validating, ok := v.Interface.(admission.ValidationInterface); ok {
+		return validating.Validate(ctx, a, o)
+	}
+	return nil
+}
+
+func same(a, b metav1.ManagedFieldsEntry) bool {
+	fields := func(e metav1.ManagedFieldsEntry) string { return e.FieldsV1.GetRawString() }
+	return a.Manager == b.Manager && a.Operation == b.Operation && a.APIVersion == b.APIVersion &&
+		a.Subresource == b.Subresource && a.FieldsType == b.FieldsType && (a.FieldsV1 == nil) == (b.FieldsV1 == nil) &&
+		fields(a) == fields(b)
+}

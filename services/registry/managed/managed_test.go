@@ -1,0 +1,330 @@
+package managed_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand"
+	"reflect"
+	"testing"
+	"time"
+
+	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/apimachinery/pkg/util/managedfields"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/kube-openapi/pkg/validation/spec"
+	"k8s.io/kubernetes/pkg/apis/core"
+	"sigs.k8s.io/randfill"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/managed"
+	"watershed.dev/services/registry/verbs"
+)
+
+// filler fills objects of any type: with few names, so that lists hold some of the same, and some text besides.
+func filler(seed int64) *randfill.Filler {
+	text := func(c randfill.Continue) string {
+		return []string{"", "a", "b", "80", "/x", "kubernetes.io/y", c.String(5)}[c.Intn(7)]
+	}
+	return randfill.NewWithSeed(seed).NilChance(0.4).NumElements(0, 3).MaxDepth(14).Funcs(
+		func(s *string, c randfill.Continue) { *s = text(c) },
+		func(q *resource.Quantity, c randfill.Continue) {
+			*q = *resource.NewQuantity(c.Int63n(3), resource.DecimalSI)
+		},
+		func(i *intstr.IntOrString, c randfill.Continue) {
+			*i = []intstr.IntOrString{intstr.FromInt32(0), intstr.FromInt32(7), intstr.FromString("http")}[c.Intn(3)]
+		},
+		func(r *metav1.Time, c randfill.Continue) { *r = metav1.Time{Time: time.Unix(c.Int63n(3), 0)} },
+		func(r *metav1.MicroTime, c randfill.Continue) { *r = metav1.MicroTime{Time: time.Unix(c.Int63n(3), 0)} },
+		func(r *runtime.RawExtension, c randfill.Continue) {
+			r.Raw = []byte([]string{`{}`, `{"a":1}`, `{"a":{"b":["c"]}}`}[c.Intn(3)])
+		},
+		func(o *runtime.Object, _ randfill.Continue) { *o = nil },
+		func(o *any, c randfill.Continue) {
+			*o = []any{nil, "a", int64(1), []any{"a"}, map[string]any{"a": "b"}}[c.Intn(5)]
+		},
+		func(j *apiextensions.JSON, c randfill.Continue) {
+			*j = []apiextensions.JSON{nil, "a", int64(1), []any{"a"}, map[string]any{"a": "b"}}[c.Intn(5)]
+		},
+		func(m *metav1.TypeMeta, _ randfill.Continue) { *m = metav1.TypeMeta{} },
+		func(m *[]metav1.ManagedFieldsEntry, _ randfill.Continue) { *m = nil },
+	)
+}
+
+// change changes some of what an object says: all text that is outside of lists, or one in so many of all values.
+func change(v reflect.Value, r *rand.Rand, inList bool, oneIn int) {
+	changed := func() bool { return oneIn > 0 && r.Intn(oneIn) == 0 }
+	switch v.Kind() {
+	case reflect.Pointer, reflect.Interface:
+		if !v.IsNil() && v.Kind() == reflect.Pointer {
+			change(v.Elem(), r, inList, oneIn)
+		}
+	case reflect.Struct:
+		for i := range v.NumField() {
+			if f := v.Type().Field(i); f.IsExported() && f.Type != reflect.TypeFor[runtime.RawExtension]() {
+				change(v.Field(i), r, inList, oneIn)
+			}
+		}
+	case reflect.Slice:
+		for i := range v.Len() {
+			change(v.Index(i), r, true, oneIn)
+		}
+	case reflect.Map:
+		for _, k := range v.MapKeys() {
+			e := reflect.New(v.Type().Elem()).Elem()
+			e.Set(v.MapIndex(k))
+			change(e, r, inList, oneIn)
+			v.SetMapIndex(k, e)
+		}
+	case reflect.String:
+		if v.String() != "" && !inList && oneIn == 0 || changed() {
+			v.SetString(fmt.Sprint("changed", r.Intn(3)))
+		}
+	case reflect.Bool:
+		if changed() {
+			v.SetBool(!v.Bool())
+		}
+	case reflect.Int32, reflect.Int64:
+		if changed() {
+			v.SetInt(int64(r.Intn(2)))
+		}
+	}
+}
+
+// fields is what is said of an object's managers, but for when.
+func fields(t *testing.T, obj runtime.Object) string {
+	t.Helper()
+	m, err := meta.Accessor(obj)
+	if err != nil {
+		return "no metadata"
+	}
+	out := ""
+	for _, e := range m.GetManagedFields() {
+		if e.Time == nil || time.Since(e.Time.Time) > time.Minute {
+			t.Errorf("the time is %v", e.Time)
+		}
+		out += fmt.Sprintln(e.Manager, e.Operation, e.APIVersion, e.Subresource, e.FieldsType, e.FieldsV1)
+	}
+	return out
+}
+
+// Whatever objects there are, and whatever was created before them: their managers are those that upstream's field
+// manager says.
+func TestCreatedFieldsAreUpstreams(t *testing.T) {
+	w := world.New(t)
+	kinds, same := 0, 0
+	for _, entry := range w.Resources.BuiltIn.Entries() {
+		e, ok := w.Resources.BuiltIn.Endpoint(entry.Resource)
+		if !ok || e.FieldManager == nil || entry.Kind.GetKind() == "" {
+			continue
+		}
+		kinds++
+		managed.Forget()
+		for seed := range int64(12) {
+			same += created(t, e, seed)
+		}
+	}
+	if kinds < 80 || same < 5*kinds {
+		t.Errorf("%d kinds, %d objects had another's shape", kinds, same)
+	}
+}
+
+// created compares what two managers say of an object, and of others that are like it; it answers how many of those had
+// its shape.
+func created(t *testing.T, e *verbs.Endpoint, seed int64) (same int) {
+	t.Helper()
+	obj, err := e.UnsafeConvertor.ConvertToVersion(newOf(t, e), e.Hub())
+	if err != nil {
+		t.Fatal(e.Kind, err)
+	}
+	filler(seed).Fill(obj)
+	r := rand.New(rand.NewSource(seed))
+	first, ok := managed.ShapeOf(nil, obj)
+	for _, oneIn := range []int{-1, 0, 0, 20, 5} {
+		other := obj.DeepCopyObject()
+		if oneIn >= 0 {
+			change(reflect.ValueOf(other), r, false, oneIn)
+		}
+		if shape, ok2 := managed.ShapeOf(nil, other); ok && ok2 && oneIn >= 0 && string(shape) == string(first) {
+			same++
+		}
+		want := fields(t, e.FieldManager.UpdateNoErrors(newOf(t, e), other.DeepCopyObject(), "m"))
+		for range 2 {
+			got, err := e.FieldManager.Create(func() (runtime.Object, error) { return newOf(t, e), nil },
+				other.DeepCopyObject(), "m")
+			if err != nil {
+				t.Fatal(e.Kind, err)
+			}
+			if fields(t, got) != want {
+				t.Fatalf("%v, seed %d, %d:\n%swant\n%s", e.Kind, seed, oneIn, fields(t, got), want)
+			}
+		}
+	}
+	return same
+}
+
+func newOf(t *testing.T, e *verbs.Endpoint) runtime.Object {
+	t.Helper()
+	obj, err := e.Creater.New(e.Kind)
+	if err != nil {
+		t.Fatal(e.Kind, err)
+	}
+	return obj
+}
+
+// A custom resource's object is a map, and its elements' keys are what its schema says.
+func TestCreatedFieldsOfCustomResources(t *testing.T) {
+	types, err := managedfields.NewTypeConverter(map[string]*spec.Schema{"g.v.K": {
+		VendorExtensible: spec.VendorExtensible{Extensions: spec.Extensions{
+			"x-kubernetes-group-version-kind": []any{map[string]any{"group": "g", "version": "v", "kind": "K"}},
+		}},
+		SchemaProps: spec.SchemaProps{Type: []string{"object"}, Properties: map[string]spec.Schema{
+			"metadata": {SchemaProps: spec.SchemaProps{Type: []string{"object"}}},
+			"list": {
+				VendorExtensible: spec.VendorExtensible{Extensions: spec.Extensions{
+					"x-kubernetes-list-type":     "map",
+					"x-kubernetes-list-map-keys": []any{"a", "b"},
+				}},
+				SchemaProps: spec.SchemaProps{Type: []string{"array"}, Items: &spec.SchemaOrArray{Schema: &spec.Schema{
+					SchemaProps: spec.SchemaProps{Type: []string{"object"}, Properties: map[string]spec.Schema{
+						"a": *spec.StringProperty(), "b": *spec.Int64Property(), "c": *spec.StringProperty(),
+					}},
+				}}},
+			},
+			"set": {
+				VendorExtensible: spec.VendorExtensible{Extensions: spec.Extensions{"x-kubernetes-list-type": "set"}},
+				SchemaProps: spec.SchemaProps{
+					Type: []string{"array"}, Items: &spec.SchemaOrArray{Schema: spec.StringProperty()},
+				},
+			},
+			"text": *spec.StringProperty(),
+		}},
+	}}, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	gvk := schema.GroupVersionKind{Group: "g", Version: "v", Kind: "K"}
+	upstream, err := managedfields.NewDefaultCRDFieldManager(types, convertor{}, nil, nil, gvk, gvk.GroupVersion(), "", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := managed.New(upstream)
+	empty := func() (runtime.Object, error) {
+		u := &unstructured.Unstructured{}
+		u.SetGroupVersionKind(gvk)
+		return u, nil
+	}
+	seen := map[string]bool{}
+	for _, body := range []string{
+		`{"text":"a"}`, `{"text":"b"}`, `{"text":""}`, `{}`, `{"set":["a"]}`, `{"set":["b"]}`, `{"set":["a","b"]}`, `{"set":[]}`,
+		`{"list":[{"a":"x","b":1,"c":"u"}]}`, `{"list":[{"a":"y","b":1,"c":"u"}]}`, `{"list":[{"a":"x","b":2,"c":"u"}]}`,
+		`{"list":[{"a":"x","b":1}]}`, `{"list":[{"a":"x","b":1,"c":"v"}]}`, `{"list":[{"a":"x","b":1},{"a":"y","b":1}]}`,
+		`{"text":null}`, `{"unknown":{"a":[{"b":"c"}]}}`, `{"unknown":{"a":[{"b":"d"}]}}`, `{"unknown":{"b":[]}}`,
+	} {
+		of := func() runtime.Object {
+			u := &unstructured.Unstructured{}
+			if err := u.UnmarshalJSON([]byte(`{"apiVersion":"g/v","kind":"K","metadata":{"name":"n"},` + body[1:])); err != nil {
+				if err = u.UnmarshalJSON([]byte(`{"apiVersion":"g/v","kind":"K","metadata":{"name":"n"}}`)); err != nil {
+					t.Fatal(body, err)
+				}
+			}
+			return u
+		}
+		live, _ := empty()
+		want := fields(t, m.UpdateNoErrors(live, of(), "m"))
+		for range 2 {
+			got, err := m.Create(empty, of(), "m")
+			if err != nil || fields(t, got) != want {
+				t.Errorf("%s: %v\n%swant\n%s", body, err, fields(t, got), want)
+			}
+		}
+		seen[want] = true
+	}
+	if len(seen) < 10 {
+		t.Errorf("%d different sets of fields", len(seen))
+	}
+}
+
+// convertor converts nothing.
+type convertor struct{ runtime.ObjectConvertor }
+
+func (convertor) ConvertToVersion(in runtime.Object, _ runtime.GroupVersioner) (runtime.Object, error) {
+	return in, nil
+}
+
+// mutating is admission that sets an object's managedFields.
+type mutating struct {
+	*admission.Handler
+	to []metav1.ManagedFieldsEntry
+}
+
+func (m mutating) Admit(_ context.Context, a admission.Attributes, _ admission.ObjectInterfaces) error {
+	if m.to != nil {
+		a.GetObject().(metav1.Object).SetManagedFields(m.to)
+	}
+	return nil
+}
+
+// What admission makes of managedFields is kept if it can be read; it is as it was before if not.
+func TestValidating(t *testing.T) {
+	entry := func(manager, fields string) []metav1.ManagedFieldsEntry {
+		return []metav1.ManagedFieldsEntry{{
+			Manager: manager, Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "v1", FieldsType: "FieldsV1",
+			FieldsV1: metav1.NewFieldsV1(fields),
+		}}
+	}
+	for what, c := range map[string]struct {
+		to   []metav1.ManagedFieldsEntry
+		want string
+	}{
+		"nothing":       {nil, "before"},
+		"what is good":  {entry("after", `{"f:a":{}}`), "after"},
+		"no good":       {entry("after", `{"x"`), "before"},
+		"an odd change": {entry("before", `{"x"`), "before"},
+	} {
+		obj := &metav1.PartialObjectMetadata{}
+		obj.SetManagedFields(entry("before", `{"f:b":{}}`))
+		v := managed.Validating{Interface: mutating{admission.NewHandler(admission.Create), c.to}}
+		a := admission.NewAttributesRecord(obj, nil, schema.GroupVersionKind{}, "", "", schema.GroupVersionResource{}, "",
+			admission.Create, nil, false, nil)
+		if err := v.Admit(t.Context(), a, nil); err != nil {
+			t.Fatal(err)
+		}
+		got := obj.GetManagedFields()
+		if len(got) != 1 || got[0].Manager != c.want || managedfields.ValidateManagedFields(got) != nil {
+			t.Errorf("%s: %v", what, got)
+		}
+	}
+}
+
+// BenchmarkCreate is what a new pod's managedFields cost, of a shape that is known and by upstream alone.
+func BenchmarkCreate(b *testing.B) {
+	w := world.New(b)
+	e, _ := w.Resources.BuiltIn.Endpoint(&commonv1.Resource{Version: "v1", Resource: "pods"})
+	pod := &core.Pod{ObjectMeta: metav1.ObjectMeta{Name: "p", Labels: map[string]string{"app": "a"}}}
+	pod.Spec.Containers = []core.Container{{Name: "c", Image: "i"}}
+	for i := range 40 {
+		pod.Spec.Containers[0].Env = append(pod.Spec.Containers[0].Env, core.EnvVar{Name: fmt.Sprint("V", i), Value: "v"})
+	}
+	empty := func() (runtime.Object, error) { return e.Creater.New(e.Kind) }
+	b.Run("known", func(b *testing.B) {
+		for b.Loop() {
+			pod.ManagedFields = nil
+			_, _ = e.FieldManager.Create(empty, pod, "m")
+		}
+	})
+	b.Run("upstream", func(b *testing.B) {
+		for b.Loop() {
+			pod.ManagedFields = nil
+			live, _ := empty()
+			_ = e.FieldManager.UpdateNoErrors(live, pod, "m")
+		}
+	})
+}
