@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
+	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
@@ -143,12 +144,27 @@ func bounded(m any) error {
 	return nil
 }
 
+// serverContext is a call's context at the server: what a wire carries of the caller's, and no other of its values. A
+// service must not find more beside it than it does in a process of its own.
 func serverContext(ctx context.Context) context.Context {
-	if md, ok := metadata.FromOutgoingContext(ctx); ok {
-		ctx = metadata.NewIncomingContext(ctx, md)
+	var server context.Context = carried{ctx}
+	if span := trace.SpanFromContext(ctx); span.SpanContext().IsValid() {
+		server = trace.ContextWithSpan(server, span)
 	}
-	return metadata.NewOutgoingContext(ctx, nil)
+	if md, ok := metadata.FromOutgoingContext(ctx); ok {
+		server = metadata.NewIncomingContext(server, md)
+	}
+	return server
 }
+
+// carried is a context without its values.
+type carried struct{ context.Context }
+
+// Value implements context.Context.
+func (carried) Value(any) any { return nil }
+
+// AfterFunc has contexts that are made of this one end with it without a goroutine for each (package context).
+func (c carried) AfterFunc(f func()) (stop func() bool) { return context.AfterFunc(c.Context, f) }
 
 // share makes dst the same message as src without copying what src refers to.
 func share(dst, src any) {

@@ -9,6 +9,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -46,6 +47,33 @@ func TestInProcessCallsShareMessages(t *testing.T) {
 	if err != nil || resp.Code != 3 || &resp.Body[0] != &body[0] {
 		t.Errorf("got %v, %v; the body must be the same memory", resp, err)
 	}
+}
+
+// What a caller keeps beside a call is its own: an audit record, warnings, a user. What a wire carries crosses.
+func TestInProcessCallsCarryNoValues(t *testing.T) {
+	type key struct{}
+	gone := make(chan struct{})
+	c := clientOf(&fake{get: func(ctx context.Context, _ *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+		md, _ := metadata.FromIncomingContext(ctx)
+		_, bounded := ctx.Deadline()
+		if ctx.Value(key{}) != nil || len(md["a"]) != 1 || !bounded || ctx.Value(callerKey{}) != "gateway" {
+			t.Errorf("%v, %v, %v, %v", ctx.Value(key{}), md, bounded, ctx.Value(callerKey{}))
+		}
+		if md, _ := metadata.FromOutgoingContext(ctx); md != nil {
+			t.Errorf("it would be passed on: %v", md)
+		}
+		own, cancel := context.WithCancel(ctx)
+		defer cancel()
+		<-own.Done()
+		close(gone)
+		return &registryv1.ObjectResponse{}, nil
+	}})
+	ctx, cancel := context.WithTimeout(context.WithValue(t.Context(), key{}, "v"), time.Minute)
+	time.AfterFunc(time.Millisecond, cancel)
+	if _, err := c.Get(metadata.AppendToOutgoingContext(ctx, "a", "b"), &registryv1.GetRequest{}); err != nil {
+		t.Error(err)
+	}
+	<-gone
 }
 
 func TestAnAPIErrorCrossesWhole(t *testing.T) {
