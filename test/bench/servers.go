@@ -78,6 +78,33 @@ func (s *server) rss() float64 {
 	return total
 }
 
+// memory is what the server takes of a machine, in megabytes: what its processes have of their own, and their binary once
+// though each has it mapped.
+func (s *server) memory() float64 {
+	own, mapped := 0.0, map[string]float64{}
+	for pid := range s.pids() {
+		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+		binary, _ := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
+		for line := range strings.Lines(string(b)) {
+			f := strings.Fields(line)
+			if len(f) < 2 {
+				continue
+			}
+			kilobytes, _ := strconv.ParseFloat(f[1], 64)
+			switch f[0] {
+			case "RssAnon:":
+				own += kilobytes * 1024 / 1e6
+			case "RssFile:":
+				mapped[binary] = max(mapped[binary], kilobytes*1024/1e6)
+			}
+		}
+	}
+	for _, n := range mapped {
+		own += n
+	}
+	return own
+}
+
 func run(dir, name, program string, args ...string) (*exec.Cmd, string) {
 	path := filepath.Join(dir, name+".out")
 	f, err := os.Create(path)

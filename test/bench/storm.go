@@ -1,0 +1,75 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+)
+
+// stormClients list all pods at once, every second: informers whose watches break again and again.
+const stormClients = 20
+
+// storm measures how long writes take, without and beside clients that list all pods. Those take gzip, as client-go
+// does, and do not read what is in it: their own work is not to be what the writes wait for.
+func storm(s *server) map[string]float64 {
+	writes := map[string]other{"writes": {
+		every: 20 * time.Millisecond,
+		ask: func(ctx context.Context, i int) (*http.Response, error) {
+			path := fmt.Sprintf("%s/apis/coordination.k8s.io/v1/namespaces/bench/leases/l%d", s.url, i%16)
+			req, err := http.NewRequestWithContext(ctx, http.MethodPatch, path, strings.NewReader(
+				fmt.Sprintf(`{"spec":{"renewTime":%q}}`, time.Now().UTC().Format(renewTime))))
+			check(err)
+			req.Header.Set("Content-Type", "application/merge-patch+json")
+			return s.client.Do(req)
+		},
+	}}
+	out := map[string]float64{}
+	report := func(when string) {
+		o := s.measured(writes)["writes"]
+		out["writes, "+when+" a relist storm: p50 (ms)"] = ms(o.percentile(50))
+		out["writes, "+when+" a relist storm: p99 (ms)"] = ms(o.percentile(99))
+	}
+	report("without")
+	ctx, cancel := context.WithCancel(context.Background())
+	var listing sync.WaitGroup
+	lists, began := make(chan int, stormClients), time.Now()
+	for range stormClients {
+		listing.Go(func() {
+			n := 0
+			tick := time.NewTicker(time.Second)
+			defer tick.Stop()
+			for ; ctx.Err() == nil; n++ {
+				select {
+				case <-tick.C:
+				case <-ctx.Done():
+				}
+				req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+"/api/v1/pods", nil)
+				check(err)
+				req.Header.Set("Accept-Encoding", "gzip")
+				resp, err := s.client.Do(req)
+				if err != nil {
+					break
+				}
+				_, _ = io.Copy(io.Discard, resp.Body)
+				resp.Body.Close()
+			}
+			lists <- n
+		})
+	}
+	report("beside")
+	cancel()
+	listing.Wait()
+	close(lists)
+	all := 0
+	for n := range lists {
+		all += n
+	}
+	out["a relist storm: lists answered a second"] = float64(all) / time.Since(began).Seconds()
+	out["writes beside a relist storm: p99 as a multiple of without"] = out["writes, beside a relist storm: p99 (ms)"] /
+		out["writes, without a relist storm: p99 (ms)"]
+	return out
+}
