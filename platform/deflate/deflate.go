@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"hash/crc32"
+	"math"
 	"net/http"
 	"runtime"
 	"strings"
@@ -105,8 +106,22 @@ func Compress(pieces ...[]byte) (*Part, error) {
 	return p, nil
 }
 
-// Body sums up the parts of a gzip body.
-type Body struct {
+// Stored is a part as it is, with a few bytes beside it: for what is short, and not worth waiting for a turn.
+func Stored(data []byte) *Part {
+	p := &Part{Size: int64(len(data)), sum: crc32.ChecksumIEEE(data), shift: shiftOf(int64(len(data)))}
+	for len(data) > 0 {
+		n := min(len(data), math.MaxUint16)
+		p.Data = append(p.Data, 0) // not the last block, and stored
+		p.Data = binary.LittleEndian.AppendUint16(p.Data, uint16(n))
+		p.Data = binary.LittleEndian.AppendUint16(p.Data, ^uint16(n))
+		p.Data = append(p.Data, data[:n]...)
+		data = data[n:]
+	}
+	return p
+}
+
+// Sum sums up the parts of a gzip body.
+type Sum struct {
 	sum  uint32
 	size int64
 }
@@ -115,20 +130,20 @@ type Body struct {
 func Header() []byte { return []byte{0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 4, 255} }
 
 // Add counts in the body's next part.
-func (b *Body) Add(p *Part) {
-	b.sum = multiply(p.shift, b.sum) ^ p.sum
-	b.size += p.Size
+func (s *Sum) Add(p *Part) {
+	s.sum = multiply(p.shift, s.sum) ^ p.sum
+	s.size += p.Size
 }
 
 // Trailer ends the body: a last block that is empty, the parts' checksum and their size modulo 2^32.
-func (b *Body) Trailer() []byte {
+func (s *Sum) Trailer() []byte {
 	out := append(make([]byte, 0, 10), 0x03, 0x00)
-	out = binary.LittleEndian.AppendUint32(out, b.sum)
-	return binary.LittleEndian.AppendUint32(out, uint32(b.size))
+	out = binary.LittleEndian.AppendUint32(out, s.sum)
+	return binary.LittleEndian.AppendUint32(out, uint32(s.size))
 }
 
-// A CRC-32 is a polynomial over GF(2) modulo crc32.IEEE, its bits in reverse order. What comes before n more bytes counts
-// for x^(8n) as much, so the checksum of two parts is made of theirs (zlib's crc32_combine, crc32.c).
+// A CRC-32 is a polynomial over GF(2) modulo crc32.IEEE, its bits in reverse order. What comes before n more bytes
+// counts for x^(8n) as much, so the checksum of two parts is made of theirs (zlib's crc32_combine, crc32.c).
 
 // multiply is a·b.
 func multiply(a, b uint32) (product uint32) {

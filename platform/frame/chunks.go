@@ -20,8 +20,8 @@ type Chunks struct {
 // Begin says how many bytes the body has.
 func (c *Chunks) Begin(size int64) { c.size = size }
 
-// Write adds the body's next bytes. Its error is Send's, and goes for all that follows.
-func (c *Chunks) Write(b []byte) error {
+// Add adds the body's next bytes. Its error is Send's, and goes for all that follows.
+func (c *Chunks) Add(b []byte) error {
 	if c.err != nil {
 		return c.err
 	}
@@ -38,7 +38,7 @@ func (c *Chunks) flush() {
 	c.pieces, c.bytes = make([][]byte, 0, len(c.pieces)), 0
 }
 
-// End sends what has not been sent, and answers the first error of Send.
+// End sends what has not been sent, and answers the first error of Send. More may be added after it.
 func (c *Chunks) End() error {
 	if c.err == nil && len(c.pieces) > 0 {
 		c.flush()

@@ -62,8 +62,8 @@ type Body struct {
 	protobuf bool
 }
 
-// Body is the list's body with its items, in JSON or protobuf. itemHead is what comes before an item in JSON in place of
-// its opening brace, which items of a list without a Go type have: their own kind; nil for nothing.
+// Body is the list's body with its items, in JSON or protobuf. itemHead is what comes before an item in JSON in place
+// of its opening brace, which items of a list without a Go type have: their own kind; nil for nothing.
 func (l *List) Body(protobuf bool, items [][]byte, itemHead []byte) *Body {
 	b := &Body{items: items, itemHead: itemHead, protobuf: protobuf}
 	n := 0
@@ -120,18 +120,18 @@ func (b *Body) Run(pieces [][]byte, first, end int) [][]byte {
 // Send writes the body, and ends it.
 func (b *Body) Send(w *Chunks) error {
 	w.Begin(b.Size)
-	err := w.Write(b.Head)
+	err := w.Add(b.Head)
 	var pieces [][]byte
 	for i := 0; i < len(b.items) && err == nil; i++ {
 		pieces = b.Run(pieces[:0], i, i+1)
 		for _, p := range pieces {
-			err = w.Write(p)
+			err = w.Add(p)
 		}
 	}
 	if err != nil {
 		return err
 	}
-	_ = w.Write(b.Tail)
+	_ = w.Add(b.Tail)
 	return w.End()
 }
 

@@ -147,8 +147,8 @@ func (c *Chunk) read(data mem.BufferSlice) error {
 	return nil
 }
 
-// headOf reads what comes before the data of a message of some length: its size, whether it is compressed, and where the
-// data begins. It is not ok where anything else is there than one piece, at the end.
+// headOf reads what comes before the data of a message of some length: its size, whether it is compressed, and where
+// the data begins. It is not ok where anything else is there than one piece, at the end.
 func headOf(begins []byte, length int) (size int64, gzip bool, at int, ok bool) {
 	for {
 		field, kind, n := protowire.ConsumeTag(begins[at:])

@@ -90,7 +90,8 @@ func FuzzChunk(f *testing.F) {
 		if (err == nil) != (wantErr == nil) {
 			t.Fatalf("%v, protobuf says %v", err, wantErr)
 		}
-		if err == nil && (c.Size != m.Size || c.Gzip != m.Gzip || !bytes.Equal(bytes.Join(c.Data, nil), bytes.Join(m.Data, nil))) {
+		if err == nil && (c.Size != m.Size || c.Gzip != m.Gzip ||
+			!bytes.Equal(bytes.Join(c.Data, nil), bytes.Join(m.Data, nil))) {
 			t.Fatalf("%d %q, not %d %q", c.Size, c.Data, m.Size, m.Data)
 		}
 	})

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"go.opentelemetry.io/contrib/instrumentation/google.golang.org/grpc/otelgrpc"
+	"go.opentelemetry.io/otel/baggage"
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -120,9 +121,10 @@ func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, nam
 
 // begin is the server's context of a call, and what is to be called at the call's end.
 func (c *inProcessClient) begin(ctx context.Context, name string) (context.Context, func(error)) {
-	ctx = asCaller(serverContext(ctx), c.service)
+	ctx, cancel := serverContext(ctx)
+	ctx = asCaller(ctx, c.service)
 	if c.spans == nil || !inTrace(ctx) {
-		return ctx, func(error) {}
+		return ctx, func(error) { cancel() }
 	}
 	began := time.Now()
 	ctx = c.spans.TagRPC(ctx, &stats.RPCTagInfo{FullMethodName: name})
@@ -133,6 +135,7 @@ func (c *inProcessClient) begin(ctx context.Context, name string) (context.Conte
 			EndTime:   time.Now(),
 			Error:     err,
 		})
+		cancel()
 	}
 }
 
@@ -144,17 +147,20 @@ func bounded(m any) error {
 	return nil
 }
 
-// serverContext is a call's context at the server: what a wire carries of the caller's, and no other of its values. A
-// service must not find more beside it than it does in a process of its own.
-func serverContext(ctx context.Context) context.Context {
-	var server context.Context = carried{ctx}
-	if span := trace.SpanFromContext(ctx); span.SpanContext().IsValid() {
-		server = trace.ContextWithSpan(server, span)
+// serverContext is a call's context at the server, until cancel: what a wire carries of the caller's, with the span as
+// it is, and no other of its values. A service must not find more beside it than it does in a process of its own.
+func serverContext(caller context.Context) (ctx context.Context, cancel context.CancelFunc) {
+	ctx, cancel = context.WithCancel(carried{caller})
+	if span := trace.SpanFromContext(caller); span.SpanContext().IsValid() {
+		ctx = trace.ContextWithSpan(ctx, span)
 	}
-	if md, ok := metadata.FromOutgoingContext(ctx); ok {
-		server = metadata.NewIncomingContext(server, md)
+	if b := baggage.FromContext(caller); b.Len() > 0 {
+		ctx = baggage.ContextWithBaggage(ctx, b)
 	}
-	return server
+	if md, ok := metadata.FromOutgoingContext(caller); ok {
+		ctx = metadata.NewIncomingContext(ctx, md)
+	}
+	return ctx, cancel
 }
 
 // carried is a context without its values.
@@ -163,7 +169,8 @@ type carried struct{ context.Context }
 // Value implements context.Context.
 func (carried) Value(any) any { return nil }
 
-// AfterFunc has contexts that are made of this one end with it without a goroutine for each (package context).
+// AfterFunc has the context that is made of this one end with it without a goroutine for that (package context). Those
+// that are made of that one find it by themselves.
 func (c carried) AfterFunc(f func()) (stop func() bool) { return context.AfterFunc(c.Context, f) }
 
 // share makes dst the same message as src without copying what src refers to.

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"runtime"
 	"testing"
 	"time"
 
@@ -52,7 +53,8 @@ func TestInProcessCallsShareMessages(t *testing.T) {
 // What a caller keeps beside a call is its own: an audit record, warnings, a user. What a wire carries crosses.
 func TestInProcessCallsCarryNoValues(t *testing.T) {
 	type key struct{}
-	gone := make(chan struct{})
+	ctx, cancel := context.WithTimeout(context.WithValue(t.Context(), key{}, "v"), time.Minute)
+	defer cancel()
 	c := clientOf(&fake{get: func(ctx context.Context, _ *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
 		md, _ := metadata.FromIncomingContext(ctx)
 		_, bounded := ctx.Deadline()
@@ -62,18 +64,19 @@ func TestInProcessCallsCarryNoValues(t *testing.T) {
 		if md, _ := metadata.FromOutgoingContext(ctx); md != nil {
 			t.Errorf("it would be passed on: %v", md)
 		}
-		own, cancel := context.WithCancel(ctx)
-		defer cancel()
+		before := runtime.NumGoroutine()
+		own, end := context.WithCancel(ctx)
+		defer end()
+		if after := runtime.NumGoroutine(); after > before {
+			t.Errorf("a context that is made of it has a goroutine: %d before, %d after", before, after)
+		}
+		cancel()
 		<-own.Done()
-		close(gone)
 		return &registryv1.ObjectResponse{}, nil
 	}})
-	ctx, cancel := context.WithTimeout(context.WithValue(t.Context(), key{}, "v"), time.Minute)
-	time.AfterFunc(time.Millisecond, cancel)
 	if _, err := c.Get(metadata.AppendToOutgoingContext(ctx, "a", "b"), &registryv1.GetRequest{}); err != nil {
 		t.Error(err)
 	}
-	<-gone
 }
 
 func TestAnAPIErrorCrossesWhole(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -41,6 +42,7 @@ import (
 	"watershed.dev/services/registry/election"
 	"watershed.dev/services/registry/loopback"
 	"watershed.dev/services/registry/loops"
+	"watershed.dev/services/registry/managed"
 	"watershed.dev/services/registry/objects"
 	"watershed.dev/services/registry/policy"
 	"watershed.dev/services/registry/publisher"
@@ -295,7 +297,9 @@ func (s *Service) Register(g grpc.ServiceRegistrar) {
 func (s *Service) Drain() { s.policy.Drain() }
 
 // Collectors are the service's metrics.
-func (s *Service) Collectors() []prometheus.Collector { return publisher.Metrics() }
+func (s *Service) Collectors() []prometheus.Collector {
+	return slices.Concat(publisher.Metrics(), managed.Metrics())
+}
 
 // Ready is why the registry cannot serve: its informers are not synced, a task is down, or etcd does not answer.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }

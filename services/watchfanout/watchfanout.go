@@ -3,6 +3,7 @@ package watchfanout
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"time"
 
@@ -50,6 +51,14 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"How often a stream is told how far it has come: the bookmarks that gateways pass on when they are due.")
 }
 
+// Validate names the flag that is wrong.
+func (c *Config) Validate() error {
+	if c.CompressedBytes < 0 {
+		return fmt.Errorf("--compressed-lists-bytes %d: must not be negative; 0 keeps nothing", c.CompressedBytes)
+	}
+	return nil
+}
+
 // Service is one replica.
 type Service struct {
 	watchfanoutv1.UnimplementedWatchServer
@@ -77,6 +86,9 @@ type Deps struct {
 
 // New builds a replica. It begins to serve when it has read the log to its end and knows what is served.
 func New(_ context.Context, c *Config, d Deps) (*Service, error) {
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
 	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleAfter)}
 	s.tasks.Ready.Set("the catalog", errors.New("registry has not said what is served"))
 	s.catalog = &catalog.Catalog{

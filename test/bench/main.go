@@ -193,7 +193,10 @@ func (s *server) compressedLists() map[string]float64 {
 	}{
 		{"LIST pods, JSON, gzip, as they were (CPU ms/MB)", "application/json", 0, 0},
 		{"LIST pods, JSON, gzip, 1 % changed (CPU ms/MB)", "application/json", 0, max(1, *pods/100)},
-		{"LIST pods, protobuf, gzip, 1 % changed (CPU ms/MB)", "application/vnd.kubernetes.protobuf", 0, max(1, *pods/100)},
+		{
+			"LIST pods, protobuf, gzip, 1 % changed (CPU ms/MB)", "application/vnd.kubernetes.protobuf", 0,
+			max(1, *pods/100),
+		},
 		{"LIST pages of 500, JSON, gzip, 1 % changed (CPU ms/MB)", "application/json", 500, max(1, *pods/100)},
 	} {
 		s.list(s.asks, row.accept, row.limit) // warm
@@ -201,7 +204,8 @@ func (s *server) compressedLists() map[string]float64 {
 		for round := range 5 {
 			for i := range row.changed {
 				note := fmt.Sprintf(`{"metadata":{"annotations":{"round":"%d"}}}`, serial.Add(1))
-				s.do("PATCH", fmt.Sprintf("/api/v1/namespaces/bench/pods/p%d", (i*100+round)%*pods), "", []byte(note), 200)
+				pod := fmt.Sprintf("/api/v1/namespaces/bench/pods/p%d", (i*100+round)%*pods)
+				s.do("PATCH", pod, "", []byte(note), 200)
 			}
 			before := s.cpu()
 			megabytes += float64(s.list(s.asks, row.accept, row.limit)) / 1e6

@@ -78,8 +78,8 @@ func (s *server) rss() float64 {
 	return total
 }
 
-// memory is what the server takes of a machine, in megabytes: what its processes have of their own, and their binary once
-// though each has it mapped.
+// memory is what the server takes of a machine, in megabytes: what its processes have of their own, and their binary
+// once though each has it mapped.
 func (s *server) memory() float64 {
 	own, mapped := 0.0, map[string]float64{}
 	for pid := range s.pids() {

@@ -42,7 +42,7 @@ func storm(s *server) map[string]float64 {
 			n := 0
 			tick := time.NewTicker(time.Second)
 			defer tick.Stop()
-			for ; ctx.Err() == nil; n++ {
+			for ctx.Err() == nil {
 				select {
 				case <-tick.C:
 				case <-ctx.Done():
@@ -54,8 +54,11 @@ func storm(s *server) map[string]float64 {
 				if err != nil {
 					break
 				}
-				_, _ = io.Copy(io.Discard, resp.Body)
+				_, err = io.Copy(io.Discard, resp.Body)
 				resp.Body.Close()
+				if err == nil && resp.StatusCode == http.StatusOK {
+					n++
+				}
 			}
 			lists <- n
 		})

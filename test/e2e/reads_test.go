@@ -1,11 +1,14 @@
 package e2e
 
 import (
+	"bytes"
+	"compress/gzip"
 	"encoding/base64"
 	"fmt"
 	"io"
 	"net/http"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -13,6 +16,8 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
@@ -66,6 +71,117 @@ func ask(t *testing.T, s *harness.Server, method, path, accept string) answer {
 	}
 	return answer{resp.StatusCode, resp.Header.Get("Content-Type"), resp.Header.Get("Retry-After"), body}
 }
+
+// compressed asks for a list as gzip, and answers what its headers say, its plain body, and the list as it is without.
+func compressed(t *testing.T, s *harness.Server, protocol, path, accept string) (head, body, plain string) {
+	t.Helper()
+	config := rest.CopyConfig(s.Config())
+	config.NextProtos = []string{protocol}
+	client, err := rest.HTTPClientFor(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client.Timeout = 15 * time.Second
+	get := func(encoding string) (*http.Response, []byte) {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet,
+			fmt.Sprintf("https://127.0.0.1:%d%s", s.Port, path), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Header.Set("Accept", accept)
+		req.Header.Set("Accept-Encoding", encoding) // so the client leaves it as it is
+		resp, err := client.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		data, err := io.ReadAll(resp.Body)
+		if err != nil || resp.StatusCode != http.StatusOK {
+			t.Fatal(path, resp.StatusCode, err)
+		}
+		return resp, data
+	}
+	resp, data := get("gzip")
+	r, err := gzip.NewReader(bytes.NewReader(data))
+	if err != nil {
+		t.Fatalf("%s as %s: %v", path, accept, err)
+	}
+	whole, err := io.ReadAll(r)
+	if err != nil {
+		t.Fatalf("%s as %s: %v", path, accept, err)
+	}
+	_, as := get("identity")
+	h := resp.Header
+	return fmt.Sprint(resp.Proto, h["Content-Type"], h["Content-Encoding"], h["Vary"], h["Content-Length"]),
+		string(whole), string(as)
+}
+
+// What is compressed is the list, in every form, whatever has changed since it was compressed last.
+func TestCompressedListsAreTheLists(t *testing.T) {
+	ours, theirs := harness.Up(t, ""), harness.Oracle(t)
+	const ns, objects = "compressed", 300
+	clients := map[*harness.Server]kubernetes.Interface{}
+	for _, s := range []*harness.Server{ours, theirs} {
+		s.Kubectl("create", "namespace", ns)
+		c, err := kubernetes.NewForConfig(s.Config())
+		if err != nil {
+			t.Fatal(err)
+		}
+		clients[s] = c
+		for i := range objects {
+			object := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("c%03d", i)}}
+			object.Labels = map[string]string{"half": strconv.Itoa(i % 2), "filler": strings.Repeat("x", 60)}
+			object.Annotations = map[string]string{"filler": strings.Repeat("annotation", 60)}
+			object.Data = map[string]string{"k": strings.Repeat(strconv.Itoa(i), 700)}
+			if _, err := c.CoreV1().ConfigMaps(ns).Create(t.Context(), object, metav1.CreateOptions{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	const path = "/api/v1/namespaces/" + ns + "/configmaps"
+	same := func(when string) {
+		t.Helper()
+		for _, protocol := range []string{"h2", "http/1.1"} {
+			for _, query := range []string{"", "?resourceVersion=0", "?limit=250", "?labelSelector=half%3D1"} {
+				for _, accept := range []string{
+					"application/json",
+					"application/vnd.kubernetes.protobuf",
+					"application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io",
+					"application/json;as=Table;v=v1;g=meta.k8s.io",
+				} {
+					head, body, plain := compressed(t, ours, protocol, path+query, accept)
+					if strings.Contains(accept, "Table") { // ages are told in it
+						body, plain = ages.ReplaceAllString(body, "…"), ages.ReplaceAllString(plain, "…")
+					}
+					if body != plain {
+						t.Errorf("%s, %s%s as %s: %d bytes are not the %d of the list", when, protocol, query, accept,
+							len(body), len(plain))
+					}
+					if want, _, _ := compressed(t, theirs, protocol, path+query, accept); head != want {
+						t.Errorf("%s, %s%s as %s: %s; kube-apiserver: %s", when, protocol, query, accept, head, want)
+					}
+				}
+			}
+		}
+	}
+	same("at first")
+	for _, s := range []*harness.Server{ours, theirs} {
+		maps := clients[s].CoreV1().ConfigMaps(ns)
+		if _, err := maps.Patch(t.Context(), "c100", types.MergePatchType, []byte(`{"data":{"k":"changed"}}`),
+			metav1.PatchOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range []string{"c000", "c200", "c299"} {
+			if err := maps.Delete(t.Context(), name, metav1.DeleteOptions{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	same("after changes")
+}
+
+// ages are those that a Table tells.
+var ages = regexp.MustCompile(`"\d+m?\d*s"`)
 
 func token(json string) string { return base64.RawURLEncoding.EncodeToString([]byte(json)) }
 

@@ -103,8 +103,8 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 var floors = map[string][][]string{
 	"platform": {
 		{
-			"config", "egress", "events", "features", "frame", "guard", "identity", "interest", "paths", "pki", "reload",
-			"version", "warnings", "watchable",
+			"config", "deflate", "egress", "events", "features", "frame", "guard", "identity", "interest", "lru",
+			"paths", "pki", "reload", "version", "warnings", "watchable",
 		},
 		{"kubeversion", "reload/reloadtest", "telemetry"},
 		{"rpc"},
@@ -135,7 +135,7 @@ var floors = map[string][][]string{
 		{"cmd/watchfanout"},
 	},
 	"services/registry": {
-		{"storage", "election"},
+		{"storage", "election", "managed"},
 		{"verbs"},
 		{"apis", "customresources"},
 		{"resources", "encoder", "loops", "publisher", "tail"},

@@ -43,22 +43,20 @@ func (c *call) begin(first *rpc.Chunk) (write func([][]byte) error, end func()) 
 	if audit.Responds(ctx) {
 		return c.recorded(ctx, first.Size)
 	}
+	stream := wire.Of(c.req)
+	compress := !first.Gzip && body.Compressed(c.req, first.Size)
+	direct := stream != nil && first.Size > directAbove && !compress
 	var to *body.Writer
-	switch stream := wire.Of(c.req); {
-	case !first.Gzip && body.Compressed(c.req, first.Size):
-		to = body.NewWriter(c.w, c.req, c.out.MediaType, http.StatusOK, first.Size)
-	case stream != nil && first.Size > directAbove && (!first.Gzip || bytesOf(first.Data) >= directAbove):
+	if first.Gzip || direct {
 		to = body.NewEncoded(c.w, c.out.MediaType, http.StatusOK, first.Gzip)
-		if http.NewResponseController(c.w).Flush() == nil && stream.Hijack(ctx, 0) {
-			patience := c.router.Tier.Watches.Config.WriteTimeout
-			return func(parts [][]byte) error {
-				return stream.Write(ctx, patience, parts...)
-			}, func() { _ = stream.Finish(ctx) }
-		}
-	case first.Gzip:
-		to = body.NewEncoded(c.w, c.out.MediaType, http.StatusOK, true)
-	default:
+	} else {
 		to = body.NewWriter(c.w, c.req, c.out.MediaType, http.StatusOK, first.Size)
+	}
+	if direct && http.NewResponseController(c.w).Flush() == nil && stream.Hijack(ctx, 0) {
+		patience := c.router.Tier.Watches.Config.WriteTimeout
+		return func(parts [][]byte) error {
+			return stream.Write(ctx, patience, parts...)
+		}, func() { _ = stream.Finish(ctx) }
 	}
 	return func(parts [][]byte) error {
 		for _, p := range parts {
@@ -68,13 +66,6 @@ func (c *call) begin(first *rpc.Chunk) (write func([][]byte) error, end func()) 
 		}
 		return nil
 	}, func() { _ = to.Close() }
-}
-
-func bytesOf(pieces [][]byte) (n int) {
-	for _, p := range pieces {
-		n += len(p)
-	}
-	return n
 }
 
 // recorded is begin for an answer that is audited whole.

@@ -4,4 +4,4 @@ package managed
 var ShapeOf = shapeOf
 
 // Forget has everything computed anew.
-func Forget() { kept = newEntries() }
+func Forget() { kept = newKept() }

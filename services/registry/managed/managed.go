@@ -3,15 +3,17 @@
 package managed
 
 import (
-	"container/list"
 	"context"
 	"encoding/binary"
 	"fmt"
+	"hash/maphash"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
+	"unicode/utf8"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -19,6 +21,8 @@ import (
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/apiserver/pkg/endpoints/handlers/fieldmanager"
 	"k8s.io/apiserver/pkg/warning"
+
+	"watershed.dev/platform/lru"
 )
 
 // FieldManager keeps the managedFields of one endpoint's objects.
@@ -38,30 +42,34 @@ func New(m *managedfields.FieldManager) *FieldManager { return &FieldManager{m, 
 func (f *FieldManager) Create(empty func() (runtime.Object, error), obj runtime.Object,
 	manager string) (runtime.Object, error) {
 	m, err := meta.Accessor(obj)
-	known := err == nil && m.GetManagedFields() == nil && manager != ""
+	// upstream's has an encoding of a manager that JSON would change
+	tells := err == nil && m.GetManagedFields() == nil && manager != "" && utf8.ValidString(manager)
 	buffer := buffers.Get().(*[]byte)
 	defer buffers.Put(buffer)
 	var shape []byte
-	if known {
-		shape, known = shapeOf(binary.AppendUvarint((*buffer)[:0], f.number), obj)
-		known = known && len(shape) <= mostShape
+	if tells {
+		shape, tells = shapeOf(binary.AppendUvarint((*buffer)[:0], f.number), obj)
+		tells = tells && len(shape) <= mostShape
 		if cap(shape) <= 2*mostShape {
 			*buffer = shape[:0]
 		}
 	}
-	if known {
-		if e, ok := kept.get(shape); ok {
+	if tells {
+		if k, ok := kept.Get(sumOf(shape)); ok && k.shape == string(shape) {
+			created.WithLabelValues("true").Inc()
+			e := *k.of.DeepCopy()
 			e.Manager, e.Time = manager, &metav1.Time{Time: time.Now().UTC()}
 			m.SetManagedFields([]metav1.ManagedFieldsEntry{e})
 			return obj, nil
 		}
 	}
+	created.WithLabelValues("false").Inc()
 	live, err := empty()
 	if err != nil {
 		return nil, err
 	}
 	obj = f.UpdateNoErrors(live, obj, manager)
-	if !known {
+	if !tells {
 		return obj, nil
 	}
 	if m, err = meta.Accessor(obj); err != nil {
@@ -69,7 +77,7 @@ func (f *FieldManager) Create(empty func() (runtime.Object, error), obj runtime.
 	}
 	// none: an error, or no field
 	if entries := m.GetManagedFields(); len(entries) == 1 && entries[0].FieldsV1 != nil {
-		kept.put(shape, entries[0])
+		keep(shape, entries[0])
 	}
 	return obj, nil
 }
@@ -84,49 +92,36 @@ const (
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
-// entries are what is known of shapes, with their endpoint's number: the last ones asked for.
-type entries struct {
-	mu      sync.Mutex
-	byShape map[string]*list.Element
-	order   list.List // of *entry, the last asked for in front
-	bytes   int
-}
+// kept are what is known of shapes, which begin with their endpoint's number, by their sums.
+var kept = newKept()
 
-type entry struct {
+type known struct {
 	shape string
 	of    metav1.ManagedFieldsEntry
 }
 
-func (e *entry) bytes() int { return len(e.shape) + len(e.of.FieldsV1.GetRawBytes()) + overhead }
+func newKept() *lru.Cache[uint64, known] { return lru.New[uint64, known](keptBytes) }
 
-var kept = newEntries()
+var seed = maphash.MakeSeed()
 
-func newEntries() *entries { return &entries{byShape: map[string]*list.Element{}} }
+func sumOf(shape []byte) uint64 { return maphash.Bytes(seed, shape) }
 
-func (k *entries) get(shape []byte) (metav1.ManagedFieldsEntry, bool) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	e, ok := k.byShape[string(shape)]
-	if !ok {
-		return metav1.ManagedFieldsEntry{}, false
-	}
-	k.order.MoveToFront(e)
-	return *e.Value.(*entry).of.DeepCopy(), true
+func keep(shape []byte, of metav1.ManagedFieldsEntry) {
+	kept.Put(sumOf(shape), known{string(shape), *of.DeepCopy()},
+		len(shape)+len(of.FieldsV1.GetRawBytes())+overhead)
 }
 
-func (k *entries) put(shape []byte, of metav1.ManagedFieldsEntry) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if _, ok := k.byShape[string(shape)]; ok {
-		return
-	}
-	e := &entry{string(shape), *of.DeepCopy()}
-	k.byShape[e.shape] = k.order.PushFront(e)
-	for k.bytes += e.bytes(); k.bytes > keptBytes; {
-		old := k.order.Remove(k.order.Back()).(*entry)
-		k.bytes -= old.bytes()
-		delete(k.byShape, old.shape)
-	}
+var created = prometheus.NewCounterVec(prometheus.CounterOpts{
+	Name: "watershed_registry_managed_fields_total",
+	Help: "New objects whose managedFields were made, by whether those of their shape were known.",
+}, []string{"known"})
+
+// Metrics are this package's collectors.
+func Metrics() []prometheus.Collector {
+	return []prometheus.Collector{created, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "watershed_registry_managed_fields_bytes",
+		Help: "Bytes of managedFields that are kept by shape.",
+	}, func() float64 { return float64(kept.Bytes()) })}
 }
 
 // Validating has managedFields as they were before admission where wrap makes something of them that cannot be read
@@ -153,7 +148,8 @@ func (v Validating) Admit(ctx context.Context, a admission.Attributes, o admissi
 	}
 	if err := managedfields.ValidateManagedFields(after); err != nil {
 		m.SetManagedFields(before)
-		warning.AddWarning(ctx, "", fmt.Sprintf(fieldmanager.InvalidManagedFieldsAfterMutatingAdmissionWarningFormat, err))
+		warning.AddWarning(ctx, "",
+			fmt.Sprintf(fieldmanager.InvalidManagedFieldsAfterMutatingAdmissionWarningFormat, err))
 	}
 	return nil
 }

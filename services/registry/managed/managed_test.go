@@ -41,8 +41,8 @@ func filler(seed int64) *randfill.Filler {
 		func(i *intstr.IntOrString, c randfill.Continue) {
 			*i = []intstr.IntOrString{intstr.FromInt32(0), intstr.FromInt32(7), intstr.FromString("http")}[c.Intn(3)]
 		},
-		func(r *metav1.Time, c randfill.Continue) { *r = metav1.Time{Time: time.Unix(c.Int63n(3), 0)} },
-		func(r *metav1.MicroTime, c randfill.Continue) { *r = metav1.MicroTime{Time: time.Unix(c.Int63n(3), 0)} },
+		func(r *metav1.Time, c randfill.Continue) { *r = metav1.Time{Time: times[c.Intn(4)]} },
+		func(r *metav1.MicroTime, c randfill.Continue) { *r = metav1.MicroTime{Time: times[c.Intn(4)]} },
 		func(r *runtime.RawExtension, c randfill.Continue) {
 			r.Raw = []byte([]string{`{}`, `{"a":1}`, `{"a":{"b":["c"]}}`}[c.Intn(3)])
 		},
@@ -58,7 +58,15 @@ func filler(seed int64) *randfill.Filler {
 	)
 }
 
-// change changes some of what an object says: all text that is outside of lists, or one in so many of all values.
+// times are two, and two that are none: a client may send one with a zone.
+var times = []time.Time{time.Unix(1, 0), time.Unix(2, 0), {}, time.Time{}.Local()}
+
+const (
+	// nothing, timesAlone and textAlone, outside of lists, are what is changed in place of one in so many values.
+	nothing, timesAlone, textAlone = -2, -1, 0
+)
+
+// change changes some of what an object says.
 func change(v reflect.Value, r *rand.Rand, inList bool, oneIn int) {
 	changed := func() bool { return oneIn > 0 && r.Intn(oneIn) == 0 }
 	switch v.Kind() {
@@ -67,6 +75,12 @@ func change(v reflect.Value, r *rand.Rand, inList bool, oneIn int) {
 			change(v.Elem(), r, inList, oneIn)
 		}
 	case reflect.Struct:
+		if at, ok := v.Addr().Interface().(*time.Time); ok {
+			if oneIn == timesAlone || changed() {
+				*at = times[r.Intn(len(times))]
+			}
+			return
+		}
 		for i := range v.NumField() {
 			if f := v.Type().Field(i); f.IsExported() && f.Type != reflect.TypeFor[runtime.RawExtension]() {
 				change(v.Field(i), r, inList, oneIn)
@@ -84,7 +98,7 @@ func change(v reflect.Value, r *rand.Rand, inList bool, oneIn int) {
 			v.SetMapIndex(k, e)
 		}
 	case reflect.String:
-		if v.String() != "" && !inList && oneIn == 0 || changed() {
+		if v.String() != "" && !inList && oneIn == textAlone || changed() {
 			v.SetString(fmt.Sprint("changed", r.Intn(3)))
 		}
 	case reflect.Bool:
@@ -147,12 +161,13 @@ func created(t *testing.T, e *verbs.Endpoint, seed int64) (same int) {
 	filler(seed).Fill(obj)
 	r := rand.New(rand.NewSource(seed))
 	first, ok := managed.ShapeOf(nil, obj)
-	for _, oneIn := range []int{-1, 0, 0, 20, 5} {
+	for _, oneIn := range []int{nothing, timesAlone, timesAlone, textAlone, textAlone, 20, 5} {
 		other := obj.DeepCopyObject()
-		if oneIn >= 0 {
+		if oneIn != nothing {
 			change(reflect.ValueOf(other), r, false, oneIn)
 		}
-		if shape, ok2 := managed.ShapeOf(nil, other); ok && ok2 && oneIn >= 0 && string(shape) == string(first) {
+		shape, tells := managed.ShapeOf(nil, other)
+		if ok && tells && oneIn >= textAlone && string(shape) == string(first) {
 			same++
 		}
 		want := fields(t, e.FieldManager.UpdateNoErrors(newOf(t, e), other.DeepCopyObject(), "m"))
@@ -211,7 +226,8 @@ func TestCreatedFieldsOfCustomResources(t *testing.T) {
 		t.Fatal(err)
 	}
 	gvk := schema.GroupVersionKind{Group: "g", Version: "v", Kind: "K"}
-	upstream, err := managedfields.NewDefaultCRDFieldManager(types, convertor{}, nil, nil, gvk, gvk.GroupVersion(), "", nil)
+	upstream, err := managedfields.NewDefaultCRDFieldManager(types, convertor{}, nil, nil, gvk, gvk.GroupVersion(), "",
+		nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -292,8 +308,8 @@ func TestValidating(t *testing.T) {
 		obj := &metav1.PartialObjectMetadata{}
 		obj.SetManagedFields(entry("before", `{"f:b":{}}`))
 		v := managed.Validating{Interface: mutating{admission.NewHandler(admission.Create), c.to}}
-		a := admission.NewAttributesRecord(obj, nil, schema.GroupVersionKind{}, "", "", schema.GroupVersionResource{}, "",
-			admission.Create, nil, false, nil)
+		a := admission.NewAttributesRecord(obj, nil, schema.GroupVersionKind{}, "", "", schema.GroupVersionResource{},
+			"", admission.Create, nil, false, nil)
 		if err := v.Admit(t.Context(), a, nil); err != nil {
 			t.Fatal(err)
 		}
@@ -311,7 +327,8 @@ func BenchmarkCreate(b *testing.B) {
 	pod := &core.Pod{ObjectMeta: metav1.ObjectMeta{Name: "p", Labels: map[string]string{"app": "a"}}}
 	pod.Spec.Containers = []core.Container{{Name: "c", Image: "i"}}
 	for i := range 40 {
-		pod.Spec.Containers[0].Env = append(pod.Spec.Containers[0].Env, core.EnvVar{Name: fmt.Sprint("V", i), Value: "v"})
+		c := &pod.Spec.Containers[0]
+		c.Env = append(c.Env, core.EnvVar{Name: fmt.Sprint("V", i), Value: "v"})
 	}
 	empty := func() (runtime.Object, error) { return e.Creater.New(e.Kind) }
 	b.Run("known", func(b *testing.B) {

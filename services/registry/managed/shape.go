@@ -17,11 +17,12 @@ import (
 
 // An object's shape is what its field set can depend on: which fields there are, the keys of maps and the order of
 // lists, and of values those that may tell a list's elements apart: some of the elements' own fields do
-// (x-kubernetes-list-map-keys), or they do themselves (sets). Of text outside of lists, and of maps' values, a shape has
-// only whether there is some. All else, numbers and booleans among it, it has as it is: more than it needs tells two
-// objects apart that have the same fields, which costs time; less would give an object another's fields.
+// (x-kubernetes-list-map-keys), or they do themselves (sets). Of text outside of lists, and of maps' values, a shape
+// has only whether it is what an empty object has, which is nobody's. All else, numbers and booleans among it, it has
+// as it is: more than it needs tells two objects apart that have the same fields, which costs time; less would give an
+// object another's fields.
 
-// shapeOf appends an object's shape to dst; false where it has a part whose fields its JSON alone tells.
+// shapeOf appends an object's shape to dst; false where only the JSON of some part tells which fields that has.
 func shapeOf(dst []byte, obj runtime.Object) ([]byte, bool) {
 	if u, ok := obj.(*unstructured.Unstructured); ok {
 		return walkerOf(reflect.TypeOf(u.Object))(dst, reflect.ValueOf(u.Object), false)
@@ -76,7 +77,7 @@ func newWalker(t reflect.Type) walker {
 	case t.Kind() == reflect.Pointer: // it has its element's methods
 		return pointerWalker(t)
 	case texts[t]:
-		return walkText
+		return textWalker(t)
 	case t == raw:
 		return walkRaw
 	case t.Implements(marshaler), reflect.PointerTo(t).Implements(marshaler):
@@ -99,7 +100,7 @@ func newWalker(t reflect.Type) walker {
 		}
 	case reflect.String:
 		return func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
-			return appendString(dst, v.String(), element), true
+			return appendText(dst, v.String(), element)
 		}
 	case reflect.Struct:
 		return structWalker(t)
@@ -115,14 +116,17 @@ func newWalker(t reflect.Type) walker {
 
 func refuse(dst []byte, _ reflect.Value, _ bool) ([]byte, bool) { return dst, false }
 
-func appendString(dst []byte, s string, whole bool) []byte {
+// appendText appends whole text, or whether there is some; false where that makes the shape too long.
+func appendText[T string | []byte](dst []byte, text T, whole bool) ([]byte, bool) {
 	switch {
-	case s == "":
-		return append(dst, empty)
+	case len(text) == 0:
+		return append(dst, empty), true
 	case !whole:
-		return append(dst, present)
+		return append(dst, present), true
+	case len(dst)+len(text) > mostShape:
+		return dst, false
 	}
-	return append(binary.AppendUvarint(append(dst, present), uint64(len(s))), s...)
+	return append(binary.AppendUvarint(append(dst, present), uint64(len(text))), text...), true
 }
 
 func walkBool(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
@@ -132,21 +136,36 @@ func walkBool(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
 	return append(dst, 0), true
 }
 
-func walkText(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
-	if !element {
-		if v.IsZero() {
+// textWalker goes by JSON: a time that is zero in some zone is the null that it is without one.
+func textWalker(t reflect.Type) walker {
+	none, err := json.Marshal(reflect.Zero(t).Interface())
+	if err != nil {
+		return refuse
+	}
+	return func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
+		if !element && v.IsZero() {
 			return append(dst, empty), true
 		}
-		return append(dst, present), true
+		data, err := json.Marshal(v.Interface())
+		switch {
+		case err != nil:
+			return dst, false
+		case !element && string(data) == string(none):
+			return append(dst, empty), true
+		case !element:
+			return append(dst, present), true
+		}
+		return appendText(dst, data, true)
 	}
-	data, err := json.Marshal(v.Interface())
-	return appendString(dst, string(data), true), err == nil
 }
 
 // walkRaw takes all of what is JSON in a field's place, or refuses what is to become that.
 func walkRaw(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
 	r, _ := v.Interface().(runtime.RawExtension)
-	return appendString(dst, string(r.Raw), true), r.Object == nil
+	if r.Object != nil {
+		return dst, false
+	}
+	return appendText(dst, r.Raw, true)
 }
 
 func pointerWalker(t reflect.Type) walker {
@@ -192,13 +211,16 @@ func sliceWalker(t reflect.Type) walker {
 			if v.IsNil() {
 				return append(dst, absent), true
 			}
-			return appendString(dst, string(v.Bytes()), element), true
+			return appendText(dst, v.Bytes(), element)
 		}
 	}
 	elem := walkerOf(t.Elem())
 	return func(dst []byte, v reflect.Value, _ bool) (_ []byte, ok bool) {
 		dst = appendLength(dst, v)
 		for i := range v.Len() {
+			if len(dst) > mostShape {
+				return dst, false
+			}
 			if dst, ok = elem(dst, v.Index(i), true); !ok {
 				return dst, false
 			}
@@ -214,6 +236,9 @@ func mapWalker(t reflect.Type) walker {
 	elem := walkerOf(t.Elem())
 	return func(dst []byte, v reflect.Value, element bool) (_ []byte, ok bool) {
 		dst = appendLength(dst, v)
+		if v.Len() > mostShape { // each key takes a byte at least
+			return dst, false
+		}
 		keys := v.MapKeys()
 		slices.SortFunc(keys, func(a, b reflect.Value) int {
 			switch a, b := a.String(), b.String(); {
@@ -225,7 +250,9 @@ func mapWalker(t reflect.Type) walker {
 			return 0
 		})
 		for _, k := range keys {
-			dst = appendString(dst, k.String(), true)
+			if dst, ok = appendText(dst, k.String(), true); !ok {
+				return dst, false
+			}
 			// a custom resource's element is a map, whose values may be keys
 			if dst, ok = elem(dst, v.MapIndex(k), element && t.Elem().Kind() == reflect.Interface); !ok {
 				return dst, false

@@ -1,16 +1,15 @@
 package storage
 
 import (
-	"container/list"
 	"context"
 	"strings"
-	"sync"
 
 	etcdkubernetes "go.etcd.io/etcd/client/v3/kubernetes"
 	"k8s.io/apimachinery/pkg/runtime"
 	apistorage "k8s.io/apiserver/pkg/storage"
 	"k8s.io/apiserver/pkg/storage/value"
 
+	"watershed.dev/platform/lru"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -24,75 +23,34 @@ const (
 // spares the read of what exists: it is one transaction, which etcd refuses where the value has changed since, and
 // answers with the one that it has (k8s.io/apiserver/pkg/storage, cachedExistingObject; kube-apiserver passes its watch
 // cache's object). What is kept may be old, and is never answered to anybody.
-type recent struct {
-	mu     sync.Mutex
-	byKey  map[string]*list.Element
-	newest *list.List // of *written
-	bytes  int
-}
+type recent struct{ byKey *lru.Cache[string, written] }
 
 // written is one value, and the revision that it was written at.
 type written struct {
-	key      string
 	data     []byte
 	revision int64
 }
 
-func newRecent() *recent { return &recent{byKey: map[string]*list.Element{}, newest: list.New()} }
+func newRecent() *recent { return &recent{lru.New[string, written](recentBytes)} }
 
 func (r *recent) get(key string) (data []byte, revision int64) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	e := r.byKey[key]
-	if e == nil {
-		return nil, 0
-	}
-	r.newest.MoveToFront(e)
-	w := e.Value.(*written)
+	w, _ := r.byKey.Get(key)
 	return w.data, w.revision
 }
 
 // put keeps a value, unless a later one is kept. data is not changed from here on.
 func (r *recent) put(key string, data []byte, revision int64) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if e := r.byKey[key]; e != nil {
-		if e.Value.(*written).revision > revision {
-			return
-		}
-		r.remove(e)
-	}
+	later := func(w written) bool { return w.revision > revision }
 	if len(data) > recentValue {
+		r.byKey.RemoveIf(key, func(w written) bool { return !later(w) })
 		return
 	}
-	r.byKey[key] = r.newest.PushFront(&written{key, data, revision})
-	for r.bytes += len(key) + len(data); r.bytes > recentBytes; {
-		r.remove(r.newest.Back())
-	}
+	r.byKey.PutUnless(key, later, written{data, revision}, len(key)+len(data))
 }
 
 // drop forgets a value that was written before a revision.
 func (r *recent) drop(key string, before int64) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if e := r.byKey[key]; e != nil && e.Value.(*written).revision < before {
-		r.remove(e)
-	}
-}
-
-// clear forgets everything.
-func (r *recent) clear() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	clear(r.byKey)
-	r.newest.Init()
-	r.bytes = 0
-}
-
-func (r *recent) remove(e *list.Element) {
-	w := r.newest.Remove(e).(*written)
-	delete(r.byKey, w.key)
-	r.bytes -= len(w.key) + len(w.data)
+	r.byKey.RemoveIf(key, func(w written) bool { return w.revision < before })
 }
 
 // Written is told of every event: what another registry has written is not what is kept.
@@ -109,7 +67,7 @@ func (s *Storage) Written(e *logv1.Event) {
 }
 
 // Forget is told that etcd's history is another one: a revision that is kept may stand for another value.
-func (s *Storage) Forget() { s.recent.clear() }
+func (s *Storage) Forget() { s.recent.byKey.Clear() }
 
 // remembered is etcd's client as upstream's storage uses it, with what it writes kept.
 type remembered struct {

@@ -115,12 +115,13 @@ func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, erro
 	q.Form = frame.FormOf(k, q.As, q.Output.MediaType, q.Entry.Unstructured)
 	q.native = proto.Equal(k, q.Entry.GetStoredKind()) || q.Form.Partial // metadata is the same in every version
 	q.Key = Key{
-		resource:  q.Entry.StoredAs + " " + q.Entry.Resource.GetGroup() + " " + q.Entry.Resource.GetResource(),
-		version:   frame.APIVersion(k),
-		mediaType: q.Output.MediaType,
-		as:        q.As.GetKind(),
-		asVersion: frame.APIVersion(q.As),
-		include:   q.IncludeObject,
+		resource: q.Entry.StoredAs + " " + q.Entry.Resource.GetGroup() + " " + q.Entry.Resource.GetResource(),
+		version:  frame.APIVersion(k),
+		// a key is kept longer than what it is a part of, which may be a header of a megabyte
+		mediaType: strings.Clone(q.Output.MediaType),
+		as:        strings.Clone(q.As.GetKind()),
+		asVersion: strings.Clone(frame.APIVersion(q.As)),
+		include:   strings.Clone(q.IncludeObject),
 	}
 	return q, nil
 }

@@ -41,9 +41,10 @@ type Lists struct {
 	snapshots []pageSnapshot
 }
 
-// New returns lists of a cache's objects, as fresh as a log is and served as a catalog says. Of what they are compressed
-// they keep some bytes; where that is 0 nothing is compressed here.
-func New(served *catalog.Catalog, c *cache.Cache, l *log.Log, converter *convert.Converter, compressed int) *Lists {
+// New returns lists of a cache's objects, as fresh as a log is and served as a catalog says. compressed is how many
+// bytes of them are kept as they are compressed; where that is 0 nothing is compressed here.
+func New(served *catalog.Catalog, c *cache.Cache, l *log.Log, converter *convert.Converter,
+	compressed int) *Lists {
 	return &Lists{
 		catalog:   served,
 		cache:     c,
@@ -62,7 +63,7 @@ func (l *Lists) Metrics() []prometheus.Collector {
 	return []prometheus.Collector{l.served, l.runs.asked, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "watershed_watchfanout_compressed_bytes",
 		Help: "Bytes of compressed runs of lists' items that are kept.",
-	}, l.runs.held)}
+	}, func() float64 { return float64(l.runs.kept.Bytes()) })}
 }
 
 // read reads what is asked for, and sees to it that the replica may answer.
@@ -107,6 +108,7 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 		Unstructured: q.Form.Unstructured && !q.Table && !q.Form.Partial,
 	}
 	body := head.Body(q.Form.Protobuf, parts, q.ItemHead())
+	// Tables' rows tell ages; they and what is converted change though their items do not
 	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Above && convert.AsTheyAre(q, page.items) {
 		return l.compressed(stream, q, page.items, body)
 	}
@@ -115,38 +117,44 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 	}})
 }
 
-// compressedChunk is about how many compressed bytes one message carries.
-const compressedChunk = 64 << 10
+// compressedBytes is about how many compressed bytes one message carries.
+const compressedBytes = 64 << 10
 
-// compressed sends a list's body as gzip. Tables are not sent so: their rows tell ages.
+// compressed sends a list's body as gzip.
 func (l *Lists) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query,
 	items []*cache.Item, body *frame.Body) error {
-	out := &frame.Chunks{Bytes: compressedChunk, Send: func(pieces [][]byte, size int64) error {
+	out := &frame.Chunks{Bytes: compressedBytes, Send: func(pieces [][]byte, size int64) error {
+		// the first message, which has the size, says so for all
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size, Gzip: size > 0})
 	}}
 	out.Begin(body.Size)
-	out.Write(deflate.Header())
-	var sum deflate.Body
-	write := func(p *deflate.Part, err error) error {
-		if err == nil {
-			sum.Add(p)
-			err = out.Write(p.Data)
-		}
-		return err
+	_ = out.Add(deflate.Header()) // its error is there at the next one too
+	var sum deflate.Sum
+	add := func(p *deflate.Part) error {
+		sum.Add(p)
+		return out.Add(p.Data)
 	}
-	err := write(deflate.Compress(body.Head))
+	err := add(deflate.Stored(body.Head))
+	if err == nil {
+		err = out.End() // whoever asks hears at once that there is an answer, however long others compress
+	}
+	head := string(q.ItemHead())
 	for first := 0; first < len(items) && err == nil; {
 		end := l.runs.end(items, body, first)
-		err = write(l.runs.part(q, items, body, first, end))
+		var part *deflate.Part
+		if part, err = l.runs.part(q, head, items, body, first, end); err == nil {
+			err = add(part)
+		}
+		if err == nil {
+			err = stream.Context().Err() // nobody may want the rest
+		}
 		first = end
 	}
-	if err == nil {
-		err = write(deflate.Compress(body.Tail))
-	}
 	if err != nil {
-		return err
+		return rpc.ToStatus(err)
 	}
-	_ = out.Write(sum.Trailer())
+	_ = add(deflate.Stored(body.Tail))
+	_ = out.Add(sum.Trailer())
 	return out.End()
 }
 

@@ -1,9 +1,9 @@
 package lists
 
 import (
-	"container/list"
-	"hash/maphash"
 	"math/bits"
+	"math/rand/v2"
+	"strconv"
 	"sync"
 	"time"
 
@@ -11,14 +11,18 @@ import (
 
 	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/frame"
+	"watershed.dev/platform/guard"
+	"watershed.dev/platform/lru"
 	"watershed.dev/services/watchfanout/cache"
 	"watershed.dev/services/watchfanout/form"
 )
 
 // Clients ask for lists compressed, and compressing costs several times what all the rest of a list does. So a list is
-// made of runs: some items that follow each other, compressed by themselves. A run is compressed once, for every list in
-// one form that has those items; what changes is compressed anew with the few that are its neighbours. Where runs end
-// depends on each item's key and size alone: what comes and goes elsewhere moves no other run's end.
+// made of runs: some items that follow each other, compressed by themselves. A run is compressed once, for every list
+// in one form that has those items; what changes is compressed anew with the few that are its neighbours. Where a run
+// ends depends on the key and the size of the item that it ends with, so what comes and goes elsewhere moves no end but
+// those few that are there since a run has become too long. Which keys end one nobody outside knows: names cannot be
+// chosen so that none does.
 
 const (
 	// runBytes is about how many bytes of a body a run has, before it is compressed, and mostRunBytes how many at most,
@@ -28,7 +32,7 @@ const (
 	// runLife is how long a run is kept that nobody asks for.
 	runLife = 10 * time.Minute
 	// runOverhead is about what keeping a run takes beside its bytes, and itemOverhead what each of its items adds.
-	runOverhead  = 300
+	runOverhead  = 700
 	itemOverhead = 8
 )
 
@@ -36,19 +40,18 @@ const (
 type runs struct {
 	// limit is how many bytes are kept.
 	limit int
-	seed  maphash.Seed
+	// seed decides which keys end a run.
+	seed uint64
 	// asked counts runs by whether they were kept.
 	asked *prometheus.CounterVec
-
-	mu    sync.Mutex
-	kept  map[runKey]*list.Element
-	order list.List // of *run, the last asked for in front
-	bytes int
+	kept  *lru.Cache[runKey, *run]
 }
 
 // runKey tells runs apart, but for a collision of sums.
 type runKey struct {
 	form form.Key
+	// head is what items begin with beside that: a custom resource's kind.
+	head string
 	// sum is of the items' serials, and last whether no item follows: in JSON that takes a comma away.
 	sum  uint64
 	last bool
@@ -56,18 +59,15 @@ type runKey struct {
 
 // run is one that is kept, or on its way to be.
 type run struct {
-	key     runKey
 	serials []uint64
 	part    func() (*deflate.Part, error)
-	bytes   int
-	used    time.Time
 }
 
 func newRuns(limit int) *runs {
 	return &runs{
 		limit: limit,
-		seed:  maphash.MakeSeed(),
-		kept:  map[runKey]*list.Element{},
+		seed:  rand.Uint64(),
+		kept:  lru.New[runKey, *run](limit),
 		asked: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_compressed_runs_total",
 			Help: "Runs of lists' items that were asked for compressed, by whether they were kept so.",
@@ -81,48 +81,59 @@ func (r *runs) end(items []*cache.Item, body *frame.Body, first int) int {
 	for i := first; i < len(items); i++ {
 		n := body.ItemBytes(i)
 		// one item in so many ends a run, for items of n bytes
-		if size += n; size >= mostRunBytes || int(maphash.String(r.seed, items[i].Key)%runBytes) < n {
+		if size += n; size >= mostRunBytes || int(r.hash(items[i].Key)%runBytes) < n {
 			return i + 1
 		}
 	}
 	return len(items)
 }
 
-// part is the run of some items, from first up to end, compressed.
-func (r *runs) part(q *form.Query, items []*cache.Item, body *frame.Body, first, end int) (*deflate.Part, error) {
-	key := runKey{form: q.Key, last: end == len(items)}
+// hash is a key's FNV-1a with a beginning of this process' own.
+func (r *runs) hash(key string) uint64 {
+	h := r.seed
+	for i := range len(key) {
+		h = (h ^ uint64(key[i])) * 0x100000001b3
+	}
+	return (h ^ h>>32) * 0x9e3779b97f4a7c15 >> 32 // the last letters count for all of what is left
+}
+
+// part is the run of some items, from first up to end, compressed. head is what the query's items begin with.
+func (r *runs) part(q *form.Query, head string, items []*cache.Item, body *frame.Body,
+	first, end int) (*deflate.Part, error) {
+	key := runKey{form: q.Key, head: head, last: end == len(items)}
 	for _, i := range items[first:end] {
 		key.sum = bits.RotateLeft64(key.sum^i.Serial, 31) * 0x9e3779b97f4a7c15
 	}
-	r.mu.Lock()
-	e, ok := r.kept[key]
-	if ok && e.Value.(*run).of(items[first:end]) {
-		r.order.MoveToFront(e)
-		kept := e.Value.(*run)
-		kept.used = time.Now()
-		r.mu.Unlock()
-		r.asked.WithLabelValues("true").Inc()
-		return kept.part()
+	same := func(kept *run) bool { return kept.of(items[first:end]) }
+	kept, ok := r.kept.Get(key)
+	if ok = ok && same(kept); !ok {
+		made := r.newRun(key, items, body, first, end)
+		kept = r.kept.PutUnless(key, same, made, runOverhead+itemOverhead*(end-first))
 	}
-	if ok {
-		r.drop(e)
-	}
-	made := &run{key: key, serials: make([]uint64, end-first), used: time.Now()}
+	r.asked.WithLabelValues(strconv.FormatBool(ok)).Inc()
+	return kept.part()
+}
+
+// newRun is a run that is compressed when it is first asked for; others who want it wait.
+func (r *runs) newRun(key runKey, items []*cache.Item, body *frame.Body, first, end int) *run {
+	made := &run{serials: make([]uint64, end-first)}
 	for i, item := range items[first:end] {
 		made.serials[i] = item.Serial
 	}
-	made.part = sync.OnceValues(func() (*deflate.Part, error) { // the others who want it wait
-		p, err := deflate.Compress(body.Run(nil, first, end)...)
-		if err == nil {
-			r.account(made, len(p.Data))
-		}
-		return p, err
+	made.part = sync.OnceValues(func() (part *deflate.Part, err error) {
+		defer func() {
+			// what compresses badly takes the room of much that does not, and is made again as fast as copied
+			if err != nil || 2*int64(len(part.Data)) > part.Size {
+				r.kept.RemoveIf(key, func(kept *run) bool { return kept == made })
+				return
+			}
+			another := func(kept *run) bool { return kept != made }
+			r.kept.PutUnless(key, another, made, runOverhead+itemOverhead*(end-first)+len(part.Data))
+		}()
+		defer guard.Error("compressing a list", &err)
+		return deflate.Compress(body.Run(nil, first, end)...)
 	})
-	r.kept[key] = r.order.PushFront(made)
-	r.mu.Unlock()
-	r.asked.WithLabelValues("false").Inc()
-	r.account(made, runOverhead+itemOverhead*len(made.serials))
-	return made.part()
+	return made
 }
 
 // of says whether the run is of these items.
@@ -136,40 +147,4 @@ func (r *run) of(items []*cache.Item) bool {
 		}
 	}
 	return true
-}
-
-// account counts bytes of a run that is still kept, and lets go of what was not asked for longest.
-func (r *runs) account(of *run, bytes int) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if e, ok := r.kept[of.key]; !ok || e.Value.(*run) != of {
-		return
-	}
-	of.bytes += bytes
-	r.bytes += bytes
-	for r.bytes > r.limit {
-		r.drop(r.order.Back())
-	}
-}
-
-// drop forgets a run. The lock is held.
-func (r *runs) drop(e *list.Element) {
-	old := r.order.Remove(e).(*run)
-	r.bytes -= old.bytes
-	delete(r.kept, old.key)
-}
-
-// sweep forgets what nobody has asked for lately.
-func (r *runs) sweep() {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for e := r.order.Back(); e != nil && time.Since(e.Value.(*run).used) >= runLife; e = r.order.Back() {
-		r.drop(e)
-	}
-}
-
-func (r *runs) held() float64 {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return float64(r.bytes)
 }

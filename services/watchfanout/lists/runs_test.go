@@ -3,6 +3,7 @@ package lists_test
 import (
 	"bytes"
 	"compress/gzip"
+	"context"
 	"fmt"
 	"io"
 	"sync"
@@ -20,36 +21,68 @@ import (
 // many are enough pods for several runs.
 const many = 6000
 
-// compressed asks for a list as gzip, and for the same as it is; it answers both, and how many runs were kept and made.
-func compressed(t *testing.T, l *lists.Lists, r *watchfanoutv1.ListRequest) (gzipped, plain []byte, kept, made float64) {
+// runsOf are lists of a replica that holds many pods.
+func runsOf(t *testing.T, limit int) (*world.World, *lists.Lists) {
+	t.Helper()
+	w := world.New(t)
+	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter, limit)
+	l.Seed(1)
+	if _, err := ask(t, l, cached()); err != nil { // which has the resource loaded
+		t.Fatal(err)
+	}
+	for i := range many {
+		w.Apply(logv1.Type_TYPE_ADDED, 11+int64(i), fmt.Sprintf("pod-%05d", i), "node-0", "")
+	}
+	return w, l
+}
+
+// cached asks for what the replica has.
+func cached() *watchfanoutv1.ListRequest {
+	return &watchfanoutv1.ListRequest{Query: world.Query(), ResourceVersion: "0"}
+}
+
+// compressed asks for a list as gzip, and for the same as it is, and compares them. It answers how many of the runs had
+// been kept, and how many were made.
+func compressed(t *testing.T, l *lists.Lists, what string, r *watchfanoutv1.ListRequest) (kept, made float64) {
 	t.Helper()
 	r.Gzip = false
 	as := &body{ctx: t.Context()}
 	if err := l.List(r, as); err != nil {
-		t.Fatal(err)
+		t.Fatal(what, err)
 	}
 	keptBefore, madeBefore := asked(t, l)
 	r.Gzip = true
 	got := &body{ctx: t.Context()}
 	if err := l.List(r, got); err != nil {
-		t.Fatal(err)
+		t.Fatal(what, err)
 	}
 	kept, made = asked(t, l)
 	if got.size != as.size || !got.gzip {
-		t.Errorf("%d bytes are said to be %d, gzip %v", as.size, got.size, got.gzip)
+		t.Errorf("%s: %d bytes are said to be %d, gzip %v", what, as.size, got.size, got.gzip)
 	}
 	from, err := gzip.NewReader(&got.data)
 	if err != nil {
-		t.Fatal(err)
+		t.Fatal(what, err)
 	}
-	if gzipped, err = io.ReadAll(from); err != nil {
-		t.Fatal(err)
+	plain, err := io.ReadAll(from)
+	if err != nil {
+		t.Fatal(what, err)
 	}
-	return gzipped, as.data.Bytes(), kept - keptBefore, made - madeBefore
+	if !bytes.Equal(plain, as.data.Bytes()) {
+		t.Fatalf("%s: %d bytes are not the %d of the list", what, len(plain), as.data.Len())
+	}
+	return kept - keptBefore, made - madeBefore
 }
 
 // asked is how many runs were asked for that were kept, and that were not.
 func asked(t *testing.T, l *lists.Lists) (kept, made float64) {
+	t.Helper()
+	by := gathered(t, l, "watershed_watchfanout_compressed_runs_total")
+	return by["true"], by["false"]
+}
+
+// gathered is what a metric says, by its label.
+func gathered(t *testing.T, l *lists.Lists, name string) map[string]float64 {
 	t.Helper()
 	r := prometheus.NewRegistry()
 	r.MustRegister(l.Metrics()...)
@@ -57,107 +90,123 @@ func asked(t *testing.T, l *lists.Lists) (kept, made float64) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	out := map[string]float64{}
 	for _, f := range families {
-		if f.GetName() != "watershed_watchfanout_compressed_runs_total" {
+		if f.GetName() != name {
 			continue
 		}
 		for _, m := range f.Metric {
-			if m.Label[0].GetValue() == "true" {
-				kept = m.Counter.GetValue()
-			} else {
-				made = m.Counter.GetValue()
+			label := ""
+			if len(m.Label) > 0 {
+				label = m.Label[0].GetValue()
 			}
+			out[label] = m.GetCounter().GetValue() + m.GetGauge().GetValue()
 		}
 	}
-	return kept, made
+	return out
 }
 
 // What is compressed is the list, and what has not changed is not compressed again.
 func TestRuns(t *testing.T) {
-	w := world.New(t)
-	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter, 1<<20)
-	consistent := func() *watchfanoutv1.ListRequest {
-		return &watchfanoutv1.ListRequest{Query: world.Query(), ResourceVersion: "0"}
+	w, l := runsOf(t, 1<<20)
+	kept, runs := compressed(t, l, "the first", cached())
+	if kept != 0 || runs < 4 {
+		t.Errorf("%v runs kept and %v made", kept, runs)
 	}
-	same := func(what string, r *watchfanoutv1.ListRequest) (kept, made float64) {
-		t.Helper()
-		got, want, kept, made := compressed(t, l, r)
-		if !bytes.Equal(got, want) {
-			t.Fatalf("%s: %d bytes are not the %d of the list", what, len(got), len(want))
-		}
-		return kept, made
-	}
-	if _, err := ask(t, l, consistent()); err != nil { // which has it loaded
-		t.Fatal(err)
-	}
-	for i := range many {
-		w.Apply(logv1.Type_TYPE_ADDED, 11+int64(i), fmt.Sprintf("pod-%05d", i), "node-0", "")
-	}
-	kept, made := same("the first", consistent())
-	if kept != 0 || made < 4 {
-		t.Errorf("%v runs kept and %v made", kept, made)
-	}
-	runs := made
-	if kept, made = same("the same again", consistent()); kept != runs || made != 0 {
+	if kept, made := compressed(t, l, "the same again", cached()); kept != runs || made != 0 {
 		t.Errorf("of %v runs %v kept and %v made", runs, kept, made)
 	}
 	w.Apply(logv1.Type_TYPE_MODIFIED, 20000, "pod-03000", "node-1", "node-0")
-	if _, made = same("one changed", consistent()); made != 1 {
+	if _, made := compressed(t, l, "one changed", cached()); made != 1 {
 		t.Errorf("%v runs made", made)
 	}
 	w.Apply(logv1.Type_TYPE_DELETED, 20001, "pod-00000", "node-0", "")
-	if kept, made = same("one gone", consistent()); made > 2 || kept < runs-2 {
+	if kept, made := compressed(t, l, "one gone", cached()); made > 2 || kept < runs-2 {
 		t.Errorf("of %v runs %v kept and %v made", runs, kept, made)
 	}
 	w.Apply(logv1.Type_TYPE_ADDED, 20002, "zzz", "node-0", "")
-	if kept, made = same("one at the end", consistent()); made > 2 || kept < runs-2 {
+	if kept, made := compressed(t, l, "one at the end", cached()); made > 2 || kept < runs-2 {
 		t.Errorf("of %v runs %v kept and %v made", runs, kept, made)
 	}
-	page := consistent()
-	page.ResourceVersion, page.Limit = "20002", 0
+	page := cached()
+	page.ResourceVersion, page.Limit = "", many/2
 	page.Query.LabelSelector = "node=node-0"
-	same("selected", page)
-	partial := consistent()
+	if _, made := compressed(t, l, "a page of what is selected", page); made > 3 {
+		t.Errorf("%v runs made of those that it shares with the whole", made)
+	}
+	partial := cached()
 	partial.Query.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "PartialObjectMetadataList"}
-	same("metadata alone", partial)
+	if kept, _ := compressed(t, l, "metadata alone", partial); kept != 0 {
+		t.Errorf("%v runs of the same objects in another form", kept)
+	}
 }
 
-// Those who ask at once share what is made, and what does not fit in the bound is made again.
-func TestRunsAreBoundedAndShared(t *testing.T) {
-	w := world.New(t)
-	const limit = 8 << 10
-	l := lists.New(w.Catalog, w.Cache, w.Log, w.Converter, limit)
-	r := func() *watchfanoutv1.ListRequest {
-		return &watchfanoutv1.ListRequest{Query: world.Query(), ResourceVersion: "0"}
+// Tables, whose rows tell ages, and what is small are answered as they are.
+func TestWhatIsNotCompressed(t *testing.T) {
+	_, l := runsOf(t, 1<<20)
+	table := cached()
+	table.Query, table.Gzip = world.Table(table.Query), true
+	small := cached()
+	small.Query.FieldSelector, small.Gzip = "metadata.name=pod-00001", true
+	none := cached()
+	none.Gzip = true
+	_, off := runsOf(t, 0)
+	for what, c := range map[string]struct {
+		of *lists.Lists
+		r  *watchfanoutv1.ListRequest
+	}{"a Table": {l, table}, "one object": {l, small}, "where nothing is kept": {off, none}} {
+		got := &body{ctx: t.Context()}
+		if err := c.of.List(c.r, got); err != nil || got.gzip || got.size != int64(got.data.Len()) {
+			t.Errorf("%s: gzip %v, %d bytes are said to be %d, %v", what, got.gzip, got.data.Len(), got.size, err)
+		}
 	}
-	if _, err := ask(t, l, r()); err != nil {
-		t.Fatal(err)
-	}
-	for i := range many {
-		w.Apply(logv1.Type_TYPE_ADDED, 11+int64(i), fmt.Sprintf("pod-%05d", i), "node-0", "")
-	}
+}
+
+// Those who ask at once share what is made.
+func TestRunsAreShared(t *testing.T) {
+	_, l := runsOf(t, 1<<20)
+	const clients = 8
 	var all sync.WaitGroup
-	for range 8 {
+	for range clients {
 		all.Go(func() {
-			q := r()
-			q.Gzip = true
-			if err := l.List(q, &body{ctx: t.Context()}); err != nil {
+			r := cached()
+			r.Gzip = true
+			if err := l.List(r, &body{ctx: t.Context()}); err != nil {
 				t.Error(err)
 			}
 		})
 	}
 	all.Wait()
-	reg := prometheus.NewRegistry()
-	reg.MustRegister(l.Metrics()...)
-	families, err := reg.Gather()
-	if err != nil {
-		t.Fatal(err)
+	together, _ := asked(t, l)
+	runs, made := compressed(t, l, "once more", cached())
+	kept, all2 := asked(t, l)
+	if made != 0 || kept-runs+all2 != clients*runs || together < (clients-2)*runs {
+		t.Errorf("%v runs: %v kept and %v made", runs, kept, all2)
 	}
-	for _, f := range families {
-		if f.GetName() == "watershed_watchfanout_compressed_bytes" {
-			if held := f.Metric[0].Gauge.GetValue(); held > limit || held < limit/2 {
-				t.Errorf("%v bytes are kept", held)
-			}
-		}
+}
+
+// What does not fit in the bound is made again.
+func TestRunsAreBounded(t *testing.T) {
+	const limit = 40 << 10
+	_, l := runsOf(t, limit)
+	compressed(t, l, "the first", cached())
+	if held := gathered(t, l, "watershed_watchfanout_compressed_bytes")[""]; held > limit || held < limit/2 {
+		t.Errorf("%v bytes are kept", held)
+	}
+	if _, made := compressed(t, l, "the second", cached()); made == 0 {
+		t.Error("all was kept")
+	}
+}
+
+// A client that has gone has nothing more compressed for it.
+func TestNothingIsCompressedForNobody(t *testing.T) {
+	_, l := runsOf(t, 1<<20)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	r := cached()
+	r.Gzip = true
+	err := l.List(r, &body{ctx: ctx})
+	if _, made := asked(t, l); err == nil || made > 1 {
+		t.Errorf("%v runs are made, %v", made, err)
 	}
 }
