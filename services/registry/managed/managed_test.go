@@ -320,6 +320,30 @@ func TestValidating(t *testing.T) {
 	}
 }
 
+// What is odd is upstream's to say: a manager that its encoding changes, and what is too large to be told apart.
+func TestWhatIsOddIsUpstreams(t *testing.T) {
+	w := world.New(t)
+	e, _ := w.Resources.BuiltIn.Endpoint(&commonv1.Resource{Version: "v1", Resource: "configmaps"})
+	small := &core.ConfigMap{Data: map[string]string{"k": "v"}}
+	large := &core.ConfigMap{Data: map[string]string{}}
+	for i := range 20000 {
+		large.Data[fmt.Sprint(i)] = ""
+	}
+	if _, ok := managed.ShapeOf(nil, large); ok {
+		t.Error("a shape of 20,000 keys")
+	}
+	empty := func() (runtime.Object, error) { return newOf(t, e), nil }
+	for manager, of := range map[string]*core.ConfigMap{"\xff": small, "": small, "m": large} {
+		want := fields(t, e.FieldManager.UpdateNoErrors(newOf(t, e), of.DeepCopyObject(), manager))
+		for range 2 {
+			got, err := e.FieldManager.Create(empty, of.DeepCopyObject(), manager)
+			if err != nil || fields(t, got) != want {
+				t.Errorf("%q: %v", manager, err)
+			}
+		}
+	}
+}
+
 // BenchmarkCreate is what a new pod's managedFields cost, of a shape that is known and by upstream alone.
 func BenchmarkCreate(b *testing.B) {
 	w := world.New(b)

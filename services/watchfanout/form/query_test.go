@@ -4,6 +4,7 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/frame"
@@ -172,5 +173,23 @@ func TestRows(t *testing.T) {
 	}
 	if kind, version := q.ListKind(); kind != "Table" || version != "meta.k8s.io/v1" {
 		t.Errorf("%s of %s", kind, version)
+	}
+}
+
+// A key is kept for longer than the request that it is of, and nothing of that with it: what an Accept header names is
+// a part of the whole header.
+func TestAKeyHoldsNothingOfItsRequest(t *testing.T) {
+	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
+	header := strings.Repeat("PartialObjectMetadataList", 2)
+	as := header[:len(header)/2]
+	q, err := NewQuery(&registryv1.ResourceEntry{StoredAs: "pods", Kind: pod, StoredKind: pod}, &watchfanoutv1.Query{
+		Output: &registryv1.Output{MediaType: frame.JSON, As: &commonv1.Kind{Version: as, Kind: as}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if q.Key.as != as || unsafe.StringData(q.Key.as) == unsafe.StringData(as) ||
+		unsafe.StringData(q.Key.asVersion) == unsafe.StringData(as) {
+		t.Error("the key refers to the header")
 	}
 }

@@ -4,13 +4,17 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"encoding/base64"
 	"fmt"
 	"io"
+	"math/rand/v2"
+	"runtime"
 	"sync"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"watershed.dev/platform/deflate"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -209,4 +213,64 @@ func TestNothingIsCompressedForNobody(t *testing.T) {
 	if _, made := asked(t, l); err == nil || made > 1 {
 		t.Errorf("%v runs are made, %v", made, err)
 	}
+}
+
+// What hardly shrinks does not take the room of what does.
+func TestNoiseIsNotKept(t *testing.T) {
+	w, l := runsOf(t, 1<<20)
+	noise := rand.NewChaCha8([32]byte{})
+	for i := range 40 {
+		data := make([]byte, 6<<10)
+		_, _ = noise.Read(data)
+		name := fmt.Sprintf("noise-%02d", i)
+		o := world.Object(name, 30000+int64(i), "noise")
+		o.Json = fmt.Appendf(o.Json[:len(o.Json)-1], `,"data":%q}`, base64.StdEncoding.EncodeToString(data))
+		w.Cache.Apply(&logv1.Event{
+			Type: logv1.Type_TYPE_ADDED, Revision: 30000 + int64(i), StoredAs: "pods", Namespace: "x", Name: name,
+			History: "h", Object: o,
+		})
+	}
+	r := cached()
+	r.Query.LabelSelector = "node=noise"
+	compressed(t, l, "noise", r)
+	if held := gathered(t, l, "watershed_watchfanout_compressed_bytes")[""]; held > 0 {
+		t.Errorf("%v bytes are kept", held)
+	}
+}
+
+// begun is a client that says when it is sent something.
+type begun struct {
+	body
+	first chan struct{}
+	once  sync.Once
+}
+
+func (b *begun) Send(c *watchfanoutv1.ListChunk) error {
+	b.once.Do(func() { close(b.first) })
+	return b.body.Send(c)
+}
+
+// A list is answered at once, however long others compress: whoever waits for it would ask registry for what is slow.
+func TestAListBeginsBeforeItIsCompressed(t *testing.T) {
+	_, l := runsOf(t, 1<<20)
+	let := make(chan struct{})
+	var holding, held sync.WaitGroup
+	for range max(1, runtime.GOMAXPROCS(0)-1) { // every turn
+		held.Add(1)
+		holding.Go(func() {
+			_ = deflate.Turn(func() error { held.Done(); <-let; return nil })
+		})
+	}
+	held.Wait()
+	client := &begun{body: body{ctx: t.Context()}, first: make(chan struct{})}
+	holding.Go(func() {
+		r := cached()
+		r.Gzip = true
+		if err := l.List(r, client); err != nil {
+			t.Error(err)
+		}
+	})
+	<-client.first
+	close(let)
+	holding.Wait()
 }
