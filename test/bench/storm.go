@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"fmt"
-	"io"
 	"net/http"
 	"strings"
 	"sync"
@@ -47,16 +46,7 @@ func storm(s *server) map[string]float64 {
 				case <-tick.C:
 				case <-ctx.Done():
 				}
-				req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.url+"/api/v1/pods", nil)
-				check(err)
-				req.Header.Set("Accept-Encoding", "gzip")
-				resp, err := s.client.Do(req)
-				if err != nil {
-					break
-				}
-				_, err = io.Copy(io.Discard, resp.Body)
-				resp.Body.Close()
-				if err == nil && resp.StatusCode == http.StatusOK {
+				if s.packed(ctx, "/api/v1/pods", "application/json") {
 					n++
 				}
 			}

@@ -1,8 +1,6 @@
 package wire
 
 import (
-	"context"
-	"crypto/tls"
 	"io"
 	"net"
 	"net/http"
@@ -41,21 +39,10 @@ func TestAnAnswerIsOneWrite(t *testing.T) {
 		}
 		_, _ = io.WriteString(w, strings.Repeat("x", 8000))
 	})
-	s := httptest.NewUnstartedServer(h)
-	h2 := &http2.Server{}
-	if err := http2.ConfigureServer(s.Config, h2); err != nil {
-		t.Fatal(err)
-	}
-	s.Config.TLSNextProto["h2"] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
-		c := NewConn(conn, time.Second)
-		c.holdFor = time.Duration(hold.Load())
-		h2.ServeConn(c, &http2.ServeConnOpts{Context: c.Context(context.Background()), BaseConfig: srv,
-			Handler: Handler(h)})
-	}
-	s.TLS = &tls.Config{NextProtos: []string{"h2"}, DynamicRecordSizingDisabled: true}
-	s.Listener = listener{s.Listener, &writes}
-	s.StartTLS()
-	t.Cleanup(s.Close)
+	s := serveAs(t, h, func(s *httptest.Server) {
+		s.TLS.DynamicRecordSizingDisabled = true
+		s.Listener = listener{s.Listener, &writes}
+	}, func(c *Conn) { c.holdFor = time.Duration(hold.Load()) })
 	c := client(s)
 	get := func(path string) *http.Response {
 		t.Helper()

@@ -23,13 +23,19 @@ import (
 
 // serve serves h over Conns.
 func serve(t *testing.T, h http.Handler) *httptest.Server {
+	return serveAs(t, h, func(*httptest.Server) {}, func(*Conn) {})
+}
+
+// serveAs is serve with a server and Conns that are changed before they are used.
+func serveAs(t *testing.T, h http.Handler, server func(*httptest.Server), conn func(*Conn)) *httptest.Server {
 	s := httptest.NewUnstartedServer(h)
 	h2 := &http2.Server{}
 	if err := http2.ConfigureServer(s.Config, h2); err != nil {
 		t.Fatal(err)
 	}
-	s.Config.TLSNextProto["h2"] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
-		c := NewConn(conn, time.Second)
+	s.Config.TLSNextProto["h2"] = func(srv *http.Server, tlsConn *tls.Conn, _ http.Handler) {
+		c := NewConn(tlsConn, time.Second)
+		conn(c)
 		h2.ServeConn(c, &http2.ServeConnOpts{
 			Context:    c.Context(context.Background()),
 			BaseConfig: srv,
@@ -37,6 +43,7 @@ func serve(t *testing.T, h http.Handler) *httptest.Server {
 		})
 	}
 	s.TLS = &tls.Config{NextProtos: []string{"h2"}}
+	server(s)
 	s.StartTLS()
 	t.Cleanup(s.Close)
 	return s

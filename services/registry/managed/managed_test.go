@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/apimachinery/pkg/util/json"
 	"k8s.io/apimachinery/pkg/util/managedfields"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/kube-openapi/pkg/validation/spec"
@@ -239,18 +240,23 @@ func TestCreatedFieldsOfCustomResources(t *testing.T) {
 	}
 	seen := map[string]bool{}
 	for _, body := range []string{
-		`{"text":"a"}`, `{"text":"b"}`, `{"text":""}`, `{}`, `{"set":["a"]}`, `{"set":["b"]}`, `{"set":["a","b"]}`, `{"set":[]}`,
-		`{"list":[{"a":"x","b":1,"c":"u"}]}`, `{"list":[{"a":"y","b":1,"c":"u"}]}`, `{"list":[{"a":"x","b":2,"c":"u"}]}`,
-		`{"list":[{"a":"x","b":1}]}`, `{"list":[{"a":"x","b":1,"c":"v"}]}`, `{"list":[{"a":"x","b":1},{"a":"y","b":1}]}`,
-		`{"text":null}`, `{"unknown":{"a":[{"b":"c"}]}}`, `{"unknown":{"a":[{"b":"d"}]}}`, `{"unknown":{"b":[]}}`,
+		`{}`, `{"text":"a"}`, `{"text":"b"}`, `{"text":""}`, `{"text":null}`,
+		`{"set":["a"]}`, `{"set":["b"]}`, `{"set":["a","b"]}`, `{"set":[]}`,
+		`{"list":[{"a":"x","b":1,"c":"u"}]}`,
+		`{"list":[{"a":"y","b":1,"c":"u"}]}`,
+		`{"list":[{"a":"x","b":2,"c":"u"}]}`,
+		`{"list":[{"a":"x","b":1}]}`,
+		`{"list":[{"a":"x","b":1,"c":"v"}]}`,
+		`{"list":[{"a":"x","b":1},{"a":"y","b":1}]}`,
+		`{"unknown":{"a":[{"b":"c"}]}}`, `{"unknown":{"a":[{"b":"d"}]}}`, `{"unknown":{"b":[]}}`,
 	} {
 		of := func() runtime.Object {
 			u := &unstructured.Unstructured{}
-			if err := u.UnmarshalJSON([]byte(`{"apiVersion":"g/v","kind":"K","metadata":{"name":"n"},` + body[1:])); err != nil {
-				if err = u.UnmarshalJSON([]byte(`{"apiVersion":"g/v","kind":"K","metadata":{"name":"n"}}`)); err != nil {
-					t.Fatal(body, err)
-				}
+			if err := json.Unmarshal([]byte(body), &u.Object); err != nil {
+				t.Fatal(body, err)
 			}
+			u.SetGroupVersionKind(gvk)
+			u.SetName("n")
 			return u
 		}
 		live, _ := empty()

@@ -6,6 +6,7 @@ import (
 	"math"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -240,15 +241,7 @@ func mapWalker(t reflect.Type) walker {
 			return dst, false
 		}
 		keys := v.MapKeys()
-		slices.SortFunc(keys, func(a, b reflect.Value) int {
-			switch a, b := a.String(), b.String(); {
-			case a < b:
-				return -1
-			case a > b:
-				return 1
-			}
-			return 0
-		})
+		slices.SortFunc(keys, func(a, b reflect.Value) int { return strings.Compare(a.String(), b.String()) })
 		for _, k := range keys {
 			if dst, ok = appendText(dst, k.String(), true); !ok {
 				return dst, false
@@ -272,8 +265,7 @@ func walkInterface(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
 	case reflect.Bool, reflect.String, reflect.Int64, reflect.Float64:
 		return walkerOf(v.Type())(append(dst, byte(kind)), v, element)
 	case reflect.Slice, reflect.Map:
-		nested := v.Type().Elem().Kind() == reflect.Interface
-		if !nested {
+		if v.Type().Elem().Kind() != reflect.Interface {
 			return dst, false
 		}
 		return walkerOf(v.Type())(append(dst, byte(kind)), v, element)

@@ -3,6 +3,7 @@ package lists
 import (
 	"math/bits"
 	"math/rand/v2"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -108,7 +109,7 @@ func (r *runs) part(q *form.Query, head string, items []*cache.Item, body *frame
 	kept, ok := r.kept.Get(key)
 	if ok = ok && same(kept); !ok {
 		made := r.newRun(key, items, body, first, end)
-		kept = r.kept.PutUnless(key, same, made, runOverhead+itemOverhead*(end-first))
+		kept = r.kept.PutUnless(key, same, made, made.overhead())
 	}
 	r.asked.WithLabelValues(strconv.FormatBool(ok)).Inc()
 	return kept.part()
@@ -128,7 +129,7 @@ func (r *runs) newRun(key runKey, items []*cache.Item, body *frame.Body, first, 
 				return
 			}
 			another := func(kept *run) bool { return kept != made }
-			r.kept.PutUnless(key, another, made, runOverhead+itemOverhead*(end-first)+len(part.Data))
+			r.kept.PutUnless(key, another, made, made.overhead()+len(part.Data))
 		}()
 		defer guard.Error("compressing a list", &err)
 		return deflate.Compress(body.Run(nil, first, end)...)
@@ -136,15 +137,10 @@ func (r *runs) newRun(key runKey, items []*cache.Item, body *frame.Body, first, 
 	return made
 }
 
+// overhead is what keeping the run takes beside its bytes.
+func (r *run) overhead() int { return runOverhead + itemOverhead*len(r.serials) }
+
 // of says whether the run is of these items.
 func (r *run) of(items []*cache.Item) bool {
-	if len(r.serials) != len(items) {
-		return false
-	}
-	for i, item := range items {
-		if r.serials[i] != item.Serial {
-			return false
-		}
-	}
-	return true
+	return slices.EqualFunc(r.serials, items, func(serial uint64, i *cache.Item) bool { return serial == i.Serial })
 }
