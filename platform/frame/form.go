@@ -3,6 +3,7 @@ package frame
 import (
 	"encoding/json"
 	"fmt"
+	"slices"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
@@ -35,25 +36,44 @@ func FormOf(kind, as *commonv1.Kind, mediaType string, unstructured bool) Form {
 	return f
 }
 
-// Item is an object in a list, of its encodings.
+// Item is an object in a list, of its encodings: what comes between ItemHead and ItemTail.
 func (f *Form) Item(body, message []byte) ([]byte, error) {
 	switch {
 	case f.Partial && f.Protobuf:
 		return MetadataProtobuf(message)
 	case f.Partial:
-		return PartialJSON(f.APIVersion, body)
+		m, err := MetadataJSON(body)
+		return body[:min(1+len(m), len(body))], err
 	case f.Protobuf:
 		return message, nil
 	}
 	return body, nil
 }
 
-// ItemHead is what comes before an item of a list, in place of its opening brace; nil for nothing.
+// ItemHead is what comes before an item of a list in JSON, in place of its opening brace; nil for nothing.
 func (f *Form) ItemHead() []byte {
-	if !f.Unstructured || f.Partial {
-		return nil
+	switch {
+	case f.Partial:
+		return PartialHead(f.APIVersion)
+	case f.Unstructured:
+		return fmt.Appendf(nil, `{"apiVersion":%q,"kind":%q,`, f.APIVersion, f.Kind)
 	}
-	return fmt.Appendf(nil, `{"apiVersion":%q,"kind":%q,`, f.APIVersion, f.Kind)
+	return nil
+}
+
+// ItemTail is what comes after an item of a list in JSON.
+func (f *Form) ItemTail() []byte {
+	if f.Partial {
+		return braceJSON
+	}
+	return nil
+}
+
+var braceJSON = []byte{'}'}
+
+// Items are a list's, of what Item has made of them.
+func (f *Form) Items(bodies [][]byte) *Items {
+	return &Items{Bodies: bodies, Head: f.ItemHead(), Tail: f.ItemTail()}
 }
 
 // Event is an object in a watch, of its encodings.
@@ -108,7 +128,11 @@ func PartialJSON(apiVersion string, body []byte) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := make([]byte, 0, len(m)+80)
-	b = fmt.Appendf(b, `{"kind":"PartialObjectMetadata","apiVersion":%q,`, apiVersion)
-	return append(append(b, m...), '}'), nil
+	b := PartialHead(apiVersion)
+	return append(append(slices.Grow(b, len(m)+1), m...), '}'), nil
+}
+
+// PartialHead is a PartialObjectMetadata's JSON up to its metadata.
+func PartialHead(apiVersion string) []byte {
+	return fmt.Appendf(nil, `{"kind":"PartialObjectMetadata","apiVersion":%q,`, apiVersion)
 }

@@ -51,29 +51,60 @@ var nullJSON = []byte("null}\n")
 
 var comma = []byte{','}
 
+// Items are a list's, in pieces: each its head, its body and the tail.
+type Items struct {
+	// Bodies are the items', or what their heads and the tail leave of them.
+	Bodies [][]byte
+	// Head comes before each in JSON, in place of its body's opening brace; nil for nothing.
+	Head []byte
+	// Heads, where there are any, are each item's own in place of Head. A body may be empty then.
+	Heads [][]byte
+	// Tail comes after each in JSON.
+	Tail []byte
+}
+
+// Len is how many items there are.
+func (i *Items) Len() int { return len(i.Bodies) }
+
+// pieces are an item's.
+func (i *Items) pieces(n int) (head, body, tail []byte) {
+	head, body = i.Head, i.Bodies[n]
+	if i.Heads != nil {
+		head = i.Heads[n]
+	}
+	if head != nil && len(body) > 0 {
+		body = body[1:]
+	}
+	return head, body, i.Tail
+}
+
+// Append appends to dst the item with number n, in JSON.
+func (i *Items) Append(dst []byte, n int) []byte {
+	head, body, tail := i.pieces(n)
+	return append(append(append(dst, head...), body...), tail...)
+}
+
 // Body is a list's body: Head, the items, and Tail.
 type Body struct {
 	Head, Tail []byte
 	// Size is the whole body's in bytes.
 	Size int64
 
-	items    [][]byte
-	itemHead []byte
+	items    *Items
 	protobuf bool
 }
 
-// Body is the list's body with its items, in JSON or protobuf. itemHead is what comes before an item in JSON in place
-// of its opening brace, which items of a list without a Go type have: their own kind; nil for nothing.
-func (l *List) Body(protobuf bool, items [][]byte, itemHead []byte) *Body {
-	b := &Body{items: items, itemHead: itemHead, protobuf: protobuf}
+// Body is the list's body with its items, in JSON or protobuf.
+func (l *List) Body(protobuf bool, items *Items) *Body {
+	b := &Body{items: items, protobuf: protobuf}
 	n := 0
-	for i := range items {
+	for i := range items.Len() {
 		n += b.ItemBytes(i)
 	}
 	switch {
 	case protobuf:
 		b.Head, b.Tail = l.headProtobuf(n), TailProtobuf
-	case len(items) == 0 && l.Kind == "PartialObjectMetadataList": // kube-apiserver says null of these
+	case items.Len() == 0 && l.Kind == "PartialObjectMetadataList": // kube-apiserver says null of these
 		head := l.headJSON()
 		b.Head, b.Tail = head[:len(head)-1], nullJSON
 	default:
@@ -85,14 +116,12 @@ func (l *List) Body(protobuf bool, items [][]byte, itemHead []byte) *Body {
 
 // ItemBytes is how many bytes the item with number i is in the body.
 func (b *Body) ItemBytes(i int) int {
-	n := len(b.items[i])
 	if b.protobuf {
-		return FieldLen(n)
+		return FieldLen(len(b.items.Bodies[i]))
 	}
-	if b.itemHead != nil {
-		n += len(b.itemHead) - 1
-	}
-	if i < len(b.items)-1 {
+	head, body, tail := b.items.pieces(i)
+	n := len(head) + len(body) + len(tail)
+	if i < b.items.Len()-1 {
 		n++
 	}
 	return n
@@ -102,15 +131,18 @@ func (b *Body) ItemBytes(i int) int {
 // Only the last item's depend on where it is.
 func (b *Body) Run(pieces [][]byte, first, end int) [][]byte {
 	for i := first; i < end; i++ {
-		item := b.items[i]
 		if b.protobuf {
+			item := b.items.Bodies[i]
 			pieces = append(pieces, itemHeadProtobuf(len(item)), item)
 			continue
 		}
-		if b.itemHead != nil {
-			pieces, item = append(pieces, b.itemHead), item[1:]
+		head, body, tail := b.items.pieces(i)
+		for _, p := range [...][]byte{head, body, tail} {
+			if len(p) > 0 {
+				pieces = append(pieces, p)
+			}
 		}
-		if pieces = append(pieces, item); i < len(b.items)-1 {
+		if i < b.items.Len()-1 {
 			pieces = append(pieces, comma)
 		}
 	}
@@ -122,7 +154,7 @@ func (b *Body) Send(w *Chunks) error {
 	w.Begin(b.Size)
 	err := w.Add(b.Head)
 	var pieces [][]byte
-	for i := 0; i < len(b.items) && err == nil; i++ {
+	for i := 0; i < b.items.Len() && err == nil; i++ {
 		pieces = b.Run(pieces[:0], i, i+1)
 		for _, p := range pieces {
 			err = w.Add(p)

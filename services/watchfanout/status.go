@@ -110,7 +110,7 @@ func (s *Service) Collectors() []prometheus.Collector {
 			return float64(s.cache.Resets())
 		}),
 	}
-	return slices.Concat(own, s.log.Metrics(), s.lists.Metrics(), s.streams.Metrics())
+	return slices.Concat(own, s.log.Metrics(), s.lists.Metrics(), s.converter.Metrics(), s.streams.Metrics())
 }
 
 // perResource tells what each resource takes.

@@ -62,15 +62,16 @@ func (c *Config) Validate() error {
 // Service is one replica.
 type Service struct {
 	watchfanoutv1.UnimplementedWatchServer
-	config  *Config
-	source  registryv1.SourceClient
-	catalog *catalog.Catalog
-	nats    *nats.Conn
-	cache   *cache.Cache
-	log     *log.Log
-	lists   *lists.Lists
-	streams *streams.Streams
-	tasks   lifecycle.Supervisor
+	config    *Config
+	source    registryv1.SourceClient
+	converter *convert.Converter
+	catalog   *catalog.Catalog
+	nats      *nats.Conn
+	cache     *cache.Cache
+	log       *log.Log
+	lists     *lists.Lists
+	streams   *streams.Streams
+	tasks     lifecycle.Supervisor
 }
 
 // NewConfig returns the defaults.
@@ -100,10 +101,10 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	if s.nats, js, err = c.Log.Connect("watchfanout", d.ID); err != nil {
 		return nil, err
 	}
-	converter := convert.New(d.Source, s.cache)
+	s.converter = convert.New(d.Source, s.cache)
 	s.log = log.New(s.cache, s.nats, js, d.Source, &s.tasks.Ready)
-	s.lists = lists.New(s.catalog, s.cache, s.log, converter, c.CompressedBytes)
-	s.streams = streams.New(c.ProgressPeriod, s.catalog, s.cache, s.log, d.Source, converter)
+	s.lists = lists.New(s.catalog, s.cache, s.log, s.converter, c.CompressedBytes)
+	s.streams = streams.New(c.ProgressPeriod, s.catalog, s.cache, s.log, d.Source, s.converter)
 	return s, nil
 }
 
@@ -145,6 +146,7 @@ func (s *Service) sweep(ctx context.Context) {
 			return
 		case <-tick.C:
 			s.lists.Sweep()
+			s.converter.Sweep()
 			s.log.Sweep()
 			if dropped := s.cache.Sweep(); len(dropped) > 0 {
 				slog.Info("Dropped what nobody reads", "resources", dropped)

@@ -175,8 +175,13 @@ var work = []piece{
 	{"a loud tenant", tenant},
 }
 
+// replicasWarm is after how many lists each replica has very likely been asked for one.
+const replicasWarm = 6
+
 func (s *server) lists(row, accept string, limit int) map[string]float64 {
-	s.list(s.client, accept, limit) // warm
+	for range replicasWarm { // each replica holds what it was asked for once
+		s.list(s.client, accept, limit)
+	}
 	before, megabytes := s.cpu(), 0.0
 	for range 5 {
 		megabytes += float64(s.list(s.client, accept, limit)) / 1e6
@@ -188,7 +193,11 @@ func (s *server) lists(row, accept string, limit int) map[string]float64 {
 // not, one pod of a hundred. Megabytes are those that are in it.
 func (s *server) compressedLists() map[string]float64 {
 	out := map[string]float64{}
-	const asJSON, asProtobuf = "application/json", "application/vnd.kubernetes.protobuf"
+	const (
+		asJSON     = "application/json"
+		asProtobuf = "application/vnd.kubernetes.protobuf"
+		asTable    = "application/json;as=Table;v=v1;g=meta.k8s.io" // kubectl's
+	)
 	some := max(1, *pods/100)
 	for _, row := range []struct {
 		name, accept   string
@@ -197,9 +206,13 @@ func (s *server) compressedLists() map[string]float64 {
 		{"LIST pods, JSON, gzip, as they were", asJSON, 0, 0},
 		{"LIST pods, JSON, gzip, 1 % changed between three", asJSON, 0, some},
 		{"LIST pods, protobuf, gzip, 1 % changed between three", asProtobuf, 0, some},
+		{"LIST pods, Table, gzip, 1 % changed between three", asTable, 0, some},
 		{"LIST pages of 500, JSON, gzip, 1 % changed between three", asJSON, 500, some},
 	} {
-		size := s.list(s.asks, row.accept, row.limit) // warm
+		size := 0
+		for range replicasWarm {
+			size = s.list(s.asks, row.accept, row.limit)
+		}
 		seconds, megabytes := 0.0, 0.0
 		for round := range 10 {
 			for i := range row.changed {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -97,6 +98,7 @@ func rows(ctx context.Context, e *verbs.Endpoint, hub schema.GroupVersion, objec
 		if err != nil {
 			return nil, err
 		}
+		from := time.Now()
 		t, err := convertor.ConvertToTable(ctx, internal, &metav1.TableOptions{NoHeaders: true})
 		if err != nil {
 			return nil, err
@@ -107,11 +109,11 @@ func rows(ctx context.Context, e *verbs.Endpoint, hub schema.GroupVersion, objec
 		if err := include(e, &t.Rows[0], internal, r.IncludeObject); err != nil {
 			return nil, err
 		}
-		data, err := json.Marshal(t.Rows[0])
+		data, clock, err := printed(ctx, convertor, internal, &t.Rows[0], from)
 		if err != nil {
 			return nil, err
 		}
-		resp.Objects = append(resp.Objects, data)
+		resp.Objects, resp.Clocks = append(resp.Objects, data), append(resp.Clocks, clock)
 	}
 	return resp, nil
 }

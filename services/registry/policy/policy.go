@@ -120,7 +120,7 @@ func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	out := &frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
 	}}
-	return list.Body(v.form.Protobuf, items, v.form.ItemHead()).Send(out)
+	return list.Body(v.form.Protobuf, v.form.Items(items)).Send(out)
 }
 
 // view is which objects are read, and in which form.

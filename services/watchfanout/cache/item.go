@@ -5,6 +5,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"watershed.dev/platform/frame"
 	"watershed.dev/platform/guard"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -27,6 +28,21 @@ type Item struct {
 
 	// selectable is the memory that Labels and Fields take.
 	selectable int
+	// metadata is where in JSON that ends, once it was asked for.
+	metadata atomic.Int32
+}
+
+// Metadata is JSON up to the end of its metadata, which comes first: {"metadata":{…}
+func (i *Item) Metadata() ([]byte, error) {
+	if end := i.metadata.Load(); end > 0 {
+		return i.JSON[:end], nil
+	}
+	m, err := frame.MetadataJSON(i.JSON)
+	if err != nil {
+		return nil, err
+	}
+	i.metadata.Store(int32(1 + len(m)))
+	return i.JSON[:1+len(m)], nil
 }
 
 // serial is the last item's.

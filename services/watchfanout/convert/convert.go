@@ -7,9 +7,9 @@ import (
 	"slices"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
@@ -23,39 +23,58 @@ const Timeout = 10 * time.Second
 
 // Converter asks, and keeps for a while what it was answered.
 type Converter struct {
-	source         registryv1.SourceClient
-	cache          *cache.Cache
-	rows, versions encodings
+	source registryv1.SourceClient
+	cache  *cache.Cache
+	kept   kept
 }
 
 // New returns a converter of a cache's objects.
 func New(source registryv1.SourceClient, c *cache.Cache) *Converter {
-	return &Converter{
-		source:   source,
-		cache:    c,
-		rows:     encodings{life: rowsLife, limit: encodingsSize},
-		versions: encodings{life: versionsLife, limit: encodingsSize},
-	}
+	return &Converter{source: source, cache: c, kept: newKept()}
 }
+
+// Metrics are this package's collectors.
+func (c *Converter) Metrics() []prometheus.Collector {
+	return []prometheus.Collector{c.kept.asked, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "watershed_watchfanout_encodings_bytes",
+		Help: "Bytes that are kept of what registry has made of objects: Table rows and other versions.",
+	}, func() float64 { return float64(c.kept.Bytes()) })}
+}
+
+// Sweep forgets what nobody has asked for for some time.
+func (c *Converter) Sweep() { c.kept.Forget(life) }
 
 // AsTheyAre says whether items' own bytes are what a list in the form that q wants has: none is converted.
 func AsTheyAre(q *form.Query, items []*cache.Item) bool {
 	return !q.Table && !slices.ContainsFunc(items, func(i *cache.Item) bool { return !q.Own(i) })
 }
 
-// Parts are the encoded items of a list in the form that q wants.
-func (c *Converter) Parts(ctx context.Context, q *form.Query,
-	items []*cache.Item) (parts [][]byte, columns []byte, err error) {
-	if !AsTheyAre(q, items) {
-		return c.Encoded(ctx, q, items)
+// Items are a list's in the form that q wants, and with rows their columns.
+func (c *Converter) Items(ctx context.Context, q *form.Query,
+	items []*cache.Item) (out *frame.Items, columns []byte, err error) {
+	if q.Table {
+		rows, err := c.Rows(ctx, q, items)
+		if err != nil {
+			return nil, nil, err
+		}
+		return &rows.Items, rows.Columns, nil
 	}
-	parts = make([][]byte, len(items))
+	if !AsTheyAre(q, items) {
+		bodies, err := c.Encoded(ctx, q, items)
+		return q.Form.Items(bodies), nil, err
+	}
+	bodies := make([][]byte, len(items))
 	for i, item := range items {
-		if parts[i], err = q.Form.Item(item.JSON, item.Protobuf); err != nil {
+		if q.Form.Partial && !q.Form.Protobuf {
+			bodies[i], err = item.Metadata()
+		} else {
+			bodies[i], err = q.Form.Item(item.JSON, item.Protobuf)
+		}
+		if err != nil {
 			return nil, nil, err
 		}
 	}
-	return parts, nil, nil
+	return q.Form.Items(bodies), nil, nil
 }
 
 const (
@@ -76,42 +95,54 @@ func Batch(items []*cache.Item) int {
 	return n
 }
 
-// Encoded is what registry makes of items: other versions, and Table rows. What it has made lately is not asked for
-// again.
-func (c *Converter) Encoded(ctx context.Context, q *form.Query,
-	items []*cache.Item) (parts [][]byte, columns []byte, err error) {
-	kept := &c.versions
-	if q.Table {
-		kept = &c.rows
-	}
-	parts = make([][]byte, len(items))
-	var missing []*cache.Item
-	var at []int
+// missing is what registry is to be asked for: items, and where each one's encoding goes.
+type missing struct {
+	at    []int
+	items []*cache.Item
+}
+
+func (m *missing) add(at int, item *cache.Item) {
+	m.at, m.items = append(m.at, at), append(m.items, item)
+}
+
+// next takes what one Encode call carries.
+func (m *missing) next() (at []int, items []*cache.Item) {
+	n := Batch(m.items)
+	at, items = m.at[:n], m.items[:n]
+	m.at, m.items = m.at[n:], m.items[n:]
+	return at, items
+}
+
+// Encoded is items in the version that q wants. What registry has made lately is not asked for again.
+func (c *Converter) Encoded(ctx context.Context, q *form.Query, items []*cache.Item) (all [][]byte, err error) {
+	k, now := c.keyOf(q), time.Now()
+	all = make([][]byte, len(items))
+	var missing missing
 	for i, item := range items {
-		var ok bool
-		if parts[i], ok = kept.get(encodingKey{item, q.Key}); !ok {
-			missing, at = append(missing, item), append(at, i)
+		k.serial = item.Serial
+		if made, ok := c.kept.get(k, now); ok {
+			all[i] = made.data
+		} else {
+			missing.add(i, item)
 		}
 	}
-	columns, ok := kept.get(encodingKey{nil, q.Key})
-	for first := !ok; first || len(missing) > 0; first = false {
-		n := Batch(missing)
-		var made [][]byte
-		if made, columns, err = c.encode(ctx, q, missing[:n]); err != nil {
-			return nil, nil, err
+	c.kept.count(len(items), len(missing.items))
+	for len(missing.items) > 0 {
+		at, batch := missing.next()
+		resp, err := c.encode(ctx, q, batch)
+		if err != nil {
+			return nil, err
 		}
-		for i, data := range made {
-			parts[at[i]] = data
-			kept.put(encodingKey{missing[i], q.Key}, data)
+		for i, data := range resp.Objects {
+			k.serial, all[at[i]] = batch[i].Serial, data
+			c.kept.put(k, &encoding{data: data, until: now.Add(life)})
 		}
-		missing, at = missing[n:], at[n:]
-		kept.put(encodingKey{nil, q.Key}, columns)
 	}
-	return parts, columns, nil
+	return all, nil
 }
 
 func (c *Converter) encode(ctx context.Context, q *form.Query,
-	items []*cache.Item) (parts [][]byte, columns []byte, err error) {
+	items []*cache.Item) (*registryv1.EncodeResponse, error) {
 	r := &registryv1.EncodeRequest{
 		StoredAs:      q.Entry.StoredAs,
 		Resource:      q.Entry.Resource,
@@ -130,20 +161,13 @@ func (c *Converter) encode(ctx context.Context, q *form.Query,
 	}
 	resp, err := c.source.Encode(ctx, r)
 	if err != nil {
-		return nil, nil, rpc.FromStatus(err)
+		return nil, rpc.FromStatus(err)
 	}
 	if len(resp.Objects) != len(items) {
-		return nil, nil, status.Errorf(codes.Internal,
+		return nil, status.Errorf(codes.Internal,
 			"encode: asked for %d objects, got %d", len(items), len(resp.Objects))
 	}
-	if q.Table && q.IncludeObject != string(metav1.IncludeObject) && q.IncludeObject != string(metav1.IncludeNone) {
-		for i := range resp.Objects {
-			if resp.Objects[i], err = q.WithMetadata(resp.Objects[i], items[i].JSON); err != nil {
-				return nil, nil, err
-			}
-		}
-	}
-	return resp.Objects, resp.Columns, nil
+	return resp, nil
 }
 
 // Fields are what items' fields are in the version that the query asks for. It goes on though ctx ends: others wait for

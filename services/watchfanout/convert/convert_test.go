@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -18,20 +20,27 @@ import (
 	"watershed.dev/services/watchfanout/form"
 )
 
-// registry encodes an object as its number among all that it was asked for, and says how many it was asked for at a
-// time.
+// registry encodes an object as how many bytes it has, and says how many it was asked for at a time.
 type registry struct {
 	registryv1.SourceClient
 	asked []int
 	short bool
+	// columns, clock and cell are of the rows that it makes.
+	columns string
+	clock   func(row string) *registryv1.Clock
+	cell    string
 }
 
 func (r *registry) Encode(_ context.Context, m *registryv1.EncodeRequest,
 	_ ...grpc.CallOption) (*registryv1.EncodeResponse, error) {
 	r.asked = append(r.asked, len(m.Json))
-	out := &registryv1.EncodeResponse{Columns: []byte("[]")}
+	out := &registryv1.EncodeResponse{Columns: []byte("[]" + r.columns)}
 	for _, o := range m.Json {
-		out.Objects = append(out.Objects, fmt.Appendf(nil, `{"cells":[%d],"object":null}`, len(o)))
+		row := fmt.Sprintf(`{"cells":[%d%s],"object":null}`, len(o), r.cell)
+		out.Objects = append(out.Objects, []byte(row))
+		if r.clock != nil {
+			out.Clocks = append(out.Clocks, r.clock(row))
+		}
 	}
 	if r.short {
 		out.Objects = out.Objects[1:]
@@ -39,15 +48,18 @@ func (r *registry) Encode(_ context.Context, m *registryv1.EncodeRequest,
 	return out, nil
 }
 
-// inV1 asks for pods, which are stored in v2, in v1.
-func inV1(t *testing.T) *form.Query {
+// query asks for pods, which are stored in v2, in v1, or as a Table of that.
+func query(t *testing.T, as string) *form.Query {
 	t.Helper()
 	q, err := form.NewQuery(&registryv1.ResourceEntry{
 		StoredAs:   "pods",
 		Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
 		Kind:       &commonv1.Kind{Version: "v1", Kind: "Pod"},
 		StoredKind: &commonv1.Kind{Version: "v2", Kind: "Pod"},
-	}, &watchfanoutv1.Query{Output: &registryv1.Output{MediaType: "application/json"}})
+	}, &watchfanoutv1.Query{Output: &registryv1.Output{
+		MediaType: "application/json",
+		As:        &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: as},
+	}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,7 +68,8 @@ func inV1(t *testing.T) *form.Query {
 
 func items(n, bytes int) (all []*cache.Item) {
 	for i := range n {
-		all = append(all, &cache.Item{Key: fmt.Sprint(i), JSON: []byte(strings.Repeat("x", bytes+i))})
+		body := fmt.Sprintf(`{"metadata":{"name":"%s%d"}}`, strings.Repeat("0", bytes), i)
+		all = append(all, &cache.Item{Key: fmt.Sprint(i), Serial: uint64(1 + i), JSON: []byte(body)})
 	}
 	return all
 }
@@ -67,16 +80,16 @@ func TestObjectsAreAskedForInBatches(t *testing.T) {
 		items []*cache.Item
 		asked string
 	}{
-		"none":   {nil, "[0]"}, // for the columns
+		"none":   {nil, "[]"},
 		"many":   {items(600, 10), "[250 250 100]"},
 		"large":  {items(5, 2<<20), "[1 1 1 1 1]"},
 		"middle": {items(5, 1<<20), "[3 2]"},
 	} {
 		r := &registry{}
 		converter := convert.New(r, cache.New(1<<20, 0))
-		q := inV1(t)
+		q := query(t, "")
 		for range 2 {
-			parts, _, err := converter.Encoded(t.Context(), q, c.items)
+			parts, err := converter.Encoded(t.Context(), q, c.items)
 			if err != nil || len(parts) != len(c.items) {
 				t.Fatalf("%s: %d parts, %v", name, len(parts), err)
 			}
@@ -95,10 +108,125 @@ func TestObjectsAreAskedForInBatches(t *testing.T) {
 // An answer that lacks an object is an error, and nobody is shown another object's bytes.
 func TestAShortAnswerIsAnError(t *testing.T) {
 	converter := convert.New(&registry{short: true}, cache.New(1<<20, 0))
-	if _, _, err := converter.Encoded(t.Context(), inV1(t), items(3, 1)); status.Code(err) != codes.Internal {
+	if _, err := converter.Encoded(t.Context(), query(t, ""), items(3, 1)); status.Code(err) != codes.Internal {
 		t.Errorf("%v", err)
 	}
-	if _, err := converter.Fields(t.Context(), inV1(t), items(3, 1)); status.Code(err) != codes.Internal {
+	if _, err := converter.Fields(t.Context(), query(t, ""), items(3, 1)); status.Code(err) != codes.Internal {
 		t.Errorf("%v", err)
+	}
+}
+
+// age is the clock of a row that has one cell more, which tells how long ago something was.
+func age(since time.Time) func(string) *registryv1.Clock {
+	return func(row string) *registryv1.Clock {
+		at := strings.Index(row, `,"`) + 1
+		return &registryv1.Clock{AgesOnly: true, Ages: []*registryv1.Age{{
+			Offset: int32(at),
+			Length: int32(len(`"5s"`)),
+			Since:  since.Unix(),
+		}}}
+	}
+}
+
+// A row is made once, and its age is told anew. One that follows the clock in another way is made again after a second.
+func TestRowsAreKeptAndTheirAgesTold(t *testing.T) {
+	// The sleeps are synctest's: its clock moves, nobody waits.
+	synctest.Test(t, func(t *testing.T) {
+		r := &registry{cell: `,"5s"`, clock: age(time.Now().Add(-5 * time.Second))}
+		converter := convert.New(r, cache.New(1<<20, 0))
+		all, q := items(3, 4), query(t, "Table")
+		shows := func(cell string) {
+			t.Helper()
+			rows, err := converter.Rows(t.Context(), q, all)
+			if err != nil || rows.Len() != 3 || string(rows.Columns) != "[]" {
+				t.Fatalf("%+v, %v", rows, err)
+			}
+			want := fmt.Sprintf(`{"cells":[29,%s],"object":{"kind":"PartialObjectMetadata",`+
+				`"apiVersion":"meta.k8s.io/v1","metadata":{"name":"00001"}}}`, cell)
+			if got := string(rows.Append(nil, 1)); got != want {
+				t.Errorf("the row is %s, not %s", got, want)
+			}
+		}
+		shows(`"5s"`)
+		shows(`"5s"`)
+		time.Sleep(time.Minute)
+		shows(`"65s"`)
+		time.Sleep(5 * time.Minute)
+		shows(`"6m5s"`)
+		if got := fmt.Sprint(r.asked); got != "[0 3 0 0]" { // for the columns after a second, for rows never
+			t.Errorf("asked for %s", got)
+		}
+		time.Sleep(4 * time.Minute)
+		r.asked = nil
+		shows(`"10m"`)
+		if got := fmt.Sprint(r.asked); got != "[0 3]" {
+			t.Errorf("after their life asked for %s", got)
+		}
+
+		q.IncludeObject = "None"
+		q.Key.Event = "another form"
+		r.clock = age(time.Now().Add(time.Hour))
+		rows, err := converter.Rows(t.Context(), q, all)
+		if want := `{"cells":[29,"\u003cinvalid\u003e"],"object":null}`; err != nil ||
+			string(rows.Append(nil, 0)) != want {
+			t.Errorf("%s, not %s: %v", rows.Append(nil, 0), want, err)
+		}
+
+		for name, clock := range map[string]func(string) *registryv1.Clock{
+			"other cells":   func(string) *registryv1.Clock { return &registryv1.Clock{} },
+			"nobody knows":  func(string) *registryv1.Clock { return nil },
+			"an older peer": nil,
+		} {
+			r.clock, r.asked, q.Key.Event = clock, nil, name
+			for range 3 {
+				if _, err := converter.Rows(t.Context(), q, all); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(600 * time.Millisecond)
+			}
+			if got := fmt.Sprint(r.asked); got != "[0 3 0 3]" {
+				t.Errorf("%s: asked for %s", name, got)
+			}
+		}
+	})
+}
+
+// Rows belong to the columns that they were made with: those of two releases are not mixed.
+func TestRowsAreOfTheirColumns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := &registry{cell: `,"5s"`, clock: age(time.Now())}
+		converter := convert.New(r, cache.New(1<<20, 0))
+		all, q := items(3, 4), query(t, "Table")
+		for range 2 {
+			if _, err := converter.Rows(t.Context(), q, all[:2]); err != nil {
+				t.Fatal(err)
+			}
+		}
+		r.columns, r.cell = " ", `,"5s",true`
+		rows, err := converter.Rows(t.Context(), q, all) // the third is not kept: registry is asked, and has others
+		if err != nil || string(rows.Columns) != "[] " ||
+			!strings.HasPrefix(string(rows.Heads[0]), `{"cells":[29,"0s",true]`) {
+			t.Errorf("%s %s, %v", rows.Columns, rows.Heads[0], err)
+		}
+		if got := fmt.Sprint(r.asked); got != "[0 2 1 3]" {
+			t.Errorf("asked for %s", got)
+		}
+	})
+}
+
+// A clock that points out of its row is an error.
+func TestAWrongClockIsAnError(t *testing.T) {
+	for name, a := range map[string]*registryv1.Age{
+		"before":   {Offset: -1, Length: 2},
+		"after":    {Offset: 5, Length: 200},
+		"negative": {Offset: 12, Length: -3},
+	} {
+		r := &registry{clock: func(string) *registryv1.Clock {
+			return &registryv1.Clock{AgesOnly: true, Ages: []*registryv1.Age{a}}
+		}}
+		converter := convert.New(r, cache.New(1<<20, 0))
+		if _, err := converter.Rows(t.Context(), query(t, "Table"), items(1, 4)); err == nil {
+			t.Errorf("%s: no error", name)
+		}
 	}
 }

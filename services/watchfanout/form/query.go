@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/selection"
@@ -201,28 +202,31 @@ func (q *Query) ListKind() (kind, apiVersion string) {
 	return q.Entry.ListKind, frame.APIVersion(gv)
 }
 
-// ItemHead is what comes before an item of a list, in place of its opening brace; nil for nothing.
-func (q *Query) ItemHead() []byte {
-	if q.Table {
-		return nil
-	}
-	return q.Form.ItemHead()
+// RowsHaveMetadata says whether a Table's rows include objects' metadata, which registry leaves for the tier to put in.
+func (q *Query) RowsHaveMetadata() bool {
+	return q.IncludeObject != string(metav1.IncludeObject) && q.IncludeObject != string(metav1.IncludeNone)
 }
 
-// WithMetadata puts an object's metadata into its row, which registry leaves open: it is cut from the bytes at hand.
-func (q *Query) WithMetadata(row, body []byte) ([]byte, error) {
-	const open = `"object":null}`
-	head, ok := bytes.CutSuffix(row, []byte(open))
+// RowHead is a row as registry makes it, up to the opening brace of its object's metadata; or all of it, where it has
+// none.
+func (q *Query) RowHead(row []byte) ([]byte, error) {
+	if !q.RowsHaveMetadata() {
+		return row, nil
+	}
+	const object, null = `"object":`, `null}`
+	head, ok := bytes.CutSuffix(row, []byte(object+null))
 	if !ok {
 		return nil, fmt.Errorf("a row does not end with its object: %.80q", row)
 	}
-	p, err := frame.PartialJSON(frame.APIVersion(q.As), body)
-	if err != nil {
-		return nil, err
+	return append(row[:len(head)+len(object):len(head)+len(object)], frame.PartialHead(frame.APIVersion(q.As))...), nil
+}
+
+// RowTail is what comes after a row's metadata.
+func (q *Query) RowTail() []byte {
+	if !q.RowsHaveMetadata() {
+		return nil
 	}
-	out := make([]byte, 0, len(head)+len(p)+len(open))
-	out = append(append(out, head...), `"object":`...)
-	return append(append(out, p...), '}'), nil
+	return []byte("}}")
 }
 
 // MayMatch is Matches, but where only converting an object can tell.

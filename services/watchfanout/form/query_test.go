@@ -153,14 +153,24 @@ func TestRows(t *testing.T) {
 	q := pods(t, func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
 		p.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"}
 	})
-	row, err := q.WithMetadata([]byte(`{"cells":["a"],"object":null}`), []byte(`{"metadata":{"name":"a"},"spec":{}}`))
+	made := []byte(`{"cells":["a"],"object":null}`)
+	head, err := q.RowHead(made)
+	row := append(append(head, `"metadata":{"name":"a"}`...), q.RowTail()...)
 	if want := `{"cells":["a"],"object":{"kind":"PartialObjectMetadata","apiVersion":"meta.k8s.io/v1",` +
 		`"metadata":{"name":"a"}}}`; err != nil || string(row) != want {
 		t.Errorf("%s, %v", row, err)
 	}
-	if _, err := q.WithMetadata([]byte(`{"cells":["a"]}`), nil); err == nil {
+	if string(made) != `{"cells":["a"],"object":null}` {
+		t.Errorf("what registry made is %s now", made)
+	}
+	if _, err := q.RowHead([]byte(`{"cells":["a"]}`)); err == nil {
 		t.Error("a row without an object is taken")
 	}
+	q.IncludeObject = "None"
+	if head, err := q.RowHead(made); err != nil || string(head) != string(made) || q.RowTail() != nil {
+		t.Errorf("a row that includes nothing: %s, %v", head, err)
+	}
+	q.IncludeObject = ""
 	first, next := q.Row("ADDED", 7, row, []byte(`[{"name":"Name"}]`)), q.Row("ADDED", 8, row, nil)
 	if !strings.Contains(string(first), `"resourceVersion":"7"},"columnDefinitions":[{"name":"Name"}]`) ||
 		!strings.Contains(string(next), `"resourceVersion":"8"},"columnDefinitions":null`) {

@@ -93,7 +93,7 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	parts, columns, err := l.converter.Parts(ctx, q, page.items)
+	items, columns, err := l.converter.Items(ctx, q, page.items)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -107,10 +107,16 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 		Columns:      columns,
 		Unstructured: q.Form.Unstructured && !q.Table && !q.Form.Partial,
 	}
-	body := head.Body(q.Form.Protobuf, parts, q.ItemHead())
-	// Tables' rows tell ages; they and what is converted change though their items do not
-	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Above && convert.AsTheyAre(q, page.items) {
-		return l.compressed(stream, q, page.items, body)
+	body := head.Body(q.Form.Protobuf, items)
+	// what is converted changes though its items do not
+	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Above && (q.Table || convert.AsTheyAre(q, page.items)) {
+		return l.compressed(stream, &content{
+			form:  q.Key,
+			head:  string(items.Head),
+			items: page.items,
+			bytes: items,
+			body:  body,
+		})
 	}
 	return body.Send(&frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})
@@ -121,8 +127,8 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 const compressedBytes = 64 << 10
 
 // compressed sends a list's body as gzip.
-func (l *Lists) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], q *form.Query,
-	items []*cache.Item, body *frame.Body) error {
+func (l *Lists) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk], list *content) error {
+	body := list.body
 	out := &frame.Chunks{Bytes: compressedBytes, Send: func(pieces [][]byte, size int64) error {
 		// the first message, which has the size, says so for all
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size, Gzip: size > 0})
@@ -138,11 +144,10 @@ func (l *Lists) compressed(stream grpc.ServerStreamingServer[watchfanoutv1.ListC
 	if err == nil {
 		err = out.End() // whoever asks hears at once that there is an answer, however long others compress
 	}
-	head := string(q.ItemHead())
-	for first := 0; first < len(items) && err == nil; {
-		end := l.runs.end(items, body, first)
+	for first := 0; first < len(list.items) && err == nil; {
+		end := l.runs.end(list, first)
 		var part *deflate.Part
-		if part, err = l.runs.part(q, head, items, body, first, end); err == nil {
+		if part, err = l.runs.part(list, first, end); err == nil {
 			err = add(part)
 		}
 		if err == nil {

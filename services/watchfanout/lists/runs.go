@@ -1,6 +1,7 @@
 package lists
 
 import (
+	"hash/maphash"
 	"math/bits"
 	"math/rand/v2"
 	"slices"
@@ -43,6 +44,8 @@ type runs struct {
 	limit int
 	// seed decides which keys end a run.
 	seed uint64
+	// headsSeed is that of rows' heads.
+	headsSeed maphash.Seed
 	// asked counts runs by whether they were kept.
 	asked *prometheus.CounterVec
 	kept  *lru.Cache[runKey, *run]
@@ -56,6 +59,19 @@ type runKey struct {
 	// sum is of the items' serials, and last whether no item follows: in JSON that takes a comma away.
 	sum  uint64
 	last bool
+	// heads are what rows of a Table begin with, which tells ages: a sum by a seed of this process' own.
+	heads uint64
+}
+
+// content is a list's, as runs are made of it.
+type content struct {
+	// form and head are as in a key.
+	form form.Key
+	head string
+	// items are what bytes are made of.
+	items []*cache.Item
+	bytes *frame.Items
+	body  *frame.Body
 }
 
 // run is one that is kept, or on its way to be.
@@ -66,9 +82,11 @@ type run struct {
 
 func newRuns(limit int) *runs {
 	return &runs{
-		limit: limit,
-		seed:  rand.Uint64(),
-		kept:  lru.New[runKey, *run](limit),
+		limit:     limit,
+		seed:      rand.Uint64(),
+		headsSeed: maphash.MakeSeed(),
+
+		kept: lru.New[runKey, *run](limit),
 		asked: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_compressed_runs_total",
 			Help: "Runs of lists' items that were asked for compressed, by whether they were kept so.",
@@ -77,16 +95,16 @@ func newRuns(limit int) *runs {
 }
 
 // end is where the run ends that begins with the item at first.
-func (r *runs) end(items []*cache.Item, body *frame.Body, first int) int {
+func (r *runs) end(c *content, first int) int {
 	size := 0
-	for i := first; i < len(items); i++ {
-		n := body.ItemBytes(i)
+	for i := first; i < len(c.items); i++ {
+		n := c.body.ItemBytes(i)
 		// one item in so many ends a run, for items of n bytes
-		if size += n; size >= mostRunBytes || int(r.hash(items[i].Key)%runBytes) < n {
+		if size += n; size >= mostRunBytes || int(r.hash(c.items[i].Key)%runBytes) < n {
 			return i + 1
 		}
 	}
-	return len(items)
+	return len(c.items)
 }
 
 // hash is a key's FNV-1a with a beginning of this process' own.
@@ -98,17 +116,24 @@ func (r *runs) hash(key string) uint64 {
 	return (h ^ h>>32) * 0x9e3779b97f4a7c15 >> 32 // the last letters count for all of what is left
 }
 
-// part is the run of some items, from first up to end, compressed. head is what the query's items begin with.
-func (r *runs) part(q *form.Query, head string, items []*cache.Item, body *frame.Body,
-	first, end int) (*deflate.Part, error) {
-	key := runKey{form: q.Key, head: head, last: end == len(items)}
-	for _, i := range items[first:end] {
+// part is the run of some items, from first up to end, compressed.
+func (r *runs) part(c *content, first, end int) (*deflate.Part, error) {
+	key := runKey{form: c.form, head: c.head, last: end == len(c.items)}
+	for _, i := range c.items[first:end] {
 		key.sum = bits.RotateLeft64(key.sum^i.Serial, 31) * 0x9e3779b97f4a7c15
 	}
-	same := func(kept *run) bool { return kept.of(items[first:end]) }
+	if c.bytes.Heads != nil {
+		var sum maphash.Hash
+		sum.SetSeed(r.headsSeed)
+		for _, head := range c.bytes.Heads[first:end] {
+			_, _ = sum.Write(head)
+		}
+		key.heads = sum.Sum64()
+	}
+	same := func(kept *run) bool { return kept.of(c.items[first:end]) }
 	kept, ok := r.kept.Get(key)
 	if ok = ok && same(kept); !ok {
-		made := r.newRun(key, items, body, first, end)
+		made := r.newRun(key, c, first, end)
 		kept = r.kept.PutUnless(key, same, made, made.overhead())
 	}
 	r.asked.WithLabelValues(strconv.FormatBool(ok)).Inc()
@@ -116,9 +141,9 @@ func (r *runs) part(q *form.Query, head string, items []*cache.Item, body *frame
 }
 
 // newRun is a run that is compressed when it is first asked for; others who want it wait.
-func (r *runs) newRun(key runKey, items []*cache.Item, body *frame.Body, first, end int) *run {
+func (r *runs) newRun(key runKey, c *content, first, end int) *run {
 	made := &run{serials: make([]uint64, end-first)}
-	for i, item := range items[first:end] {
+	for i, item := range c.items[first:end] {
 		made.serials[i] = item.Serial
 	}
 	made.part = sync.OnceValues(func() (part *deflate.Part, err error) {
@@ -132,7 +157,7 @@ func (r *runs) newRun(key runKey, items []*cache.Item, body *frame.Body, first, 
 			r.kept.PutUnless(key, another, made, made.overhead()+len(part.Data))
 		}()
 		defer guard.Error("compressing a list", &err)
-		return deflate.Compress(body.Run(nil, first, end)...)
+		return deflate.Compress(c.body.Run(nil, first, end)...)
 	})
 	return made
 }

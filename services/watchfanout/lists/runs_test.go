@@ -11,6 +11,7 @@ import (
 	"runtime"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -145,11 +146,37 @@ func TestRuns(t *testing.T) {
 	}
 }
 
-// Tables, whose rows tell ages, and what is small are answered as they are.
+// A Table's rows are compressed as they are told: what they tell may change though their objects do not.
+func TestRunsOfRows(t *testing.T) {
+	w, l := runsOf(t, 1<<20)
+	table := cached()
+	table.Query = world.Table(table.Query)
+	_, runs := compressed(t, l, "the first", table)
+	if kept, made := compressed(t, l, "the same again", table); runs < 2 || kept != runs || made != 0 {
+		t.Errorf("of %v runs %v kept and %v made", runs, kept, made)
+	}
+	w.Registry.Cell.Store("y")
+	for deadline := time.Now().Add(10 * time.Second); ; {
+		got := &body{ctx: t.Context()}
+		table.Gzip = false
+		if err := l.List(table, got); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Contains(got.data.Bytes(), []byte(`["x"]`)) {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("rows that nobody says may be kept are kept")
+		}
+	}
+	if kept, made := compressed(t, l, "told anew", table); kept != 0 || made != runs {
+		t.Errorf("of %v runs %v kept and %v made", runs, kept, made)
+	}
+}
+
+// What is small is answered as it is.
 func TestWhatIsNotCompressed(t *testing.T) {
 	_, l := runsOf(t, 1<<20)
-	table := cached()
-	table.Query, table.Gzip = world.Table(table.Query), true
 	small := cached()
 	small.Query.FieldSelector, small.Gzip = "metadata.name=pod-00001", true
 	none := cached()
@@ -158,7 +185,7 @@ func TestWhatIsNotCompressed(t *testing.T) {
 	for what, c := range map[string]struct {
 		of *lists.Lists
 		r  *watchfanoutv1.ListRequest
-	}{"a Table": {l, table}, "one object": {l, small}, "where nothing is kept": {off, none}} {
+	}{"one object": {l, small}, "where nothing is kept": {off, none}} {
 		got := &body{ctx: t.Context()}
 		if err := c.of.List(c.r, got); err != nil || got.gzip || got.size != int64(got.data.Len()) {
 			t.Errorf("%s: gzip %v, %d bytes are said to be %d, %v", what, got.gzip, got.data.Len(), got.size, err)

@@ -23,21 +23,21 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 		return e.Frame(key, func() ([]byte, error) {
 			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), convert.Timeout) // others wait for it too
 			defer cancel()
-			parts, columns, err := w.converter.Encoded(ctx, w.query, []*cache.Item{item})
+			rows, err := w.converter.Rows(ctx, w.query, []*cache.Item{item})
 			if err != nil {
 				return nil, err
 			}
 			if headers {
-				columns = nil
+				rows.Columns = nil
 			}
-			return w.query.Row(kind, e.Revision, parts[0], columns), nil
+			return w.query.Row(kind, e.Revision, rows.Append(nil, 0), rows.Columns), nil
 		})
 	}
 	return e.Frame(key, func() ([]byte, error) {
 		if !w.query.Own(item) {
 			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), convert.Timeout)
 			defer cancel()
-			parts, _, err := w.converter.Encoded(ctx, w.query, []*cache.Item{item})
+			parts, err := w.converter.Encoded(ctx, w.query, []*cache.Item{item})
 			if err != nil {
 				return nil, err
 			}

@@ -102,20 +102,23 @@ func (w *watcher) initialNative(items []*cache.Item, out *frames) error {
 }
 
 func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *frames) error {
-	parts, columns, err := w.converter.Encoded(ctx, w.query, items)
-	if err != nil {
-		return err
+	if w.query.Table {
+		return w.initialRows(ctx, items, out)
 	}
-	for n, i := range items {
+	parts, err := w.converter.Encoded(ctx, w.query, items)
+	for n := 0; n < len(parts) && err == nil; n++ {
 		var data []byte
-		if w.query.Table {
-			data = w.row("ADDED", i.Revision, parts[n], columns)
-		} else if data, err = w.query.Form.Event("ADDED", parts[n], parts[n]); err != nil {
-			return err
-		}
-		if err := out.add(data); err != nil {
-			return err
+		if data, err = w.query.Form.Event("ADDED", parts[n], parts[n]); err == nil {
+			err = out.add(data)
 		}
 	}
-	return nil
+	return err
+}
+
+func (w *watcher) initialRows(ctx context.Context, items []*cache.Item, out *frames) error {
+	rows, err := w.converter.Rows(ctx, w.query, items)
+	for n := 0; n < len(items) && err == nil; n++ {
+		err = out.add(w.row("ADDED", items[n].Revision, rows.Append(nil, n), rows.Columns))
+	}
+	return err
 }

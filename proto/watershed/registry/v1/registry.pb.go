@@ -2099,7 +2099,9 @@ type EncodeResponse struct {
 	// Table's columnDefinitions in JSON.
 	Columns []byte `protobuf:"bytes,2,opt,name=columns" json:"columns,omitempty"`
 	// What a selector may ask of each object in the version asked for; only for entries with converted_fields.
-	Fields        []*Fields `protobuf:"bytes,3,rep,name=fields" json:"fields,omitempty"`
+	Fields []*Fields `protobuf:"bytes,3,rep,name=fields" json:"fields,omitempty"`
+	// What of each Table row follows the clock, one for each of objects. Where there are none, all of a row may.
+	Clocks        []*Clock `protobuf:"bytes,4,rep,name=clocks" json:"clocks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2155,6 +2157,131 @@ func (x *EncodeResponse) GetFields() []*Fields {
 	return nil
 }
 
+func (x *EncodeResponse) GetClocks() []*Clock {
+	if x != nil {
+		return x.Clocks
+	}
+	return nil
+}
+
+// Clock is what of a Table row follows the clock, and not the object.
+type Clock struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// All of the row but its ages is what it is for as long as its object is.
+	AgesOnly bool `protobuf:"varint,1,opt,name=ages_only,json=agesOnly" json:"ages_only,omitempty"`
+	// In the order of their offsets.
+	Ages          []*Age `protobuf:"bytes,2,rep,name=ages" json:"ages,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Clock) Reset() {
+	*x = Clock{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Clock) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Clock) ProtoMessage() {}
+
+func (x *Clock) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Clock.ProtoReflect.Descriptor instead.
+func (*Clock) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *Clock) GetAgesOnly() bool {
+	if x != nil {
+		return x.AgesOnly
+	}
+	return false
+}
+
+func (x *Clock) GetAges() []*Age {
+	if x != nil {
+		return x.Ages
+	}
+	return nil
+}
+
+// Age is a string of a row's JSON that tells how long ago something was, as kubectl's duration does.
+type Age struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Where it is among the row's bytes, with its quotes.
+	Offset int32 `protobuf:"varint,1,opt,name=offset" json:"offset,omitempty"`
+	Length int32 `protobuf:"varint,2,opt,name=length" json:"length,omitempty"`
+	// When it was, in Unix seconds.
+	Since         int64 `protobuf:"varint,3,opt,name=since" json:"since,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Age) Reset() {
+	*x = Age{}
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Age) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Age) ProtoMessage() {}
+
+func (x *Age) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Age.ProtoReflect.Descriptor instead.
+func (*Age) Descriptor() ([]byte, []int) {
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *Age) GetOffset() int32 {
+	if x != nil {
+		return x.Offset
+	}
+	return 0
+}
+
+func (x *Age) GetLength() int32 {
+	if x != nil {
+		return x.Length
+	}
+	return 0
+}
+
+func (x *Age) GetSince() int64 {
+	if x != nil {
+		return x.Since
+	}
+	return 0
+}
+
 type Fields struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Fields        map[string]string      `protobuf:"bytes,1,rep,name=fields" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -2164,7 +2291,7 @@ type Fields struct {
 
 func (x *Fields) Reset() {
 	*x = Fields{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2176,7 +2303,7 @@ func (x *Fields) String() string {
 func (*Fields) ProtoMessage() {}
 
 func (x *Fields) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2189,7 +2316,7 @@ func (x *Fields) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Fields.ProtoReflect.Descriptor instead.
 func (*Fields) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Fields) GetFields() map[string]string {
@@ -2207,7 +2334,7 @@ type RevisionRequest struct {
 
 func (x *RevisionRequest) Reset() {
 	*x = RevisionRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2219,7 +2346,7 @@ func (x *RevisionRequest) String() string {
 func (*RevisionRequest) ProtoMessage() {}
 
 func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[24]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2232,7 +2359,7 @@ func (x *RevisionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionRequest.ProtoReflect.Descriptor instead.
 func (*RevisionRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{24}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
 }
 
 type RevisionResponse struct {
@@ -2247,7 +2374,7 @@ type RevisionResponse struct {
 
 func (x *RevisionResponse) Reset() {
 	*x = RevisionResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2259,7 +2386,7 @@ func (x *RevisionResponse) String() string {
 func (*RevisionResponse) ProtoMessage() {}
 
 func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[25]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2272,7 +2399,7 @@ func (x *RevisionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RevisionResponse.ProtoReflect.Descriptor instead.
 func (*RevisionResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{25}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *RevisionResponse) GetRevision() int64 {
@@ -2300,7 +2427,7 @@ type LogKeyRequest struct {
 
 func (x *LogKeyRequest) Reset() {
 	*x = LogKeyRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2312,7 +2439,7 @@ func (x *LogKeyRequest) String() string {
 func (*LogKeyRequest) ProtoMessage() {}
 
 func (x *LogKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[26]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2325,7 +2452,7 @@ func (x *LogKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogKeyRequest.ProtoReflect.Descriptor instead.
 func (*LogKeyRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *LogKeyRequest) GetStoredAs() string {
@@ -2352,7 +2479,7 @@ type LogKeyResponse struct {
 
 func (x *LogKeyResponse) Reset() {
 	*x = LogKeyResponse{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2364,7 +2491,7 @@ func (x *LogKeyResponse) String() string {
 func (*LogKeyResponse) ProtoMessage() {}
 
 func (x *LogKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[27]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2377,7 +2504,7 @@ func (x *LogKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogKeyResponse.ProtoReflect.Descriptor instead.
 func (*LogKeyResponse) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{27}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LogKeyResponse) GetSecret() []byte {
@@ -2397,7 +2524,7 @@ type OpenAPIRequest struct {
 
 func (x *OpenAPIRequest) Reset() {
 	*x = OpenAPIRequest{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2409,7 +2536,7 @@ func (x *OpenAPIRequest) String() string {
 func (*OpenAPIRequest) ProtoMessage() {}
 
 func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2422,7 +2549,7 @@ func (x *OpenAPIRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIRequest.ProtoReflect.Descriptor instead.
 func (*OpenAPIRequest) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *OpenAPIRequest) GetPath() string {
@@ -2441,7 +2568,7 @@ type OpenAPIChunk struct {
 
 func (x *OpenAPIChunk) Reset() {
 	*x = OpenAPIChunk{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2453,7 +2580,7 @@ func (x *OpenAPIChunk) String() string {
 func (*OpenAPIChunk) ProtoMessage() {}
 
 func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2466,7 +2593,7 @@ func (x *OpenAPIChunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OpenAPIChunk.ProtoReflect.Descriptor instead.
 func (*OpenAPIChunk) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *OpenAPIChunk) GetData() []byte {
@@ -2497,7 +2624,7 @@ type Connection struct {
 
 func (x *Connection) Reset() {
 	*x = Connection{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2509,7 +2636,7 @@ func (x *Connection) String() string {
 func (*Connection) ProtoMessage() {}
 
 func (x *Connection) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[30]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2522,7 +2649,7 @@ func (x *Connection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Connection.ProtoReflect.Descriptor instead.
 func (*Connection) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{30}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Connection) GetUrl() string {
@@ -2595,7 +2722,7 @@ type Streams struct {
 
 func (x *Streams) Reset() {
 	*x = Streams{}
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2607,7 +2734,7 @@ func (x *Streams) String() string {
 func (*Streams) ProtoMessage() {}
 
 func (x *Streams) ProtoReflect() protoreflect.Message {
-	mi := &file_watershed_registry_v1_registry_proto_msgTypes[31]
+	mi := &file_watershed_registry_v1_registry_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2620,7 +2747,7 @@ func (x *Streams) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Streams.ProtoReflect.Descriptor instead.
 func (*Streams) Descriptor() ([]byte, []int) {
-	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{31}
+	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Streams) GetStdin() bool {
@@ -2842,11 +2969,19 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12\x1a\n" +
 	"\bversions\x18\a \x03(\tR\bversions\x12\x1d\n" +
 	"\n" +
-	"defined_at\x18\b \x01(\x03R\tdefinedAt\"{\n" +
+	"defined_at\x18\b \x01(\x03R\tdefinedAt\"\xb1\x01\n" +
 	"\x0eEncodeResponse\x12\x18\n" +
 	"\aobjects\x18\x01 \x03(\fR\aobjects\x12\x18\n" +
 	"\acolumns\x18\x02 \x01(\fR\acolumns\x125\n" +
-	"\x06fields\x18\x03 \x03(\v2\x1d.watershed.registry.v1.FieldsR\x06fields\"\x86\x01\n" +
+	"\x06fields\x18\x03 \x03(\v2\x1d.watershed.registry.v1.FieldsR\x06fields\x124\n" +
+	"\x06clocks\x18\x04 \x03(\v2\x1c.watershed.registry.v1.ClockR\x06clocks\"T\n" +
+	"\x05Clock\x12\x1b\n" +
+	"\tages_only\x18\x01 \x01(\bR\bagesOnly\x12.\n" +
+	"\x04ages\x18\x02 \x03(\v2\x1a.watershed.registry.v1.AgeR\x04ages\"K\n" +
+	"\x03Age\x12\x16\n" +
+	"\x06offset\x18\x01 \x01(\x05R\x06offset\x12\x16\n" +
+	"\x06length\x18\x02 \x01(\x05R\x06length\x12\x14\n" +
+	"\x05since\x18\x03 \x01(\x03R\x05since\"\x86\x01\n" +
 	"\x06Fields\x12A\n" +
 	"\x06fields\x18\x01 \x03(\v2).watershed.registry.v1.Fields.FieldsEntryR\x06fields\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +
@@ -2919,7 +3054,7 @@ func file_watershed_registry_v1_registry_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_registry_v1_registry_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
+var file_watershed_registry_v1_registry_proto_msgTypes = make([]protoimpl.MessageInfo, 39)
 var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(Phase)(0),                       // 0: watershed.registry.v1.Phase
 	(Transport)(0),                   // 1: watershed.registry.v1.Transport
@@ -2946,116 +3081,120 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*Row)(nil),                      // 22: watershed.registry.v1.Row
 	(*EncodeRequest)(nil),            // 23: watershed.registry.v1.EncodeRequest
 	(*EncodeResponse)(nil),           // 24: watershed.registry.v1.EncodeResponse
-	(*Fields)(nil),                   // 25: watershed.registry.v1.Fields
-	(*RevisionRequest)(nil),          // 26: watershed.registry.v1.RevisionRequest
-	(*RevisionResponse)(nil),         // 27: watershed.registry.v1.RevisionResponse
-	(*LogKeyRequest)(nil),            // 28: watershed.registry.v1.LogKeyRequest
-	(*LogKeyResponse)(nil),           // 29: watershed.registry.v1.LogKeyResponse
-	(*OpenAPIRequest)(nil),           // 30: watershed.registry.v1.OpenAPIRequest
-	(*OpenAPIChunk)(nil),             // 31: watershed.registry.v1.OpenAPIChunk
-	(*Connection)(nil),               // 32: watershed.registry.v1.Connection
-	(*Streams)(nil),                  // 33: watershed.registry.v1.Streams
-	nil,                              // 34: watershed.registry.v1.CatalogResponse.OpenapiEntry
-	nil,                              // 35: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
-	nil,                              // 36: watershed.registry.v1.Row.LabelsEntry
-	nil,                              // 37: watershed.registry.v1.Row.FieldsEntry
-	nil,                              // 38: watershed.registry.v1.Fields.FieldsEntry
-	(*v1.Kind)(nil),                  // 39: watershed.common.v1.Kind
-	(*v1.Resource)(nil),              // 40: watershed.common.v1.Resource
-	(*v1.User)(nil),                  // 41: watershed.common.v1.User
-	(*v1.AuditTrail)(nil),            // 42: watershed.common.v1.AuditTrail
-	(v11.Operation)(0),               // 43: watershed.admission.v1.Operation
-	(v1.AuditLevel)(0),               // 44: watershed.common.v1.AuditLevel
-	(*v12.AuthenticateResponse)(nil), // 45: watershed.authn.v1.AuthenticateResponse
-	(*v13.RulesResponse)(nil),        // 46: watershed.authz.v1.RulesResponse
-	(*v1.Attributes)(nil),            // 47: watershed.common.v1.Attributes
-	(*v12.ReviewTokenRequest)(nil),   // 48: watershed.authn.v1.ReviewTokenRequest
-	(*v13.RulesRequest)(nil),         // 49: watershed.authz.v1.RulesRequest
-	(*v11.Review)(nil),               // 50: watershed.admission.v1.Review
-	(*v11.Verdict)(nil),              // 51: watershed.admission.v1.Verdict
-	(*v1.Status)(nil),                // 52: watershed.common.v1.Status
-	(*v13.AuthorizeResponse)(nil),    // 53: watershed.authz.v1.AuthorizeResponse
+	(*Clock)(nil),                    // 25: watershed.registry.v1.Clock
+	(*Age)(nil),                      // 26: watershed.registry.v1.Age
+	(*Fields)(nil),                   // 27: watershed.registry.v1.Fields
+	(*RevisionRequest)(nil),          // 28: watershed.registry.v1.RevisionRequest
+	(*RevisionResponse)(nil),         // 29: watershed.registry.v1.RevisionResponse
+	(*LogKeyRequest)(nil),            // 30: watershed.registry.v1.LogKeyRequest
+	(*LogKeyResponse)(nil),           // 31: watershed.registry.v1.LogKeyResponse
+	(*OpenAPIRequest)(nil),           // 32: watershed.registry.v1.OpenAPIRequest
+	(*OpenAPIChunk)(nil),             // 33: watershed.registry.v1.OpenAPIChunk
+	(*Connection)(nil),               // 34: watershed.registry.v1.Connection
+	(*Streams)(nil),                  // 35: watershed.registry.v1.Streams
+	nil,                              // 36: watershed.registry.v1.CatalogResponse.OpenapiEntry
+	nil,                              // 37: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	nil,                              // 38: watershed.registry.v1.Row.LabelsEntry
+	nil,                              // 39: watershed.registry.v1.Row.FieldsEntry
+	nil,                              // 40: watershed.registry.v1.Fields.FieldsEntry
+	(*v1.Kind)(nil),                  // 41: watershed.common.v1.Kind
+	(*v1.Resource)(nil),              // 42: watershed.common.v1.Resource
+	(*v1.User)(nil),                  // 43: watershed.common.v1.User
+	(*v1.AuditTrail)(nil),            // 44: watershed.common.v1.AuditTrail
+	(v11.Operation)(0),               // 45: watershed.admission.v1.Operation
+	(v1.AuditLevel)(0),               // 46: watershed.common.v1.AuditLevel
+	(*v12.AuthenticateResponse)(nil), // 47: watershed.authn.v1.AuthenticateResponse
+	(*v13.RulesResponse)(nil),        // 48: watershed.authz.v1.RulesResponse
+	(*v1.Attributes)(nil),            // 49: watershed.common.v1.Attributes
+	(*v12.ReviewTokenRequest)(nil),   // 50: watershed.authn.v1.ReviewTokenRequest
+	(*v13.RulesRequest)(nil),         // 51: watershed.authz.v1.RulesRequest
+	(*v11.Review)(nil),               // 52: watershed.admission.v1.Review
+	(*v11.Verdict)(nil),              // 53: watershed.admission.v1.Verdict
+	(*v1.Status)(nil),                // 54: watershed.common.v1.Status
+	(*v13.AuthorizeResponse)(nil),    // 55: watershed.authz.v1.AuthorizeResponse
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
-	39, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
-	40, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
-	41, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
+	41, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
+	42, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
+	43, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	42, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditTrail
-	40, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
-	41, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
+	44, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditTrail
+	42, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
+	43, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
 	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
-	43, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
-	43, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
-	44, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
-	43, // 11: watershed.registry.v1.WriteRequest.lifecycle:type_name -> watershed.admission.v1.Operation
-	43, // 12: watershed.registry.v1.WriteRequest.at_once:type_name -> watershed.admission.v1.Operation
+	45, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
+	45, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
+	46, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
+	45, // 11: watershed.registry.v1.WriteRequest.lifecycle:type_name -> watershed.admission.v1.Operation
+	45, // 12: watershed.registry.v1.WriteRequest.at_once:type_name -> watershed.admission.v1.Operation
 	4,  // 13: watershed.registry.v1.DirectReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	42, // 14: watershed.registry.v1.DirectReply.audit:type_name -> watershed.common.v1.AuditTrail
+	44, // 14: watershed.registry.v1.DirectReply.audit:type_name -> watershed.common.v1.AuditTrail
 	6,  // 15: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
 	11, // 16: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
 	12, // 17: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
-	45, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
-	46, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
+	47, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
+	48, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
 	4,  // 20: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
 	10, // 21: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
-	47, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
-	48, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
-	49, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
-	32, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	42, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
+	49, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
+	50, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
+	51, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
+	34, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
+	44, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
 	0,  // 27: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	50, // 28: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
-	51, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
-	52, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
-	53, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
+	52, // 28: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	53, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
+	54, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
+	55, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
 	18, // 32: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
 	19, // 33: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	34, // 34: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
+	36, // 34: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
 	17, // 35: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
-	40, // 36: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
-	40, // 37: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	39, // 38: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	39, // 39: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	35, // 40: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	42, // 36: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
+	42, // 37: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
+	41, // 38: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
+	41, // 39: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
+	37, // 40: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
 	22, // 41: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
-	36, // 42: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
-	37, // 43: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
-	40, // 44: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
+	38, // 42: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
+	39, // 43: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
+	42, // 44: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
 	2,  // 45: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
-	25, // 46: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	38, // 47: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
-	1,  // 48: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
-	33, // 49: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
-	3,  // 50: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
-	3,  // 51: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
-	8,  // 52: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	6,  // 53: watershed.registry.v1.Objects.WriteDirect:input_type -> watershed.registry.v1.WriteRequest
-	8,  // 54: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	13, // 55: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
-	30, // 56: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	14, // 57: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
-	20, // 58: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
-	23, // 59: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
-	26, // 60: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	28, // 61: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
-	4,  // 62: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 63: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	9,  // 64: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	7,  // 65: watershed.registry.v1.Objects.WriteDirect:output_type -> watershed.registry.v1.DirectReply
-	9,  // 66: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	16, // 67: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	31, // 68: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	15, // 69: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
-	21, // 70: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	24, // 71: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	27, // 72: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	29, // 73: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
-	62, // [62:74] is the sub-list for method output_type
-	50, // [50:62] is the sub-list for method input_type
-	50, // [50:50] is the sub-list for extension type_name
-	50, // [50:50] is the sub-list for extension extendee
-	0,  // [0:50] is the sub-list for field type_name
+	27, // 46: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
+	25, // 47: watershed.registry.v1.EncodeResponse.clocks:type_name -> watershed.registry.v1.Clock
+	26, // 48: watershed.registry.v1.Clock.ages:type_name -> watershed.registry.v1.Age
+	40, // 49: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
+	1,  // 50: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
+	35, // 51: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams
+	3,  // 52: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
+	3,  // 53: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
+	8,  // 54: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
+	6,  // 55: watershed.registry.v1.Objects.WriteDirect:input_type -> watershed.registry.v1.WriteRequest
+	8,  // 56: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
+	13, // 57: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
+	32, // 58: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	14, // 59: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
+	20, // 60: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
+	23, // 61: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
+	28, // 62: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
+	30, // 63: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
+	4,  // 64: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 65: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	9,  // 66: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	7,  // 67: watershed.registry.v1.Objects.WriteDirect:output_type -> watershed.registry.v1.DirectReply
+	9,  // 68: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	16, // 69: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	33, // 70: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	15, // 71: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	21, // 72: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	24, // 73: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	29, // 74: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	31, // 75: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
+	64, // [64:76] is the sub-list for method output_type
+	52, // [52:64] is the sub-list for method input_type
+	52, // [52:52] is the sub-list for extension type_name
+	52, // [52:52] is the sub-list for extension extendee
+	0,  // [0:52] is the sub-list for field type_name
 }
 
 func init() { file_watershed_registry_v1_registry_proto_init() }
@@ -3084,7 +3223,7 @@ func file_watershed_registry_v1_registry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_registry_v1_registry_proto_rawDesc), len(file_watershed_registry_v1_registry_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   37,
+			NumMessages:   39,
 			NumExtensions: 0,
 			NumServices:   3,
 		},

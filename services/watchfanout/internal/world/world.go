@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -31,12 +32,16 @@ type World struct {
 	Log       *log.Log
 	Converter *convert.Converter
 	Source    registryv1.SourceClient
+	Registry  *Registry
 }
 
-// registry serves pods, of which there are three at revision 10.
-type registry struct {
+// Registry serves pods, of which there are three at revision 10.
+type Registry struct {
 	registryv1.UnimplementedSourceServer
 	registryv1.UnimplementedCatalogServer
+
+	// Cell is what rows have: "x" where it is nil.
+	Cell atomic.Value
 }
 
 // Pods is what the catalog says of pods.
@@ -52,7 +57,8 @@ func Pods() *registryv1.ResourceEntry {
 	}
 }
 
-func (registry) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+// Follow implements registryv1.CatalogServer.
+func (*Registry) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
 	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{Pods()}}); err != nil {
 		return err
 	}
@@ -63,7 +69,8 @@ func (registry) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServe
 // First is the revision at which the log begins.
 const First = 10
 
-func (registry) Snapshot(_ *registryv1.SnapshotRequest, s grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
+// Snapshot implements registryv1.SourceServer.
+func (*Registry) Snapshot(_ *registryv1.SnapshotRequest, s grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	var rows []*registryv1.Row
 	for i, name := range []string{"a", "b", "c"} {
 		o := Object(name, int64(First-2+i), fmt.Sprint("node-", i%2))
@@ -79,15 +86,20 @@ func (registry) Snapshot(_ *registryv1.SnapshotRequest, s grpc.ServerStreamingSe
 	return s.Send(&registryv1.SnapshotChunk{Revision: First, Rows: rows})
 }
 
-func (registry) Revision(context.Context, *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
+// Revision implements registryv1.SourceServer.
+func (*Registry) Revision(context.Context, *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
 	return &registryv1.RevisionResponse{Revision: First}, nil
 }
 
 // Encode answers rows of one cell.
-func (registry) Encode(_ context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
+func (s *Registry) Encode(_ context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	out := &registryv1.EncodeResponse{Columns: []byte(`[{"name":"Name"}]`)}
+	cell, ok := s.Cell.Load().(string)
+	if !ok {
+		cell = "x"
+	}
 	for range r.Json {
-		out.Objects = append(out.Objects, []byte(`{"cells":["x"],"object":null}`))
+		out.Objects = append(out.Objects, fmt.Appendf(nil, `{"cells":[%q],"object":null}`, cell))
 	}
 	return out, nil
 }
@@ -96,12 +108,14 @@ func (registry) Encode(_ context.Context, r *registryv1.EncodeRequest) (*registr
 func New(t testing.TB) *World {
 	t.Helper()
 	p := rpc.NewInProcess(false)
-	registryv1.RegisterSourceServer(p, registry{})
-	registryv1.RegisterCatalogServer(p, registry{})
+	source := &Registry{}
+	registryv1.RegisterSourceServer(p, source)
+	registryv1.RegisterCatalogServer(p, source)
 	told := make(chan struct{})
 	w := &World{
-		Cache:  cache.New(1<<20, time.Hour),
-		Source: registryv1.NewSourceClient(p.Client("watchfanout")),
+		Registry: source,
+		Cache:    cache.New(1<<20, time.Hour),
+		Source:   registryv1.NewSourceClient(p.Client("watchfanout")),
 		Catalog: &catalog.Catalog{
 			Registry: registryv1.NewCatalogClient(p.Client("watchfanout")),
 			Changed:  func(*catalog.View) { close(told) },
