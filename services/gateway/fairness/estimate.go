@@ -9,6 +9,8 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
 	"k8s.io/utils/lru"
+
+	"watershed.dev/platform/deflate"
 )
 
 const (
@@ -40,15 +42,36 @@ func (f *Fairness) estimate(req *http.Request, _, level string) fcrequest.WorkEs
 			return fcrequest.WorkEstimate{InitialSeats: 1}
 		}
 	}
-	seats := uint64((f.sizes.of(req) + bytesPerSeat - 1) / bytesPerSeat)
+	seats := uint64((f.sizes.of(req).cost(req, info.Verb) + bytesPerSeat - 1) / bytesPerSeat)
 	return fcrequest.WorkEstimate{InitialSeats: min(max(seats, 1), most)}
 }
 
-// Answered takes down how many bytes the list that a request asks for has.
-func (f *Fairness) Answered(req *http.Request, bytes int64) {
+// Answered takes down how many bytes the list that a request asks for has, or the watch's initial events, and whether
+// it came compressed from whoever answered it.
+func (f *Fairness) Answered(req *http.Request, bytes int64, compressed bool) {
 	if f != nil {
-		f.sizes.note(req, bytes)
+		f.sizes.note(req, size{bytes, compressed})
 	}
+}
+
+// size is what is known of a list.
+type size struct {
+	// bytes are those of the list as it is.
+	bytes int64
+	// compressed: who accepted it compressed got it so from the watch tier, which keeps it.
+	compressed bool
+}
+
+// compressedShare is how many bytes of such a list cost as much as one that is sent as it is: measured, five to ten
+// (docs/performance.md, "LIST pods, JSON, gzip").
+const compressedShare = 8
+
+// cost is as how many bytes the answer counts that a request gets.
+func (s size) cost(req *http.Request, verb string) int64 {
+	if verb == "list" && s.compressed && deflate.Accepted(req.Header) {
+		return s.bytes / compressedShare
+	}
+	return s.bytes
 }
 
 // sizes are the bytes of lists as they were answered last: of each list, and of what it is a part of. A list that has
@@ -62,29 +85,33 @@ func newSizes() *sizes {
 	return &sizes{maphash.MakeSeed(), lru.New(rememberedLists), lru.New(rememberedLists)}
 }
 
-func (s *sizes) of(req *http.Request) int64 {
+func (s *sizes) of(req *http.Request) size {
 	l := s.list(req)
-	if n, ok := s.exact.Get(l.exact); ok {
-		return n.(int64)
+	if known, ok := s.exact.Get(l.exact); ok {
+		return known.(size)
 	}
 	n, _ := s.whole.Get(l.whole)
-	bytes, _ := n.(int64)
+	whole, _ := n.(size)
 	if l.limit > 0 {
-		bytes = min(bytes, l.limit*objectBytes)
+		whole.bytes = min(whole.bytes, l.limit*objectBytes)
 	}
-	return bytes
+	return whole
 }
 
 // objectBytes is how large an object of a page is taken to be that has not been seen: a pod's JSON.
 const objectBytes = 8 << 10
 
-func (s *sizes) note(req *http.Request, bytes int64) {
+func (s *sizes) note(req *http.Request, n size) {
 	l := s.list(req)
-	s.exact.Add(l.exact, bytes)
-	if !l.part {
-		s.whole.Add(l.whole, bytes)
-	} else if n, ok := s.whole.Get(l.whole); !ok || n.(int64) < bytes {
-		s.whole.Add(l.whole, bytes)
+	info, _ := request.RequestInfoFrom(req.Context())
+	// who takes no compressed list, and a watch, say nothing of those who do
+	if known, ok := s.exact.Get(l.exact); ok && (!deflate.Accepted(req.Header) || info.Verb == "watch") {
+		n.compressed = known.(size).compressed
+	}
+	s.exact.Add(l.exact, n)
+	whole, ok := s.whole.Get(l.whole)
+	if !l.part || !ok || whole.(size).bytes < n.bytes {
+		s.whole.Add(l.whole, n)
 	}
 }
 

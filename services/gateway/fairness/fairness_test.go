@@ -37,11 +37,11 @@ func fairnessOf(seats int) *Fairness {
 func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	f := fairnessOf(600)
 	const pods = "/api/v1/namespaces/x/pods"
-	f.Answered(asked(t, "GET", pods), 10*bytesPerSeat)
-	f.Answered(asked(t, "GET", pods+"?limit=500"), 3*bytesPerSeat-1)
-	f.Answered(asked(t, "GET", pods+"?limit=500&continue=abc"), 2*bytesPerSeat)
-	f.Answered(asked(t, "GET", "/api/v1/pods"), 1<<40)
-	f.Answered(asked(t, "GET", "/api/v1/secrets"), 100)
+	f.Answered(asked(t, "GET", pods), 10*bytesPerSeat, false)
+	f.Answered(asked(t, "GET", pods+"?limit=500"), 3*bytesPerSeat-1, false)
+	f.Answered(asked(t, "GET", pods+"?limit=500&continue=abc"), 2*bytesPerSeat, false)
+	f.Answered(asked(t, "GET", "/api/v1/pods"), 1<<40, false)
+	f.Answered(asked(t, "GET", "/api/v1/secrets"), 100, false)
 	for target, want := range map[string]uint64{
 		pods:                                10,
 		pods + "?resourceVersion=0":         10, // from a cache it has as many bytes
@@ -63,21 +63,47 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 			t.Errorf("%s takes %v, not %d seats", target, got, want)
 		}
 	}
+	compressed := func(target string) *http.Request {
+		r := asked(t, "GET", target)
+		r.Header.Set("Accept-Encoding", "gzip")
+		return r
+	}
+	f.Answered(compressed(pods), 16*bytesPerSeat, true)
+	f.Answered(asked(t, "GET", pods), 16*bytesPerSeat, false)
+	f.Answered(compressed(pods+"?watch=1"), 16*bytesPerSeat, false)
+	for what, c := range map[string]struct {
+		r    *http.Request
+		want uint64
+	}{
+		"as it is":                  {asked(t, "GET", pods), 16},
+		"compressed":                {compressed(pods), 2},
+		"a part of it, compressed":  {compressed(pods + "?labelSelector=a"), 2},
+		"a watch is not compressed": {compressed(pods + "?watch=1"), 16},
+		"another, which never came": {compressed("/api/v1/pods"), mostSeats},
+	} {
+		if got := f.estimate(c.r, "", "none"); got.InitialSeats != c.want {
+			t.Errorf("%s takes %v, not %d seats", what, got, c.want)
+		}
+	}
+	f.Answered(compressed(pods), 16*bytesPerSeat, false)
+	if got := f.estimate(compressed(pods), "", "none"); got.InitialSeats != 16 {
+		t.Errorf("what the tier does not compress any more takes %v", got)
+	}
 	for _, method := range []string{"POST", "PUT", "PATCH", "DELETE"} {
 		if got := f.estimate(asked(t, method, pods+"/a"), "", "none"); got.InitialSeats != 1 || got.AdditionalLatency != 0 {
 			t.Errorf("%s takes %v", method, got)
 		}
 	}
-	f.Answered(asked(t, "GET", pods), 5)
+	f.Answered(asked(t, "GET", pods), 5, false)
 	if got := f.estimate(asked(t, "GET", pods), "", "none"); got.InitialSeats != 1 {
 		t.Errorf("a list that has become small takes %v", got)
 	}
 	for i := range 2 * rememberedLists {
-		f.Answered(asked(t, "GET", fmt.Sprintf("%s?labelSelector=l%d", pods, i)), 1<<30)
+		f.Answered(asked(t, "GET", fmt.Sprintf("%s?labelSelector=l%d", pods, i)), 1<<30, false)
 	}
 	if n := f.sizes.exact.Len() + f.sizes.whole.Len(); n > 2*rememberedLists {
 		t.Errorf("%d lists are remembered", n)
 	}
 	var none *Fairness
-	none.Answered(asked(t, "GET", pods), 5) // flow control is off
+	none.Answered(asked(t, "GET", pods), 5, false) // flow control is off
 }

@@ -82,7 +82,7 @@ func (c *call) listFrom(p *plan) {
 		}
 		return
 	}
-	c.answered(chunk.Size)
+	c.answered(chunk.Size, chunk.Gzip)
 	write, end := c.begin(chunk)
 	for err == nil {
 		written := write(chunk.Data)
@@ -152,13 +152,13 @@ func (c *call) listFromRegistry() {
 		c.fail(rpc.FromStatus(err))
 		return
 	}
-	c.answered(int64(len(data)))
+	c.answered(int64(len(data)), false)
 	c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
 }
 
-func (c *call) answered(bytes int64) {
+func (c *call) answered(bytes int64, compressed bool) {
 	if c.router.Answered != nil {
-		c.router.Answered(c.req, bytes)
+		c.router.Answered(c.req, bytes, compressed)
 	}
 }
 

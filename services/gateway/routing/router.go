@@ -57,8 +57,8 @@ type Router struct {
 	Carrier *streaming.Carrier
 	// MinRequestTimeout is the least time that a watch without timeoutSeconds stays open.
 	MinRequestTimeout time.Duration
-	// Answered is told how many bytes a list has; nil: nobody asks.
-	Answered func(*http.Request, int64)
+	// Answered is told how many bytes a list has, and whether it came compressed; nil: nobody asks.
+	Answered func(r *http.Request, bytes int64, compressed bool)
 	// Stopping answers what ends a watch when it is closed: the gateway is shutting down.
 	Stopping func() <-chan struct{}
 }

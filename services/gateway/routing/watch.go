@@ -93,7 +93,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 func (c *call) initialized(bytes int64) {
 	flowcontrol.WatchInitialized(c.req.Context())
 	if bytes > 0 {
-		c.answered(bytes)
+		c.answered(bytes, false)
 	}
 }
 

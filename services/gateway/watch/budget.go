@@ -125,30 +125,30 @@ func (b *budget) spend(cost float64) {
 	b.tokens -= cost
 }
 
-// spent says whether nothing is left.
-func (b *budget) spent() bool {
+// spent says whether nothing is left, and how long it takes until something is.
+func (b *budget) spent() (owed time.Duration, spent bool) {
 	if b == nil {
-		return false
+		return 0, false
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.refill(time.Now())
-	return b.tokens <= 0
+	return time.Duration(-b.tokens / b.rate * float64(time.Second)), b.tokens <= 0
 }
 
 // wait waits until something is left.
 func (b *budget) wait(ctx context.Context) error {
-	for b.spent() {
-		b.mu.Lock()
-		owed := time.Duration(-b.tokens / b.rate * float64(time.Second))
-		b.mu.Unlock()
+	for {
+		owed, spent := b.spent()
+		if !spent {
+			return nil
+		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-time.After(max(owed, budgetPause)):
 		}
 	}
-	return nil
 }
 
 // later has r return when something is left, in the order in which they came.
@@ -156,6 +156,7 @@ func (b *budget) later(r wire.Returner) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.waiting = append(b.waiting, r)
+	waiting.Inc()
 	if !b.serving {
 		b.serving = true
 		time.AfterFunc(budgetPause, b.serve)
@@ -171,6 +172,7 @@ func (b *budget) serve() {
 		next := b.waiting[0]
 		b.waiting[0] = nil
 		b.waiting = b.waiting[1:]
+		waiting.Dec()
 		b.turn = true
 		b.mu.Unlock()
 		next.Return()

@@ -465,12 +465,14 @@ func (f *feed) hold(n int) {
 }
 
 // trim drops the oldest entries: those that every client has seen, beyond keptRecent bytes, and any beyond FeedBytes
-// or, of all feeds together, FeedsBytes. A client that still needs one goes on with a stream of its own.
+// or, where all feeds together keep more than FeedsBytes, beyond the feed's share of that. A client that still needs
+// one goes on with a stream of its own.
 func (f *feed) trim() {
-	over := func() bool {
-		return f.bytes > f.hub.Config.FeedBytes || f.hub.room().held.Load() > f.hub.Config.FeedsBytes &&
-			f.bytes > keptRecent
+	most := f.hub.Config.FeedBytes
+	if share, ok := f.hub.room().share(f.hub.Config.FeedsBytes); ok {
+		most = min(most, share)
 	}
+	over := func() bool { return f.bytes > most }
 	if f.bytes <= 2*keptRecent && !over() {
 		return
 	}
@@ -496,6 +498,7 @@ func (f *feed) end() {
 	f.mu.Lock()
 	f.ended = true
 	f.hold(-f.bytes)
+	f.hub.room().leave(f)
 	for _, s := range f.subs {
 		f.wake(s)
 	}

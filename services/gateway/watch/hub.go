@@ -13,7 +13,6 @@ import (
 	"fmt"
 	"strconv"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -118,9 +117,6 @@ type Streams interface {
 		...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error)
 }
 
-// Room accounts for the bytes that feeds keep, up to Config.FeedsBytes. Its zero value is ready to use.
-type Room struct{ held atomic.Int64 }
-
 // Hub is all open watches that a gateway fills from one source.
 type Hub struct {
 	Client Streams
@@ -196,9 +192,16 @@ var overBudget = prometheus.NewCounter(prometheus.CounterOpts{
 	Help: "Watches ended because their user's were delivered more than --max-watch-rate-per-user, and they fell too far behind.",
 })
 
+var waiting = prometheus.NewGauge(prometheus.GaugeOpts{
+	Name: "watershed_gateway_watches_waiting_for_rate",
+	Help: "Watches that wait since their user's are delivered more than --max-watch-rate-per-user.",
+})
+
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff, overBudget}
+	return []prometheus.Collector{
+		clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff, overBudget, waiting,
+	}
 }
 
 // keyOf is everything that makes two watches' events the same. Since when the resource is defined is no part of it: its
@@ -246,6 +249,7 @@ func (h *Hub) join(k key, r *Request, at events.Position, reached bool) (*feed, 
 		}
 		h.feeds[k] = f
 		feeds.Inc()
+		h.room().enter(f)
 		go f.run(ctx)
 	}
 	return f, f.join(at)
