@@ -2,15 +2,19 @@ package encoder_test
 
 import (
 	"encoding/json"
-	"fmt"
 	"math/rand"
+	"reflect"
 	"regexp"
+	"strings"
 	"testing"
 	"time"
 
 	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apiextensions-apiserver/pkg/registry/customresource/tableconvertor"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/duration"
 	"k8s.io/apimachinery/pkg/util/intstr"
@@ -55,7 +59,9 @@ func ages(seed int64) *randfill.Filler {
 				*s = []string{"7d", "5m ago"}[c.Intn(2)]
 			}
 		},
-		func(q *resource.Quantity, c randfill.Continue) { *q = *resource.NewQuantity(c.Int63n(3), resource.DecimalSI) },
+		func(q *resource.Quantity, c randfill.Continue) {
+			*q = *resource.NewQuantity(c.Int63n(3), resource.DecimalSI)
+		},
 		func(i *intstr.IntOrString, _ randfill.Continue) { *i = intstr.FromInt32(7) },
 		func(r *metav1.Time, c randfill.Continue) { *r = metav1.Time{Time: at(c)} },
 		func(r *metav1.MicroTime, c randfill.Continue) { *r = metav1.MicroTime{Time: at(c)} },
@@ -68,6 +74,9 @@ func ages(seed int64) *randfill.Filler {
 		func(m *[]metav1.ManagedFieldsEntry, _ randfill.Continue) { *m = nil },
 	)
 }
+
+// seeds is how many random objects there are of each kind.
+const seeds = 20
 
 // A row that is said to follow the clock by its ages alone does: whatever kind, whatever object, the row of the same
 // object with all its times earlier is that row with its ages told of earlier times.
@@ -84,7 +93,7 @@ func TestWhatOfARowFollowsTheClock(t *testing.T) {
 			t.Fatal(err)
 		}
 		lasting := 0
-		for seed := range int64(20) {
+		for seed := range int64(seeds) {
 			if follows(t, e, st, seed) {
 				lasting++
 			}
@@ -123,7 +132,7 @@ func follows(t *testing.T, e *verbs.Endpoint, st *storage.Stored, seed int64) bo
 		}
 		got, at := "", 0
 		for _, a := range clock.Ages {
-			got += row[at:a.Offset] + fmt.Sprintf("%q", duration.HumanDuration(time.Since(time.Unix(a.Since, 0))+by))
+			got += row[at:a.Offset] + duration.HumanDuration(time.Since(time.Unix(a.Seconds, int64(a.Nanos)))+by)
 			at = int(a.Offset + a.Length)
 		}
 		got = string(earlier(t, []byte(got+row[at:]), by)) // some cells are times as they are
@@ -133,6 +142,79 @@ func follows(t *testing.T, e *verbs.Endpoint, st *storage.Stored, seed int64) bo
 		if attempt == 2 {
 			t.Fatalf("%v, seed %d: %v earlier the row is\n%s, not\n%s; it was\n%s%v", e.Kind, seed, by, want, got, row, clock)
 		}
+	}
+}
+
+// The ages that people look at most are found: of a pod that has restarted, of Jobs, of Events, and of whatever columns
+// a custom resource's definition says are dates.
+func TestAgesAreFound(t *testing.T) {
+	w := world.New(t)
+	ago := func(d time.Duration) string { return time.Now().Add(-d).UTC().Format(time.RFC3339) }
+	const created = `{"metadata":{"name":"a","namespace":"x","creationTimestamp":"`
+	started := func(restarted string) string {
+		return `{"name":"c","restartCount":2,"lastState":{"terminated":{"exitCode":1,"finishedAt":"` + restarted + `"}},` +
+			`"ready":true,"image":"","imageID":""}`
+	}
+	for stored, c := range map[string]struct {
+		body string
+		ages int
+	}{
+		"pods": {created + ago(72*time.Hour) + `"},"spec":{"containers":[{"name":"c"},{"name":"d"}]},"status":{"startTime":"` +
+			ago(72*time.Hour) + `","containerStatuses":[` + started(ago(3*time.Hour)) + `,` + started(ago(25*time.Minute)) +
+			`]}}`, 2},
+		"jobs.batch": {created + ago(72*time.Hour) + `"},"spec":{"template":{}},"status":{"startTime":"` +
+			ago(72*time.Hour) + `","completionTime":"` + ago(71*time.Hour) + `"}}`, 1},
+		"cronjobs.batch": {created + ago(72*time.Hour) + `"},"spec":{"schedule":"@daily"},"status":{"lastScheduleTime":"` +
+			ago(time.Minute) + `"}}`, 2},
+		"events": {created + ago(72*time.Hour) + `"},"firstTimestamp":"` + ago(72*time.Hour) +
+			`","lastTimestamp":"` + ago(5*time.Minute) + `","involvedObject":{},"reportingComponent":""}`, 2},
+	} {
+		st, err := w.Resources.Stored(t.Context(), stored)
+		if err != nil {
+			t.Fatal(err)
+		}
+		name, group, _ := strings.Cut(stored, ".")
+		e, err := w.Resources.Endpoint(t.Context(), &commonv1.Resource{
+			Group: group, Version: st.Kind.Version, Resource: name,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		row, clock := rowOf(t, e, st, []byte(c.body))
+		if !clock.AgesOnly || len(clock.Ages) != c.ages {
+			t.Errorf("%s: %s of %v", stored, row, clock)
+		}
+		for _, a := range clock.Ages {
+			if word := row[a.Offset:][:a.Length]; word != duration.HumanDuration(time.Since(time.Unix(a.Seconds, 0))) {
+				t.Errorf("%s: %q is told to be of %v", stored, word, time.Unix(a.Seconds, 0))
+			}
+		}
+	}
+
+	convertor, err := tableconvertor.New([]apiextensionsv1.CustomResourceColumnDefinition{
+		{Name: "Renewed", Type: "date", JSONPath: ".status.renewed"},
+		{Name: "Period", Type: "string", JSONPath: ".spec.period"},
+		{Name: "Age", Type: "date", JSONPath: ".metadata.creationTimestamp"},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	u := &unstructured.Unstructured{Object: map[string]any{
+		"metadata": map[string]any{"name": "5m", "creationTimestamp": ago(72 * time.Hour)},
+		"spec":     map[string]any{"period": "5m"},
+		"status":   map[string]any{"renewed": time.Now().Add(-5 * time.Minute).UTC().Format(time.RFC3339Nano)},
+	}}
+	from, before := time.Now(), u.DeepCopy()
+	table, err := convertor.ConvertToTable(t.Context(), u, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data, clock, err := encoder.Printed(t.Context(), convertor, u, &table.Rows[0], from)
+	if err != nil || !clock.AgesOnly || len(clock.Ages) != 2 || clock.Ages[0].Nanos == 0 {
+		t.Errorf("%s of %v, %v", data, clock, err)
+	}
+	if !reflect.DeepEqual(u, before) {
+		t.Errorf("the object is %v, not what it was, %v", u, before)
 	}
 }
 

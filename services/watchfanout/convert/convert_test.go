@@ -119,11 +119,11 @@ func TestAShortAnswerIsAnError(t *testing.T) {
 // age is the clock of a row that has one cell more, which tells how long ago something was.
 func age(since time.Time) func(string) *registryv1.Clock {
 	return func(row string) *registryv1.Clock {
-		at := strings.Index(row, `,"`) + 1
 		return &registryv1.Clock{AgesOnly: true, Ages: []*registryv1.Age{{
-			Offset: int32(at),
-			Length: int32(len(`"5s"`)),
-			Since:  since.Unix(),
+			Offset:  int32(strings.Index(row, `5s`)),
+			Length:  int32(len(`5s`)),
+			Seconds: since.Unix(),
+			Nanos:   int32(since.Nanosecond()),
 		}}}
 	}
 }

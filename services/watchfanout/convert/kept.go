@@ -15,7 +15,7 @@ const (
 	keptBytes = 64 << 20
 	// keptOverhead is about what keeping one encoding takes beside its bytes, and ageBytes what each of its ages adds.
 	keptOverhead = 300
-	ageBytes     = 24
+	ageBytes     = 40
 	// life is how long an encoding may be used that is as good as its object. It has an end since a later release of
 	// registry may make another.
 	life = 10 * time.Minute

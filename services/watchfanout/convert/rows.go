@@ -15,8 +15,8 @@ import (
 	"watershed.dev/services/watchfanout/form"
 )
 
-// A Table's rows are made by registry, and tell how long ago objects were created. Registry says where in a row that
-// is: the row is kept for as long as its object, and its ages are told anew for each who asks. The metadata that rows
+// A Table's rows are made by registry, and tell how long ago things were. Registry says where in a row that is: the row
+// is kept for as long as its object, and its ages are told anew for each who asks. The metadata that rows
 // include is cut from the objects' own bytes, and sent from where those are.
 
 // Rows are a Table's.
@@ -109,7 +109,7 @@ func (c *Converter) rows(ctx context.Context, q *form.Query, items []*cache.Item
 // age is a part of a row that tells how long ago something was.
 type age struct {
 	offset, end int
-	since       int64
+	of          time.Time
 }
 
 // rowOf is a row as it is kept: up to the metadata that it includes, or all of it.
@@ -124,7 +124,7 @@ func rowOf(q *form.Query, data []byte, clock *registryv1.Clock) (*encoding, erro
 			return nil, status.Errorf(codes.Internal, "encode: a row of %d bytes has an age at %d", len(data), a.Offset)
 		}
 		at = int(a.Offset) + int(a.Length)
-		e.ages = append(e.ages, age{int(a.Offset), at, a.Since})
+		e.ages = append(e.ages, age{int(a.Offset), at, time.Unix(a.Seconds, int64(a.Nanos))})
 	}
 	var err error
 	e.data, err = q.RowHead(data)
@@ -164,19 +164,22 @@ func told(q *form.Query, items []*cache.Item, made []*encoding, columns unique.H
 	return out, nil
 }
 
-// maxAge is the most that an age takes in JSON: "<invalid>", whose brackets are escaped.
-const maxAge = len(`"\u003cinvalid\u003e"`)
+// maxAge is the most that an age takes in JSON.
+const maxAge = len(invalidAge)
+
+// invalidAge is an age of the future, in JSON.
+const invalidAge = `\u003cinvalid\u003e`
 
 // tell appends to dst the row with its ages as of now.
 func (e *encoding) tell(dst []byte, now time.Time) []byte {
 	at := 0
 	for _, a := range e.ages {
 		dst = append(dst, e.data[at:a.offset]...)
-		text := duration.HumanDuration(now.Sub(time.Unix(a.since, 0)))
-		if text == "<invalid>" { // of the future
-			text = `\u003cinvalid\u003e`
+		text := duration.HumanDuration(now.Sub(a.of))
+		if text == "<invalid>" {
+			text = invalidAge
 		}
-		dst = append(append(append(dst, '"'), text...), '"')
+		dst = append(dst, text...)
 		at = a.end
 	}
 	return append(dst, e.data[at:]...)

@@ -2219,14 +2219,15 @@ func (x *Clock) GetAges() []*Age {
 	return nil
 }
 
-// Age is a string of a row's JSON that tells how long ago something was, as kubectl's duration does.
+// Age is a part of a string of a row's JSON that tells how long ago something was, as kubectl's duration does.
 type Age struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where it is among the row's bytes, with its quotes.
+	// Where it is among the row's bytes.
 	Offset int32 `protobuf:"varint,1,opt,name=offset" json:"offset,omitempty"`
 	Length int32 `protobuf:"varint,2,opt,name=length" json:"length,omitempty"`
-	// When it was, in Unix seconds.
-	Since         int64 `protobuf:"varint,3,opt,name=since" json:"since,omitempty"`
+	// When it was, in Unix time.
+	Seconds       int64 `protobuf:"varint,3,opt,name=seconds" json:"seconds,omitempty"`
+	Nanos         int32 `protobuf:"varint,4,opt,name=nanos" json:"nanos,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2275,9 +2276,16 @@ func (x *Age) GetLength() int32 {
 	return 0
 }
 
-func (x *Age) GetSince() int64 {
+func (x *Age) GetSeconds() int64 {
 	if x != nil {
-		return x.Since
+		return x.Seconds
+	}
+	return 0
+}
+
+func (x *Age) GetNanos() int32 {
+	if x != nil {
+		return x.Nanos
 	}
 	return 0
 }
@@ -2977,11 +2985,12 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x06clocks\x18\x04 \x03(\v2\x1c.watershed.registry.v1.ClockR\x06clocks\"T\n" +
 	"\x05Clock\x12\x1b\n" +
 	"\tages_only\x18\x01 \x01(\bR\bagesOnly\x12.\n" +
-	"\x04ages\x18\x02 \x03(\v2\x1a.watershed.registry.v1.AgeR\x04ages\"K\n" +
+	"\x04ages\x18\x02 \x03(\v2\x1a.watershed.registry.v1.AgeR\x04ages\"e\n" +
 	"\x03Age\x12\x16\n" +
 	"\x06offset\x18\x01 \x01(\x05R\x06offset\x12\x16\n" +
-	"\x06length\x18\x02 \x01(\x05R\x06length\x12\x14\n" +
-	"\x05since\x18\x03 \x01(\x03R\x05since\"\x86\x01\n" +
+	"\x06length\x18\x02 \x01(\x05R\x06length\x12\x18\n" +
+	"\aseconds\x18\x03 \x01(\x03R\aseconds\x12\x14\n" +
+	"\x05nanos\x18\x04 \x01(\x05R\x05nanos\"\x86\x01\n" +
 	"\x06Fields\x12A\n" +
 	"\x06fields\x18\x01 \x03(\v2).watershed.registry.v1.Fields.FieldsEntryR\x06fields\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +

@@ -1,0 +1,4 @@
+package encoder
+
+// Printed is printed.
+var Printed = printed

@@ -1,0 +1,100 @@
+package encoder
+
+import (
+	"reflect"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+)
+
+// moment is a time that an object has.
+type moment struct {
+	at  time.Time
+	set func(time.Time)
+}
+
+// momentsOf are an object's times that are not zero: of a custom resource the strings that are such.
+func momentsOf(obj runtime.Object) (all []moment) {
+	all = []moment{}
+	if u, ok := obj.(runtime.Unstructured); ok {
+		return append(all, momentsIn(u.UnstructuredContent())...)
+	}
+	walk(reflect.ValueOf(obj), func(v reflect.Value) bool {
+		switch at := v.Addr().Interface().(type) {
+		case *metav1.Time:
+			all = append(all, moment{at.Time, func(t time.Time) { at.Time = t }})
+		case *metav1.MicroTime:
+			all = append(all, moment{at.Time, func(t time.Time) { at.Time = t }})
+		default:
+			return true
+		}
+		if all[len(all)-1].at.IsZero() {
+			all = all[:len(all)-1]
+		}
+		return false
+	})
+	return all
+}
+
+// walk visits every struct that can be set in v, and what is within it where visit says so.
+func walk(v reflect.Value, visit func(reflect.Value) bool) {
+	switch v.Kind() {
+	case reflect.Pointer:
+		if !v.IsNil() {
+			walk(v.Elem(), visit)
+		}
+	case reflect.Struct:
+		if !v.CanAddr() || !visit(v) {
+			return
+		}
+		for i := range v.NumField() {
+			if v.Type().Field(i).IsExported() {
+				walk(v.Field(i), visit)
+			}
+		}
+	case reflect.Slice:
+		if hasStructs(v.Type().Elem()) {
+			for i := range v.Len() {
+				walk(v.Index(i), visit)
+			}
+		}
+	}
+}
+
+func hasStructs(t reflect.Type) bool {
+	return t.Kind() == reflect.Struct || t.Kind() == reflect.Pointer || t.Kind() == reflect.Slice
+}
+
+// momentsIn are the strings of a value of JSON that are times.
+func momentsIn(value any) (all []moment) {
+	each := func(child any, set func(any)) {
+		text, ok := child.(string)
+		if !ok {
+			all = append(all, momentsIn(child)...)
+			return
+		}
+		at, err := time.Parse(time.RFC3339, text)
+		if err != nil {
+			return
+		}
+		all = append(all, moment{at, func(t time.Time) {
+			if t.Equal(at) {
+				set(text)
+			} else {
+				set(t.Format(time.RFC3339Nano))
+			}
+		}})
+	}
+	switch v := value.(type) {
+	case map[string]any:
+		for k, child := range v {
+			each(child, func(is any) { v[k] = is })
+		}
+	case []any:
+		for i, child := range v {
+			each(child, func(is any) { v[i] = is })
+		}
+	}
+	return all
+}
