@@ -152,7 +152,7 @@ func (l *Loops) Run(ctx context.Context) error {
 		return err
 	}
 	// Service addresses can be given once the default ServiceCIDR is there.
-	defaultservicecidr.NewController(primary, secondary, l.Client).Start(ctx)
+	defaultservicecidr.NewController(primary, secondary, existing{l.Client}).Start(ctx)
 	go systemnamespaces.NewController([]string{metav1.NamespaceSystem, metav1.NamespacePublic,
 		corev1.NamespaceNodeLease, metav1.NamespaceDefault}, l.Client,
 		l.Informers.Core().V1().Namespaces()).Run(ctx.Done())
