@@ -36,21 +36,22 @@ func FormOf(kind, as *commonv1.Kind, mediaType string, unstructured bool) Form {
 	return f
 }
 
-// Item is an object in a list, of its encodings: what comes between ItemHead and ItemTail.
+// Item is an object's bytes in a list, of its encodings. In JSON ItemHead takes the place of its opening brace and
+// ItemTail follows: of metadata alone it is {"metadata":{…}, not closed.
 func (f *Form) Item(body, message []byte) ([]byte, error) {
 	switch {
 	case f.Partial && f.Protobuf:
 		return MetadataProtobuf(message)
 	case f.Partial:
-		m, err := MetadataJSON(body)
-		return body[:min(1+len(m), len(body))], err
+		return ThroughMetadata(body)
 	case f.Protobuf:
 		return message, nil
 	}
 	return body, nil
 }
 
-// ItemHead is what comes before an item of a list in JSON, in place of its opening brace; nil for nothing.
+// ItemHead is what comes before an item of a list in JSON, in place of its opening brace; nil for nothing. Protobuf has
+// none.
 func (f *Form) ItemHead() []byte {
 	switch {
 	case f.Partial:
@@ -61,7 +62,7 @@ func (f *Form) ItemHead() []byte {
 	return nil
 }
 
-// ItemTail is what comes after an item of a list in JSON.
+// ItemTail is what comes after an item of a list in JSON. Protobuf has none.
 func (f *Form) ItemTail() []byte {
 	if f.Partial {
 		return braceJSON

@@ -41,6 +41,15 @@ func Object(dst []byte, kind, apiVersion string, body []byte) []byte {
 
 // MetadataJSON cuts "metadata":{…} out of an object's JSON, where it is the first key.
 func MetadataJSON(body []byte) ([]byte, error) {
+	through, err := ThroughMetadata(body)
+	if err != nil {
+		return nil, err
+	}
+	return through[1:], nil
+}
+
+// ThroughMetadata is an object's JSON up to the end of its metadata, which is its first key: {"metadata":{…}
+func ThroughMetadata(body []byte) ([]byte, error) {
 	const key = `{"metadata":`
 	if len(body) < len(key)+2 || string(body[:len(key)]) != key {
 		return nil, fmt.Errorf("metadata is not the first key of %.40q", body)
@@ -49,7 +58,7 @@ func MetadataJSON(body []byte) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	return body[1:end], nil
+	return body[:end], nil
 }
 
 // value finds the end of the JSON object that begins at i.

@@ -51,7 +51,7 @@ var nullJSON = []byte("null}\n")
 
 var comma = []byte{','}
 
-// Items are a list's, in pieces: each its head, its body and the tail.
+// Items are a list's, in pieces: each its head, its body and the tail. Protobuf has bodies only.
 type Items struct {
 	// Bodies are the items', or what their heads and the tail leave of them.
 	Bodies [][]byte
@@ -90,13 +90,15 @@ type Body struct {
 	// Size is the whole body's in bytes.
 	Size int64
 
-	items    *Items
+	// Items are those between the two.
+	Items *Items
+
 	protobuf bool
 }
 
 // Body is the list's body with its items, in JSON or protobuf.
 func (l *List) Body(protobuf bool, items *Items) *Body {
-	b := &Body{items: items, protobuf: protobuf}
+	b := &Body{Items: items, protobuf: protobuf}
 	n := 0
 	for i := range items.Len() {
 		n += b.ItemBytes(i)
@@ -117,11 +119,11 @@ func (l *List) Body(protobuf bool, items *Items) *Body {
 // ItemBytes is how many bytes the item with number i is in the body.
 func (b *Body) ItemBytes(i int) int {
 	if b.protobuf {
-		return FieldLen(len(b.items.Bodies[i]))
+		return FieldLen(len(b.Items.Bodies[i]))
 	}
-	head, body, tail := b.items.pieces(i)
+	head, body, tail := b.Items.pieces(i)
 	n := len(head) + len(body) + len(tail)
-	if i < b.items.Len()-1 {
+	if i < b.Items.Len()-1 {
 		n++
 	}
 	return n
@@ -132,17 +134,17 @@ func (b *Body) ItemBytes(i int) int {
 func (b *Body) Run(pieces [][]byte, first, end int) [][]byte {
 	for i := first; i < end; i++ {
 		if b.protobuf {
-			item := b.items.Bodies[i]
+			item := b.Items.Bodies[i]
 			pieces = append(pieces, itemHeadProtobuf(len(item)), item)
 			continue
 		}
-		head, body, tail := b.items.pieces(i)
+		head, body, tail := b.Items.pieces(i)
 		for _, p := range [...][]byte{head, body, tail} {
 			if len(p) > 0 {
 				pieces = append(pieces, p)
 			}
 		}
-		if i < b.items.Len()-1 {
+		if i < b.Items.Len()-1 {
 			pieces = append(pieces, comma)
 		}
 	}
@@ -154,7 +156,7 @@ func (b *Body) Send(w *Chunks) error {
 	w.Begin(b.Size)
 	err := w.Add(b.Head)
 	var pieces [][]byte
-	for i := 0; i < b.items.Len() && err == nil; i++ {
+	for i := 0; i < b.Items.Len() && err == nil; i++ {
 		pieces = b.Run(pieces[:0], i, i+1)
 		for _, p := range pieces {
 			err = w.Add(p)

@@ -27,6 +27,9 @@ var masks = []struct {
 	pattern *regexp.Regexp
 	with    string
 }{
+	// before ages: five random characters may be those of one
+	{regexp.MustCompile(`kube-api-access-[a-z0-9]{5}`), "kube-api-access-RANDOM"},
+	{regexp.MustCompile(`\b(who-)[a-z0-9]{5}\b`), "${1}RANDOM"},
 	{regexp.MustCompile(`[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}`), "UID"},
 	{regexp.MustCompile(`\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)`), "TIME"},
 	{regexp.MustCompile(`(127\.0\.0\.1|192\.0\.2\.1|\d+\.\d+\.\d+\.\d+):\d{4,5}`), "ADDRESS"},
@@ -43,10 +46,8 @@ var masks = []struct {
 	{regexp.MustCompile(`X509SHA256=[0-9a-f]+`), "CREDENTIAL"},
 	{regexp.MustCompile(`\bkubernetes-admin\b`), "admin"},
 	{regexp.MustCompile(`current time [0-9-]+ [0-9:.]+ \+0000 UTC m=\+[0-9.]+`), "current time"},
-	{regexp.MustCompile(`kube-api-access-[a-z0-9]{5}`), "kube-api-access-RANDOM"},
 	{regexp.MustCompile(`(resourceVersion\\*":\\*")\d+`), "${1}RV"},
 	{regexp.MustCompile(`(resourceVersion=)\d+`), "${1}RV"}, // in an audit log's requestURI
-	{regexp.MustCompile(`\b(who-)[a-z0-9]{5}\b`), "${1}RANDOM"},
 	// An object in the text of an error: the order of its managers is by the second. Where it is an object itself they
 	// are sorted and compared (normal).
 	{regexp.MustCompile(`(managedFields\\*":\[)[^\]]*\]`), "${1}…]"},

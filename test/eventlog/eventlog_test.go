@@ -93,9 +93,11 @@ func (c *cluster) stop() {
 // begin makes the stream.
 func (c *cluster) begin() {
 	c.t.Helper()
-	if _, err := c.log.Stream(c.t.Context(), c.js); err != nil {
-		c.t.Fatal(err)
-	}
+	// as publishers do: NATS may not be through with the files of a stream that was just deleted
+	harness.Eventually(c.t, 10*time.Second, func() error {
+		_, err := c.log.Stream(c.t.Context(), c.js)
+		return err
+	})
 }
 
 // write appends events as the publisher does, until the log has them: a writer of its own for each try.

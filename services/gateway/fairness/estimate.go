@@ -11,6 +11,7 @@ import (
 	"k8s.io/utils/lru"
 
 	"watershed.dev/platform/deflate"
+	"watershed.dev/services/gateway/audit"
 )
 
 const (
@@ -58,18 +59,21 @@ func (f *Fairness) Answered(req *http.Request, bytes int64, compressed bool) {
 type size struct {
 	// bytes are those of the list as it is.
 	bytes int64
-	// compressed: who accepted it compressed got it so from the watch tier, which keeps it.
+	// compressed: who accepted it compressed got it so from the watch tier, which keeps it. It is said of lists that
+	// were asked for before, just so: others may have to be compressed first. Of Tables it is not: what is kept of them
+	// is soon of no use.
 	compressed bool
 }
 
-// compressedShare is how many bytes of such a list cost as much as one that is sent as it is: measured, five to ten
-// (docs/performance.md, "LIST pods, JSON, gzip").
-const compressedShare = 8
+// compressedPerPlain is how many bytes of such a list cost as much as one that is sent as it is: by the rows "LIST
+// pods, JSON" and "LIST pages of 500, JSON" of docs/performance.md, with and without gzip, five and more of a whole
+// list and two of a page.
+const compressedPerPlain = 4
 
 // cost is as how many bytes the answer counts that a request gets.
 func (s size) cost(req *http.Request, verb string) int64 {
 	if verb == "list" && s.compressed && deflate.Accepted(req.Header) {
-		return s.bytes / compressedShare
+		return s.bytes / compressedPerPlain
 	}
 	return s.bytes
 }
@@ -91,11 +95,11 @@ func (s *sizes) of(req *http.Request) size {
 		return known.(size)
 	}
 	n, _ := s.whole.Get(l.whole)
-	whole, _ := n.(size)
+	whole, _ := n.(int64)
 	if l.limit > 0 {
-		whole.bytes = min(whole.bytes, l.limit*objectBytes)
+		whole = min(whole, l.limit*objectBytes)
 	}
-	return whole
+	return size{bytes: whole}
 }
 
 // objectBytes is how large an object of a page is taken to be that has not been seen: a pod's JSON.
@@ -103,15 +107,18 @@ const objectBytes = 8 << 10
 
 func (s *sizes) note(req *http.Request, n size) {
 	l := s.list(req)
-	info, _ := request.RequestInfoFrom(req.Context())
+	info, ok := request.RequestInfoFrom(req.Context())
 	// who takes no compressed list, and a watch, say nothing of those who do
-	if known, ok := s.exact.Get(l.exact); ok && (!deflate.Accepted(req.Header) || info.Verb == "watch") {
-		n.compressed = known.(size).compressed
+	if !deflate.Accepted(req.Header) || ok && info.Verb == "watch" {
+		known, _ := s.exact.Get(l.exact)
+		before, _ := known.(size)
+		n.compressed = before.compressed
 	}
+	n.compressed = n.compressed && form(req.Header.Get("Accept")) != table
 	s.exact.Add(l.exact, n)
 	whole, ok := s.whole.Get(l.whole)
-	if !l.part || !ok || whole.(size).bytes < n.bytes {
-		s.whole.Add(l.whole, n)
+	if !l.part || !ok || whole.(int64) < n.bytes {
+		s.whole.Add(l.whole, n.bytes)
 	}
 }
 
@@ -142,14 +149,21 @@ func (s *sizes) list(req *http.Request) list {
 		part("continue")
 		l.part = true
 	}
+	// these are answered by registry, or as they are
+	part(q.Get("resourceVersionMatch"))
+	part(q.Get("pretty"))
+	part(strconv.FormatBool(audit.Responds(req.Context())))
 	l.exact = h.Sum64()
 	l.limit, _ = strconv.ParseInt(q.Get("limit"), 10, 64)
 	return l
 }
 
+// table is the form of Tables.
+const table = "as=Table"
+
 // form is what of an Accept header an answer's size depends on.
 func form(accept string) string {
-	for _, f := range []string{"as=Table", "as=PartialObjectMetadata", "protobuf", "cbor", "yaml"} {
+	for _, f := range []string{table, "as=PartialObjectMetadata", "protobuf", "cbor", "yaml"} {
 		if strings.Contains(accept, f) {
 			return f
 		}

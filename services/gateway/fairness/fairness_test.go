@@ -76,14 +76,26 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 		want uint64
 	}{
 		"as it is":                  {asked(t, "GET", pods), 16},
-		"compressed":                {compressed(pods), 2},
-		"a part of it, compressed":  {compressed(pods + "?labelSelector=a"), 2},
+		"compressed":                {compressed(pods), 4},
+		"a part not yet asked for":  {compressed(pods + "?labelSelector=a"), 16},
+		"in a form of registry's":   {compressed(pods + "?pretty=1"), 16},
+		"as it was at a revision":   {compressed(pods + "?resourceVersion=7&resourceVersionMatch=Exact"), 16},
 		"a watch is not compressed": {compressed(pods + "?watch=1"), 16},
 		"another, which never came": {compressed("/api/v1/pods"), mostSeats},
 	} {
 		if got := f.estimate(c.r, "", "none"); got.InitialSeats != c.want {
 			t.Errorf("%s takes %v, not %d seats", what, got, c.want)
 		}
+	}
+	f.Answered(compressed(pods+"?pretty=1"), 16*bytesPerSeat, false)
+	if got := f.estimate(compressed(pods), "", "none"); got.InitialSeats != 4 {
+		t.Errorf("that somebody has it pretty makes it %v", got)
+	}
+	asTable := compressed(pods)
+	asTable.Header.Set("Accept", "application/json;as=Table;g=meta.k8s.io;v=v1")
+	f.Answered(asTable, 16*bytesPerSeat, true)
+	if got := f.estimate(asTable, "", "none"); got.InitialSeats != 16 {
+		t.Errorf("a Table takes %v", got)
 	}
 	f.Answered(compressed(pods), 16*bytesPerSeat, false)
 	if got := f.estimate(compressed(pods), "", "none"); got.InitialSeats != 16 {

@@ -138,17 +138,20 @@ func (b *budget) spent() (owed time.Duration, spent bool) {
 
 // wait waits until something is left.
 func (b *budget) wait(ctx context.Context) error {
-	for {
-		owed, spent := b.spent()
-		if !spent {
-			return nil
-		}
+	owed, spent := b.spent()
+	if !spent {
+		return nil
+	}
+	waitingForRate.Inc()
+	defer waitingForRate.Dec()
+	for ; spent; owed, spent = b.spent() {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-time.After(max(owed, budgetPause)):
 		}
 	}
+	return nil
 }
 
 // later has r return when something is left, in the order in which they came.
@@ -156,7 +159,7 @@ func (b *budget) later(r wire.Returner) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.waiting = append(b.waiting, r)
-	waiting.Inc()
+	waitingForRate.Inc()
 	if !b.serving {
 		b.serving = true
 		time.AfterFunc(budgetPause, b.serve)
@@ -172,7 +175,7 @@ func (b *budget) serve() {
 		next := b.waiting[0]
 		b.waiting[0] = nil
 		b.waiting = b.waiting[1:]
-		waiting.Dec()
+		waitingForRate.Dec()
 		b.turn = true
 		b.mu.Unlock()
 		next.Return()

@@ -460,20 +460,20 @@ const keptRecent = 64 << 10
 
 // hold accounts for bytes that the feed begins or, below 0, ceases to keep.
 func (f *feed) hold(n int) {
+	f.hub.room().hold(f.bytes, n)
 	f.bytes += n
-	feedBytes.Set(float64(f.hub.room().held.Add(int64(n))))
 }
 
-// trim drops the oldest entries: those that every client has seen, beyond keptRecent bytes, and any beyond FeedBytes
-// or, where all feeds together keep more than FeedsBytes, beyond the feed's share of that. A client that still needs
-// one goes on with a stream of its own.
+// trim drops the oldest entries: those that every client has seen, beyond keptRecent bytes, and any beyond FeedBytes.
+// Where all feeds together keep more than FeedsBytes it drops all that every client has seen, and any beyond the feed's
+// share. A client that still needs one goes on with a stream of its own.
 func (f *feed) trim() {
-	most := f.hub.Config.FeedBytes
+	most, recent := f.hub.Config.FeedBytes, keptRecent
 	if share, ok := f.hub.room().share(f.hub.Config.FeedsBytes); ok {
-		most = min(most, share)
+		most, recent = min(most, share), 0
 	}
 	over := func() bool { return f.bytes > most }
-	if f.bytes <= 2*keptRecent && !over() {
+	if f.bytes <= 2*recent && !over() {
 		return
 	}
 	slowest := f.entries.Next()
@@ -483,7 +483,7 @@ func (f *feed) trim() {
 	sequence := f.entries.Base()
 	f.entries.DropWhile(func(e entry) bool {
 		seen := sequence < slowest
-		if !over() && (!seen || f.bytes <= keptRecent) {
+		if !over() && (!seen || f.bytes <= recent) {
 			return false
 		}
 		f.hold(-len(e.data) - entryBytes)

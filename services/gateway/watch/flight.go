@@ -170,7 +170,7 @@ func (f *flight) add(m *watchfanoutv1.WatchFrame, err error) bool {
 		f.err = err
 	} else if n := len(f.members); n > 0 {
 		f.kept = append(f.kept, keptFrame{m, n})
-		f.hub.flown.held.Add(bytesOf(m))
+		f.hub.flown.Add(bytesOf(m))
 	}
 	f.tell()
 	for f.err == nil && len(f.members) > 0 {
@@ -195,7 +195,7 @@ func (f *flight) tell() {
 
 // crowded says whether there is no room for more: then the slowest says how fast the flight goes. The lock is held.
 func (f *flight) crowded() bool {
-	return len(f.kept) > 0 && f.hub.flown.held.Load() > f.hub.Config.FeedsBytes
+	return len(f.kept) > 0 && f.hub.flown.Load() > f.hub.Config.FeedsBytes
 }
 
 // throwOut ends the part of those who have not taken the frame that the others wait behind: what they were sent of the
@@ -229,7 +229,7 @@ func bytesOf(m *watchfanoutv1.WatchFrame) (n int64) {
 func (f *flight) take(number int) {
 	f.kept[number-f.base].left--
 	for len(f.kept) > 0 && f.kept[0].left == 0 {
-		f.hub.flown.held.Add(-bytesOf(f.kept[0].frame))
+		f.hub.flown.Add(-bytesOf(f.kept[0].frame))
 		f.kept[0].frame = nil
 		f.kept = f.kept[1:]
 		f.base++

@@ -151,14 +151,14 @@ func TestThoseWhoBeginAtOnceShareOneStream(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if held := h.flown.held.Load(); held == 0 {
+	if held := h.flown.Load(); held == 0 {
 		t.Error("nothing is kept for the slowest")
 	}
 	if got, _ := all(slow); "1.1 "+got != whole(1) {
 		t.Errorf("the slowest has %s", got)
 	}
 	leaves[0]()
-	if held := h.flown.held.Load(); held != 0 {
+	if held := h.flown.Load(); held != 0 {
 		t.Errorf("%d bytes are kept for nobody", held)
 	}
 	if n := len(h.flights); n != 0 {
@@ -277,7 +277,7 @@ func TestTheSlowestLeavesAFullFlight(t *testing.T) {
 		t.Errorf("%v, %v", m, err)
 	}
 	leave()
-	if held := h.flown.held.Load(); held != 0 {
+	if held := h.flown.Load(); held != 0 {
 		t.Errorf("%d bytes are kept for nobody", held)
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -137,7 +138,7 @@ type Hub struct {
 	// flights are those that have not answered, by what is asked; those that have are known to who is in them.
 	flights map[string]*flights
 	// flown is what all flights keep, up to Config.FeedsBytes.
-	flown Room
+	flown atomic.Int64
 	// takeOff is how long those who ask wait for the flight before theirs to answer; 0: takeOffWithin.
 	takeOff time.Duration
 }
@@ -192,15 +193,15 @@ var overBudget = prometheus.NewCounter(prometheus.CounterOpts{
 	Help: "Watches ended because their user's were delivered more than --max-watch-rate-per-user, and they fell too far behind.",
 })
 
-var waiting = prometheus.NewGauge(prometheus.GaugeOpts{
+var waitingForRate = prometheus.NewGauge(prometheus.GaugeOpts{
 	Name: "watershed_gateway_watches_waiting_for_rate",
-	Help: "Watches that wait since their user's are delivered more than --max-watch-rate-per-user.",
+	Help: "Watches that wait because their user's are delivered more than --max-watch-rate-per-user.",
 })
 
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{
-		clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff, overBudget, waiting,
+		clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff, overBudget, waitingForRate,
 	}
 }
 

@@ -9,6 +9,8 @@ import (
 // Room accounts for the bytes that feeds keep, up to Config.FeedsBytes. Its zero value is ready to use.
 type Room struct {
 	held atomic.Int64
+	// large is how many feeds keep more than keptRecent.
+	large atomic.Int64
 
 	mu    sync.Mutex
 	feeds map[*feed]struct{}
@@ -16,8 +18,8 @@ type Room struct {
 	trimming bool
 }
 
-// trimAllAfter is how long after more than all feeds may keep is kept those are trimmed that have no events of their
-// own.
+// trimAllAfter is how long all feeds together may keep more than their bound before those that no event comes to are
+// trimmed too.
 const trimAllAfter = time.Second
 
 func (r *Room) enter(f *feed) {
@@ -35,8 +37,9 @@ func (r *Room) leave(f *feed) {
 	delete(r.feeds, f)
 }
 
-// share is how many bytes a feed may keep of a bound for all, where those have come to it: whoever has many feeds that
-// are behind takes nothing from those of others. ok is false where there is room.
+// share is the equal part that a feed with more than keptRecent has of a bound for all, while more than the bound is
+// kept: one that keeps less than its part loses nothing to those that keep more. Then all feeds are trimmed, a little
+// later. ok is false where there is room.
 func (r *Room) share(bound int64) (bytes int, ok bool) {
 	if r.held.Load() <= bound {
 		return 0, false
@@ -47,7 +50,18 @@ func (r *Room) share(bound int64) (bytes int, ok bool) {
 		r.trimming = true
 		time.AfterFunc(trimAllAfter, r.trim)
 	}
-	return int(max(keptRecent, bound/int64(max(1, len(r.feeds))))), true
+	return int(max(keptRecent, bound/max(1, r.large.Load()))), true
+}
+
+// hold accounts for bytes that a feed begins or, below 0, ceases to keep beside those that it keeps.
+func (r *Room) hold(keeps, n int) {
+	switch before, after := keeps > keptRecent, keeps+n > keptRecent; {
+	case after && !before:
+		r.large.Add(1)
+	case before && !after:
+		r.large.Add(-1)
+	}
+	feedBytes.Set(float64(r.held.Add(int64(n))))
 }
 
 // trim trims every feed.

@@ -379,7 +379,7 @@ func (s *session) alone(ctx context.Context) error {
 // open begins the stream that an alone session goes on with: with others that ask the same, where it is to bring the
 // initial events and there is room to keep them for the slowest.
 func (s *session) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (frames, func(), error) {
-	if s.ResumeAfter == nil && s.initial() && s.hub.flown.held.Load() < s.hub.Config.FeedsBytes/2 {
+	if s.ResumeAfter == nil && s.initial() && s.hub.flown.Load() < s.hub.Config.FeedsBytes/2 {
 		return s.hub.board(ctx, s.StoredAs, r)
 	}
 	stream, err := s.hub.Client.Watch(rpc.Routed(ctx, s.StoredAs), r, grpc.WaitForReady(false))

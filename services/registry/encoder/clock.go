@@ -4,9 +4,11 @@ import (
 	"context"
 	"encoding/json"
 	"regexp"
+	"slices"
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/duration"
@@ -19,25 +21,30 @@ import (
 // of one are ages, and of when. Upstream's printers do not say so; it is found out by trying. A printer sees of a time
 // only how long ago it was, so the row of an object with all its times moved is the row as it is at another time. A
 // word that looks like an age is that of one of the object's times if it tells seconds as soon as that is seconds ago,
-// and is no age at all if it stays as it is when all times are moved.
+// and is no age at all if it stays as it is when all times are moved. Which time to try is what the word tells where
+// each time is another few seconds ago, in the order that they have: a printer may choose the latest. A word is looked
+// for where it is the only one of its cell; where an age is not found the ages are not complete.
 
-// clockwise is a duration as duration.HumanDuration writes it.
-var clockwise = regexp.MustCompile(`^(([0-9]+[smhdy]){1,2}|<invalid>)$`)
+// durationWord is a word that is a duration as duration.HumanDuration writes it.
+var durationWord = regexp.MustCompile(`^(([0-9]+[smhdy]){1,2}|<invalid>)$`)
 
 // between are what parts the words of a cell.
 const between = " (),"
 
+// longestDuration is how many bytes a durationWord has at most, with room to spare.
+const longestDuration = 16
+
 // durations are where in a cell words are that look like durations.
 func durations(cell string) (at [][2]int) {
-	for begin := 0; begin < len(cell); {
-		n := strings.IndexAny(cell[begin:], between)
-		if n < 0 {
-			n = len(cell) - begin
+	begin := 0
+	for i := 0; i <= len(cell); i++ {
+		if i < len(cell) && strings.IndexByte(between, cell[i]) < 0 {
+			continue
 		}
-		if clockwise.MatchString(cell[begin : begin+n]) {
-			at = append(at, [2]int{begin, begin + n})
+		if n := i - begin; n > 0 && n <= longestDuration && durationWord.MatchString(cell[begin:i]) {
+			at = append(at, [2]int{begin, i})
 		}
-		begin += n + 1
+		begin = i + 1
 	}
 	return at
 }
@@ -45,11 +52,18 @@ func durations(cell string) (at [][2]int) {
 // cellsHead is how a row's JSON begins.
 const cellsHead = `{"cells":[`
 
-// printed is an object's row as JSON, and what of it follows the clock. The row was made since from; it is not what it
-// was after this.
+// printed is an object's row as JSON, and its ages. The row was made after from; its cells are replaced by their JSON.
 func printed(ctx context.Context, convertor rest.TableConvertor, obj runtime.Object,
-	row *metav1.TableRow, from time.Time) (data []byte, clock *registryv1.Clock, err error) {
-	p := &printer{ctx: ctx, convertor: convertor, obj: obj, from: from, to: time.Now(), cells: row.Cells}
+	row *metav1.TableRow, from time.Time) (data []byte, ages *registryv1.RowAges, err error) {
+	p := &printer{
+		ctx:       ctx,
+		convertor: convertor,
+		obj:       obj,
+		cells:     row.Cells,
+		from:      from,
+		to:        time.Now(),
+		lately:    map[trial][]any{},
+	}
 	row.Cells = make([]any, len(p.cells))
 	offsets := make([]int, len(p.cells)+1)
 	offsets[0] = len(cellsHead)
@@ -63,7 +77,7 @@ func printed(ctx context.Context, convertor rest.TableConvertor, obj runtime.Obj
 	if data, err = json.Marshal(row); err != nil {
 		return nil, nil, err
 	}
-	clock = &registryv1.Clock{AgesOnly: true}
+	ages = &registryv1.RowAges{Complete: true}
 	for i, cell := range p.cells {
 		text, ok := cell.(string)
 		if !ok {
@@ -79,7 +93,7 @@ func printed(ctx context.Context, convertor rest.TableConvertor, obj runtime.Obj
 				return nil, nil, err
 			}
 			if found {
-				clock.Ages = append(clock.Ages, ageIn(text, words[0], offsets[i], when))
+				ages.Ages = append(ages.Ages, ageIn(text, words[0], offsets[i], when))
 				continue
 			}
 		}
@@ -87,9 +101,9 @@ func printed(ctx context.Context, convertor rest.TableConvertor, obj runtime.Obj
 		if err != nil {
 			return nil, nil, err
 		}
-		clock.AgesOnly = clock.AgesOnly && stays
+		ages.Complete = ages.Complete && stays
 	}
-	return data, clock, nil
+	return data, ages, nil
 }
 
 // ageIn is the age that a word of a cell is, which begins at offset in its row.
@@ -114,34 +128,84 @@ type printer struct {
 	from, to time.Time
 	// all are the object's times, once they were asked for.
 	all []moment
+	// lately are the cells as they are lately after a time, ranked those where each time has an age of its own, and
+	// before those where all are longBefore.
+	lately         map[trial][]any
+	ranked, before []any
+	prints         int
+}
+
+// trial is a time that is moved, with all others, until it is so long ago.
+type trial struct {
+	at  time.Time
+	ago time.Duration
 }
 
 const (
-	// longAgo is by how much times are moved so that no duration stays what it was.
-	longAgo = -1000 * 24 * time.Hour
-	// lately is how long ago a time is moved to so that its age is told by the second.
-	lately, latelyTold = 60500 * time.Millisecond, "60s"
-	// mostTried is how many times of an object are tried for one cell.
-	mostTried = 4
+	// longBefore is by how much times are moved so that no duration stays what it was.
+	longBefore = -1000 * 24 * time.Hour
+	// lately is how long ago a time is moved to so that its age is told by the second, and lessLately the same for a
+	// word that tells that already. half keeps what is told from changing meanwhile.
+	lately, lessLately = 60 * time.Second, 90 * time.Second
+	half               = 500 * time.Millisecond
+	// firstRank is the youngest age that times are told apart by, a second for each.
+	firstRank = 10 * time.Second
+	// mostMoments is how many times an object may have whose ages are looked for: those who rank have ages that are
+	// told by the second.
+	mostMoments = 256
+	// mostPrints is how often one row is printed again at most: definitions of custom resources may have columns of
+	// many times.
+	mostPrints = 16
 )
 
 // ageOf is when that was whose age a word of the cell with number i is.
 func (p *printer) ageOf(i int, cell string, word [2]int) (when time.Time, found bool, err error) {
-	tried := map[time.Time]bool{}
-	for _, m := range p.times() {
-		if tried[m.at] || len(tried) == mostTried || !p.tells(m.at, cell[word[0]:word[1]]) {
-			continue
-		}
-		tried[m.at] = true
-		is, err := p.cell(i, time.Now().Add(-lately).Sub(m.at))
-		if err != nil {
+	m, err := meta.Accessor(p.obj)
+	if err != nil {
+		return when, false, err
+	}
+	created := m.GetCreationTimestamp().Time
+	if found, err = p.isAgeOf(created, i, cell, word); found || err != nil {
+		return created, found, err
+	}
+	if p.ranked == nil {
+		if p.ranked, err = p.print(p.rank()); err != nil {
 			return when, false, err
 		}
-		if is == cell[:word[0]]+latelyTold+cell[word[1]:] {
-			return m.at, true, nil
+	}
+	is, _ := cellAt(p.ranked, i).(string)
+	is, before := strings.CutPrefix(is, cell[:word[0]])
+	is, after := strings.CutSuffix(is, cell[word[1]:])
+	if !before || !after {
+		return when, false, nil
+	}
+	for rank, of := range p.ranks() {
+		if is == duration.HumanDuration(firstRank+time.Duration(rank)*time.Second) {
+			found, err = p.isAgeOf(of, i, cell, word)
+			return of, found, err
 		}
 	}
 	return when, false, nil
+}
+
+// isAgeOf says whether a word of the cell with number i is how long ago a time was.
+func (p *printer) isAgeOf(at time.Time, i int, cell string, word [2]int) (found bool, err error) {
+	if at.IsZero() || !p.tells(at, cell[word[0]:word[1]]) {
+		return false, nil
+	}
+	try := trial{at, lately}
+	if cell[word[0]:word[1]] == duration.HumanDuration(lately) {
+		try.ago = lessLately
+	}
+	cells, ok := p.lately[try]
+	if !ok {
+		by := time.Now().Add(-try.ago - half).Sub(at)
+		if cells, err = p.print(func(t time.Time) time.Time { return t.Add(by) }); err != nil {
+			return false, err
+		}
+		p.lately[try] = cells
+	}
+	return cellAt(cells, i) == cell[:word[0]]+duration.HumanDuration(try.ago)+cell[word[1]:], nil
 }
 
 // tells says whether a word is how long ago a time was when the row was made.
@@ -149,24 +213,62 @@ func (p *printer) tells(at time.Time, word string) bool {
 	return word == duration.HumanDuration(p.from.Sub(at)) || word == duration.HumanDuration(p.to.Sub(at))
 }
 
+// ranks are the object's times, the latest first.
+func (p *printer) ranks() []time.Time {
+	var all []time.Time
+	for _, m := range p.times() {
+		all = append(all, m.at)
+	}
+	slices.SortFunc(all, func(a, b time.Time) int { return b.Compare(a) })
+	return slices.CompactFunc(all, time.Time.Equal)
+}
+
+// rank moves each time so that its age tells its rank.
+func (p *printer) rank() func(time.Time) time.Time {
+	now, ranks := time.Now(), p.ranks()
+	return func(t time.Time) time.Time {
+		i, _ := slices.BinarySearchFunc(ranks, t, func(a, b time.Time) int { return b.Compare(a) })
+		return now.Add(-firstRank - time.Duration(i)*time.Second - half)
+	}
+}
+
 // stays says whether the cell with number i is what it is though all times are others: a duration between two of them,
 // or no duration at all.
 func (p *printer) stays(i int) (bool, error) {
-	is, err := p.cell(i, longAgo)
-	return is == p.cells[i], err
+	if p.before == nil {
+		var err error
+		if p.before, err = p.print(func(t time.Time) time.Time { return t.Add(longBefore) }); err != nil {
+			return false, err
+		}
+	}
+	return cellAt(p.before, i) == p.cells[i], nil
 }
 
-// cell is the cell with number i of the same row, were all the object's times moved by so much.
-func (p *printer) cell(i int, by time.Duration) (any, error) {
+// print is the same row's cells, were all the object's times others; none, where that is too much to ask.
+func (p *printer) print(other func(time.Time) time.Time) ([]any, error) {
+	if p.prints++; p.prints > mostPrints || len(p.times()) > mostMoments {
+		return []any{}, nil
+	}
+	if err := p.ctx.Err(); err != nil {
+		return nil, err
+	}
 	for _, m := range p.times() {
-		m.set(m.at.Add(by))
+		m.set(other(m.at))
 		defer m.set(m.at)
 	}
 	t, err := p.convertor.ConvertToTable(p.ctx, p.obj, &metav1.TableOptions{NoHeaders: true})
-	if err != nil || len(t.Rows) != 1 || i >= len(t.Rows[0].Cells) {
-		return nil, err
+	if err != nil || len(t.Rows) != 1 {
+		return []any{}, err
 	}
-	return t.Rows[0].Cells[i], nil
+	return t.Rows[0].Cells, nil
+}
+
+// cellAt is a row's cell, or nil where it has not so many.
+func cellAt(cells []any, i int) any {
+	if i < len(cells) {
+		return cells[i]
+	}
+	return nil
 }
 
 // times are the object's.

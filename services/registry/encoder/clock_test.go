@@ -47,8 +47,8 @@ func earlier(t *testing.T, body []byte, by time.Duration) []byte {
 	})
 }
 
-// ages fills an object with times of all ages.
-func ages(seed int64) *randfill.Filler {
+// filler fills an object with times of all ages.
+func filler(seed int64) *randfill.Filler {
 	at := func(c randfill.Continue) time.Time {
 		ago := []time.Duration{time.Second, time.Minute, time.Hour, 24 * time.Hour, 365 * 24 * time.Hour}[c.Intn(5)]
 		return time.Now().Add(-ago - time.Duration(c.Intn(50))*ago/10).Truncate(time.Second)
@@ -114,7 +114,7 @@ func TestWhatOfARowFollowsTheClock(t *testing.T) {
 func follows(t *testing.T, e *verbs.Endpoint, st *storage.Stored, seed int64) bool {
 	t.Helper()
 	obj := e.Storage.New()
-	ages(seed).Fill(obj)
+	filler(seed).Fill(obj)
 	versioned, err := e.UnsafeConvertor.ConvertToVersion(obj, st.Kind.GroupVersion())
 	if err != nil {
 		return false // what is random may be nothing that the version can say
@@ -125,22 +125,22 @@ func follows(t *testing.T, e *verbs.Endpoint, st *storage.Stored, seed int64) bo
 	}
 	by := time.Duration(rand.New(rand.NewSource(seed)).Int63n(int64(20 * 24 * time.Hour))).Truncate(time.Second)
 	for attempt := 0; ; attempt++ { // a second may pass between two rows
-		row, clock := rowOf(t, e, st, body)
+		row, ages := rowOf(t, e, st, body)
 		want, _ := rowOf(t, e, st, earlier(t, body, by))
-		if !clock.AgesOnly {
+		if !ages.Complete {
 			return false
 		}
 		got, at := "", 0
-		for _, a := range clock.Ages {
+		for _, a := range ages.Ages {
 			got += row[at:a.Offset] + duration.HumanDuration(time.Since(time.Unix(a.Seconds, int64(a.Nanos)))+by)
 			at = int(a.Offset + a.Length)
 		}
 		got = string(earlier(t, []byte(got+row[at:]), by)) // some cells are times as they are
 		if got == want {
-			return len(clock.Ages) > 0
+			return len(ages.Ages) > 0
 		}
 		if attempt == 2 {
-			t.Fatalf("%v, seed %d: %v earlier the row is\n%s, not\n%s; it was\n%s%v", e.Kind, seed, by, want, got, row, clock)
+			t.Fatalf("%v, seed %d: %v earlier the row is\n%s, not\n%s; it was\n%s%v", e.Kind, seed, by, want, got, row, ages)
 		}
 	}
 }
@@ -165,9 +165,9 @@ func TestAgesAreFound(t *testing.T) {
 		"jobs.batch": {created + ago(72*time.Hour) + `"},"spec":{"template":{}},"status":{"startTime":"` +
 			ago(72*time.Hour) + `","completionTime":"` + ago(71*time.Hour) + `"}}`, 1},
 		"cronjobs.batch": {created + ago(72*time.Hour) + `"},"spec":{"schedule":"@daily"},"status":{"lastScheduleTime":"` +
-			ago(time.Minute) + `"}}`, 2},
+			ago(25*time.Minute) + `"}}`, 2},
 		"events": {created + ago(72*time.Hour) + `"},"firstTimestamp":"` + ago(72*time.Hour) +
-			`","lastTimestamp":"` + ago(5*time.Minute) + `","involvedObject":{},"reportingComponent":""}`, 2},
+			`","lastTimestamp":"` + ago(25*time.Minute) + `","involvedObject":{},"reportingComponent":""}`, 2},
 	} {
 		st, err := w.Resources.Stored(t.Context(), stored)
 		if err != nil {
@@ -180,17 +180,20 @@ func TestAgesAreFound(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		row, clock := rowOf(t, e, st, []byte(c.body))
-		if !clock.AgesOnly || len(clock.Ages) != c.ages {
-			t.Errorf("%s: %s of %v", stored, row, clock)
+		row, ages := rowOf(t, e, st, []byte(c.body))
+		if !ages.Complete || len(ages.Ages) != c.ages {
+			t.Errorf("%s: %s of %v", stored, row, ages)
 		}
-		for _, a := range clock.Ages {
+		for _, a := range ages.Ages {
 			if word := row[a.Offset:][:a.Length]; word != duration.HumanDuration(time.Since(time.Unix(a.Seconds, 0))) {
 				t.Errorf("%s: %q is told to be of %v", stored, word, time.Unix(a.Seconds, 0))
 			}
 		}
 	}
+}
 
+// Of a custom resource's row the ages are found that its definition says are dates, among many times, and no others.
+func TestAgesOfCustomResources(t *testing.T) {
 	convertor, err := tableconvertor.New([]apiextensionsv1.CustomResourceColumnDefinition{
 		{Name: "Renewed", Type: "date", JSONPath: ".status.renewed"},
 		{Name: "Period", Type: "string", JSONPath: ".spec.period"},
@@ -199,26 +202,49 @@ func TestAgesAreFound(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	u := &unstructured.Unstructured{Object: map[string]any{
-		"metadata": map[string]any{"name": "5m", "creationTimestamp": ago(72 * time.Hour)},
-		"spec":     map[string]any{"period": "5m"},
-		"status":   map[string]any{"renewed": time.Now().Add(-5 * time.Minute).UTC().Format(time.RFC3339Nano)},
-	}}
-	from, before := time.Now(), u.DeepCopy()
-	table, err := convertor.ConvertToTable(t.Context(), u, nil)
-	if err != nil {
-		t.Fatal(err)
+	ago := func(d time.Duration) string { return time.Now().Add(-d).UTC().Format(time.RFC3339Nano) }
+	times := func(n int) (all []any) {
+		for i := range n {
+			all = append(all, ago(45*24*time.Hour+time.Duration(i)*time.Minute))
+		}
+		return all
 	}
-	data, clock, err := encoder.Printed(t.Context(), convertor, u, &table.Rows[0], from)
-	if err != nil || !clock.AgesOnly || len(clock.Ages) != 2 || clock.Ages[0].Nanos == 0 {
-		t.Errorf("%s of %v, %v", data, clock, err)
-	}
-	if !reflect.DeepEqual(u, before) {
-		t.Errorf("the object is %v, not what it was, %v", u, before)
+	for what, c := range map[string]struct {
+		name, period, renewed string
+		times                 []any
+		ages                  int
+		complete              bool
+	}{
+		"a date":                     {"5m", "5m", ago(5*time.Minute + 200*time.Millisecond), nil, 2, true},
+		"constants as the trial's":   {"60s", "60s", ago(60*time.Second + 200*time.Millisecond), nil, 2, true},
+		"many of the same age":       {"a", "45d", ago(45*24*time.Hour + 10*time.Second), times(100), 2, true},
+		"more than are looked at":    {"a", "a", ago(time.Hour), times(1000), 0, false},
+		"a duration beside a date":   {"a", "1h (5m ago)", ago(5*time.Minute + 200*time.Millisecond), nil, 2, true},
+		"a date that is none":        {"a", "a", "yesterday", nil, 1, true},
+		"of the future":              {"a", "a", ago(-24 * time.Hour), nil, 2, true},
+		"long words and many spaces": {"a", strings.Repeat(" ,7d7d7d7d7d7d7d7d7d", 1000), ago(time.Hour), nil, 2, true},
+	} {
+		u := &unstructured.Unstructured{Object: map[string]any{
+			"metadata": map[string]any{"name": c.name, "creationTimestamp": ago(45 * 24 * time.Hour)},
+			"spec":     map[string]any{"period": c.period},
+			"status":   map[string]any{"renewed": c.renewed, "times": c.times},
+		}}
+		from, before := time.Now(), u.DeepCopy()
+		table, err := convertor.ConvertToTable(t.Context(), u, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		data, ages, err := encoder.Printed(t.Context(), convertor, u, &table.Rows[0], from)
+		if err != nil || ages.Complete != c.complete || len(ages.Ages) != c.ages {
+			t.Errorf("%s: %s of %v, %v", what, data, ages, err)
+		}
+		if !reflect.DeepEqual(u, before) {
+			t.Errorf("%s: the object is %v, not what it was, %v", what, u, before)
+		}
 	}
 }
 
-func rowOf(t *testing.T, e *verbs.Endpoint, st *storage.Stored, body []byte) (string, *registryv1.Clock) {
+func rowOf(t *testing.T, e *verbs.Endpoint, st *storage.Stored, body []byte) (string, *registryv1.RowAges) {
 	t.Helper()
 	resp, err := encoder.Encode(t.Context(), e, st, &registryv1.EncodeRequest{
 		StoredAs:      e.Entry.StoredAs,
@@ -229,8 +255,8 @@ func rowOf(t *testing.T, e *verbs.Endpoint, st *storage.Stored, body []byte) (st
 			As:        &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"},
 		},
 	})
-	if err != nil || len(resp.Objects) != 1 || len(resp.Clocks) != 1 {
+	if err != nil || len(resp.Objects) != 1 || len(resp.RowAges) != 1 {
 		t.Fatalf("%v: %v, %v", e.Kind, resp, err)
 	}
-	return string(resp.Objects[0]), resp.Clocks[0]
+	return string(resp.Objects[0]), resp.RowAges[0]
 }

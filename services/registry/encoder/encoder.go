@@ -94,6 +94,9 @@ func rows(ctx context.Context, e *verbs.Endpoint, hub schema.GroupVersion, objec
 		return nil, err
 	}
 	for _, obj := range objects {
+		if err := ctx.Err(); err != nil { // nobody waits for it any more
+			return nil, err
+		}
 		internal, err := e.Convertor.ConvertToVersion(obj, hub)
 		if err != nil {
 			return nil, err
@@ -109,11 +112,11 @@ func rows(ctx context.Context, e *verbs.Endpoint, hub schema.GroupVersion, objec
 		if err := include(e, &t.Rows[0], internal, r.IncludeObject); err != nil {
 			return nil, err
 		}
-		data, clock, err := printed(ctx, convertor, internal, &t.Rows[0], from)
+		data, ages, err := printed(ctx, convertor, internal, &t.Rows[0], from)
 		if err != nil {
 			return nil, err
 		}
-		resp.Objects, resp.Clocks = append(resp.Objects, data), append(resp.Clocks, clock)
+		resp.Objects, resp.RowAges = append(resp.Objects, data), append(resp.RowAges, ages)
 	}
 	return resp, nil
 }

@@ -14,30 +14,35 @@ type moment struct {
 	set func(time.Time)
 }
 
-// momentsOf are an object's times that are not zero: of a custom resource the strings that are such.
-func momentsOf(obj runtime.Object) (all []moment) {
-	all = []moment{}
+// momentsOf are an object's times that are not zero: of a custom resource the strings that are such. Where there are
+// more than mostMoments not all are there.
+func momentsOf(obj runtime.Object) []moment {
+	all := []moment{}
 	if u, ok := obj.(runtime.Unstructured); ok {
-		return append(all, momentsIn(u.UnstructuredContent())...)
+		momentsIn(u.UnstructuredContent(), &all)
+		return all
+	}
+	add := func(at time.Time, set func(time.Time)) {
+		if !at.IsZero() {
+			all = append(all, moment{at, set})
+		}
 	}
 	walk(reflect.ValueOf(obj), func(v reflect.Value) bool {
 		switch at := v.Addr().Interface().(type) {
 		case *metav1.Time:
-			all = append(all, moment{at.Time, func(t time.Time) { at.Time = t }})
+			add(at.Time, func(t time.Time) { at.Time = t })
 		case *metav1.MicroTime:
-			all = append(all, moment{at.Time, func(t time.Time) { at.Time = t }})
+			add(at.Time, func(t time.Time) { at.Time = t })
 		default:
-			return true
-		}
-		if all[len(all)-1].at.IsZero() {
-			all = all[:len(all)-1]
+			return len(all) <= mostMoments
 		}
 		return false
 	})
 	return all
 }
 
-// walk visits every struct that can be set in v, and what is within it where visit says so.
+// walk visits every struct that can be set in v, and what is within it where visit says so. It does not go into maps
+// and interfaces: API types have no times there.
 func walk(v reflect.Value, visit func(reflect.Value) bool) {
 	switch v.Kind() {
 	case reflect.Pointer:
@@ -54,7 +59,7 @@ func walk(v reflect.Value, visit func(reflect.Value) bool) {
 			}
 		}
 	case reflect.Slice:
-		if hasStructs(v.Type().Elem()) {
+		if mayHoldStructs(v.Type().Elem()) {
 			for i := range v.Len() {
 				walk(v.Index(i), visit)
 			}
@@ -62,23 +67,27 @@ func walk(v reflect.Value, visit func(reflect.Value) bool) {
 	}
 }
 
-func hasStructs(t reflect.Type) bool {
+func mayHoldStructs(t reflect.Type) bool {
 	return t.Kind() == reflect.Struct || t.Kind() == reflect.Pointer || t.Kind() == reflect.Slice
 }
 
-// momentsIn are the strings of a value of JSON that are times.
-func momentsIn(value any) (all []moment) {
+// momentsIn appends to all the strings of a value of JSON that are times.
+func momentsIn(value any, all *[]moment) {
 	each := func(child any, set func(any)) {
 		text, ok := child.(string)
 		if !ok {
-			all = append(all, momentsIn(child)...)
+			momentsIn(child, all)
+			return
+		}
+		const shortest, longest = len("2006-01-02T15:04:05Z"), len("2006-01-02T15:04:05.000000000+00:00")
+		if len(text) < shortest || len(text) > longest || text[4] != '-' {
 			return
 		}
 		at, err := time.Parse(time.RFC3339, text)
 		if err != nil {
 			return
 		}
-		all = append(all, moment{at, func(t time.Time) {
+		*all = append(*all, moment{at, func(t time.Time) {
 			if t.Equal(at) {
 				set(text)
 			} else {
@@ -89,12 +98,17 @@ func momentsIn(value any) (all []moment) {
 	switch v := value.(type) {
 	case map[string]any:
 		for k, child := range v {
+			if len(*all) > mostMoments {
+				return
+			}
 			each(child, func(is any) { v[k] = is })
 		}
 	case []any:
 		for i, child := range v {
+			if len(*all) > mostMoments {
+				return
+			}
 			each(child, func(is any) { v[i] = is })
 		}
 	}
-	return all
 }

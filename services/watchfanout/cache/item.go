@@ -32,17 +32,17 @@ type Item struct {
 	metadata atomic.Int32
 }
 
-// Metadata is JSON up to the end of its metadata, which comes first: {"metadata":{…}
-func (i *Item) Metadata() ([]byte, error) {
+// ThroughMetadata is frame.ThroughMetadata of JSON; where that ends is looked for once.
+func (i *Item) ThroughMetadata() ([]byte, error) {
 	if end := i.metadata.Load(); end > 0 {
 		return i.JSON[:end], nil
 	}
-	m, err := frame.MetadataJSON(i.JSON)
+	through, err := frame.ThroughMetadata(i.JSON)
 	if err != nil {
 		return nil, err
 	}
-	i.metadata.Store(int32(1 + len(m)))
-	return i.JSON[:1+len(m)], nil
+	i.metadata.Store(int32(len(through)))
+	return through, nil
 }
 
 // serial is the last item's.

@@ -25,24 +25,33 @@ const Timeout = 10 * time.Second
 type Converter struct {
 	source registryv1.SourceClient
 	cache  *cache.Cache
-	kept   kept
+	// rows are a Table's, and versions what is as large as objects.
+	rows, versions kept
+	asked          *prometheus.CounterVec
 }
 
 // New returns a converter of a cache's objects.
 func New(source registryv1.SourceClient, c *cache.Cache) *Converter {
-	return &Converter{source: source, cache: c, kept: newKept()}
+	asked := prometheus.NewCounterVec(prometheus.CounterOpts{
+		Name: "watershed_watchfanout_encodings_total",
+		Help: "Objects asked for as Table rows and in other versions, by whether what registry made was kept.",
+	}, []string{"kept"})
+	return &Converter{source: source, cache: c, rows: newKept(asked), versions: newKept(asked), asked: asked}
 }
 
 // Metrics are this package's collectors.
 func (c *Converter) Metrics() []prometheus.Collector {
-	return []prometheus.Collector{c.kept.asked, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+	return []prometheus.Collector{c.asked, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "watershed_watchfanout_encodings_bytes",
 		Help: "Bytes that are kept of what registry has made of objects: Table rows and other versions.",
-	}, func() float64 { return float64(c.kept.Bytes()) })}
+	}, func() float64 { return float64(c.rows.made.Bytes() + c.versions.made.Bytes()) })}
 }
 
 // Sweep forgets what nobody has asked for for some time.
-func (c *Converter) Sweep() { c.kept.Forget(life) }
+func (c *Converter) Sweep() {
+	c.rows.made.Forget(rowLife)
+	c.versions.made.Forget(versionLife)
+}
 
 // AsTheyAre says whether items' own bytes are what a list in the form that q wants has: none is converted.
 func AsTheyAre(q *form.Query, items []*cache.Item) bool {
@@ -60,13 +69,13 @@ func (c *Converter) Items(ctx context.Context, q *form.Query,
 		return &rows.Items, rows.Columns, nil
 	}
 	if !AsTheyAre(q, items) {
-		bodies, err := c.Encoded(ctx, q, items)
+		bodies, err := c.Converted(ctx, q, items)
 		return q.Form.Items(bodies), nil, err
 	}
 	bodies := make([][]byte, len(items))
 	for i, item := range items {
 		if q.Form.Partial && !q.Form.Protobuf {
-			bodies[i], err = item.Metadata()
+			bodies[i], err = item.ThroughMetadata()
 		} else {
 			bodies[i], err = q.Form.Item(item.JSON, item.Protobuf)
 		}
@@ -95,48 +104,24 @@ func Batch(items []*cache.Item) int {
 	return n
 }
 
-// missing is what registry is to be asked for: items, and where each one's encoding goes.
-type missing struct {
-	at    []int
-	items []*cache.Item
-}
-
-func (m *missing) add(at int, item *cache.Item) {
-	m.at, m.items = append(m.at, at), append(m.items, item)
-}
-
-// next takes what one Encode call carries.
-func (m *missing) next() (at []int, items []*cache.Item) {
-	n := Batch(m.items)
-	at, items = m.at[:n], m.items[:n]
-	m.at, m.items = m.at[n:], m.items[n:]
-	return at, items
-}
-
-// Encoded is items in the version that q wants. What registry has made lately is not asked for again.
-func (c *Converter) Encoded(ctx context.Context, q *form.Query, items []*cache.Item) (all [][]byte, err error) {
-	k, now := c.keyOf(q), time.Now()
-	all = make([][]byte, len(items))
-	var missing missing
-	for i, item := range items {
-		k.serial = item.Serial
-		if made, ok := c.kept.get(k, now); ok {
-			all[i] = made.data
-		} else {
-			missing.add(i, item)
-		}
-	}
-	c.kept.count(len(items), len(missing.items))
-	for len(missing.items) > 0 {
-		at, batch := missing.next()
+// Converted is items in the version that q wants. What registry has made lately is not asked for again.
+func (c *Converter) Converted(ctx context.Context, q *form.Query, items []*cache.Item) (all [][]byte, err error) {
+	k := c.keyOf(q)
+	made, todo := c.versions.find(k, items)
+	for len(todo.items) > 0 {
+		at, batch := todo.next()
 		resp, err := c.encode(ctx, q, batch)
 		if err != nil {
 			return nil, err
 		}
 		for i, data := range resp.Objects {
-			k.serial, all[at[i]] = batch[i].Serial, data
-			c.kept.put(k, &encoding{data: data, until: now.Add(life)})
+			k.serial, made[at[i]] = batch[i].Serial, &encoding{data: data, until: time.Now().Add(versionLife)}
+			c.versions.put(k, made[at[i]])
 		}
+	}
+	all = make([][]byte, len(made))
+	for i, e := range made {
+		all[i] = e.data
 	}
 	return all, nil
 }
@@ -148,7 +133,7 @@ func (c *Converter) encode(ctx context.Context, q *form.Query,
 		Resource:      q.Entry.Resource,
 		Output:        q.Output,
 		IncludeObject: q.IncludeObject,
-		DefinedAt:     c.cache.Resource(q.Entry.StoredAs).Redefined(),
+		DefinedAt:     c.definedAt(q),
 	}
 	for _, i := range items {
 		if q.Form.Unstructured {
@@ -179,7 +164,7 @@ func (c *Converter) Fields(ctx context.Context, q *form.Query, items []*cache.It
 		StoredAs:  q.Entry.StoredAs,
 		Resource:  q.Entry.Resource,
 		Output:    &registryv1.Output{MediaType: frame.JSON},
-		DefinedAt: c.cache.Resource(q.Entry.StoredAs).Redefined(),
+		DefinedAt: c.definedAt(q),
 	}
 	for _, i := range items {
 		r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)

@@ -8,11 +8,14 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
+	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
@@ -25,9 +28,9 @@ type registry struct {
 	registryv1.SourceClient
 	asked []int
 	short bool
-	// columns, clock and cell are of the rows that it makes.
+	// columns, ages and cell are of the rows that it makes.
 	columns string
-	clock   func(row string) *registryv1.Clock
+	ages    func(row string) *registryv1.RowAges
 	cell    string
 }
 
@@ -38,8 +41,8 @@ func (r *registry) Encode(_ context.Context, m *registryv1.EncodeRequest,
 	for _, o := range m.Json {
 		row := fmt.Sprintf(`{"cells":[%d%s],"object":null}`, len(o), r.cell)
 		out.Objects = append(out.Objects, []byte(row))
-		if r.clock != nil {
-			out.Clocks = append(out.Clocks, r.clock(row))
+		if r.ages != nil {
+			out.RowAges = append(out.RowAges, r.ages(row))
 		}
 	}
 	if r.short {
@@ -48,14 +51,18 @@ func (r *registry) Encode(_ context.Context, m *registryv1.EncodeRequest,
 	return out, nil
 }
 
-// query asks for pods, which are stored in v2, in v1, or as a Table of that.
+// query asks for pods, which are stored in v2, in v1, or for a Table of those that are stored so.
 func query(t *testing.T, as string) *form.Query {
 	t.Helper()
+	stored := "v2"
+	if as == "Table" {
+		stored = "v1"
+	}
 	q, err := form.NewQuery(&registryv1.ResourceEntry{
 		StoredAs:   "pods",
 		Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
 		Kind:       &commonv1.Kind{Version: "v1", Kind: "Pod"},
-		StoredKind: &commonv1.Kind{Version: "v2", Kind: "Pod"},
+		StoredKind: &commonv1.Kind{Version: stored, Kind: "Pod"},
 	}, &watchfanoutv1.Query{Output: &registryv1.Output{
 		MediaType: "application/json",
 		As:        &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: as},
@@ -89,7 +96,7 @@ func TestObjectsAreAskedForInBatches(t *testing.T) {
 		converter := convert.New(r, cache.New(1<<20, 0))
 		q := query(t, "")
 		for range 2 {
-			parts, err := converter.Encoded(t.Context(), q, c.items)
+			parts, err := converter.Converted(t.Context(), q, c.items)
 			if err != nil || len(parts) != len(c.items) {
 				t.Fatalf("%s: %d parts, %v", name, len(parts), err)
 			}
@@ -108,7 +115,7 @@ func TestObjectsAreAskedForInBatches(t *testing.T) {
 // An answer that lacks an object is an error, and nobody is shown another object's bytes.
 func TestAShortAnswerIsAnError(t *testing.T) {
 	converter := convert.New(&registry{short: true}, cache.New(1<<20, 0))
-	if _, err := converter.Encoded(t.Context(), query(t, ""), items(3, 1)); status.Code(err) != codes.Internal {
+	if _, err := converter.Converted(t.Context(), query(t, ""), items(3, 1)); status.Code(err) != codes.Internal {
 		t.Errorf("%v", err)
 	}
 	if _, err := converter.Fields(t.Context(), query(t, ""), items(3, 1)); status.Code(err) != codes.Internal {
@@ -116,10 +123,10 @@ func TestAShortAnswerIsAnError(t *testing.T) {
 	}
 }
 
-// age is the clock of a row that has one cell more, which tells how long ago something was.
-func age(since time.Time) func(string) *registryv1.Clock {
-	return func(row string) *registryv1.Clock {
-		return &registryv1.Clock{AgesOnly: true, Ages: []*registryv1.Age{{
+// age is the ages of a row that has one cell more, which tells how long ago something was.
+func age(since time.Time) func(string) *registryv1.RowAges {
+	return func(row string) *registryv1.RowAges {
+		return &registryv1.RowAges{Complete: true, Ages: []*registryv1.Age{{
 			Offset:  int32(strings.Index(row, `5s`)),
 			Length:  int32(len(`5s`)),
 			Seconds: since.Unix(),
@@ -132,7 +139,7 @@ func age(since time.Time) func(string) *registryv1.Clock {
 func TestRowsAreKeptAndTheirAgesTold(t *testing.T) {
 	// The sleeps are synctest's: its clock moves, nobody waits.
 	synctest.Test(t, func(t *testing.T) {
-		r := &registry{cell: `,"5s"`, clock: age(time.Now().Add(-5 * time.Second))}
+		r := &registry{cell: `,"5s"`, ages: age(time.Now().Add(-5 * time.Second))}
 		converter := convert.New(r, cache.New(1<<20, 0))
 		all, q := items(3, 4), query(t, "Table")
 		shows := func(cell string) {
@@ -153,39 +160,77 @@ func TestRowsAreKeptAndTheirAgesTold(t *testing.T) {
 		shows(`"65s"`)
 		time.Sleep(5 * time.Minute)
 		shows(`"6m5s"`)
-		if got := fmt.Sprint(r.asked); got != "[0 3 0 0]" { // for the columns after a second, for rows never
+		if got := fmt.Sprint(r.asked); got != "[3 0 0]" { // for the columns after a second, for rows never
 			t.Errorf("asked for %s", got)
 		}
 		time.Sleep(4 * time.Minute)
 		r.asked = nil
 		shows(`"10m"`)
-		if got := fmt.Sprint(r.asked); got != "[0 3]" {
+		if got := fmt.Sprint(r.asked); got != "[3]" {
 			t.Errorf("after their life asked for %s", got)
 		}
 
 		q.IncludeObject = "None"
 		q.Key.Event = "another form"
-		r.clock = age(time.Now().Add(time.Hour))
+		r.ages = age(time.Now().Add(time.Hour))
 		rows, err := converter.Rows(t.Context(), q, all)
 		if want := `{"cells":[29,"\u003cinvalid\u003e"],"object":null}`; err != nil ||
 			string(rows.Append(nil, 0)) != want {
 			t.Errorf("%s, not %s: %v", rows.Append(nil, 0), want, err)
 		}
 
-		for name, clock := range map[string]func(string) *registryv1.Clock{
-			"other cells":   func(string) *registryv1.Clock { return &registryv1.Clock{} },
-			"nobody knows":  func(string) *registryv1.Clock { return nil },
+		for name, ages := range map[string]func(string) *registryv1.RowAges{
+			"other cells":   func(string) *registryv1.RowAges { return &registryv1.RowAges{} },
+			"nobody knows":  func(string) *registryv1.RowAges { return nil },
 			"an older peer": nil,
 		} {
-			r.clock, r.asked, q.Key.Event = clock, nil, name
+			r.ages, r.asked, q.Key.Event = ages, nil, name
 			for range 3 {
 				if _, err := converter.Rows(t.Context(), q, all); err != nil {
 					t.Fatal(err)
 				}
 				time.Sleep(600 * time.Millisecond)
 			}
-			if got := fmt.Sprint(r.asked); got != "[0 3 0 3]" {
+			if got := fmt.Sprint(r.asked); got != "[3 3]" {
 				t.Errorf("%s: asked for %s", name, got)
+			}
+		}
+	})
+}
+
+// Another version is made anew after a minute, and when the resource is defined anew.
+func TestVersionsAreKept(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, held := &registry{}, cache.New(1<<20, 0)
+		held.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 5, History: "h"})
+		converter := convert.New(r, held)
+		all, q := items(3, 4), query(t, "")
+		for _, step := range []struct {
+			after func()
+			asked string
+		}{
+			{func() {}, "[3]"},
+			{func() { time.Sleep(50 * time.Second) }, "[3]"},
+			{func() { time.Sleep(15 * time.Second) }, "[3 3]"},
+			{func() {
+				held.Apply(&logv1.Event{
+					Type: logv1.Type_TYPE_RESET, Revision: 7, StoredAs: "pods", History: "h", Redefined: true,
+				})
+			}, "[3 3 3]"},
+		} {
+			step.after()
+			if _, err := converter.Converted(t.Context(), q, all); err != nil {
+				t.Fatal(err)
+			}
+			if got := fmt.Sprint(r.asked); got != step.asked {
+				t.Errorf("asked for %s, not %s", got, step.asked)
+			}
+		}
+		time.Sleep(time.Hour)
+		converter.Sweep()
+		for _, m := range converter.Metrics() {
+			if g, ok := m.(prometheus.Gauge); ok && testutil.ToFloat64(g) != 0 {
+				t.Errorf("%v bytes are kept of what nobody asks for", testutil.ToFloat64(g))
 			}
 		}
 	})
@@ -194,7 +239,7 @@ func TestRowsAreKeptAndTheirAgesTold(t *testing.T) {
 // Rows belong to the columns that they were made with: those of two releases are not mixed.
 func TestRowsAreOfTheirColumns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := &registry{cell: `,"5s"`, clock: age(time.Now())}
+		r := &registry{cell: `,"5s"`, ages: age(time.Now())}
 		converter := convert.New(r, cache.New(1<<20, 0))
 		all, q := items(3, 4), query(t, "Table")
 		for range 2 {
@@ -208,21 +253,21 @@ func TestRowsAreOfTheirColumns(t *testing.T) {
 			!strings.HasPrefix(string(rows.Heads[0]), `{"cells":[29,"0s",true]`) {
 			t.Errorf("%s %s, %v", rows.Columns, rows.Heads[0], err)
 		}
-		if got := fmt.Sprint(r.asked); got != "[0 2 1 3]" {
+		if got := fmt.Sprint(r.asked); got != "[2 1 3]" {
 			t.Errorf("asked for %s", got)
 		}
 	})
 }
 
-// A clock that points out of its row is an error.
-func TestAWrongClockIsAnError(t *testing.T) {
+// An age that points out of its row is an error.
+func TestAWrongAgeIsAnError(t *testing.T) {
 	for name, a := range map[string]*registryv1.Age{
 		"before":   {Offset: -1, Length: 2},
 		"after":    {Offset: 5, Length: 200},
 		"negative": {Offset: 12, Length: -3},
 	} {
-		r := &registry{clock: func(string) *registryv1.Clock {
-			return &registryv1.Clock{AgesOnly: true, Ages: []*registryv1.Age{a}}
+		r := &registry{ages: func(string) *registryv1.RowAges {
+			return &registryv1.RowAges{Complete: true, Ages: []*registryv1.Age{a}}
 		}}
 		converter := convert.New(r, cache.New(1<<20, 0))
 		if _, err := converter.Rows(t.Context(), query(t, "Table"), items(1, 4)); err == nil {

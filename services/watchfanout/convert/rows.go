@@ -7,6 +7,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/duration"
 
 	"watershed.dev/platform/frame"
@@ -31,13 +32,9 @@ var errColumns = status.Error(codes.Unavailable, "the Table's columns are changi
 
 // Rows are the rows of a Table of items, as of now.
 func (c *Converter) Rows(ctx context.Context, q *form.Query, items []*cache.Item) (*Rows, error) {
-	columns, err := c.columns(ctx, q)
-	if err != nil {
-		return nil, err
-	}
 	for range 2 {
-		var made []*encoding
-		if made, columns, err = c.rows(ctx, q, items, columns); err != nil {
+		made, columns, err := c.made(ctx, q, items)
+		if err != nil {
 			return nil, err
 		}
 		if made != nil {
@@ -47,63 +44,49 @@ func (c *Converter) Rows(ctx context.Context, q *form.Query, items []*cache.Item
 	return nil, errColumns
 }
 
-// columns are the Table's.
-func (c *Converter) columns(ctx context.Context, q *form.Query) (unique.Handle[string], error) {
-	k := c.keyOf(q)
-	if e, ok := c.kept.get(k, time.Now()); ok {
-		return e.columns, nil
+// made are items' rows, and the columns that they have. They are nil where registry has come to have others than those
+// that rows are kept of.
+func (c *Converter) made(ctx context.Context, q *form.Query,
+	items []*cache.Item) (made []*encoding, columns unique.Handle[string], err error) {
+	kept := c.rows
+	if q.IncludeObject == string(metav1.IncludeObject) {
+		kept = c.versions
 	}
-	resp, err := c.encode(ctx, q, nil)
-	if err != nil {
-		return k.columns, err
+	ofColumns := c.keyOf(q)
+	known, fresh := kept.get(ofColumns, time.Now())
+	if known == nil {
+		known = &encoding{columns: unique.Make("")} // no row is kept of these
 	}
-	return c.keepColumns(k, resp), nil
-}
-
-func (c *Converter) keepColumns(k key, resp *registryv1.EncodeResponse) unique.Handle[string] {
-	e := &encoding{columns: unique.Make(string(resp.Columns)), until: time.Now().Add(shortLife)}
-	c.kept.put(k, e)
-	return e.columns
-}
-
-// rows are items' rows under some columns. They are nil where registry has come to have others, which it then answers.
-func (c *Converter) rows(ctx context.Context, q *form.Query, items []*cache.Item,
-	columns unique.Handle[string]) ([]*encoding, unique.Handle[string], error) {
-	ofColumns, k, now := c.keyOf(q), c.keyOf(q), time.Now()
-	k.columns = columns
-	made := make([]*encoding, len(items))
-	var missing missing
-	for i, item := range items {
-		var ok bool
-		k.serial = item.Serial
-		if made[i], ok = c.kept.get(k, now); !ok {
-			missing.add(i, item)
-		}
-	}
-	c.kept.count(len(items), len(missing.items))
-	for len(missing.items) > 0 {
-		at, batch := missing.next()
+	k := ofColumns
+	k.columns = known.columns
+	made, todo := kept.find(k, items)
+	for asked := fresh; !asked || len(todo.items) > 0; asked = true {
+		have := len(items) - len(todo.items)
+		at, batch := todo.next()
 		resp, err := c.encode(ctx, q, batch)
 		if err != nil {
-			return nil, columns, err
+			return nil, k.columns, err
 		}
-		if is := c.keepColumns(ofColumns, resp); is != columns {
+		is := unique.Make(string(resp.Columns))
+		kept.put(ofColumns, &encoding{columns: is, size: len(resp.Columns), until: time.Now().Add(shortLife)})
+		if have > 0 && is != k.columns {
 			return nil, is, nil
 		}
+		k.columns = is
 		for i, data := range resp.Objects {
-			var clock *registryv1.Clock
-			if i < len(resp.Clocks) {
-				clock = resp.Clocks[i]
+			var ages *registryv1.RowAges
+			if i < len(resp.RowAges) {
+				ages = resp.RowAges[i]
 			}
-			e, err := rowOf(q, data, clock)
+			e, err := rowOf(q, batch[i], data, ages)
 			if err != nil {
-				return nil, columns, err
+				return nil, is, err
 			}
 			k.serial, made[at[i]] = batch[i].Serial, e
-			c.kept.put(k, e)
+			kept.put(k, e)
 		}
 	}
-	return made, columns, nil
+	return made, k.columns, nil
 }
 
 // age is a part of a row that tells how long ago something was.
@@ -113,13 +96,18 @@ type age struct {
 }
 
 // rowOf is a row as it is kept: up to the metadata that it includes, or all of it.
-func rowOf(q *form.Query, data []byte, clock *registryv1.Clock) (*encoding, error) {
-	e := &encoding{until: time.Now().Add(shortLife)}
-	if clock.GetAgesOnly() {
-		e.until = time.Now().Add(life)
+func rowOf(q *form.Query, item *cache.Item, data []byte, ages *registryv1.RowAges) (*encoding, error) {
+	life := shortLife
+	switch {
+	case !ages.GetComplete():
+	case q.Own(item):
+		life = rowLife
+	default:
+		life = versionLife
 	}
+	e := &encoding{until: time.Now().Add(life)}
 	at := 0
-	for _, a := range clock.GetAges() {
+	for _, a := range ages.GetAges() {
 		if a.Length < 0 || int(a.Offset) < at || int(a.Offset)+int(a.Length) > len(data) {
 			return nil, status.Errorf(codes.Internal, "encode: a row of %d bytes has an age at %d", len(data), a.Offset)
 		}
@@ -156,7 +144,7 @@ func told(q *form.Query, items []*cache.Item, made []*encoding, columns unique.H
 		}
 		if q.RowsHaveMetadata() {
 			var err error
-			if out.Bodies[i], err = items[i].Metadata(); err != nil {
+			if out.Bodies[i], err = items[i].ThroughMetadata(); err != nil {
 				return nil, err
 			}
 		}

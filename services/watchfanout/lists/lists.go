@@ -63,7 +63,7 @@ func (l *Lists) Metrics() []prometheus.Collector {
 	return []prometheus.Collector{l.served, l.runs.asked, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "watershed_watchfanout_compressed_bytes",
 		Help: "Bytes of compressed runs of lists' items that are kept.",
-	}, func() float64 { return float64(l.runs.kept.Bytes()) })}
+	}, func() float64 { return float64(l.runs.bytes()) })}
 }
 
 // read reads what is asked for, and sees to it that the replica may answer.
@@ -110,13 +110,7 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 	body := head.Body(q.Form.Protobuf, items)
 	// what is converted changes though its items do not
 	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Above && (q.Table || convert.AsTheyAre(q, page.items)) {
-		return l.compressed(stream, &content{
-			form:  q.Key,
-			head:  string(items.Head),
-			items: page.items,
-			bytes: items,
-			body:  body,
-		})
+		return l.compressed(stream, &content{form: q.Key, items: page.items, body: body})
 	}
 	return body.Send(&frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
 		return stream.Send(&watchfanoutv1.ListChunk{Data: pieces, Size: size})

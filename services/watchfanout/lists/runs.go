@@ -48,8 +48,29 @@ type runs struct {
 	headsSeed maphash.Seed
 	// asked counts runs by whether they were kept.
 	asked *prometheus.CounterVec
-	kept  *lru.Cache[runKey, *run]
+	// rows are those of Tables, which tell ages: most are soon of no use, and are not to take the others' room.
+	kept, rows *lru.Cache[runKey, *run]
 }
+
+// rowsShare is how much less is kept of Tables than of other lists.
+const rowsShare = 8
+
+// of is where a run is kept.
+func (r *runs) of(key runKey) *lru.Cache[runKey, *run] {
+	if key.heads != 0 {
+		return r.rows
+	}
+	return r.kept
+}
+
+// forget forgets what nobody has asked for for some time.
+func (r *runs) forget(unused time.Duration) {
+	r.kept.Forget(unused)
+	r.rows.Forget(unused)
+}
+
+// bytes is how much is kept.
+func (r *runs) bytes() int { return r.kept.Bytes() + r.rows.Bytes() }
 
 // runKey tells runs apart, but for a collision of sums.
 type runKey struct {
@@ -63,14 +84,10 @@ type runKey struct {
 	heads uint64
 }
 
-// content is a list's, as runs are made of it.
+// content is a list's, as runs are made of it: a body that is made of items in a form.
 type content struct {
-	// form and head are as in a key.
-	form form.Key
-	head string
-	// items are what bytes are made of.
+	form  form.Key
 	items []*cache.Item
-	bytes *frame.Items
 	body  *frame.Body
 }
 
@@ -87,6 +104,7 @@ func newRuns(limit int) *runs {
 		headsSeed: maphash.MakeSeed(),
 
 		kept: lru.New[runKey, *run](limit),
+		rows: lru.New[runKey, *run](limit / rowsShare),
 		asked: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_compressed_runs_total",
 			Help: "Runs of lists' items that were asked for compressed, by whether they were kept so.",
@@ -118,23 +136,24 @@ func (r *runs) hash(key string) uint64 {
 
 // part is the run of some items, from first up to end, compressed.
 func (r *runs) part(c *content, first, end int) (*deflate.Part, error) {
-	key := runKey{form: c.form, head: c.head, last: end == len(c.items)}
+	key := runKey{form: c.form, head: string(c.body.Items.Head), last: end == len(c.items)}
 	for _, i := range c.items[first:end] {
 		key.sum = bits.RotateLeft64(key.sum^i.Serial, 31) * 0x9e3779b97f4a7c15
 	}
-	if c.bytes.Heads != nil {
+	if heads := c.body.Items.Heads; heads != nil {
 		var sum maphash.Hash
 		sum.SetSeed(r.headsSeed)
-		for _, head := range c.bytes.Heads[first:end] {
+		for _, head := range heads[first:end] {
 			_, _ = sum.Write(head)
 		}
 		key.heads = sum.Sum64()
 	}
 	same := func(kept *run) bool { return kept.of(c.items[first:end]) }
-	kept, ok := r.kept.Get(key)
+	all := r.of(key)
+	kept, ok := all.Get(key)
 	if ok = ok && same(kept); !ok {
 		made := r.newRun(key, c, first, end)
-		kept = r.kept.PutUnless(key, same, made, made.overhead())
+		kept = all.PutUnless(key, same, made, made.overhead())
 	}
 	r.asked.WithLabelValues(strconv.FormatBool(ok)).Inc()
 	return kept.part()
@@ -150,11 +169,11 @@ func (r *runs) newRun(key runKey, c *content, first, end int) *run {
 		defer func() {
 			// what compresses badly takes the room of much that does not, and is made again as fast as copied
 			if err != nil || 2*int64(len(part.Data)) > part.Size {
-				r.kept.RemoveIf(key, func(kept *run) bool { return kept == made })
+				r.of(key).RemoveIf(key, func(kept *run) bool { return kept == made })
 				return
 			}
 			another := func(kept *run) bool { return kept != made }
-			r.kept.PutUnless(key, another, made, made.overhead()+len(part.Data))
+			r.of(key).PutUnless(key, another, made, made.overhead()+len(part.Data))
 		}()
 		defer guard.Error("compressing a list", &err)
 		return deflate.Compress(c.body.Run(nil, first, end)...)

@@ -155,7 +155,7 @@ func TestRunsOfRows(t *testing.T) {
 	if kept, made := compressed(t, l, "the same again", table); runs < 2 || kept != runs || made != 0 {
 		t.Errorf("of %v runs %v kept and %v made", runs, kept, made)
 	}
-	w.Registry.Cell.Store("y")
+	w.Registry.Cell.Store(new("y"))
 	for deadline := time.Now().Add(10 * time.Second); ; {
 		got := &body{ctx: t.Context()}
 		table.Gzip = false
@@ -168,6 +168,7 @@ func TestRunsOfRows(t *testing.T) {
 		if time.Now().After(deadline) {
 			t.Fatal("rows that nobody says may be kept are kept")
 		}
+		time.Sleep(10 * time.Millisecond)
 	}
 	if kept, made := compressed(t, l, "told anew", table); kept != 0 || made != runs {
 		t.Errorf("of %v runs %v kept and %v made", runs, kept, made)

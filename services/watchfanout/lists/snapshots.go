@@ -60,7 +60,7 @@ func (l *Lists) unpin() {
 
 // Sweep forgets the snapshots that nobody has paged through for long, and compressed runs that nobody has asked for.
 func (l *Lists) Sweep() {
-	l.runs.kept.Forget(runLife)
+	l.runs.forget(runLife)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool { return time.Since(k.at) >= keptFor })

@@ -37,7 +37,7 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 		if !w.query.Own(item) {
 			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), convert.Timeout)
 			defer cancel()
-			parts, err := w.converter.Encoded(ctx, w.query, []*cache.Item{item})
+			parts, err := w.converter.Converted(ctx, w.query, []*cache.Item{item})
 			if err != nil {
 				return nil, err
 			}

@@ -105,7 +105,7 @@ func (w *watcher) initialEncoded(ctx context.Context, items []*cache.Item, out *
 	if w.query.Table {
 		return w.initialRows(ctx, items, out)
 	}
-	parts, err := w.converter.Encoded(ctx, w.query, items)
+	parts, err := w.converter.Converted(ctx, w.query, items)
 	for n := 0; n < len(parts) && err == nil; n++ {
 		var data []byte
 		if data, err = w.query.Form.Event("ADDED", parts[n], parts[n]); err == nil {

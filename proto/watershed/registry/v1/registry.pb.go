@@ -2100,8 +2100,8 @@ type EncodeResponse struct {
 	Columns []byte `protobuf:"bytes,2,opt,name=columns" json:"columns,omitempty"`
 	// What a selector may ask of each object in the version asked for; only for entries with converted_fields.
 	Fields []*Fields `protobuf:"bytes,3,rep,name=fields" json:"fields,omitempty"`
-	// What of each Table row follows the clock, one for each of objects. Where there are none, all of a row may.
-	Clocks        []*Clock `protobuf:"bytes,4,rep,name=clocks" json:"clocks,omitempty"`
+	// The ages that each Table row tells, one for each of objects. Where there are none, nothing is known of them.
+	RowAges       []*RowAges `protobuf:"bytes,4,rep,name=row_ages,json=rowAges" json:"row_ages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2157,38 +2157,38 @@ func (x *EncodeResponse) GetFields() []*Fields {
 	return nil
 }
 
-func (x *EncodeResponse) GetClocks() []*Clock {
+func (x *EncodeResponse) GetRowAges() []*RowAges {
 	if x != nil {
-		return x.Clocks
+		return x.RowAges
 	}
 	return nil
 }
 
-// Clock is what of a Table row follows the clock, and not the object.
-type Clock struct {
+// RowAges are the parts of a Table row that follow the clock, and not the object.
+type RowAges struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// All of the row but its ages is what it is for as long as its object is.
-	AgesOnly bool `protobuf:"varint,1,opt,name=ages_only,json=agesOnly" json:"ages_only,omitempty"`
-	// In the order of their offsets.
+	// There are no others: all else of the row is what it is for as long as its object is.
+	Complete bool `protobuf:"varint,1,opt,name=complete" json:"complete,omitempty"`
+	// In the order of their offsets; they do not overlap.
 	Ages          []*Age `protobuf:"bytes,2,rep,name=ages" json:"ages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Clock) Reset() {
-	*x = Clock{}
+func (x *RowAges) Reset() {
+	*x = RowAges{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Clock) String() string {
+func (x *RowAges) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Clock) ProtoMessage() {}
+func (*RowAges) ProtoMessage() {}
 
-func (x *Clock) ProtoReflect() protoreflect.Message {
+func (x *RowAges) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -2200,29 +2200,30 @@ func (x *Clock) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Clock.ProtoReflect.Descriptor instead.
-func (*Clock) Descriptor() ([]byte, []int) {
+// Deprecated: Use RowAges.ProtoReflect.Descriptor instead.
+func (*RowAges) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{23}
 }
 
-func (x *Clock) GetAgesOnly() bool {
+func (x *RowAges) GetComplete() bool {
 	if x != nil {
-		return x.AgesOnly
+		return x.Complete
 	}
 	return false
 }
 
-func (x *Clock) GetAges() []*Age {
+func (x *RowAges) GetAges() []*Age {
 	if x != nil {
 		return x.Ages
 	}
 	return nil
 }
 
-// Age is a part of a string of a row's JSON that tells how long ago something was, as kubectl's duration does.
+// Age is a part of a string of a row's JSON that tells how long ago something was, as
+// k8s.io/apimachinery/pkg/util/duration.HumanDuration writes it.
 type Age struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where it is among the row's bytes.
+	// Where it is, in bytes of the row.
 	Offset int32 `protobuf:"varint,1,opt,name=offset" json:"offset,omitempty"`
 	Length int32 `protobuf:"varint,2,opt,name=length" json:"length,omitempty"`
 	// When it was, in Unix time.
@@ -2977,14 +2978,14 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12\x1a\n" +
 	"\bversions\x18\a \x03(\tR\bversions\x12\x1d\n" +
 	"\n" +
-	"defined_at\x18\b \x01(\x03R\tdefinedAt\"\xb1\x01\n" +
+	"defined_at\x18\b \x01(\x03R\tdefinedAt\"\xb6\x01\n" +
 	"\x0eEncodeResponse\x12\x18\n" +
 	"\aobjects\x18\x01 \x03(\fR\aobjects\x12\x18\n" +
 	"\acolumns\x18\x02 \x01(\fR\acolumns\x125\n" +
-	"\x06fields\x18\x03 \x03(\v2\x1d.watershed.registry.v1.FieldsR\x06fields\x124\n" +
-	"\x06clocks\x18\x04 \x03(\v2\x1c.watershed.registry.v1.ClockR\x06clocks\"T\n" +
-	"\x05Clock\x12\x1b\n" +
-	"\tages_only\x18\x01 \x01(\bR\bagesOnly\x12.\n" +
+	"\x06fields\x18\x03 \x03(\v2\x1d.watershed.registry.v1.FieldsR\x06fields\x129\n" +
+	"\brow_ages\x18\x04 \x03(\v2\x1e.watershed.registry.v1.RowAgesR\arowAges\"U\n" +
+	"\aRowAges\x12\x1a\n" +
+	"\bcomplete\x18\x01 \x01(\bR\bcomplete\x12.\n" +
 	"\x04ages\x18\x02 \x03(\v2\x1a.watershed.registry.v1.AgeR\x04ages\"e\n" +
 	"\x03Age\x12\x16\n" +
 	"\x06offset\x18\x01 \x01(\x05R\x06offset\x12\x16\n" +
@@ -3090,7 +3091,7 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*Row)(nil),                      // 22: watershed.registry.v1.Row
 	(*EncodeRequest)(nil),            // 23: watershed.registry.v1.EncodeRequest
 	(*EncodeResponse)(nil),           // 24: watershed.registry.v1.EncodeResponse
-	(*Clock)(nil),                    // 25: watershed.registry.v1.Clock
+	(*RowAges)(nil),                  // 25: watershed.registry.v1.RowAges
 	(*Age)(nil),                      // 26: watershed.registry.v1.Age
 	(*Fields)(nil),                   // 27: watershed.registry.v1.Fields
 	(*RevisionRequest)(nil),          // 28: watershed.registry.v1.RevisionRequest
@@ -3170,8 +3171,8 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	42, // 44: watershed.registry.v1.EncodeRequest.resource:type_name -> watershed.common.v1.Resource
 	2,  // 45: watershed.registry.v1.EncodeRequest.output:type_name -> watershed.registry.v1.Output
 	27, // 46: watershed.registry.v1.EncodeResponse.fields:type_name -> watershed.registry.v1.Fields
-	25, // 47: watershed.registry.v1.EncodeResponse.clocks:type_name -> watershed.registry.v1.Clock
-	26, // 48: watershed.registry.v1.Clock.ages:type_name -> watershed.registry.v1.Age
+	25, // 47: watershed.registry.v1.EncodeResponse.row_ages:type_name -> watershed.registry.v1.RowAges
+	26, // 48: watershed.registry.v1.RowAges.ages:type_name -> watershed.registry.v1.Age
 	40, // 49: watershed.registry.v1.Fields.fields:type_name -> watershed.registry.v1.Fields.FieldsEntry
 	1,  // 50: watershed.registry.v1.Connection.transport:type_name -> watershed.registry.v1.Transport
 	35, // 51: watershed.registry.v1.Connection.translate:type_name -> watershed.registry.v1.Streams

@@ -41,7 +41,7 @@ type Registry struct {
 	registryv1.UnimplementedCatalogServer
 
 	// Cell is what rows have: "x" where it is nil.
-	Cell atomic.Value
+	Cell atomic.Pointer[string]
 }
 
 // Pods is what the catalog says of pods.
@@ -94,9 +94,9 @@ func (*Registry) Revision(context.Context, *registryv1.RevisionRequest) (*regist
 // Encode answers rows of one cell.
 func (s *Registry) Encode(_ context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
 	out := &registryv1.EncodeResponse{Columns: []byte(`[{"name":"Name"}]`)}
-	cell, ok := s.Cell.Load().(string)
-	if !ok {
-		cell = "x"
+	cell := "x"
+	if p := s.Cell.Load(); p != nil {
+		cell = *p
 	}
 	for range r.Json {
 		out.Objects = append(out.Objects, fmt.Appendf(nil, `{"cells":[%q],"object":null}`, cell))
