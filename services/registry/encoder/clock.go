@@ -132,7 +132,9 @@ type printer struct {
 	// before those where all are longBefore.
 	lately         map[trial][]any
 	ranked, before []any
-	prints         int
+	// told are the object's times by the ages that they have in ranked.
+	told   map[string]time.Time
+	prints int
 }
 
 // trial is a time that is moved, with all others, until it is so long ago.
@@ -169,7 +171,7 @@ func (p *printer) ageOf(i int, cell string, word [2]int) (when time.Time, found 
 		return created, found, err
 	}
 	if p.ranked == nil {
-		if p.ranked, err = p.print(p.rank()); err != nil {
+		if err = p.rank(); err != nil {
 			return when, false, err
 		}
 	}
@@ -179,13 +181,9 @@ func (p *printer) ageOf(i int, cell string, word [2]int) (when time.Time, found 
 	if !before || !after {
 		return when, false, nil
 	}
-	for rank, of := range p.ranks() {
-		if is == duration.HumanDuration(firstRank+time.Duration(rank)*time.Second) {
-			found, err = p.isAgeOf(of, i, cell, word)
-			return of, found, err
-		}
-	}
-	return when, false, nil
+	when = p.told[is] // zero, which is no age, where it is none of them
+	found, err = p.isAgeOf(when, i, cell, word)
+	return when, found, err
 }
 
 // isAgeOf says whether a word of the cell with number i is how long ago a time was.
@@ -213,23 +211,26 @@ func (p *printer) tells(at time.Time, word string) bool {
 	return word == duration.HumanDuration(p.from.Sub(at)) || word == duration.HumanDuration(p.to.Sub(at))
 }
 
-// ranks are the object's times, the latest first.
-func (p *printer) ranks() []time.Time {
-	var all []time.Time
+// rank prints the row with each time moved so that its age tells its rank: the latest of them is firstRank old.
+func (p *printer) rank() (err error) {
+	var ranks []time.Time
 	for _, m := range p.times() {
-		all = append(all, m.at)
+		ranks = append(ranks, m.at)
 	}
-	slices.SortFunc(all, func(a, b time.Time) int { return b.Compare(a) })
-	return slices.CompactFunc(all, time.Time.Equal)
-}
-
-// rank moves each time so that its age tells its rank.
-func (p *printer) rank() func(time.Time) time.Time {
-	now, ranks := time.Now(), p.ranks()
-	return func(t time.Time) time.Time {
-		i, _ := slices.BinarySearchFunc(ranks, t, func(a, b time.Time) int { return b.Compare(a) })
-		return now.Add(-firstRank - time.Duration(i)*time.Second - half)
+	latestFirst := func(a, b time.Time) int { return b.Compare(a) }
+	slices.SortFunc(ranks, latestFirst)
+	ranks = slices.CompactFunc(ranks, time.Time.Equal)
+	ageOf := func(rank int) time.Duration { return firstRank + time.Duration(rank)*time.Second }
+	p.told = map[string]time.Time{}
+	for rank, at := range ranks {
+		p.told[duration.HumanDuration(ageOf(rank))] = at
 	}
+	now := time.Now().Add(-half)
+	p.ranked, err = p.print(func(at time.Time) time.Time {
+		rank, _ := slices.BinarySearchFunc(ranks, at, latestFirst)
+		return now.Add(-ageOf(rank))
+	})
+	return err
 }
 
 // stays says whether the cell with number i is what it is though all times are others: a duration between two of them,
