@@ -61,7 +61,7 @@ type size struct {
 	bytes int64
 	// compressed: who accepted it compressed got it so from the watch tier, which keeps it. It is said of lists that
 	// were asked for before, just so: others may have to be compressed first. Of Tables it is not: what is kept of them
-	// is soon of no use.
+	// is soon of no use; nor of pages after the first.
 	compressed bool
 }
 
@@ -114,7 +114,7 @@ func (s *sizes) note(req *http.Request, n size) {
 		before, _ := known.(size)
 		n.compressed = before.compressed
 	}
-	n.compressed = n.compressed && form(req.Header.Get("Accept")) != table
+	n.compressed = n.compressed && !l.paged && form(req.Header.Get("Accept")) != table
 	s.exact.Add(l.exact, n)
 	whole, ok := s.whole.Get(l.whole)
 	if !l.part || !ok || whole.(int64) < n.bytes {
@@ -126,8 +126,8 @@ func (s *sizes) note(req *http.Request, n size) {
 type list struct {
 	exact, whole uint64
 	limit        int64
-	// part: it selects, or is a page.
-	part bool
+	// part: it selects, or is a page. paged: it is a page after the first; what is known of one is of all.
+	part, paged bool
 }
 
 func (s *sizes) list(req *http.Request) list {
@@ -147,7 +147,7 @@ func (s *sizes) list(req *http.Request) list {
 	}
 	if q.Get("continue") != "" { // the pages after the first are about as long as each other
 		part("continue")
-		l.part = true
+		l.part, l.paged = true, true
 	}
 	// these are answered by registry, or as they are
 	part(q.Get("resourceVersionMatch"))

@@ -464,14 +464,12 @@ func (f *feed) hold(n int) {
 	f.bytes += n
 }
 
-// trim drops the oldest entries: those that every client has seen, beyond keptRecent bytes, and any beyond FeedBytes.
-// Where all feeds together keep more than FeedsBytes it drops all that every client has seen, and any beyond the feed's
-// share. A client that still needs one goes on with a stream of its own.
+// trim drops the oldest entries: those that every client has seen, beyond keptRecent bytes, and any beyond FeedBytes
+// or, where all feeds together keep more than FeedsBytes, beyond the feed's share. A client that still needs one goes
+// on with a stream of its own.
 func (f *feed) trim() {
-	most, recent := f.hub.Config.FeedBytes, keptRecent
-	if share, ok := f.hub.room().share(f.hub.Config.FeedsBytes); ok {
-		most, recent = min(most, share), 0
-	}
+	most, recent := f.hub.room().share(f.hub.Config.FeedsBytes)
+	most = min(most, f.hub.Config.FeedBytes)
 	over := func() bool { return f.bytes > most }
 	if f.bytes <= 2*recent && !over() {
 		return

@@ -1,6 +1,7 @@
 package watch
 
 import (
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -9,8 +10,8 @@ import (
 // Room accounts for the bytes that feeds keep, up to Config.FeedsBytes. Its zero value is ready to use.
 type Room struct {
 	held atomic.Int64
-	// large is how many feeds keep more than keptRecent.
-	large atomic.Int64
+	// large is how many feeds keep more than keptRecent, and largeHeld how much those keep.
+	large, largeHeld atomic.Int64
 
 	mu    sync.Mutex
 	feeds map[*feed]struct{}
@@ -37,12 +38,14 @@ func (r *Room) leave(f *feed) {
 	delete(r.feeds, f)
 }
 
-// share is the equal part that a feed with more than keptRecent has of a bound for all, while more than the bound is
-// kept: one that keeps less than its part loses nothing to those that keep more. Then all feeds are trimmed, a little
-// later. ok is false where there is room.
-func (r *Room) share(bound int64) (bytes int, ok bool) {
-	if r.held.Load() <= bound {
-		return 0, false
+// share is how many bytes a feed may keep at most, and how many of what every client has seen, by a bound for all.
+// While more than the bound is kept, those that keep more than keptRecent have equal parts of what the others leave,
+// which is half of it at least: one that keeps less than its part loses nothing to those that keep more. Then all feeds
+// are trimmed, a little later.
+func (r *Room) share(bound int64) (most, recent int) {
+	held := r.held.Load()
+	if held <= bound {
+		return math.MaxInt, keptRecent
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -50,16 +53,22 @@ func (r *Room) share(bound int64) (bytes int, ok bool) {
 		r.trimming = true
 		time.AfterFunc(trimAllAfter, r.trim)
 	}
-	return int(max(keptRecent, bound/max(1, r.large.Load()))), true
+	small := held - r.largeHeld.Load()
+	if recent = keptRecent; small > bound/2 {
+		recent = 0
+	}
+	return int(max(keptRecent, max(bound-small, bound/2)/max(1, r.large.Load()))), recent
 }
 
 // hold accounts for bytes that a feed begins or, below 0, ceases to keep beside those that it keeps.
 func (r *Room) hold(keeps, n int) {
-	switch before, after := keeps > keptRecent, keeps+n > keptRecent; {
-	case after && !before:
-		r.large.Add(1)
-	case before && !after:
+	if keeps > keptRecent {
 		r.large.Add(-1)
+		r.largeHeld.Add(-int64(keeps))
+	}
+	if keeps += n; keeps > keptRecent {
+		r.large.Add(1)
+		r.largeHeld.Add(int64(keeps))
 	}
 	feedBytes.Set(float64(r.held.Add(int64(n))))
 }

@@ -221,6 +221,8 @@ func TestAgesOfCustomResources(t *testing.T) {
 		"more than are looked at":    {"a", "a", ago(time.Hour), times(1000), 0, false},
 		"a duration beside a date":   {"a", "1h (5m ago)", ago(5*time.Minute + 200*time.Millisecond), nil, 2, true},
 		"a date that is none":        {"a", "a", "yesterday", nil, 1, true},
+		"an hour of one digit":       {"a", "a", "2020-01-02T3:04:05Z", nil, 2, true},
+		"a long fraction":            {"a", "a", "2020-01-02T03:04:05.0000000000000000000001Z", nil, 2, true},
 		"of the future":              {"a", "a", ago(-24 * time.Hour), nil, 2, true},
 		"long words and many spaces": {"a", strings.Repeat(" ,7d7d7d7d7d7d7d7d7d", 1000), ago(time.Hour), nil, 2, true},
 	} {

@@ -52,7 +52,7 @@ type runs struct {
 	kept, rows *lru.Cache[runKey, *run]
 }
 
-// rowsShare is how much less is kept of Tables than of other lists.
+// rowsShare is what part of what is kept is of Tables.
 const rowsShare = 8
 
 // of is where a run is kept.
@@ -103,7 +103,7 @@ func newRuns(limit int) *runs {
 		seed:      rand.Uint64(),
 		headsSeed: maphash.MakeSeed(),
 
-		kept: lru.New[runKey, *run](limit),
+		kept: lru.New[runKey, *run](limit - limit/rowsShare),
 		rows: lru.New[runKey, *run](limit / rowsShare),
 		asked: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "watershed_watchfanout_compressed_runs_total",

@@ -219,7 +219,7 @@ func TestRunsAreShared(t *testing.T) {
 
 // What does not fit in the bound is made again.
 func TestRunsAreBounded(t *testing.T) {
-	const limit = 40 << 10
+	const limit = 47 << 10
 	_, l := runsOf(t, limit)
 	compressed(t, l, "the first", cached())
 	if held := gathered(t, l, "watershed_watchfanout_compressed_bytes")[""]; held > limit || held < limit/2 {
