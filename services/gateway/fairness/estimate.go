@@ -114,7 +114,7 @@ func (s *sizes) note(req *http.Request, n size) {
 		before, _ := known.(size)
 		n.compressed = before.compressed
 	}
-	n.compressed = n.compressed && !l.paged && form(req.Header.Get("Accept")) != table
+	n.compressed = n.compressed && !l.paged && !l.table
 	s.exact.Add(l.exact, n)
 	whole, ok := s.whole.Get(l.whole)
 	if !l.part || !ok || whole.(int64) < n.bytes {
@@ -128,6 +128,8 @@ type list struct {
 	limit        int64
 	// part: it selects, or is a page. paged: it is a page after the first; what is known of one is of all.
 	part, paged bool
+	// table: as a Table.
+	table bool
 }
 
 func (s *sizes) list(req *http.Request) list {
@@ -139,8 +141,9 @@ func (s *sizes) list(req *http.Request) list {
 	}
 	q := req.URL.Query()
 	part(req.URL.Path)
-	part(form(req.Header.Get("Accept")))
-	l := list{whole: h.Sum64()}
+	as := form(req.Header.Get("Accept"))
+	part(as)
+	l := list{whole: h.Sum64(), table: as == table}
 	for _, name := range []string{"labelSelector", "fieldSelector", "limit"} {
 		part(q.Get(name))
 		l.part = l.part || q.Get(name) != ""

@@ -140,7 +140,8 @@ func follows(t *testing.T, e *verbs.Endpoint, st *storage.Stored, seed int64) bo
 			return len(ages.Ages) > 0
 		}
 		if attempt == 2 {
-			t.Fatalf("%v, seed %d: %v earlier the row is\n%s, not\n%s; it was\n%s%v", e.Kind, seed, by, want, got, row, ages)
+			t.Fatalf("%v, seed %d: %v earlier the row is\n%s, not\n%s; it was\n%s%v",
+				e.Kind, seed, by, want, got, row, ages)
 		}
 	}
 }
@@ -152,20 +153,20 @@ func TestAgesAreFound(t *testing.T) {
 	ago := func(d time.Duration) string { return time.Now().Add(-d).UTC().Format(time.RFC3339) }
 	const created = `{"metadata":{"name":"a","namespace":"x","creationTimestamp":"`
 	started := func(restarted string) string {
-		return `{"name":"c","restartCount":2,"lastState":{"terminated":{"exitCode":1,"finishedAt":"` + restarted + `"}},` +
-			`"ready":true,"image":"","imageID":""}`
+		return `{"name":"c","restartCount":2,"ready":true,"image":"","imageID":"",` +
+			`"lastState":{"terminated":{"exitCode":1,"finishedAt":"` + restarted + `"}}}`
 	}
 	for stored, c := range map[string]struct {
 		body string
 		ages int
 	}{
-		"pods": {created + ago(72*time.Hour) + `"},"spec":{"containers":[{"name":"c"},{"name":"d"}]},"status":{"startTime":"` +
-			ago(72*time.Hour) + `","containerStatuses":[` + started(ago(3*time.Hour)) + `,` + started(ago(25*time.Minute)) +
-			`]}}`, 2},
+		"pods": {created + ago(72*time.Hour) + `"},"spec":{"containers":[{"name":"c"},{"name":"d"}]},` +
+			`"status":{"startTime":"` + ago(72*time.Hour) + `","containerStatuses":[` +
+			started(ago(3*time.Hour)) + `,` + started(ago(25*time.Minute)) + `]}}`, 2},
 		"jobs.batch": {created + ago(72*time.Hour) + `"},"spec":{"template":{}},"status":{"startTime":"` +
 			ago(72*time.Hour) + `","completionTime":"` + ago(71*time.Hour) + `"}}`, 1},
-		"cronjobs.batch": {created + ago(72*time.Hour) + `"},"spec":{"schedule":"@daily"},"status":{"lastScheduleTime":"` +
-			ago(25*time.Minute) + `"}}`, 2},
+		"cronjobs.batch": {created + ago(72*time.Hour) + `"},"spec":{"schedule":"@daily"},` +
+			`"status":{"lastScheduleTime":"` + ago(25*time.Minute) + `"}}`, 2},
 		"events": {created + ago(72*time.Hour) + `"},"firstTimestamp":"` + ago(72*time.Hour) +
 			`","lastTimestamp":"` + ago(25*time.Minute) + `","involvedObject":{},"reportingComponent":""}`, 2},
 	} {

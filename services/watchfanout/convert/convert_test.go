@@ -200,6 +200,7 @@ func TestRowsAreKeptAndTheirAgesTold(t *testing.T) {
 
 // Another version is made anew after a minute, and when the resource is defined anew.
 func TestVersionsAreKept(t *testing.T) {
+	// The sleeps are synctest's: its clock moves, nobody waits.
 	synctest.Test(t, func(t *testing.T) {
 		r, held := &registry{}, cache.New(1<<20, 0)
 		held.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 5, History: "h"})

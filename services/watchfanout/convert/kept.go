@@ -43,11 +43,8 @@ type key struct {
 type encoding struct {
 	data []byte
 	// ages are the parts of a row's data that are told anew each time.
-	ages []age
-	// columns are a Table's, and size how many bytes they have.
-	columns unique.Handle[string]
-	size    int
-	until   time.Time
+	ages  []age
+	until time.Time
 }
 
 // kept remembers what registry has made of objects: many ask for the same.
@@ -84,7 +81,7 @@ func (k kept) find(key key, items []*cache.Item) (all []*encoding, todo unmade) 
 }
 
 func (k kept) put(key key, e *encoding) {
-	k.made.Put(key, e, len(e.data)+len(e.ages)*ageBytes+e.size+keptOverhead)
+	k.made.Put(key, e, len(e.data)+len(e.ages)*ageBytes+keptOverhead)
 }
 
 // unmade is what registry is to be asked for: items, and where each one's encoding goes.

@@ -55,10 +55,10 @@ func (c *Converter) made(ctx context.Context, q *form.Query,
 	ofColumns := c.keyOf(q)
 	known, fresh := kept.get(ofColumns, time.Now())
 	if known == nil {
-		known = &encoding{columns: unique.Make("")} // no row is kept of these
+		known = &encoding{} // no row is kept of no columns
 	}
 	k := ofColumns
-	k.columns = known.columns
+	k.columns = unique.Make(string(known.data))
 	made, todo := kept.find(k, items)
 	for asked := fresh; !asked || len(todo.items) > 0; asked = true {
 		have := len(items) - len(todo.items)
@@ -68,7 +68,7 @@ func (c *Converter) made(ctx context.Context, q *form.Query,
 			return nil, k.columns, err
 		}
 		is := unique.Make(string(resp.Columns))
-		kept.put(ofColumns, &encoding{columns: is, size: len(resp.Columns), until: time.Now().Add(shortLife)})
+		kept.put(ofColumns, &encoding{data: resp.Columns, until: time.Now().Add(shortLife)})
 		if have > 0 && is != k.columns {
 			return nil, is, nil
 		}
@@ -133,7 +133,7 @@ func told(q *form.Query, items []*cache.Item, made []*encoding, columns unique.H
 	for _, e := range made {
 		size += len(e.data) + len(e.ages)*maxAge
 	}
-	all, now := make([]byte, 0, size), time.Now()
+	all, now, metadata := make([]byte, 0, size), time.Now(), q.RowsHaveMetadata()
 	for i, e := range made {
 		if len(e.ages) == 0 {
 			out.Heads[i] = e.data
@@ -142,7 +142,7 @@ func told(q *form.Query, items []*cache.Item, made []*encoding, columns unique.H
 			all = e.tell(all, now)
 			out.Heads[i] = all[from:len(all):len(all)]
 		}
-		if q.RowsHaveMetadata() {
+		if metadata {
 			var err error
 			if out.Bodies[i], err = items[i].ThroughMetadata(); err != nil {
 				return nil, err
