@@ -10,7 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"go.etcd.io/etcd/client/pkg/v3/transport"
 	clientv3 "go.etcd.io/etcd/client/v3"
+	"sigs.k8s.io/yaml"
 
 	"watershed.dev/test/harness"
 )
@@ -61,7 +63,14 @@ spec:
 // raw is what etcd has below a key.
 func raw(t *testing.T, etcd, key string) []byte {
 	t.Helper()
-	c, err := clientv3.New(clientv3.Config{Endpoints: []string{etcd}, DialTimeout: 10 * time.Second})
+	return rawBy(t, clientv3.Config{Endpoints: []string{etcd}}, key)
+}
+
+// rawBy is raw of an etcd that asks who reads.
+func rawBy(t *testing.T, config clientv3.Config, key string) []byte {
+	t.Helper()
+	config.DialTimeout = 10 * time.Second
+	c, err := clientv3.New(config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -237,6 +246,81 @@ func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 	ready(http.StatusOK)
 	s.Kubectl("create", "secret", "generic", "after", "--from-literal=k=v")
 	contains(t, "both keys' secrets", s.Kubectl("get", "secrets", "-o", "name"), "secret/after\nsecret/before")
+}
+
+// Once registries encrypt by another KMS, a StorageVersionMigration has what the one before encrypted written anew, and
+// the one before is not needed any more.
+func TestStorageIsMigratedToAnotherKMS(t *testing.T) {
+	before, after := harness.NewKMS(t), harness.NewKMS(t)
+	flag, config := encryption(t)
+	provider := func(name string, k *harness.KMS) string {
+		return fmt.Sprintf(`{"kms":{"apiVersion":"v2","name":%q,"endpoint":%q,"timeout":"3s"}}`, name, k.Endpoint)
+	}
+	config(provider("before", before), noEncryption)
+	flags := []string{flag, "--feature-gates=StorageVersionMigrator=true",
+		"--runtime-config=storagemigration.k8s.io/v1beta1=true"}
+	s := harness.Split(t, "", flags...)
+	const secrets = 20 // so many that each registry writes some
+	var all strings.Builder
+	name := func(i int) string { return fmt.Sprintf("s-%d", i) }
+	for i := range secrets {
+		fmt.Fprintf(&all, "---\napiVersion: v1\nkind: Secret\nmetadata: {name: %s}\nstringData: {k: PLAINTEXT}\n", name(i))
+	}
+	s.Apply(all.String())
+	etcd := etcdOf(t, s)
+	encrypted := func(by string) error {
+		for i := range secrets {
+			v := rawBy(t, etcd, "/registry/secrets/default/"+name(i))
+			if !bytes.HasPrefix(v, []byte("k8s:enc:kms:v2:"+by+":")) || bytes.Contains(v, []byte("PLAINTEXT")) {
+				return fmt.Errorf("etcd has %s as %.60q", name(i), v)
+			}
+		}
+		return nil
+	}
+	if err := encrypted("before"); err != nil {
+		t.Fatal(err)
+	}
+	s.Stop()
+	config(provider("after", after), provider("before", before), noEncryption)
+	s = harness.Split(t, s.Dir, flags...)
+	etcd = etcdOf(t, s)
+	s.Managers("--feature-gates=StorageVersionMigrator=true")
+	s.Apply("apiVersion: storagemigration.k8s.io/v1beta1\nkind: StorageVersionMigration\nmetadata: {name: m}\n" +
+		"spec: {resource: {group: \"\", resource: secrets}}\n")
+	s.Kubectl("wait", "--for=condition=Succeeded", "--timeout=90s", "storageversionmigration/m")
+	if err := encrypted("after"); err != nil {
+		t.Fatal(err)
+	}
+	s.Stop()
+	config(provider("after", after), noEncryption)
+	s = harness.Split(t, s.Dir, flags...)
+	list := s.Kubectl("get", "secrets", "-o", "jsonpath={.items[*].data.k}")
+	if n := strings.Count(list, "UExBSU5URVhU"); n != secrets {
+		t.Errorf("%d secrets are read", n)
+	}
+}
+
+// etcdOf is how split's etcd is asked.
+func etcdOf(t *testing.T, s *harness.Server) clientv3.Config {
+	t.Helper()
+	data, err := os.ReadFile(filepath.Join(s.Dir, "config", "registry-0.yaml"))
+	var conf struct {
+		Servers string `json:"etcd-servers"`
+		CA      string `json:"etcd-cafile"`
+		Cert    string `json:"etcd-certfile"`
+		Key     string `json:"etcd-keyfile"`
+	}
+	if err == nil {
+		err = yaml.Unmarshal(data, &conf)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	with, err := transport.TLSInfo{TrustedCAFile: conf.CA, CertFile: conf.Cert, KeyFile: conf.Key}.ClientConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return clientv3.Config{Endpoints: strings.Split(conf.Servers, ","), TLS: with}
 }
 
 // Nothing of a Secret that etcd has encrypted is anywhere in NATS, neither on its disk nor in its memory, and watches

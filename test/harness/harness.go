@@ -276,16 +276,17 @@ func (s *Server) Apply(manifest string, flags ...string) string {
 	return out
 }
 
-// Managers runs kube-controller-manager and kube-scheduler, without nodes, and answers the directory of their logs.
-func (s *Server) Managers() string {
+// Managers runs kube-controller-manager, with flags beside its usual ones, and kube-scheduler, without nodes, and answers
+// the directory of their logs.
+func (s *Server) Managers(flags ...string) string {
 	s.t.Helper()
 	dir := TempDir(s.t)
-	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"),
+	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), append([]string{
 		"--kubeconfig", s.Identity("system:kube-controller-manager"),
 		"--service-account-private-key-file", s.SAKey,
-		"--use-service-account-credentials", "--root-ca-file", s.CA+".crt", "--cluster-signing-cert-file", s.CA+".crt",
-		"--cluster-signing-key-file", s.CA+".key",
-		"--leader-elect=false", "--secure-port", "0", "--controllers", "*")
+		"--use-service-account-credentials", "--root-ca-file", s.CA + ".crt", "--cluster-signing-cert-file", s.CA + ".crt",
+		"--cluster-signing-key-file", s.CA + ".key",
+		"--leader-elect=false", "--secure-port", "0", "--controllers", "*"}, flags...)...)
 	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"),
 		"--kubeconfig", s.Identity("system:kube-scheduler"),
 		"--leader-elect=false", "--secure-port", "0")
