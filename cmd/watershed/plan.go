@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/rpc"
 )
 
 // plan chooses ports and writes each process's configuration.
@@ -27,7 +28,7 @@ func (s *splitRun) plan() ([]*child, error) {
 	for name, n := range s.counts {
 		for range n {
 			if m := moduleOf(name); m == nil || m.Serves {
-				addresses[name] = append(addresses[name], take())
+				addresses[name] = append(addresses[name], s.addressOf(name, len(addresses[name]), take()))
 			}
 		}
 	}
@@ -119,6 +120,14 @@ func ofProcess(path string, n int) string {
 
 func (s *splitRun) debugSocket(name string, n int) string {
 	return filepath.Join(s.sockets, fmt.Sprintf("%s-%d.sock", name, n))
+}
+
+// addressOf is where the n-th process of a service serves RPCs: etcd and NATS at host:port, as they serve no other.
+func (s *splitRun) addressOf(name string, n int, hostPort string) string {
+	if s.network == "tcp" || name == "etcd" || name == "nats" {
+		return hostPort
+	}
+	return rpc.SocketAddress(filepath.Join(s.sockets, fmt.Sprintf("%s-%d.rpc", name, n)))
 }
 
 // replicasFile is what the xDS server reads.

@@ -154,7 +154,7 @@ func (s *splitRun) more(m *process.Module) error {
 		if err != nil {
 			return err
 		}
-		address = fmt.Sprintf("127.0.0.1:%d", ports[0])
+		address = s.addressOf(m.Name, s.counts[m.Name], fmt.Sprintf("127.0.0.1:%d", ports[0]))
 	}
 	p, err := s.plannedService(m, s.counts[m.Name], address)
 	if err != nil {

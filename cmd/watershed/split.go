@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -57,6 +58,8 @@ func split(args []string) error {
 	hosts := fs.StringSlice("tls-sans", nil, "Further names and addresses for the serving certificate.")
 	replicas := fs.StringToInt("replicas", nil,
 		"How many processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
+	network := fs.String("rpc-network", defaultNetwork(),
+		`How the processes of services reach each other: "unix", sockets in --data-dir, or "tcp", as between machines.`)
 	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
 	services := newSplitFlags(fs)
 	if err := config.Load(fs, args); err != nil {
@@ -66,17 +69,21 @@ func split(args []string) error {
 	if err != nil {
 		return err
 	}
+	if *network != "unix" && *network != "tcp" {
+		return fmt.Errorf(`--rpc-network %q: want "unix" or "tcp"`, *network)
+	}
 	l, err := openLayout(*dataDir, *bind, *port, append(*hosts, advertised(fs)...))
 	if err != nil {
 		return err
 	}
 	defer l.close()
 	s := &splitRun{
-		layout: l,
-		counts: counts,
-		told:   services.told(fs),
-		bind:   *bind,
-		spawn:  make(spawner),
+		layout:  l,
+		counts:  counts,
+		told:    services.told(fs),
+		bind:    *bind,
+		network: *network,
+		spawn:   make(spawner),
 	}
 	processes, err := s.plan()
 	if err != nil {
@@ -89,6 +96,14 @@ func split(args []string) error {
 		return nil
 	}
 	return s.run(processes, began)
+}
+
+// defaultNetwork is that of --rpc-network: a peer's user is asked of Linux alone.
+func defaultNetwork() string {
+	if runtime.GOOS == "linux" {
+		return "unix"
+	}
+	return "tcp"
 }
 
 // replicaCounts is how many processes of each service run.
@@ -149,9 +164,11 @@ type splitRun struct {
 	*layout
 	counts map[string]int
 	// told is what the command was told for the processes of each service, and of "xds".
-	told  map[string]map[string]any
-	bind  string
-	spawn spawner
+	told map[string]map[string]any
+	bind string
+	// network is "unix" or "tcp": how services are reached.
+	network string
+	spawn   spawner
 	// addresses are where the processes of each service serve.
 	addresses map[string][]string
 

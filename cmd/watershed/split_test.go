@@ -18,6 +18,12 @@ import (
 // plannedSplit is what split would run in dir.
 func plannedSplit(t *testing.T, replicas map[string]int, flags ...string) []*child {
 	t.Helper()
+	return plannedOn(t, "unix", replicas, flags...)
+}
+
+// plannedOn is plannedSplit whose processes reach each other as --rpc-network says.
+func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...string) []*child {
+	t.Helper()
 	counts, err := replicaCounts(replicas)
 	if err != nil {
 		t.Fatal(err)
@@ -32,7 +38,7 @@ func plannedSplit(t *testing.T, replicas map[string]int, flags ...string) []*chi
 	if err := fs.Parse(append([]string{"--v=2"}, flags...)); err != nil {
 		t.Fatal(err)
 	}
-	s := &splitRun{layout: l, counts: counts, told: services.told(fs), bind: "127.0.0.1"}
+	s := &splitRun{layout: l, counts: counts, told: services.told(fs), bind: "127.0.0.1", network: network}
 	processes, err := s.plan()
 	if err != nil {
 		t.Fatal(err)
@@ -167,6 +173,24 @@ func TestWhatEveryProcessIsTold(t *testing.T) {
 	}
 	if got := of["etcd-1"]["initial-cluster"].(string); strings.Count(got, "https://") != 3 {
 		t.Errorf("a member knows %s", got)
+	}
+}
+
+// Over TCP, as between machines, every service is at a port.
+func TestServicesAreAtSocketsOrPorts(t *testing.T) {
+	for network, prefix := range map[string]string{"unix": "unix:/", "tcp": "127.0.0.1:"} {
+		for _, p := range plannedOn(t, network, nil) {
+			for key, v := range settingsIn(t, p.config) {
+				if key != "rpc-address" && key != "xds-servers" && !strings.HasSuffix(key, "-addresses") {
+					continue
+				}
+				for a := range strings.SplitSeq(v.(string), ",") {
+					if !strings.HasPrefix(a, prefix) {
+						t.Errorf("%s: %s: %s has %q", network, p.name, key, a)
+					}
+				}
+			}
+		}
 	}
 }
 

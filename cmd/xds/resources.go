@@ -123,7 +123,7 @@ func endpointsOf(service string, replicas []Replica) *endpoint.ClusterLoadAssign
 	zones := map[string]*endpoint.LocalityLbEndpoints{}
 	a := &endpoint.ClusterLoadAssignment{ClusterName: service}
 	for _, r := range replicas {
-		host, port, err := splitAddress(r.Address)
+		address, err := addressOf(r.Address)
 		if err != nil { // sources have looked
 			continue
 		}
@@ -138,16 +138,26 @@ func endpointsOf(service string, replicas []Replica) *endpoint.ClusterLoadAssign
 		}
 		l.LoadBalancingWeight.Value++ // a zone's share of calls is that of its replicas
 		l.LbEndpoints = append(l.LbEndpoints, &endpoint.LbEndpoint{
-			HealthStatus: core.HealthStatus_HEALTHY,
-			HostIdentifier: &endpoint.LbEndpoint_Endpoint{Endpoint: &endpoint.Endpoint{
-				Address: &core.Address{Address: &core.Address_SocketAddress{SocketAddress: &core.SocketAddress{
-					Address:       host,
-					PortSpecifier: &core.SocketAddress_PortValue{PortValue: port},
-				}}},
-			}},
+			HealthStatus:   core.HealthStatus_HEALTHY,
+			HostIdentifier: &endpoint.LbEndpoint_Endpoint{Endpoint: &endpoint.Endpoint{Address: address}},
 		})
 	}
 	return a
+}
+
+// addressOf is host:port or a socket (rpc.Socket). gRPC's own xDS clients know no sockets; rpc.XDS does.
+func addressOf(address string) (*core.Address, error) {
+	if path, ok := rpc.Socket(address); ok {
+		return &core.Address{Address: &core.Address_Pipe{Pipe: &core.Pipe{Path: path}}}, nil
+	}
+	host, port, err := splitAddress(address)
+	if err != nil {
+		return nil, err
+	}
+	return &core.Address{Address: &core.Address_SocketAddress{SocketAddress: &core.SocketAddress{
+		Address:       host,
+		PortSpecifier: &core.SocketAddress_PortValue{PortValue: port},
+	}}}, nil
 }
 
 func aggregated() *core.ConfigSource {

@@ -205,7 +205,7 @@ func (s *server) restore() {
 // checkAll says which replica has no address.
 func checkAll(all []Replica) (err error) {
 	for _, r := range all {
-		_, _, rerr := splitAddress(r.Address)
+		_, rerr := addressOf(r.Address)
 		err = errors.Join(err, rerr)
 	}
 	return err
@@ -218,7 +218,7 @@ func splitAddress(address string) (host string, port uint32, err error) {
 	}
 	n, err := strconv.ParseUint(p, 10, 16)
 	if err != nil || n == 0 || host == "" {
-		return "", 0, errors.New(strconv.Quote(address) + ": want host:port")
+		return "", 0, errors.New(strconv.Quote(address) + ": want host:port or unix:/path")
 	}
 	return host, uint32(n), nil
 }

@@ -27,6 +27,8 @@ func TestAFileNamesReplicas(t *testing.T) {
 		{"registry: {a: b}\n", "[{127.0.0.1:1 } {127.0.0.1:2 }]", "--replicas-file"},
 		{"registry: []\n", "[{127.0.0.1:1 } {127.0.0.1:2 }]", ""},
 		{"registry: ['[::1]:3']\n", "[{[::1]:3 }]", ""},
+		{"registry: ['unix:/run/r']\n", "[{unix:/run/r }]", ""},
+		{"registry: ['unix:r']\n", "[{unix:/run/r }]", "registry"},
 	} {
 		if err := os.WriteFile(path, []byte(step.content), 0o600); err != nil {
 			t.Fatal(err)

@@ -50,7 +50,7 @@ type Config struct {
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.telemetry.AddFlags(fs)
 	c.ID.AddFlags(fs)
-	fs.StringVar(&c.Address, "rpc-address", "", "host:port to serve on.")
+	fs.StringVar(&c.Address, "rpc-address", "", "host:port, or unix:/path, to serve on.")
 	fs.StringVar(&c.StateFile, "state-file", "", "Where what is known is kept for the next start. Empty: nowhere.")
 	fs.StringVar(&c.File, "replicas-file", "",
 		`A YAML file of each service's replicas, {registry: ["host:port"]}, which is read again when it has changed.`)

@@ -57,14 +57,27 @@ func serve(t testing.TB, id rpc.TLS, address string, register func(context.Conte
 	if register != nil {
 		register(t.Context(), s)
 	}
-	l, err := net.Listen("tcp", address)
+	network := "tcp"
+	path, socket := rpc.Socket(address)
+	if socket {
+		network, address = "unix", path
+	}
+	l, err := net.Listen(network, address)
 	if err != nil {
 		t.Fatal(err)
 	}
 	s.SetReady(true)
 	go func() { _ = s.Server.Serve(l) }()
 	t.Cleanup(s.Stop)
-	return l.Addr().String()
+	return addressAt(l.Addr())
+}
+
+// addressAt is how a replica at a listener's address is named.
+func addressAt(a net.Addr) string {
+	if a.Network() == "unix" {
+		return rpc.SocketAddress(a.String())
+	}
+	return a.String()
 }
 
 // world is an xDS server with its clients' identities and the replicas that it can name.
@@ -88,6 +101,13 @@ func newWorld(t testing.TB, replicas int) *world {
 		w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), "127.0.0.1:0", nil)})
 	}
 	return w
+}
+
+// onSocket is one more replica, on a Unix socket.
+func (w *world) onSocket(t testing.TB) {
+	t.Helper()
+	address := rpc.SocketAddress(filepath.Join(t.TempDir(), "s"))
+	w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), address, nil)})
 }
 
 // client dials registry by an xDS client of its own.
@@ -124,7 +144,7 @@ func answering(t *testing.T, conn *grpc.ClientConn) []string {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if a := p.Addr.String(); !slices.Contains(all, a) {
+		if a := addressAt(p.Addr); !slices.Contains(all, a) {
 			all = append(all, a)
 		}
 	}
@@ -188,12 +208,14 @@ func TestClientsFollowReplicas(t *testing.T) {
 // addresses of the flags are.
 func TestClientsGoOnWithoutAServer(t *testing.T) {
 	w := newWorld(t, 2)
+	w.onSocket(t)
 	dir := t.TempDir()
-	w.server.set("registry", slices.Clone(w.replicas[:1]))
+	known := []Replica{w.replicas[0], w.replicas[2]}
+	w.server.set("registry", slices.Clone(known))
 	first := w.client(t, rpc.XDSConfig{Dir: dir})
-	becomes(t, first, w.replicas[0])
+	becomes(t, first, known...)
 	nobody := []string{"127.0.0.1:1"}
-	becomes(t, w.client(t, rpc.XDSConfig{Dir: dir, Servers: nobody}), w.replicas[0])
+	becomes(t, w.client(t, rpc.XDSConfig{Dir: dir, Servers: nobody}), known...)
 	becomes(t, w.client(t, rpc.XDSConfig{
 		Servers:  nobody,
 		Fallback: map[string][]string{"registry": {w.replicas[1].Address}},

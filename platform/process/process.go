@@ -127,14 +127,14 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
 	p.telemetry.AddFlags(fs)
 	p.id.AddFlags(fs)
 	if m.Serves {
-		fs.StringVar(&p.address, "rpc-address", "", "host:port to serve RPCs on.")
+		fs.StringVar(&p.address, "rpc-address", "", "host:port, or unix:/path, to serve RPCs on.")
 	}
 	p.peers = map[string]*[]string{}
 	for _, peer := range m.Calls {
 		p.peers[peer] = fs.StringSlice(
 			peer+"-addresses",
 			nil,
-			"host:port of every replica of "+peer+", comma separated. With --xds-servers: until one of those has answered.",
+			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: until one of those has answered.",
 		)
 	}
 	if len(m.Calls) > 0 {

@@ -206,7 +206,7 @@ func NewServer(id TLS) (*Server, error) {
 	s := &Server{health: health.NewServer()}
 	s.draining, s.drain = context.WithCancelCause(context.Background())
 	options := append(tracedServer(),
-		grpc.Creds(credentials.NewTLS(conf)),
+		grpc.Creds(onSockets{credentials.NewTLS(conf)}),
 		grpc.ForceServerCodecV2(lists),
 		grpc.NumStreamWorkers(uint32(streamWorkers*runtime.GOMAXPROCS(0))),
 		grpc.MaxRecvMsgSize(MaxMessageBytes), grpc.MaxSendMsgSize(MaxMessageBytes),
@@ -238,10 +238,10 @@ func (s *Server) SetReady(ready bool) {
 // elsewhere before it ends them: its health has turned.
 const HandOver = 2 * time.Second
 
-// Serve listens on addr until ctx is done, then drains: health turns first, the streams in EndedByDrain end, and calls
+// Serve listens on addr, host:port or a socket, until ctx is done, then drains: health turns first, the streams in EndedByDrain end, and calls
 // in flight get up to drain to end.
 func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) error {
-	l, err := net.Listen("tcp", addr)
+	l, err := listen(addr)
 	if err != nil {
 		return fmt.Errorf("--rpc-address %q: %w", addr, err)
 	}
@@ -318,7 +318,7 @@ const (
 // Replicas says where the replicas of services are: Addresses or XDS.
 type Replicas interface{ builder() resolver.Builder }
 
-// Addresses are all the replicas of one service, host:port each; they stay what they are.
+// Addresses are all the replicas of one service, host:port or a socket each; they stay what they are.
 type Addresses []string
 
 func (a Addresses) builder() resolver.Builder {
@@ -339,7 +339,7 @@ func Dial(id TLS, service string, b Balancer, replicas Replicas) (*grpc.ClientCo
 	r := replicas.builder()
 	options := append(TracedClient(),
 		grpc.WithResolvers(r),
-		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
+		grpc.WithTransportCredentials(onSockets{credentials.NewTLS(conf)}),
 		grpc.WithDefaultServiceConfig(serviceConfig(b)),
 		grpc.WithIdleTimeout(0), // what is known of replicas is not forgotten
 		grpc.WithUserAgent("watershed/"+version.Release()),

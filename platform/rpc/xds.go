@@ -46,7 +46,7 @@ type XDS struct {
 
 // XDSConfig says where xDS servers are.
 type XDSConfig struct {
-	// Servers are host:port of the xDS server's replicas, which are all alike.
+	// Servers are where the xDS server's replicas are, which are all alike.
 	Servers []string
 	// Dir keeps what was found, a file for each service; empty: nothing is kept.
 	Dir string
@@ -215,11 +215,11 @@ func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
 			default:
 				continue
 			}
-			s := e.GetEndpoint().GetAddress().GetSocketAddress()
-			if s.GetAddress() == "" || s.GetPortValue() == 0 || s.GetPortValue() > 65535 {
-				return nil, fmt.Errorf("an endpoint is no address and port: %v", e.GetEndpoint().GetAddress())
+			address, err := addressOf(e.GetEndpoint().GetAddress())
+			if err != nil {
+				return nil, err
 			}
-			all = append(all, net.JoinHostPort(s.GetAddress(), strconv.Itoa(int(s.GetPortValue()))))
+			all = append(all, address)
 		}
 	}
 	if len(all) > maxReplicas {
@@ -227,6 +227,22 @@ func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
 	}
 	slices.Sort(all)
 	return slices.Compact(all), nil
+}
+
+// addressOf is an endpoint's host:port, or its socket.
+func addressOf(a *core.Address) (string, error) {
+	if pipe := a.GetPipe(); pipe != nil {
+		address := SocketAddress(pipe.GetPath())
+		if _, ok := Socket(address); !ok {
+			return "", fmt.Errorf("an endpoint is no socket: %v", a)
+		}
+		return address, nil
+	}
+	s := a.GetSocketAddress()
+	if s.GetAddress() == "" || s.GetPortValue() == 0 || s.GetPortValue() > 65535 {
+		return "", fmt.Errorf("an endpoint is no address and port: %v", a)
+	}
+	return net.JoinHostPort(s.GetAddress(), strconv.Itoa(int(s.GetPortValue()))), nil
 }
 
 // names are the services that are dialled.
@@ -277,6 +293,9 @@ func (x *XDS) kept(service string) []string {
 		data, err := os.ReadFile(filepath.Join(x.config.Dir, service))
 		found := strings.Fields(string(data))
 		for _, a := range found {
+			if _, ok := Socket(a); ok {
+				continue
+			}
 			_, port, serr := net.SplitHostPort(a)
 			_, perr := strconv.ParseUint(port, 10, 16)
 			err = errors.Join(err, serr, perr)

@@ -87,6 +87,12 @@ func (c *check) of(r *http.Request) error { return c.get(r.Context()) }
 
 // checks are what says whether each other service can be asked, by name.
 func (g *Service) checks() map[string]*check {
+	var encryption atomic.Value // what registry said of its encryption when it was last asked of etcd
+	etcd := &check{ask: func(ctx context.Context) error {
+		r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
+		encryption.Store(r.GetEncryptionError())
+		return err
+	}}
 	return map[string]*check{
 		"catalog": {ask: func(context.Context) error {
 			if g.catalog.View() == nil {
@@ -94,10 +100,7 @@ func (g *Service) checks() map[string]*check {
 			}
 			return nil
 		}},
-		"etcd": {ask: func(ctx context.Context) error {
-			_, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
-			return err
-		}},
+		"etcd": etcd,
 		"fairness": {ask: func(context.Context) error {
 			if g.fairness == nil {
 				return nil
@@ -110,11 +113,13 @@ func (g *Service) checks() map[string]*check {
 			}
 		}},
 		"kms-providers": {ask: func(ctx context.Context) error {
-			r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
-			if err == nil && r.EncryptionError != "" {
-				return errors.New(r.EncryptionError)
+			if err := etcd.get(ctx); err != nil {
+				return nil // that is the other check's to say
 			}
-			return nil // whether etcd answers is another check's
+			if said, _ := encryption.Load().(string); said != "" {
+				return errors.New(said)
+			}
+			return nil
 		}},
 		"authn": {ask: func(ctx context.Context) error {
 			_, err := g.deps.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})

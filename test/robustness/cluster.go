@@ -67,7 +67,8 @@ func startCluster(ctx context.Context, o options) (*cluster, error) {
 	c.port = l.Addr().(*net.TCPAddr).Port
 	l.Close()
 	plan := exec.CommandContext(ctx, o.watershed, "split", "--dry-run", "--data-dir", o.dir, "--bind-address",
-		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--replicas", o.replicas)
+		"127.0.0.1", "--secure-port", fmt.Sprint(c.port), "--replicas", o.replicas,
+		"--rpc-network", "tcp") // whose links can be cut
 	if out, err := plan.CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("plan: %w\n%s", err, out)
 	}
