@@ -88,6 +88,9 @@ func main() {
 				for name := range used {
 					used[name] -= before[name]
 				}
+				if cpuRows(values) > 1 {
+					used = nil // which of them took it cannot be told
+				}
 				for row, v := range values {
 					results.record(row, s.name, v, used)
 				}

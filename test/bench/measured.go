@@ -45,7 +45,7 @@ func (m *measured) record(row, server string, value float64, used map[string]flo
 		m.rows[row][server] = s
 	}
 	s.Values = append(s.Values, value)
-	if len(used) > 1 && strings.Contains(row, "(CPU") {
+	if len(used) > 1 && ofCPU(row) {
 		if s.seconds == nil {
 			s.seconds = map[string]float64{}
 		}
@@ -55,6 +55,19 @@ func (m *measured) record(row, server string, value float64, used map[string]flo
 		s.Shares = shares(s.seconds)
 	}
 	log.Printf("%-70s %-15s %10s  %s", row, server, plain(value), byShare(s.Shares))
+}
+
+// ofCPU says whether a row is one of processor time, which its unit tells.
+func ofCPU(row string) bool { return strings.Contains(row, "(CPU") }
+
+// cpuRows is how many of the rows that one piece of work answers are of processor time.
+func cpuRows(values map[string]float64) (n int) {
+	for row := range values {
+		if ofCPU(row) {
+			n++
+		}
+	}
+	return n
 }
 
 func shares(seconds map[string]float64) map[string]float64 {

@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/util/flowcontrol"
 
 	"watershed.dev/platform/catalog"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -60,6 +61,32 @@ func serve(p *Proxy, u user.Info, header http.Header) *httptest.ResponseRecorder
 	w := httptest.NewRecorder()
 	p.Serve(w, req.WithContext(ctx), "metrics.k8s.io", "v1")
 	return w
+}
+
+// signal is flow control's, which gives a watch's seats back when it comes.
+type signal chan struct{}
+
+func (s signal) Signal() { close(s) }
+func (s signal) Wait()   { <-s }
+
+// A watch's seats are given back before the other server answers it.
+func TestAWatchOfAnotherServersTakesNoSeats(t *testing.T) {
+	given := make(signal)
+	p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
+		select {
+		case <-given:
+		case <-time.After(10 * time.Second):
+			http.Error(w, "its seats are taken", http.StatusInternalServerError)
+		}
+	}))
+	ctx := flowcontrol.WithInitializationSignal(t.Context(), given)
+	ctx = request.WithUser(request.WithRequestInfo(ctx, &request.RequestInfo{}), &user.DefaultInfo{Name: "bob"})
+	w := httptest.NewRecorder()
+	p.Serve(w, httptest.NewRequestWithContext(ctx, "GET", "/apis/metrics.k8s.io/v1/nodes?watch=1", nil),
+		"metrics.k8s.io", "v1")
+	if w.Code != http.StatusOK {
+		t.Errorf("%d %s", w.Code, w.Body)
+	}
 }
 
 // A request reaches the other server as its user's, whatever it says itself of who it is.
