@@ -13,7 +13,7 @@ import (
 	"watershed.dev/platform/rpc"
 )
 
-// plan chooses ports and writes each process's configuration.
+// plan chooses addresses and writes each process's configuration.
 func (s *splitRun) plan() ([]*child, error) {
 	ports, err := freePorts(3 * total(s.counts))
 	if err != nil {
@@ -28,7 +28,7 @@ func (s *splitRun) plan() ([]*child, error) {
 	for name, n := range s.counts {
 		for range n {
 			if m := moduleOf(name); m == nil || m.Serves {
-				addresses[name] = append(addresses[name], s.addressOf(name, len(addresses[name]), take()))
+				addresses[name] = append(addresses[name], s.rpcAddress(name, len(addresses[name]), take()))
 			}
 		}
 	}
@@ -122,12 +122,12 @@ func (s *splitRun) debugSocket(name string, n int) string {
 	return filepath.Join(s.sockets, fmt.Sprintf("%s-%d.sock", name, n))
 }
 
-// addressOf is where the n-th process of a service serves RPCs: etcd and NATS at host:port, as they serve no other.
-func (s *splitRun) addressOf(name string, n int, hostPort string) string {
+// rpcAddress is where the n-th process of a service serves, as --rpc-network has it. etcd and NATS stay at host:port.
+func (s *splitRun) rpcAddress(name string, n int, hostPort string) string {
 	if s.network == "tcp" || name == "etcd" || name == "nats" {
 		return hostPort
 	}
-	return rpc.SocketAddress(filepath.Join(s.sockets, fmt.Sprintf("%s-%d.rpc", name, n)))
+	return rpc.Address{Path: filepath.Join(s.sockets, fmt.Sprintf("%s-%d.rpc", name, n))}.String()
 }
 
 // replicasFile is what the xDS server reads.

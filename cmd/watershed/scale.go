@@ -118,6 +118,8 @@ func (s *splitRun) scale(name, number string) error {
 		return fmt.Errorf("%s=%s: want a service (%s) and a number from 1 to %d", name, number,
 			strings.Join(moduleNames(), ", "), maxScale)
 	}
+	s.scaling.Lock()
+	defer s.scaling.Unlock()
 	for {
 		done, err := s.step(m, n)
 		if done || err != nil {
@@ -154,7 +156,7 @@ func (s *splitRun) more(m *process.Module) error {
 		if err != nil {
 			return err
 		}
-		address = s.addressOf(m.Name, s.counts[m.Name], fmt.Sprintf("127.0.0.1:%d", ports[0]))
+		address = s.rpcAddress(m.Name, s.counts[m.Name], fmt.Sprintf("127.0.0.1:%d", ports[0]))
 	}
 	p, err := s.plannedService(m, s.counts[m.Name], address)
 	if err != nil {

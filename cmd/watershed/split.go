@@ -10,7 +10,6 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -23,6 +22,7 @@ import (
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
 )
 
@@ -42,7 +42,7 @@ var defaultReplicas = map[string]int{
 // restartPause is how long a process that ended stays down.
 const restartPause = 200 * time.Millisecond
 
-// split runs every service as a process of its own, with mutual TLS between them, from configuration files as a
+// split runs every service as a process of its own, each with a certificate of its own, from configuration files as a
 // deployment would use, and starts again what dies. A process that says twice in a row why it does not run ends the
 // start.
 func split(args []string) error {
@@ -59,7 +59,7 @@ func split(args []string) error {
 	replicas := fs.StringToInt("replicas", nil,
 		"How many processes of a service: watchfanout=4,gateway=3; also etcd=3 and nats=3.")
 	network := fs.String("rpc-network", defaultNetwork(),
-		`How the processes of services reach each other: "unix", sockets in --data-dir, or "tcp", as between machines.`)
+		`How the processes of services reach each other: "unix", by sockets, or "tcp", with TLS, as between machines.`)
 	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
 	services := newSplitFlags(fs)
 	if err := config.Load(fs, args); err != nil {
@@ -69,8 +69,8 @@ func split(args []string) error {
 	if err != nil {
 		return err
 	}
-	if *network != "unix" && *network != "tcp" {
-		return fmt.Errorf(`--rpc-network %q: want "unix" or "tcp"`, *network)
+	if *network != defaultNetwork() && *network != "tcp" {
+		return fmt.Errorf(`--rpc-network %q: want "tcp" or, on Linux, "unix"`, *network)
 	}
 	l, err := openLayout(*dataDir, *bind, *port, append(*hosts, advertised(fs)...))
 	if err != nil {
@@ -98,9 +98,9 @@ func split(args []string) error {
 	return s.run(processes, began)
 }
 
-// defaultNetwork is that of --rpc-network: a peer's user is asked of Linux alone.
+// defaultNetwork is that of --rpc-network.
 func defaultNetwork() string {
-	if runtime.GOOS == "linux" {
+	if rpc.SocketsWork {
 		return "unix"
 	}
 	return "tcp"
@@ -175,6 +175,8 @@ type splitRun struct {
 	// started: what ends from now on is started again, whatever it says.
 	started atomic.Bool
 
+	// scaling is held by whoever scales, until what goes has gone: a process that comes may have its place.
+	scaling   sync.Mutex
 	mu        sync.Mutex
 	processes []*child
 }

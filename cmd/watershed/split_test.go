@@ -176,20 +176,25 @@ func TestWhatEveryProcessIsTold(t *testing.T) {
 	}
 }
 
-// Over TCP, as between machines, every service is at a port.
+// Services are where --rpc-network says, and whoever calls them is told so.
 func TestServicesAreAtSocketsOrPorts(t *testing.T) {
 	for network, prefix := range map[string]string{"unix": "unix:/", "tcp": "127.0.0.1:"} {
+		addresses := 0
 		for _, p := range plannedOn(t, network, nil) {
 			for key, v := range settingsIn(t, p.config) {
 				if key != "rpc-address" && key != "xds-servers" && !strings.HasSuffix(key, "-addresses") {
 					continue
 				}
 				for a := range strings.SplitSeq(v.(string), ",") {
+					addresses++
 					if !strings.HasPrefix(a, prefix) {
 						t.Errorf("%s: %s: %s has %q", network, p.name, key, a)
 					}
 				}
 			}
+		}
+		if addresses < 20 {
+			t.Errorf("%s: %d addresses are told", network, addresses)
 		}
 	}
 }

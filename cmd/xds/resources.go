@@ -123,7 +123,7 @@ func endpointsOf(service string, replicas []Replica) *endpoint.ClusterLoadAssign
 	zones := map[string]*endpoint.LocalityLbEndpoints{}
 	a := &endpoint.ClusterLoadAssignment{ClusterName: service}
 	for _, r := range replicas {
-		address, err := addressOf(r.Address)
+		address, err := endpointAddress(r.Address)
 		if err != nil { // sources have looked
 			continue
 		}
@@ -145,18 +145,19 @@ func endpointsOf(service string, replicas []Replica) *endpoint.ClusterLoadAssign
 	return a
 }
 
-// addressOf is host:port or a socket (rpc.Socket). gRPC's own xDS clients know no sockets; rpc.XDS does.
-func addressOf(address string) (*core.Address, error) {
-	if path, ok := rpc.Socket(address); ok {
-		return &core.Address{Address: &core.Address_Pipe{Pipe: &core.Pipe{Path: path}}}, nil
-	}
-	host, port, err := splitAddress(address)
+// endpointAddress is a replica's address as xDS has it: a socket is a pipe. gRPC's own xDS clients cannot call those;
+// rpc.XDS does.
+func endpointAddress(address string) (*core.Address, error) {
+	a, err := rpc.ParseAddress(address)
 	if err != nil {
 		return nil, err
 	}
+	if a.Path != "" {
+		return &core.Address{Address: &core.Address_Pipe{Pipe: &core.Pipe{Path: a.Path}}}, nil
+	}
 	return &core.Address{Address: &core.Address_SocketAddress{SocketAddress: &core.SocketAddress{
-		Address:       host,
-		PortSpecifier: &core.SocketAddress_PortValue{PortValue: port},
+		Address:       a.Host,
+		PortSpecifier: &core.SocketAddress_PortValue{PortValue: uint32(a.Port)},
 	}}}, nil
 }
 

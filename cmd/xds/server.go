@@ -6,11 +6,9 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
-	"net"
 	"net/http"
 	"os"
 	"slices"
-	"strconv"
 	"sync"
 
 	core "github.com/envoyproxy/go-control-plane/envoy/config/core/v3"
@@ -24,11 +22,12 @@ import (
 
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/pki"
+	"watershed.dev/platform/rpc"
 )
 
 // Replica is one process of a service.
 type Replica struct {
-	// Address is host:port.
+	// Address is host:port or a socket (rpc.ParseAddress).
 	Address string `json:"address"`
 	// Zone is where it runs; empty: not known.
 	Zone string `json:"zone,omitempty"`
@@ -205,22 +204,10 @@ func (s *server) restore() {
 // checkAll says which replica has no address.
 func checkAll(all []Replica) (err error) {
 	for _, r := range all {
-		_, rerr := addressOf(r.Address)
+		_, rerr := rpc.ParseAddress(r.Address)
 		err = errors.Join(err, rerr)
 	}
 	return err
-}
-
-func splitAddress(address string) (host string, port uint32, err error) {
-	host, p, err := net.SplitHostPort(address)
-	if err != nil {
-		return "", 0, err
-	}
-	n, err := strconv.ParseUint(p, 10, 16)
-	if err != nil || n == 0 || host == "" {
-		return "", 0, errors.New(strconv.Quote(address) + ": want host:port or unix:/path")
-	}
-	return host, uint32(n), nil
 }
 
 // Register, Collectors, Ready and Run are process.Service's.

@@ -19,6 +19,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/yaml"
 
+	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
 )
 
@@ -86,7 +87,7 @@ type names struct {
 
 // follow tells every address of the name. A name that is not found changes nothing.
 func (n *names) follow(ctx context.Context) error {
-	host, port, err := splitAddress(n.address)
+	at, err := rpc.ParseAddress(n.address)
 	if err != nil { // Config.validate has looked
 		return err
 	}
@@ -94,7 +95,7 @@ func (n *names) follow(ctx context.Context) error {
 	return every(ctx, n.period, func() {
 		lookup, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
-		addresses, err := net.DefaultResolver.LookupHost(lookup, host)
+		addresses, err := net.DefaultResolver.LookupHost(lookup, at.Host)
 		if err != nil {
 			if err.Error() != said && ctx.Err() == nil {
 				slog.Warn("Replicas stay as they were", "of", n.service, "error", err)
@@ -105,7 +106,7 @@ func (n *names) follow(ctx context.Context) error {
 		said = ""
 		var all []Replica
 		for _, a := range addresses {
-			all = append(all, Replica{Address: net.JoinHostPort(a, strconv.Itoa(int(port)))})
+			all = append(all, Replica{Address: rpc.Address{Host: a, Port: at.Port}.String()})
 		}
 		n.server.set(n.service, all)
 	})

@@ -80,7 +80,7 @@ func (c *Config) validate() error {
 		errs = append(errs, errors.New("--endpoint-slices-namespace is required with --endpoint-slices"))
 	}
 	for name, address := range c.DNS {
-		if _, _, err := splitAddress(address); err != nil {
+		if a, err := rpc.ParseAddress(address); err != nil || a.Path != "" {
 			errs = append(errs, fmt.Errorf("--dns %s=%s: want host:port", name, address))
 		}
 	}

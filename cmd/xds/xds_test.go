@@ -57,12 +57,7 @@ func serve(t testing.TB, id rpc.TLS, address string, register func(context.Conte
 	if register != nil {
 		register(t.Context(), s)
 	}
-	network := "tcp"
-	path, socket := rpc.Socket(address)
-	if socket {
-		network, address = "unix", path
-	}
-	l, err := net.Listen(network, address)
+	l, err := rpc.Listen(address)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -75,7 +70,7 @@ func serve(t testing.TB, id rpc.TLS, address string, register func(context.Conte
 // addressAt is how a replica at a listener's address is named.
 func addressAt(a net.Addr) string {
 	if a.Network() == "unix" {
-		return rpc.SocketAddress(a.String())
+		return rpc.Address{Path: a.String()}.String()
 	}
 	return a.String()
 }
@@ -106,7 +101,7 @@ func newWorld(t testing.TB, replicas int) *world {
 // onSocket is one more replica, on a Unix socket.
 func (w *world) onSocket(t testing.TB) {
 	t.Helper()
-	address := rpc.SocketAddress(filepath.Join(t.TempDir(), "s"))
+	address := rpc.Address{Path: filepath.Join(t.TempDir(), "s")}.String()
 	w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), address, nil)})
 }
 

@@ -134,7 +134,8 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
 		p.peers[peer] = fs.StringSlice(
 			peer+"-addresses",
 			nil,
-			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: until one of those has answered.",
+			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: until one of "+
+				"those has answered.",
 		)
 	}
 	if len(m.Calls) > 0 {
@@ -151,6 +152,14 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
 
 // findReplicas asks xDS servers for the replicas of other services, where there are such servers.
 func (p *process) findReplicas(ctx context.Context) (err error) {
+	for peer, addresses := range p.peers {
+		if err := rpc.CheckAddresses(peer+"-addresses", *addresses); err != nil {
+			return err
+		}
+	}
+	if err := rpc.CheckAddresses("xds-servers", p.xdsServers); err != nil {
+		return err
+	}
 	if len(p.xdsServers) == 0 {
 		return nil
 	}

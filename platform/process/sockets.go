@@ -7,15 +7,17 @@ import (
 	"os"
 	"path/filepath"
 	"syscall"
+
+	"watershed.dev/platform/rpc"
 )
 
 // maxSocketDir is how long the path of a directory may be for sockets in it: a socket's path has 108 bytes.
 const maxSocketDir = 80
 
 // SocketDir is where sockets for dir go: in it, or in a short place of this user's own where its path is too long for a
-// socket.
+// socket, or has what an address may not have (rpc.ParseAddress).
 func SocketDir(dir string) (string, error) {
-	if len(dir) < maxSocketDir {
+	if socketsFit(dir) {
 		return dir, nil
 	}
 	root := os.Getenv("XDG_RUNTIME_DIR")
@@ -24,6 +26,9 @@ func SocketDir(dir string) (string, error) {
 	}
 	sum := sha256.Sum256([]byte(dir))
 	short := filepath.Join(root, fmt.Sprintf("watershed-%x", sum[:8]))
+	if !socketsFit(short) {
+		return "", fmt.Errorf("--data-dir %q is no path for sockets, nor is %q: choose a shorter and plainer one", dir, short)
+	}
 	err := os.MkdirAll(short, 0o700)
 	for _, d := range []string{root, short} { // in a place where anybody may make directories, ours must be ours
 		if err == nil {
@@ -31,10 +36,16 @@ func SocketDir(dir string) (string, error) {
 		}
 	}
 	if err != nil {
-		const text = "--data-dir %q is too long for sockets, and the place for them, %q, is not safe: %w; choose a shorter one"
+		const text = "--data-dir %q is no path for sockets, and the place for them, %q, is not safe: %w; choose another one"
 		return "", fmt.Errorf(text, dir, short, err)
 	}
 	return short, nil
+}
+
+// socketsFit says whether sockets in a directory have addresses.
+func socketsFit(dir string) bool {
+	_, err := rpc.ParseAddress(rpc.Address{Path: dir}.String())
+	return err == nil && len(dir) < maxSocketDir
 }
 
 // OwnDirectory makes sure that nobody else can put anything into a directory: keys and sockets are there.

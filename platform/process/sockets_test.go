@@ -51,7 +51,11 @@ func TestADirectoryIsItsOwners(t *testing.T) {
 }
 
 func TestSocketsOfALongPathLieInAPlaceOfTheirOwn(t *testing.T) {
-	runtime := t.TempDir()
+	runtime, err := os.MkdirTemp("", "w") // shorter than t.TempDir
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(runtime) })
 	if err := os.Chmod(runtime, 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -64,9 +68,18 @@ func TestSocketsOfALongPathLieInAPlaceOfTheirOwn(t *testing.T) {
 	if other, _ := SocketDir(long + "x"); filepath.Dir(got) != runtime || got == other || err != nil {
 		t.Errorf("sockets lie in %q, %v", got, err)
 	}
+	for _, dir := range []string{"/srv/a b", "/srv/a,b", "/srv/a%b", "/srv/ü"} { // and of one that no address has
+		if got, err := SocketDir(dir); filepath.Dir(got) != runtime || err != nil {
+			t.Errorf("%s: sockets lie in %q, %v", dir, got, err)
+		}
+	}
 	for _, d := range []string{runtime, got} {
 		if info, err := os.Stat(d); err != nil || info.Mode().Perm() != 0o700 {
 			t.Errorf("%s: %v, %v", d, info, err)
 		}
+	}
+	t.Setenv("XDG_RUNTIME_DIR", filepath.Join(runtime, "a b"))
+	if got, err := SocketDir(long); err == nil || !strings.Contains(err.Error(), "--data-dir") {
+		t.Errorf("sockets lie in %q, %v", got, err)
 	}
 }

@@ -238,10 +238,10 @@ func (s *Server) SetReady(ready bool) {
 // elsewhere before it ends them: its health has turned.
 const HandOver = 2 * time.Second
 
-// Serve listens on addr, host:port or a socket, until ctx is done, then drains: health turns first, the streams in EndedByDrain end, and calls
-// in flight get up to drain to end.
+// Serve listens on addr (Listen) until ctx is done, then drains: health turns first, the streams in EndedByDrain end,
+// and calls in flight get up to drain to end.
 func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) error {
-	l, err := listen(addr)
+	l, err := Listen(addr)
 	if err != nil {
 		return fmt.Errorf("--rpc-address %q: %w", addr, err)
 	}
@@ -318,7 +318,7 @@ const (
 // Replicas says where the replicas of services are: Addresses or XDS.
 type Replicas interface{ builder() resolver.Builder }
 
-// Addresses are all the replicas of one service, host:port or a socket each; they stay what they are.
+// Addresses are all the replicas of one service, as ParseAddress reads them; they stay what they are.
 type Addresses []string
 
 func (a Addresses) builder() resolver.Builder {

@@ -6,52 +6,46 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
-	"path/filepath"
 	"strings"
 	"syscall"
 
 	"google.golang.org/grpc/credentials"
 )
 
-// Socket is the path of an address that is a Unix socket, unix:/path as gRPC writes it (its doc/naming.md); the path is
-// absolute.
-func Socket(address string) (path string, ok bool) {
-	path, ok = strings.CutPrefix(address, socketScheme)
-	return path, ok && filepath.IsAbs(path) && filepath.Clean(path) == path
-}
-
-// SocketAddress is the address of the socket at a path.
-func SocketAddress(path string) string { return socketScheme + path }
-
-const socketScheme = "unix:"
-
-// listen listens on host:port, or on a socket. What a killed process left of the socket is taken away; one on which
-// somebody still listens is not.
-func listen(address string) (net.Listener, error) {
-	path, ok := Socket(address)
-	switch {
-	case !ok && strings.HasPrefix(address, socketScheme):
-		return nil, errors.New("want host:port, or unix: and an absolute path")
-	case !ok:
+// Listen listens on host:port, or on unix:/path, which nobody but this user may open. What a killed process left of a
+// socket is taken away; one on which somebody still listens is not. Of two that take the same one away at once one may
+// be left alone: whoever gives out paths sees to it that there is one process for each.
+func Listen(address string) (net.Listener, error) {
+	if !strings.HasPrefix(address, socketScheme) {
 		return net.Listen("tcp", address)
 	}
-	if info, err := os.Lstat(path); err == nil && info.Mode().Type() == os.ModeSocket {
-		c, err := net.Dial("unix", path)
-		if err == nil {
-			c.Close()
-			return nil, syscall.EADDRINUSE
-		}
-		if errors.Is(err, syscall.ECONNREFUSED) {
-			_ = os.Remove(path)
-		}
+	a, err := ParseAddress(address)
+	if err == nil && !SocketsWork {
+		err = errors.New("services speak over Unix sockets on Linux alone: want host:port")
 	}
-	l, err := net.Listen("unix", path)
 	if err != nil {
 		return nil, err
 	}
-	if err := os.Chmod(path, 0o600); err != nil {
+	if info, err := os.Lstat(a.Path); err == nil && info.Mode().Type() == os.ModeSocket {
+		c, err := net.Dial("unix", a.Path)
+		if err == nil {
+			c.Close()
+			return nil, fmt.Errorf("a process listens there: %w", syscall.EADDRINUSE)
+		}
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			if err := os.Remove(a.Path); err != nil {
+				return nil, err
+			}
+		}
+	}
+	l, err := net.Listen("unix", a.Path)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Chmod(a.Path, 0o600); err != nil {
 		l.Close()
 		return nil, err
 	}
@@ -59,8 +53,10 @@ func listen(address string) (net.Listener, error) {
 }
 
 // onSockets is TLS, but where a connection is a Unix socket: there both sides prove who they are by TLS' handshake,
-// and what they say after it crosses as it is. The kernel carries it between two processes of one user, which it is
-// asked for; who could look into it could look into either of them.
+// and what they say after it crosses as it is. The kernel carries it between two processes of one user, whom it is
+// asked for, and nobody stands between them: the last that they say within TLS is which process the server sees at the
+// other end, and that the client is that one. Its level of security is what google.golang.org/grpc/credentials/local
+// has for sockets.
 type onSockets struct {
 	credentials.TransportCredentials
 }
@@ -72,18 +68,26 @@ func (c onSockets) ClientHandshake(ctx context.Context, authority string,
 	if !ok {
 		return c.TransportCredentials.ClientHandshake(ctx, authority, conn)
 	}
-	if err := ofThisUser(socket); err != nil {
+	if _, err := peerOf(socket); err != nil {
 		return nil, nil, err
 	}
 	records := &recordReader{Conn: conn}
 	encrypted, info, err := c.TransportCredentials.ClientHandshake(ctx, authority, records)
-	if err == nil { // in TLS 1.3 a client knows only now what the server thinks of its certificate
-		_, err = io.ReadFull(encrypted, make([]byte, len(welcome)))
+	if err != nil {
+		return nil, nil, err
 	}
-	if err == nil {
-		err = records.done()
+	var seen [pidBytes]byte // also: in TLS 1.3 a client knows only now what the server thinks of its certificate
+	if _, err := io.ReadFull(encrypted, seen[:]); err != nil {
+		return nil, nil, err
 	}
-	return conn, info, err
+	if pid := binary.BigEndian.Uint64(seen[:]); pid != uint64(os.Getpid()) {
+		return nil, nil, fmt.Errorf("the server sees process %d in place of this one: another stands between them, or "+
+			"they see different processes (give them host:port)", pid)
+	}
+	if _, err := encrypted.Write(seen[:]); err != nil {
+		return nil, nil, err
+	}
+	return conn, info, records.done()
 }
 
 // ServerHandshake implements credentials.TransportCredentials. gRPC has set a deadline on conn.
@@ -92,27 +96,37 @@ func (c onSockets) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInf
 	if !ok {
 		return c.TransportCredentials.ServerHandshake(conn)
 	}
-	if err := ofThisUser(socket); err != nil {
+	pid, err := peerOf(socket)
+	if err != nil {
+		slog.Warn("A connection is refused", "error", err)
 		return nil, nil, err
 	}
 	records := &recordReader{Conn: conn}
 	encrypted, info, err := c.TransportCredentials.ServerHandshake(records)
-	if err == nil {
-		_, err = encrypted.Write([]byte(welcome))
+	if err != nil {
+		return nil, nil, err
 	}
-	if err == nil {
-		err = records.done()
+	var said, confirmed [pidBytes]byte
+	binary.BigEndian.PutUint64(said[:], uint64(pid))
+	if _, err := encrypted.Write(said[:]); err != nil {
+		return nil, nil, err
 	}
-	return conn, info, err
+	if _, err := io.ReadFull(encrypted, confirmed[:]); err != nil {
+		return nil, nil, err
+	}
+	if confirmed != said {
+		return nil, nil, errors.New("the client is not the process at the other end of the socket")
+	}
+	return conn, info, records.done()
 }
+
+// pidBytes is how many bytes a process' id is said in.
+const pidBytes = 8
 
 // Clone implements credentials.TransportCredentials.
 func (c onSockets) Clone() credentials.TransportCredentials {
 	return onSockets{c.TransportCredentials.Clone()}
 }
-
-// welcome is what a server says, as the last record of TLS, to a client whose certificate is good.
-const welcome = "\n"
 
 // recordReader is a connection of which no more is read than one record of TLS at a time (RFC 8446, section 5.1): what
 // follows the last one is somebody else's.
@@ -123,6 +137,9 @@ type recordReader struct {
 
 const (
 	recordHeader = 5
+	// A record begins with its kind, from change_cipher_spec to application_data, and a version of 3.x.
+	firstKind, lastKind = 20, 23
+	majorVersion        = 3
 	// maxRecord is how long a record may be after its header: 2^14 bytes and what encryption adds.
 	maxRecord = 1<<14 + 256
 )
@@ -134,8 +151,8 @@ func (r *recordReader) Read(p []byte) (int, error) {
 			return 0, err
 		}
 		n := int(binary.BigEndian.Uint16(header[recordHeader-2:]))
-		if n > maxRecord {
-			return 0, fmt.Errorf("a TLS record of %d bytes", n)
+		if kind := header[0]; kind < firstKind || kind > lastKind || header[1] != majorVersion || n > maxRecord {
+			return 0, fmt.Errorf("what begins with %q is no TLS", header)
 		}
 		record := header[:recordHeader+n]
 		if _, err := io.ReadFull(r.Conn, record[recordHeader:]); err != nil {

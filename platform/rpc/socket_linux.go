@@ -8,12 +8,15 @@ import (
 	"syscall"
 )
 
-// ofThisUser says, as the kernel does (SO_PEERCRED of socket(7)), that the other end of a socket is a process of this
-// user.
-func ofThisUser(conn *net.UnixConn) error {
+// SocketsWork says whether services can speak over Unix sockets here: it takes a kernel that says who the peer is.
+const SocketsWork = true
+
+// peerOf is the process at the other end of a socket, as the kernel has it (SO_PEERCRED of socket(7)): one of this
+// user's.
+func peerOf(conn *net.UnixConn) (pid int32, err error) {
 	raw, err := conn.SyscallConn()
 	if err != nil {
-		return err
+		return 0, err
 	}
 	var peer *syscall.Ucred
 	var asked error
@@ -21,11 +24,15 @@ func ofThisUser(conn *net.UnixConn) error {
 		peer, asked = syscall.GetsockoptUcred(int(fd), syscall.SOL_SOCKET, syscall.SO_PEERCRED)
 	})
 	if err = errors.Join(err, asked); err != nil {
-		return err
+		return 0, err
 	}
-	if peer.Uid != uint32(os.Geteuid()) {
-		return fmt.Errorf("the process at the other end of the socket is user %d's; services that speak over Unix "+
-			"sockets run as one user", peer.Uid)
+	return peer.Pid, sameUser(peer.Uid)
+}
+
+func sameUser(uid uint32) error {
+	if own := os.Geteuid(); uid != uint32(own) {
+		return fmt.Errorf("the process at the other end of the socket is user %d's, this one is %d's: run both as one "+
+			"user, or give them host:port", uid, own)
 	}
 	return nil
 }

@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -21,22 +23,6 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-func TestSocketsAreAbsoluteAndClean(t *testing.T) {
-	for address, want := range map[string]bool{
-		"unix:/run/w/registry-0.rpc": true,
-		"unix:run/w":                 false,
-		"unix:":                      false,
-		"unix:///run/w":              false,
-		"unix:/run/../w":             false,
-		"127.0.0.1:80":               false,
-		"/run/w":                     false,
-	} {
-		if path, ok := Socket(address); ok != want || ok && SocketAddress(path) != address {
-			t.Errorf("%q: %q, %v", address, path, ok)
-		}
-	}
-}
-
 // What a killed process left is taken away; nothing else is.
 func TestASocketIsListenedOnOnce(t *testing.T) {
 	dir := t.TempDir()
@@ -47,7 +33,7 @@ func TestASocketIsListenedOnOnce(t *testing.T) {
 	}
 	left.SetUnlinkOnClose(false)
 	left.Close()
-	l, err := listen(SocketAddress(path))
+	l, err := Listen(Address{Path: path}.String())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -55,14 +41,14 @@ func TestASocketIsListenedOnOnce(t *testing.T) {
 	if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o600 {
 		t.Errorf("%v, %v", info, err)
 	}
-	if l, err := listen(SocketAddress(path)); !errors.Is(err, syscall.EADDRINUSE) {
+	if l, err := Listen(Address{Path: path}.String()); !errors.Is(err, syscall.EADDRINUSE) {
 		t.Errorf("two listen: %v, %v", l, err)
 	}
 	file := filepath.Join(dir, "f")
 	if err := os.WriteFile(file, []byte("kept"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if l, err := listen(SocketAddress(file)); err == nil {
+	if l, err := Listen(Address{Path: file}.String()); err == nil {
 		t.Errorf("listens on a file: %v", l)
 	}
 	if kept, err := os.ReadFile(file); string(kept) != "kept" {
@@ -75,6 +61,8 @@ type inner struct {
 	ca      *pki.CA
 	address string
 }
+
+func (in *inner) path() string { return strings.TrimPrefix(in.address, socketScheme) }
 
 func newInner(t *testing.T) *inner {
 	t.Helper()
@@ -91,8 +79,8 @@ func newInner(t *testing.T) *inner {
 		return &registryv1.ObjectResponse{Body: bytes.Repeat([]byte("body"), 1<<18)}, nil
 	}})
 	s.SetReady(true)
-	in := &inner{ca, SocketAddress(filepath.Join(t.TempDir(), "s"))}
-	l, err := listen(in.address)
+	in := &inner{ca, Address{Path: filepath.Join(t.TempDir(), "s")}.String()}
+	l, err := Listen(in.address)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -150,8 +138,7 @@ func TestOverASocketServicesKnowEachOther(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		path, _ := Socket(in.address)
-		conn, err := net.Dial("unix", path)
+		conn, err := net.Dial("unix", in.path())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -164,25 +151,24 @@ func TestOverASocketServicesKnowEachOther(t *testing.T) {
 	}
 }
 
-// What is said after the handshake crosses as it is; keys and certificates prove who says it before.
-func TestOverASocketBytesCrossAsTheyAre(t *testing.T) {
-	in := newInner(t)
-	target, _ := Socket(in.address)
+// relayed is where a process stands between a caller and the server: it hands on what both say, and keeps it.
+func (in *inner) relayed(t *testing.T) (address string, seen func() []byte) {
+	t.Helper()
 	spy := filepath.Join(t.TempDir(), "spy")
 	l, err := net.Listen("unix", spy)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
+	t.Cleanup(func() { l.Close() })
 	var mu sync.Mutex
-	var seen bytes.Buffer
+	var all bytes.Buffer
 	relay := func(from, to net.Conn) {
 		defer to.Close()
 		buf := make([]byte, 1<<10)
 		for {
 			n, err := from.Read(buf)
 			mu.Lock()
-			seen.Write(buf[:n])
+			all.Write(buf[:n])
 			mu.Unlock()
 			if _, werr := to.Write(buf[:n]); errors.Join(err, werr) != nil {
 				return
@@ -195,7 +181,7 @@ func TestOverASocketBytesCrossAsTheyAre(t *testing.T) {
 			if err != nil {
 				return
 			}
-			far, err := net.Dial("unix", target)
+			far, err := net.Dial("unix", in.path())
 			if err != nil {
 				near.Close()
 				return
@@ -204,15 +190,66 @@ func TestOverASocketBytesCrossAsTheyAre(t *testing.T) {
 			go relay(far, near)
 		}
 	}()
-	r, err := in.get(t, identityOf(t, in.ca, "gateway", pki.Client), SocketAddress(spy))
-	mu.Lock()
-	defer mu.Unlock()
-	if err != nil || len(r.Body) != 4<<18 || !bytes.Contains(seen.Bytes(), bytes.Repeat([]byte("body"), 64)) {
-		t.Errorf("%d bytes, %v; %d bytes were seen", len(r.GetBody()), err, seen.Len())
+	return Address{Path: spy}.String(), func() []byte {
+		mu.Lock()
+		defer mu.Unlock()
+		return bytes.Clone(all.Bytes())
 	}
 }
 
-// A peer that does not end its handshake, or says something else than TLS, is let go.
+// What is said after the handshake crosses as it is. (The relay is this process, so it is not told from the caller.)
+func TestOverASocketBytesCrossAsTheyAre(t *testing.T) {
+	in := newInner(t)
+	address, seen := in.relayed(t)
+	r, err := in.get(t, identityOf(t, in.ca, "gateway", pki.Client), address)
+	if err != nil || len(r.Body) != 4<<18 || !bytes.Contains(seen(), bytes.Repeat([]byte("body"), 64)) {
+		t.Errorf("%d bytes, %v; %d bytes were seen", len(r.GetBody()), err, len(seen()))
+	}
+}
+
+// A process that stands between two others gets nothing of what they say, and cannot speak for either: the client hears
+// within TLS that the other end of the server's socket is somebody else.
+func TestOverASocketNobodyStandsBetween(t *testing.T) {
+	if os.Getenv(relayedTo) != "" { // the process that calls
+		in := &inner{address: os.Getenv(relayedTo)}
+		dir := os.Getenv(relayedTo + "_PKI")
+		_, err := in.get(t, TLS{
+			CertFile: filepath.Join(dir, "gateway.crt"),
+			KeyFile:  filepath.Join(dir, "gateway.key"),
+			CAFile:   filepath.Join(dir, "inner-ca.crt"),
+		}, in.address)
+		fmt.Printf("it answers: %v\n", err)
+		return
+	}
+	in := newInner(t)
+	id := identityOf(t, in.ca, "gateway", pki.Client)
+	address, seen := in.relayed(t)
+	for at, want := range map[string]string{in.address: "it answers: <nil>", address: "in place of this one"} {
+		caller := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestOverASocketNobodyStandsBetween$", "-test.v")
+		caller.Env = append(os.Environ(), relayedTo+"="+at, relayedTo+"_PKI="+filepath.Dir(id.CertFile))
+		out, err := caller.CombinedOutput()
+		if err != nil || !bytes.Contains(out, []byte(want)) {
+			t.Errorf("%s: %v, want %q\n%s", at, err, want, out)
+		}
+	}
+	if bytes.Contains(seen(), []byte("PRI * HTTP/2")) {
+		t.Error("the process between hears what is said")
+	}
+}
+
+// relayedTo tells a process of TestOverASocketNobodyStandsBetween whom to call.
+const relayedTo = "WATERSHED_TEST_RELAYED_TO"
+
+func TestASocketIsOneUsers(t *testing.T) {
+	if err := sameUser(uint32(os.Geteuid())); err != nil {
+		t.Error(err)
+	}
+	if err := sameUser(uint32(os.Geteuid()) + 1); err == nil {
+		t.Error("another user's process is spoken to")
+	}
+}
+
+// A peer that leaves amid its handshake, or says something else than TLS, is let go at once.
 func TestOverASocketOnlyHandshakesAreHeard(t *testing.T) {
 	ca, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
 	if err != nil {
@@ -227,31 +264,38 @@ func TestOverASocketOnlyHandshakesAreHeard(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	for name, says := range map[string]string{
-		"HTTP/2":          "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-		"a huge record":   "\x16\x03\x01\xff\xff" + strings.Repeat("x", 1<<16),
-		"an empty record": "\x16\x03\x01\x00\x00",
-		"half a header":   "\x16\x03",
-		"nothing":         "",
+	for name, c := range map[string]struct {
+		says   string
+		leaves bool
+	}{
+		"HTTP/1.1":        {"GET / HTTP/1.1\r\nHost: x\r\n\r\n", false},
+		"HTTP/2":          {"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", false},
+		"a huge record":   {"\x16\x03\x01\xff\xff" + strings.Repeat("x", 1<<16), false},
+		"an empty record": {"\x16\x03\x01\x00\x00", true},
+		"half a header":   {"\x16\x03", true},
+		"half a record":   {"\x16\x03\x01\x00\x09x", true},
+		"nothing":         {"", true},
 	} {
-		go func() {
-			c, err := net.Dial("unix", l.Addr().String())
-			if err != nil {
-				t.Error(err)
-				return
-			}
-			_, _ = c.Write([]byte(says))
-			c.Close()
-		}()
-		c, err := l.Accept()
+		client, err := net.Dial("unix", l.Addr().String())
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = c.SetDeadline(time.Now().Add(5 * time.Second))
-		_, _, err = onSockets{credentials.NewTLS(conf)}.ServerHandshake(c)
+		go func() {
+			_, _ = client.Write([]byte(c.says))
+			if c.leaves {
+				client.Close()
+			}
+		}()
+		server, err := l.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = server.SetDeadline(time.Now().Add(10 * time.Second))
+		_, _, err = onSockets{credentials.NewTLS(conf)}.ServerHandshake(server)
 		if err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("%s: %v", name, err)
 		}
-		c.Close()
+		server.Close()
+		client.Close()
 	}
 }

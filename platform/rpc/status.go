@@ -1,4 +1,5 @@
-// Package rpc is how the services talk: gRPC with mutual TLS, or the same contracts inside one process.
+// Package rpc is how the services talk: gRPC with mutual TLS, of which Unix sockets have the handshake (onSockets), or
+// the same contracts inside one process.
 //
 // It knows nothing of what is said. Errors are the one exception: a Kubernetes API error crosses a hop whole, as a
 // metav1.Status in the details of the gRPC status, and comes out as the API error that it was.

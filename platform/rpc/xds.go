@@ -5,11 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -46,7 +44,7 @@ type XDS struct {
 
 // XDSConfig says where xDS servers are.
 type XDSConfig struct {
-	// Servers are where the xDS server's replicas are, which are all alike.
+	// Servers are the addresses of the xDS server's replicas, which are all alike.
 	Servers []string
 	// Dir keeps what was found, a file for each service; empty: nothing is kept.
 	Dir string
@@ -215,7 +213,7 @@ func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
 			default:
 				continue
 			}
-			address, err := addressOf(e.GetEndpoint().GetAddress())
+			address, err := endpointAddress(e.GetEndpoint().GetAddress())
 			if err != nil {
 				return nil, err
 			}
@@ -229,20 +227,16 @@ func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
 	return slices.Compact(all), nil
 }
 
-// addressOf is an endpoint's host:port, or its socket.
-func addressOf(a *core.Address) (string, error) {
-	if pipe := a.GetPipe(); pipe != nil {
-		address := SocketAddress(pipe.GetPath())
-		if _, ok := Socket(address); !ok {
-			return "", fmt.Errorf("an endpoint is no socket: %v", a)
-		}
-		return address, nil
+// endpointAddress is where an endpoint is, host:port or a socket.
+func endpointAddress(a *core.Address) (string, error) {
+	at := Address{Path: a.GetPipe().GetPath()}
+	if s := a.GetSocketAddress(); s != nil && s.GetPortValue() <= 65535 {
+		at = Address{Host: s.GetAddress(), Port: uint16(s.GetPortValue())}
 	}
-	s := a.GetSocketAddress()
-	if s.GetAddress() == "" || s.GetPortValue() == 0 || s.GetPortValue() > 65535 {
-		return "", fmt.Errorf("an endpoint is no address and port: %v", a)
+	if _, err := ParseAddress(at.String()); err != nil {
+		return "", fmt.Errorf("an endpoint is no address: %v", a)
 	}
-	return net.JoinHostPort(s.GetAddress(), strconv.Itoa(int(s.GetPortValue()))), nil
+	return at.String(), nil
 }
 
 // names are the services that are dialled.
@@ -293,12 +287,8 @@ func (x *XDS) kept(service string) []string {
 		data, err := os.ReadFile(filepath.Join(x.config.Dir, service))
 		found := strings.Fields(string(data))
 		for _, a := range found {
-			if _, ok := Socket(a); ok {
-				continue
-			}
-			_, port, serr := net.SplitHostPort(a)
-			_, perr := strconv.ParseUint(port, 10, 16)
-			err = errors.Join(err, serr, perr)
+			_, perr := ParseAddress(a)
+			err = errors.Join(err, perr)
 		}
 		if err == nil {
 			all = append(all, found...)

@@ -87,10 +87,11 @@ func (c *check) of(r *http.Request) error { return c.get(r.Context()) }
 
 // checks are what says whether each other service can be asked, by name.
 func (g *Service) checks() map[string]*check {
-	var encryption atomic.Value // what registry said of its encryption when it was last asked of etcd
+	var encryption atomic.Pointer[string] // what registry said of its encryption when the check of etcd asked it
 	etcd := &check{ask: func(ctx context.Context) error {
 		r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
-		encryption.Store(r.GetEncryptionError())
+		said := r.GetEncryptionError()
+		encryption.Store(&said)
 		return err
 	}}
 	return map[string]*check{
@@ -116,7 +117,7 @@ func (g *Service) checks() map[string]*check {
 			if err := etcd.get(ctx); err != nil {
 				return nil // that is the other check's to say
 			}
-			if said, _ := encryption.Load().(string); said != "" {
+			if said := *encryption.Load(); said != "" { // etcd has been asked
 				return errors.New(said)
 			}
 			return nil

@@ -260,7 +260,7 @@ func TestStorageIsMigratedToAnotherKMS(t *testing.T) {
 	flags := []string{flag, "--feature-gates=StorageVersionMigrator=true",
 		"--runtime-config=storagemigration.k8s.io/v1beta1=true"}
 	s := harness.Split(t, "", flags...)
-	const secrets = 20 // so many that each registry writes some
+	const secrets = 20
 	var all strings.Builder
 	name := func(i int) string { return fmt.Sprintf("s-%d", i) }
 	for i := range secrets {

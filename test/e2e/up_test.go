@@ -296,6 +296,7 @@ func TestBadSettingsStopTheStartWithOneLine(t *testing.T) {
 		"no identity": {[]string{"watchfanout", "--registry-addresses=127.0.0.1:1", "--nats-url=tls://127.0.0.1:1"},
 			"--rpc-"},
 		"bad replicas":    {[]string{"split", "--replicas=foo=1"}, "--replicas foo=1"},
+		"bad network":     {[]string{"split", "--rpc-network=x"}, `--rpc-network "x"`},
 		"unknown command": {[]string{"nope"}, `unknown command "nope"`},
 		"bad range": {[]string{"up", "--data-dir=DIR", "--service-cluster-ip-range=x"},
 			"--service-cluster-ip-range"},

@@ -70,7 +70,7 @@ func (s signal) Signal() { close(s) }
 func (s signal) Wait()   { <-s }
 
 // A watch's seats are given back before the other server answers it.
-func TestAWatchOfAnotherServersTakesNoSeats(t *testing.T) {
+func TestAWatchOfAnotherServerGivesItsSeatsBack(t *testing.T) {
 	given := make(signal)
 	p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
 		select {
