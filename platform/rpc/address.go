@@ -17,8 +17,8 @@ type Address struct {
 	Path string
 }
 
-// ParseAddress reads host:port, or unix:/path. The path is absolute and clean, so that a socket has one name, and plain,
-// since it means something else where it is one of a list or taken for a URL, as gRPC does.
+// ParseAddress reads host:port, or unix:/path. The path is absolute and clean, so that a socket has one name, and
+// plain, since it is also one of a list, and what gRPC takes for a URL.
 func ParseAddress(s string) (Address, error) {
 	if path, ok := strings.CutPrefix(s, socketScheme); ok {
 		if !filepath.IsAbs(path) || filepath.Clean(path) != path || strings.Trim(path, plainPath) != "" {

@@ -276,8 +276,8 @@ func (s *Server) Apply(manifest string, flags ...string) string {
 	return out
 }
 
-// Managers runs kube-controller-manager, with flags beside its usual ones, and kube-scheduler, without nodes. It answers
-// the directory of their logs.
+// Managers runs kube-controller-manager, with flags beside its usual ones, and kube-scheduler, without nodes. It
+// answers the directory of their logs.
 func (s *Server) Managers(flags ...string) string {
 	s.t.Helper()
 	dir := TempDir(s.t)
