@@ -45,6 +45,8 @@ const (
 	firstPatience = 200 * time.Millisecond
 	// stalledAfter is from what age on what it knows is read anew.
 	stalledAfter = 4 * time.Second
+	// revisionAgain and listAgain are after how long without an answer etcd's revision, or a list, is asked for again.
+	revisionAgain, listAgain = 500 * time.Millisecond, time.Second
 )
 
 // Cluster is the cluster as a service of the system reads it: an ordinary client of the gateway, with informers that
@@ -176,12 +178,16 @@ func (c *Cluster) probe(ctx context.Context) error {
 			slog.Warn("The event log does not bring what etcd has; the policy is read with lists",
 				"revision", revision, "behind", describe(behind))
 		}
-		var errs []error
-		for _, f := range behind {
-			if err := c.catchUp(ctx, f); err != nil {
-				errs = append(errs, fmt.Errorf("%s: %w", f.path, err))
-			}
+		errs := make([]error, len(behind))
+		var all sync.WaitGroup
+		for i, f := range behind {
+			all.Go(func() {
+				if err := c.catchUp(ctx, f); err != nil {
+					errs[i] = fmt.Errorf("%s: %w", f.path, err)
+				}
+			})
 		}
+		all.Wait()
 		if err := errors.Join(errs...); err != nil {
 			return err
 		}
@@ -222,9 +228,11 @@ func (c *Cluster) patience() time.Duration {
 // revision is etcd's, by a list that is consistent whoever answers it. It is of one object, and none other can keep it
 // from being answered.
 func (c *Cluster) revision(ctx context.Context) (int64, error) {
-	data, err := c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector",
-		"metadata.name="+metav1.NamespaceSystem).
-		SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").Do(ctx).Raw()
+	data, err := hedged(ctx, revisionAgain, func(ctx context.Context) ([]byte, error) {
+		return c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector",
+			"metadata.name="+metav1.NamespaceSystem).
+			SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").Do(ctx).Raw()
+	})
 	if err != nil {
 		return 0, err
 	}
@@ -256,8 +264,10 @@ func (c *Cluster) catchUp(ctx context.Context, f aged) error {
 	if f.query != "" {
 		url += "?" + f.query
 	}
-	data, err := c.Client.CoreV1().RESTClient().Get().RequestURI(url).SetHeader("Accept",
-		runtime.ContentTypeProtobuf).Do(ctx).Raw()
+	data, err := hedged(ctx, listAgain, func(ctx context.Context) ([]byte, error) {
+		return c.Client.CoreV1().RESTClient().Get().RequestURI(url).SetHeader("Accept",
+			runtime.ContentTypeProtobuf).Do(ctx).Raw()
+	})
 	if err != nil {
 		return err
 	}

@@ -25,6 +25,9 @@ type server struct {
 	revision int
 	roles    map[string]int // name to revision
 	down     bool
+	// frozen: every other question is not answered. asked counts them.
+	frozen   bool
+	asked    int
 	versions []string // the resourceVersions that lists have asked for
 }
 
@@ -46,6 +49,11 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		s.mu.Unlock()
 		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
 		w.(http.Flusher).Flush()
+		<-req.Context().Done()
+		return
+	}
+	if s.asked++; s.frozen && s.asked%2 == 1 {
+		s.mu.Unlock()
 		<-req.Context().Done()
 		return
 	}
@@ -74,7 +82,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 }
 
 // Where watches bring nothing, what is known is brought up to date with lists: what came, what changed and what is
-// gone. Where lists fail too, it is said that nothing is known to be fresh.
+// gone; also where one of two servers is frozen. Where lists fail too, it is said that nothing is known to be fresh.
 func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
 	s := &server{revision: 10, roles: map[string]int{"kept": 5, "changed": 6, "gone": 7}}
 	srv := httptest.NewServer(s)
@@ -102,10 +110,14 @@ func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
 	}
 	wait("read", 5*time.Second, func() bool { return c.Err() == nil })
 	s.set(func() {
+		s.frozen, s.asked = true, 0
 		delete(s.roles, "gone")
 		s.roles["changed"], s.roles["new"] = s.revision, s.revision
 	})
 	wait("brought up to date", 15*time.Second, func() bool {
+		if err := c.Err(); err != nil {
+			t.Fatal(err)
+		}
 		l := roles.Lister().Roles("x")
 		_, kept := l.Get("kept")
 		_, fresh := l.Get("new")
