@@ -20,6 +20,7 @@ import (
 	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/process"
+	"watershed.dev/platform/rpc"
 )
 
 // controlSocket is where a running split is told to scale; whoever runs it may.
@@ -74,13 +75,8 @@ func scaleCommand(args []string) error {
 
 // serveControl takes what scaleCommand says, until ctx is done.
 func (s *splitRun) serveControl(ctx context.Context) error {
-	path := filepath.Join(s.sockets, controlSocket)
-	_ = os.Remove(path) // what a killed process left
-	l, err := net.Listen("unix", path)
+	l, err := rpc.ListenSocket(filepath.Join(s.sockets, controlSocket))
 	if err != nil {
-		return err
-	}
-	if err := os.Chmod(path, 0o600); err != nil {
 		return err
 	}
 	mux := http.NewServeMux()

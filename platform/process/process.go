@@ -134,8 +134,8 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
 		p.peers[peer] = fs.StringSlice(
 			peer+"-addresses",
 			nil,
-			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: until one of "+
-				"those has answered.",
+			"host:port, or unix:/path, of every replica of "+peer+", comma separated. With --xds-servers: until "+
+				"one of those has answered.",
 		)
 	}
 	if len(m.Calls) > 0 {

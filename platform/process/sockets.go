@@ -27,7 +27,8 @@ func SocketDir(dir string) (string, error) {
 	sum := sha256.Sum256([]byte(dir))
 	short := filepath.Join(root, fmt.Sprintf("watershed-%x", sum[:8]))
 	if !socketsFit(short) {
-		return "", fmt.Errorf("--data-dir %q is no path for sockets, nor is %q: choose a shorter and plainer one", dir, short)
+		const text = "--data-dir %q is no path for sockets, nor is %q: choose a shorter and plainer one"
+		return "", fmt.Errorf(text, dir, short)
 	}
 	err := os.MkdirAll(short, 0o700)
 	for _, d := range []string{root, short} { // in a place where anybody may make directories, ours must be ours
@@ -36,7 +37,8 @@ func SocketDir(dir string) (string, error) {
 		}
 	}
 	if err != nil {
-		const text = "--data-dir %q is no path for sockets, and the place for them, %q, is not safe: %w; choose another one"
+		const text = "--data-dir %q is no path for sockets, and the place for them, %q, is not safe: %w; " +
+			"choose another one"
 		return "", fmt.Errorf(text, dir, short, err)
 	}
 	return short, nil

@@ -22,7 +22,8 @@ type Address struct {
 func ParseAddress(s string) (Address, error) {
 	if path, ok := strings.CutPrefix(s, socketScheme); ok {
 		if !filepath.IsAbs(path) || filepath.Clean(path) != path || strings.Trim(path, plainPath) != "" {
-			return Address{}, fmt.Errorf("%q: want unix:/path, absolute, clean, and of ASCII letters, digits and /._-+@=~", s)
+			const want = "%q: want unix:/path, absolute, clean, and of ASCII letters, digits and /._-+@=~"
+			return Address{}, fmt.Errorf(want, s)
 		}
 		return Address{Path: path}, nil
 	}

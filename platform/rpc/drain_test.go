@@ -31,10 +31,7 @@ func (news) Follow(_ *registryv1.CatalogRequest,
 
 // A server that drains ends the streams that have nothing to lose at once; it does not wait for who listens to them.
 func TestADrainEndsWhatLosesNothing(t *testing.T) {
-	ca, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ca := newCA(t)
 	server, err := NewServer(identityOf(t, ca, "registry", pki.Server))
 	if err != nil {
 		t.Fatal(err)

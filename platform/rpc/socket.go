@@ -15,9 +15,7 @@ import (
 	"google.golang.org/grpc/credentials"
 )
 
-// Listen listens on host:port, or on unix:/path, which nobody but this user may open. What a killed process left of a
-// socket is taken away; one on which somebody still listens is not. Of two that take the same one away at once one may
-// be left alone: whoever gives out paths sees to it that there is one process for each.
+// Listen listens on host:port, or on unix:/path as ListenSocket does.
 func Listen(address string) (net.Listener, error) {
 	if !strings.HasPrefix(address, socketScheme) {
 		return net.Listen("tcp", address)
@@ -29,23 +27,30 @@ func Listen(address string) (net.Listener, error) {
 	if err != nil {
 		return nil, err
 	}
-	if info, err := os.Lstat(a.Path); err == nil && info.Mode().Type() == os.ModeSocket {
-		c, err := net.Dial("unix", a.Path)
+	return ListenSocket(a.Path)
+}
+
+// ListenSocket listens on a Unix socket, which nobody but this user may open. What a killed process left of it is taken
+// away; one on which somebody still listens is not. Of two that take the same one away at once one may be left alone:
+// whoever gives out paths sees to it that there is one process for each.
+func ListenSocket(path string) (net.Listener, error) {
+	if info, err := os.Lstat(path); err == nil && info.Mode().Type() == os.ModeSocket {
+		c, err := net.Dial("unix", path)
 		if err == nil {
 			c.Close()
 			return nil, fmt.Errorf("a process listens there: %w", syscall.EADDRINUSE)
 		}
 		if errors.Is(err, syscall.ECONNREFUSED) {
-			if err := os.Remove(a.Path); err != nil {
+			if err := os.Remove(path); err != nil {
 				return nil, err
 			}
 		}
 	}
-	l, err := net.Listen("unix", a.Path)
+	l, err := net.Listen("unix", path)
 	if err != nil {
 		return nil, err
 	}
-	if err := os.Chmod(a.Path, 0o600); err != nil {
+	if err := os.Chmod(path, 0o600); err != nil {
 		l.Close()
 		return nil, err
 	}

@@ -58,18 +58,13 @@ func TestASocketIsListenedOnOnce(t *testing.T) {
 
 // inner is a server of registry's on a socket, and the CA of those who call it.
 type inner struct {
-	ca      *pki.CA
-	address string
+	ca *pki.CA
+	at Address
 }
-
-func (in *inner) path() string { return strings.TrimPrefix(in.address, socketScheme) }
 
 func newInner(t *testing.T) *inner {
 	t.Helper()
-	ca, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ca := newCA(t)
 	s, err := NewServer(identityOf(t, ca, "registry", pki.Server))
 	if err != nil {
 		t.Fatal(err)
@@ -79,8 +74,8 @@ func newInner(t *testing.T) *inner {
 		return &registryv1.ObjectResponse{Body: bytes.Repeat([]byte("body"), 1<<18)}, nil
 	}})
 	s.SetReady(true)
-	in := &inner{ca, Address{Path: filepath.Join(t.TempDir(), "s")}.String()}
-	l, err := Listen(in.address)
+	in := &inner{ca, Address{Path: filepath.Join(t.TempDir(), "s")}}
+	l, err := Listen(in.at.String())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -96,7 +91,8 @@ func newInner(t *testing.T) *inner {
 	return in
 }
 
-func (in *inner) get(t *testing.T, id TLS, address string) (*registryv1.ObjectResponse, error) {
+// getAt calls registry, wherever it is.
+func getAt(t *testing.T, id TLS, address string) (*registryv1.ObjectResponse, error) {
 	t.Helper()
 	conn, err := Dial(id, "registry", TakeTurns, Addresses{address})
 	if err != nil {
@@ -111,18 +107,15 @@ func (in *inner) get(t *testing.T, id TLS, address string) (*registryv1.ObjectRe
 // Over a socket callers are known by their certificates, as over TCP, and so are servers.
 func TestOverASocketServicesKnowEachOther(t *testing.T) {
 	in := newInner(t)
-	if r, err := in.get(t, identityOf(t, in.ca, "gateway", pki.Client), in.address); err != nil ||
-		len(r.Body) != 4<<18 {
+	gateway := identityOf(t, in.ca, "gateway", pki.Client)
+	if r, err := getAt(t, gateway, in.at.String()); err != nil || len(r.Body) != 4<<18 {
 		t.Errorf("gateway: %d bytes, %v", len(r.GetBody()), err)
 	}
-	if _, err := in.get(t, identityOf(t, in.ca, "authz", pki.Client), in.address); status.Code(err) != codes.PermissionDenied {
+	authz := identityOf(t, in.ca, "authz", pki.Client)
+	if _, err := getAt(t, authz, in.at.String()); status.Code(err) != codes.PermissionDenied {
 		t.Errorf("authz may not call it: %v", err)
 	}
-	other, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
-	if err != nil {
-		t.Fatal(err)
-	}
-	gateway := identityOf(t, in.ca, "gateway", pki.Client)
+	other := newCA(t)
 	stranger := identityOf(t, other, "gateway", pki.Client)
 	stranger.CAFile = in.ca.CertFile()
 	for name, c := range map[string]struct {
@@ -138,7 +131,7 @@ func TestOverASocketServicesKnowEachOther(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		conn, err := net.Dial("unix", in.path())
+		conn, err := net.Dial("unix", in.at.Path)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -181,7 +174,7 @@ func (in *inner) relayed(t *testing.T) (address string, seen func() []byte) {
 			if err != nil {
 				return
 			}
-			far, err := net.Dial("unix", in.path())
+			far, err := net.Dial("unix", in.at.Path)
 			if err != nil {
 				near.Close()
 				return
@@ -201,7 +194,7 @@ func (in *inner) relayed(t *testing.T) (address string, seen func() []byte) {
 func TestOverASocketBytesCrossAsTheyAre(t *testing.T) {
 	in := newInner(t)
 	address, seen := in.relayed(t)
-	r, err := in.get(t, identityOf(t, in.ca, "gateway", pki.Client), address)
+	r, err := getAt(t, identityOf(t, in.ca, "gateway", pki.Client), address)
 	if err != nil || len(r.Body) != 4<<18 || !bytes.Contains(seen(), bytes.Repeat([]byte("body"), 64)) {
 		t.Errorf("%d bytes, %v; %d bytes were seen", len(r.GetBody()), err, len(seen()))
 	}
@@ -211,21 +204,20 @@ func TestOverASocketBytesCrossAsTheyAre(t *testing.T) {
 // within TLS that the other end of the server's socket is somebody else.
 func TestOverASocketNobodyStandsBetween(t *testing.T) {
 	if os.Getenv(relayedTo) != "" { // the process that calls
-		in := &inner{address: os.Getenv(relayedTo)}
 		dir := os.Getenv(relayedTo + "_PKI")
-		_, err := in.get(t, TLS{
+		_, err := getAt(t, TLS{
 			CertFile: filepath.Join(dir, "gateway.crt"),
 			KeyFile:  filepath.Join(dir, "gateway.key"),
 			CAFile:   filepath.Join(dir, "inner-ca.crt"),
-		}, in.address)
+		}, os.Getenv(relayedTo))
 		fmt.Printf("it answers: %v\n", err)
 		return
 	}
 	in := newInner(t)
 	id := identityOf(t, in.ca, "gateway", pki.Client)
 	address, seen := in.relayed(t)
-	for at, want := range map[string]string{in.address: "it answers: <nil>", address: "in place of this one"} {
-		caller := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestOverASocketNobodyStandsBetween$", "-test.v")
+	for at, want := range map[string]string{in.at.String(): "it answers: <nil>", address: "in place of this one"} {
+		caller := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$", "-test.v")
 		caller.Env = append(os.Environ(), relayedTo+"="+at, relayedTo+"_PKI="+filepath.Dir(id.CertFile))
 		out, err := caller.CombinedOutput()
 		if err != nil || !bytes.Contains(out, []byte(want)) {
@@ -251,10 +243,7 @@ func TestASocketIsOneUsers(t *testing.T) {
 
 // A peer that leaves amid its handshake, or says something else than TLS, is let go at once.
 func TestOverASocketOnlyHandshakesAreHeard(t *testing.T) {
-	ca, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ca := newCA(t)
 	conf, err := identityOf(t, ca, "registry", pki.Server).ServerConfig()
 	if err != nil {
 		t.Fatal(err)

@@ -14,7 +14,17 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// identity makes a leaf of a CA in a directory.
+// newCA makes a CA of the inner network in a directory of its own.
+func newCA(t *testing.T) *pki.CA {
+	t.Helper()
+	ca, err := pki.OpenCA(t.TempDir(), "inner-ca", "inner")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ca
+}
+
+// identityOf makes a leaf of a CA, beside it.
 func identityOf(t *testing.T, ca *pki.CA, name string, usage pki.Usage) TLS {
 	t.Helper()
 	crt, key, _, err := ca.Leaf(pki.Leaf{Name: name, CommonName: name, SANs: []string{name}, Usage: usage})
@@ -51,15 +61,8 @@ func shake(server, client *tls.Config) error {
 }
 
 func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
-	dir, elsewhere := t.TempDir(), t.TempDir()
-	ca, err := pki.OpenCA(dir, "inner-ca", "inner")
-	if err != nil {
-		t.Fatal(err)
-	}
-	other, err := pki.OpenCA(elsewhere, "inner-ca", "inner")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ca := newCA(t)
+	other := newCA(t)
 	registry := identityOf(t, ca, "registry", pki.Server|pki.Client)
 	gateway := identityOf(t, ca, "gateway", pki.Client)
 	authz := identityOf(t, ca, "authz", pki.Server)
@@ -95,11 +98,7 @@ func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
 
 // CAs and certificates that are replaced on disk are in force for the next connection, without a restart.
 func TestAuthoritiesAreReadAgain(t *testing.T) {
-	dir, next := t.TempDir(), t.TempDir()
-	ca, err := pki.OpenCA(dir, "inner-ca", "inner")
-	if err != nil {
-		t.Fatal(err)
-	}
+	ca := newCA(t)
 	id := identityOf(t, ca, "registry", pki.Server|pki.Client)
 	server, err := id.ServerConfig()
 	if err != nil {
@@ -112,10 +111,7 @@ func TestAuthoritiesAreReadAgain(t *testing.T) {
 	if err := shake(server, client); err != nil {
 		t.Fatal(err)
 	}
-	newer, err := pki.OpenCA(next, "inner-ca", "inner")
-	if err != nil {
-		t.Fatal(err)
-	}
+	newer := newCA(t)
 	replaced := identityOf(t, newer, "registry", pki.Server|pki.Client)
 	was, err := os.ReadFile(id.CAFile)
 	if err != nil {

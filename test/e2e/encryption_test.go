@@ -264,7 +264,8 @@ func TestStorageIsMigratedToAnotherKMS(t *testing.T) {
 	var all strings.Builder
 	name := func(i int) string { return fmt.Sprintf("s-%d", i) }
 	for i := range secrets {
-		fmt.Fprintf(&all, "---\napiVersion: v1\nkind: Secret\nmetadata: {name: %s}\nstringData: {k: PLAINTEXT}\n", name(i))
+		fmt.Fprintf(&all, "---\napiVersion: v1\nkind: Secret\nmetadata: {name: %s}\nstringData: {k: PLAINTEXT}\n",
+			name(i))
 	}
 	s.Apply(all.String())
 	etcd := etcdOf(t, s)

@@ -284,8 +284,8 @@ func (s *Server) Managers(flags ...string) string {
 	Start(s.t, dir, "kube-controller-manager", Peer("kube-controller-manager"), append([]string{
 		"--kubeconfig", s.Identity("system:kube-controller-manager"),
 		"--service-account-private-key-file", s.SAKey,
-		"--use-service-account-credentials", "--root-ca-file", s.CA + ".crt", "--cluster-signing-cert-file", s.CA + ".crt",
-		"--cluster-signing-key-file", s.CA + ".key",
+		"--use-service-account-credentials", "--root-ca-file", s.CA + ".crt",
+		"--cluster-signing-cert-file", s.CA + ".crt", "--cluster-signing-key-file", s.CA + ".key",
 		"--leader-elect=false", "--secure-port", "0", "--controllers", "*"}, flags...)...)
 	Start(s.t, dir, "kube-scheduler", Peer("kube-scheduler"),
 		"--kubeconfig", s.Identity("system:kube-scheduler"),
