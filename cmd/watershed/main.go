@@ -36,6 +36,7 @@ func main() {
 		fmt.Fprint(os.Stderr, usage)
 		os.Exit(2)
 	}
+	process.PaceCollector()
 	command, args := os.Args[1], os.Args[2:]
 	var err error
 	switch command {

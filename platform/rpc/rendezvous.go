@@ -158,6 +158,10 @@ type pending struct {
 // elsewhere: one that is frozen is noticed by its connection's keepalive much later.
 const silentFor = time.Second
 
+// crowded is how many calls a replica may have to answer of what prefers it before what comes next goes elsewhere, if
+// there are fewer by half there (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam, 2016).
+const crowded = 16
+
 func (p *pending) silent() bool {
 	return p.calls.Load() > 0 && time.Now().UnixNano()-p.since.Load() > int64(silentFor)
 }
@@ -183,9 +187,9 @@ type picker struct {
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	if slot, ok := info.Ctx.Value(preferredKey{}).(string); ok {
 		of := p.serving(slot)
-		chosen := of[0]
-		if chosen.silent() {
-			chosen = of[len(of)-1]
+		chosen, other := of[0], of[len(of)-1]
+		if chosen.silent() || chosen.calls.Load() > crowded+2*other.calls.Load() {
+			chosen = other
 		}
 		return balancer.PickResult{SubConn: chosen.conn, Done: chosen.begin()}, nil
 	}

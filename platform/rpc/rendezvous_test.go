@@ -135,6 +135,7 @@ func TestCallsAboutOneThingPreferOneReplica(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		r.Done(balancer.DoneInfo{})
 		return r.SubConn.(*conn).address
 	}
 	load := map[string]int{}
@@ -189,5 +190,22 @@ func TestASilentReplicaIsNotPreferred(t *testing.T) {
 		t.Errorf("a replica that answers again is left for %s", again)
 	} else {
 		d(balancer.DoneInfo{})
+	}
+}
+
+// A replica with much to answer of what prefers it shares that with the next.
+func TestACrowdedReplicaIsNotPreferred(t *testing.T) {
+	p := pickerOf("a:1", "a:2", "a:3")
+	load, last := map[string]int{}, ""
+	for range 200 {
+		r, err := p.Pick(balancer.PickInfo{Ctx: Preferring(t.Context(), "configmaps/kube-system/hot")})
+		if err != nil {
+			t.Fatal(err)
+		}
+		last = r.SubConn.(*conn).address
+		load[last]++
+	}
+	if len(load) != 2 || load[last] < 50 {
+		t.Errorf("200 calls that nobody has answered went to %v", load)
 	}
 }

@@ -192,9 +192,13 @@ type Server struct {
 	drain    context.CancelCauseFunc
 }
 
-// streamWorkers is how many goroutines a processor has for calls, whose stacks have grown to what calls need; calls
-// beyond them have goroutines of their own.
-const streamWorkers = 8
+// streamWorkers is how many goroutines a processor has for calls, whose stacks have grown to what calls need, beside
+// lastingCalls for those that last, which keep theirs: a registry has some twenty from those who decide. Calls beyond
+// them have goroutines of their own.
+const (
+	streamWorkers = 8
+	lastingCalls  = 32
+)
 
 // NewServer returns a server whose methods only the services named in Callers may call. It reports health, traces,
 // counts, turns panics into errors and API errors into statuses.
@@ -208,7 +212,7 @@ func NewServer(id TLS) (*Server, error) {
 	options := append(tracedServer(),
 		grpc.Creds(onSockets{credentials.NewTLS(conf)}),
 		grpc.ForceServerCodecV2(lists),
-		grpc.NumStreamWorkers(uint32(streamWorkers*runtime.GOMAXPROCS(0))),
+		grpc.NumStreamWorkers(uint32(lastingCalls+streamWorkers*runtime.GOMAXPROCS(0))),
 		grpc.MaxRecvMsgSize(MaxMessageBytes), grpc.MaxSendMsgSize(MaxMessageBytes),
 		grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(4<<20),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),

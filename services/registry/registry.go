@@ -298,7 +298,7 @@ func (s *Service) Drain() { s.policy.Drain() }
 
 // Collectors are the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
-	return slices.Concat(publisher.Metrics(), managed.Metrics())
+	return slices.Concat(publisher.Metrics(), managed.Metrics(), storage.Metrics())
 }
 
 // Ready is why the registry cannot serve: its informers are not synced, a task is down, or etcd does not answer.

@@ -31,6 +31,8 @@ type server struct {
 	// pids are its processes, but for etcd, by what each one is.
 	pids func() map[int]string
 	stop func()
+	// firstRead is the first of the pods that were read last.
+	firstRead int
 }
 
 // cpu is the seconds of processor time that the server's processes have used.

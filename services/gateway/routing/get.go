@@ -19,7 +19,8 @@ func (c *call) get() {
 			return
 		}
 	}
-	resp, err := c.router.Objects.Get(c.req.Context(), c.getRequest())
+	r := c.getRequest()
+	resp, err := c.router.Objects.Get(c.preferring(c.req.Context(), r.Namespace, r.Name), r)
 	if err != nil {
 		c.fail(rpc.FromStatus(err))
 		return

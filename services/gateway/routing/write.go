@@ -81,7 +81,7 @@ func (c *call) mayAsk(r *registryv1.WriteRequest) bool {
 // writeDirect carries a write to registry that nothing is expected to be asked about. asks: it has to be, and nothing
 // was written.
 func (c *call) writeDirect(r *registryv1.WriteRequest) (result *registryv1.ObjectResponse, asks bool, err error) {
-	reply, err := c.router.Objects.WriteDirect(c.preferring(c.req.Context(), r), r)
+	reply, err := c.router.Objects.WriteDirect(c.preferring(c.req.Context(), r.Namespace, r.Name), r)
 	if status.Code(err) == codes.Unimplemented { // by an older release
 		return nil, true, nil
 	}
@@ -98,12 +98,12 @@ func (c *call) writeDirect(r *registryv1.WriteRequest) (result *registryv1.Objec
 	return reply.Result, reply.Asks, nil
 }
 
-// preferring sends writes of one object to one registry, which knows what it has written last.
-func (c *call) preferring(ctx context.Context, r *registryv1.WriteRequest) context.Context {
-	if r.Name == "" {
+// preferring sends what is about one object to one registry, which knows what it has written and answered last.
+func (c *call) preferring(ctx context.Context, namespace, name string) context.Context {
+	if name == "" {
 		return ctx
 	}
-	return rpc.Preferring(ctx, c.entry.StoredAs+"/"+r.Namespace+"/"+r.Name)
+	return rpc.Preferring(ctx, c.entry.StoredAs+"/"+namespace+"/"+name)
 }
 
 func (c *call) writeRequest() *registryv1.WriteRequest {
@@ -147,7 +147,7 @@ func (c *call) converse(r *registryv1.WriteRequest,
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
 	if r.Verb != "connect" {
-		ctx = c.preferring(ctx, r)
+		ctx = c.preferring(ctx, r.Namespace, r.Name)
 	}
 	stream, err := open(ctx)
 	if err == nil {

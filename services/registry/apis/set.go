@@ -184,6 +184,9 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 	if st, ok := storedAs(e, store); ok && e.Subresource == "" {
 		entry.StoredAs, entry.StoredKind = st.Name(), kindProto(st.Kind)
 		entry.SelectableFields = fieldLabels(e, st)
+		if st.Kind == e.Kind {
+			e.Answers = store.Answers(st)
+		}
 		if f := decoratorOf(e.Storage); f != nil {
 			st.Decorate(f)
 		}

@@ -59,15 +59,15 @@ func (s *Storage) Written(e *logv1.Event) {
 	if !ok { // not known by name; what is kept of it may be old, which etcd finds out
 		return
 	}
-	key := st.Prefix + e.Name
-	if e.Namespace != "" {
-		key = st.Prefix + e.Namespace + "/" + e.Name
-	}
-	s.recent.drop(key, e.Revision)
+	s.recent.drop(st.key(e.Namespace, e.Name), e.Revision)
+	s.Answers(st).changed(e)
 }
 
 // Forget is told that etcd's history is another one: a revision that is kept may stand for another value.
-func (s *Storage) Forget() { s.recent.byKey.Clear() }
+func (s *Storage) Forget() {
+	s.recent.byKey.Clear()
+	s.answers.Clear()
+}
 
 // remembered is etcd's client as upstream's storage uses it, with what it writes kept.
 type remembered struct {

@@ -34,6 +34,7 @@ import (
 	"k8s.io/kubernetes/pkg/kubeapiserver"
 
 	"watershed.dev/platform/egress"
+	"watershed.dev/platform/lru"
 	"watershed.dev/platform/rpc"
 )
 
@@ -79,6 +80,7 @@ type Storage struct {
 
 	encryption *encryption
 	recent     *recent
+	answers    *lru.Cache[place, answer]
 
 	mu       sync.RWMutex
 	byPrefix map[string]*Stored
@@ -167,6 +169,7 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 
 		encryption: encryption,
 		recent:     kept,
+		answers:    lru.New[place, answer](answersBytes),
 	}, nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync/atomic"
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -41,6 +42,8 @@ type Stored struct {
 	decorator func(runtime.Object)
 	// always: what selectors ask of an object is not all that attrs tells.
 	always bool
+	// hidden: some object of it is encrypted in etcd.
+	hidden atomic.Bool
 }
 
 // Name is the resource's name across the system.
@@ -232,6 +235,14 @@ func (s *Stored) Read(ctx context.Context, key string, data []byte,
 	}
 	m, err = meta.Accessor(obj)
 	return m, o, err
+}
+
+// key is an object's in etcd.
+func (s *Stored) key(namespace, name string) string {
+	if namespace == "" {
+		return s.Prefix + name
+	}
+	return s.Prefix + namespace + "/" + name
 }
 
 // placeOf is the namespace and name that an etcd key stands for, where the object itself cannot say.

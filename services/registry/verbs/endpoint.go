@@ -17,12 +17,13 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/registry/rest"
-	"k8s.io/apiserver/pkg/storage"
+	apistorage "k8s.io/apiserver/pkg/storage"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/managed"
+	"watershed.dev/services/registry/storage"
 )
 
 // Endpoint is one resource or subresource in one served version.
@@ -48,9 +49,12 @@ type Endpoint struct {
 	// Tables makes Table rows; the storage itself does where it is nil.
 	Tables rest.TableConvertor
 	// Attributes tells what selectors ask of an object; only where the endpoint's version has fields of its own.
-	Attributes storage.AttrFunc
+	Attributes apistorage.AttrFunc
 	// FromStorage brings custom resources as they are stored to the endpoint's version.
 	FromStorage func(*unstructured.UnstructuredList) (*unstructured.UnstructuredList, error)
+	// Answers are the objects as they were last answered, where the endpoint answers them as the log carries them; nil:
+	// each is read and encoded.
+	Answers *storage.Answers
 	// Terminating says whether nothing more may be created, since the definition is being deleted. It may be nil.
 	Terminating func() bool
 

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
 	metainternalversionvalidation "k8s.io/apimachinery/pkg/apis/meta/internalversion/validation"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -16,10 +17,11 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/registry/rest"
-	"k8s.io/apiserver/pkg/storage"
+	apistorage "k8s.io/apiserver/pkg/storage"
 
 	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/storage"
 )
 
 // Get answers one object.
@@ -37,11 +39,44 @@ func (e *Endpoint) Get(ctx context.Context, r *registryv1.GetRequest) (*registry
 	if err != nil {
 		return nil, err
 	}
+	kept, protobuf := e.answersOf(r, opts)
+	if kept {
+		if body := e.Answers.Get(ctx, r.Namespace, r.Name, protobuf); body != nil {
+			return &registryv1.ObjectResponse{Code: http.StatusOK, Body: body}, nil
+		}
+	}
 	var obj runtime.Object
 	if err := await(ctx, func() error { obj, err = getter.Get(ctx, r.Name, opts); return err }); err != nil {
 		return nil, err
 	}
-	return e.respond(ctx, r.Output, r.Query, http.StatusOK, obj)
+	resp, err := e.respond(ctx, r.Output, r.Query, http.StatusOK, obj)
+	if err == nil && kept {
+		e.keep(r, obj, protobuf, resp.Body)
+	}
+	return resp, err
+}
+
+// answersOf says whether the answer to a request is one that is kept, and in which encoding: the object as it is
+// stored now, in a common form.
+func (e *Endpoint) answersOf(r *registryv1.GetRequest, opts *metav1.GetOptions) (kept, protobuf bool) {
+	if e.Answers == nil || e.Namespaced != (r.Namespace != "") || r.Output.GetAs() != nil || r.Output.GetPretty() ||
+		opts.ResourceVersion != "" && opts.ResourceVersion != "0" {
+		return false, false
+	}
+	mediaType := r.Output.GetMediaType()
+	return mediaType == runtime.ContentTypeJSON || mediaType == runtime.ContentTypeProtobuf,
+		mediaType == runtime.ContentTypeProtobuf
+}
+
+// keep has the answer kept.
+func (e *Endpoint) keep(r *registryv1.GetRequest, obj runtime.Object, protobuf bool, body []byte) {
+	m, err := meta.Accessor(obj)
+	if err != nil {
+		return
+	}
+	if revision, err := storage.Revision(m); err == nil {
+		e.Answers.Keep(r.Namespace, r.Name, protobuf, int64(revision), body)
+	}
 }
 
 func getOptions(query string) (*metav1.GetOptions, error) {
@@ -78,7 +113,7 @@ func (e *Endpoint) List(ctx context.Context, r *registryv1.GetRequest) ([]byte, 
 	read := func() error { list, err = lister.List(ctx, opts); return err }
 	if opts.Continue == "" {
 		err = await(ctx, read)
-	} else if err = read(); storage.IsTooLargeResourceVersion(err) {
+	} else if err = read(); apistorage.IsTooLargeResourceVersion(err) {
 		err = tooLarge(err)
 	}
 	if err != nil {
@@ -99,7 +134,7 @@ func await(ctx context.Context, read func() error) error {
 	deadline := time.Now().Add(freshnessTimeout)
 	for {
 		err := read()
-		if !storage.IsTooLargeResourceVersion(err) {
+		if !apistorage.IsTooLargeResourceVersion(err) {
 			return err
 		}
 		if time.Now().After(deadline) {
