@@ -292,7 +292,7 @@ func (u *upRun) servicePart(name string) lifecycle.Part {
 func (u *upRun) deps(name string) *process.Deps {
 	d := &process.Deps{
 		ID:   u.pki.Identity(name),
-		Dial: func(string, rpc.Balancer) (grpc.ClientConnInterface, error) { return u.transport.Client(name), nil },
+		Dial: func(string) (grpc.ClientConnInterface, error) { return u.transport.Client(name), nil },
 	}
 	if u.nats != nil {
 		d.NATS = u.nats

@@ -11,7 +11,6 @@ import (
 	route "github.com/envoyproxy/go-control-plane/envoy/config/route/v3"
 	routerfilter "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/http/router/v3"
 	hcm "github.com/envoyproxy/go-control-plane/envoy/extensions/filters/network/http_connection_manager/v3"
-	least "github.com/envoyproxy/go-control-plane/envoy/extensions/load_balancing_policies/least_request/v3"
 	roundrobin "github.com/envoyproxy/go-control-plane/envoy/extensions/load_balancing_policies/round_robin/v3"
 	"github.com/envoyproxy/go-control-plane/pkg/cache/types"
 	"github.com/envoyproxy/go-control-plane/pkg/resource/v3"
@@ -87,19 +86,16 @@ func routesOf(service string) *route.RouteConfiguration {
 // as it lasts.
 const unlimited = 1<<32 - 1
 
-// clusterOf names the policy by which replicas share calls: rendezvous for the watch tier, where the client has it, and
-// the least loaded of two for the others, which are all alike. There is no outlier detection: gRPC's counts whatever is
-// not OK as a failure, a watch that its client cancels too, and has ejected replicas that were well.
+// clusterOf names the policy by which replicas share calls (rpc.Balancer), and another one for clients without it.
+// There is no outlier detection: gRPC's counts whatever is not OK as a failure, a watch that its client cancels too,
+// and has ejected replicas that were well.
 func clusterOf(service string) *cluster.Cluster {
 	policies := []*cluster.LoadBalancingPolicy_Policy{
-		policy("least_request", &least.LeastRequest{ChoiceCount: wrapperspb.UInt32(2)}),
-		policy("round_robin", &roundrobin.RoundRobin{}),
-	}
-	if service == "watchfanout" {
-		policies[0] = policy(string(rpc.ByKey), &xdstype.TypedStruct{
-			TypeUrl: "type.googleapis.com/" + string(rpc.ByKey),
+		policy(rpc.Balancer, &xdstype.TypedStruct{
+			TypeUrl: "type.googleapis.com/" + rpc.Balancer,
 			Value:   &structpb.Struct{},
-		})
+		}),
+		policy("round_robin", &roundrobin.RoundRobin{}),
 	}
 	return &cluster.Cluster{
 		Name:                 service,

@@ -118,7 +118,7 @@ func (w *world) client(t testing.TB, c rpc.XDSConfig) *grpc.ClientConn {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	go x.Run(ctx)
-	conn, err := rpc.Dial(w.id("gateway"), "registry", rpc.TakeTurns, x)
+	conn, err := rpc.Dial(w.id("gateway"), "registry", x)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -354,7 +354,7 @@ func TestIgnoranceAndOldCachesAreNoHindrance(t *testing.T) {
 func BenchmarkHop(b *testing.B) {
 	w := newWorld(b, 1)
 	w.server.set("registry", slices.Clone(w.replicas))
-	direct, err := rpc.Dial(w.id("gateway"), "registry", rpc.TakeTurns, rpc.Addresses{w.replicas[0].Address})
+	direct, err := rpc.Dial(w.id("gateway"), "registry", rpc.Addresses{w.replicas[0].Address})
 	if err != nil {
 		b.Fatal(err)
 	}

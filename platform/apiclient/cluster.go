@@ -21,6 +21,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+
+	"watershed.dev/platform/rpc"
 )
 
 // Freshness is how old the policy that a service decides by may be.
@@ -228,7 +230,7 @@ func (c *Cluster) patience() time.Duration {
 // revision is etcd's, by a list that is consistent whoever answers it. It is of one object, and none other can keep it
 // from being answered.
 func (c *Cluster) revision(ctx context.Context) (int64, error) {
-	data, err := hedged(ctx, revisionAgain, func(ctx context.Context) ([]byte, error) {
+	data, err := rpc.Hedged(ctx, revisionAgain, func(ctx context.Context) ([]byte, error) {
 		return c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector",
 			"metadata.name="+metav1.NamespaceSystem).
 			SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").Do(ctx).Raw()
@@ -264,7 +266,7 @@ func (c *Cluster) catchUp(ctx context.Context, f aged) error {
 	if f.query != "" {
 		url += "?" + f.query
 	}
-	data, err := hedged(ctx, listAgain, func(ctx context.Context) ([]byte, error) {
+	data, err := rpc.Hedged(ctx, listAgain, func(ctx context.Context) ([]byte, error) {
 		return c.Client.CoreV1().RESTClient().Get().RequestURI(url).SetHeader("Accept",
 			runtime.ContentTypeProtobuf).Do(ctx).Raw()
 	})

@@ -47,7 +47,7 @@ type Deps struct {
 	// ID is the service's identity on the inner network.
 	ID rpc.TLS
 	// Dial connects to another service.
-	Dial func(service string, b rpc.Balancer) (grpc.ClientConnInterface, error)
+	Dial func(service string) (grpc.ClientConnInterface, error)
 	// NATS is the embedded server; nil where the service's settings say where NATS is.
 	NATS InProcessNATS
 }

@@ -175,14 +175,14 @@ func (p *process) findReplicas(ctx context.Context) (err error) {
 }
 
 // dial connects to the replicas of another service.
-func (p *process) dial(peer string, b rpc.Balancer) (grpc.ClientConnInterface, error) {
+func (p *process) dial(peer string) (grpc.ClientConnInterface, error) {
 	var replicas rpc.Replicas = rpc.Addresses(*p.peers[peer])
 	if p.xds != nil {
 		replicas = p.xds
 	} else if len(*p.peers[peer]) == 0 {
 		return nil, fmt.Errorf("--%s-addresses or --xds-servers is required", peer)
 	}
-	c, err := rpc.Dial(p.id, peer, b, replicas)
+	c, err := rpc.Dial(p.id, peer, replicas)
 	if err != nil {
 		return nil, err
 	}

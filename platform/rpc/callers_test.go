@@ -101,7 +101,7 @@ func TestOnlyWhatMayBeRepeatedIsRetried(t *testing.T) {
 			RetryPolicy map[string]any
 		}
 	}
-	if err := json.Unmarshal([]byte(serviceConfig(ByKey)), &config); err != nil {
+	if err := json.Unmarshal([]byte(serviceConfig()), &config); err != nil {
 		t.Fatal(err)
 	}
 	retried := map[string]bool{}

@@ -46,7 +46,7 @@ func TestADrainEndsWhatLosesNothing(t *testing.T) {
 	served := make(chan error, 1)
 	go func() { served <- server.serve(ctx, l, time.Hour) }()
 
-	conn, err := Dial(identityOf(t, ca, "gateway", pki.Client), "registry", TakeTurns, Addresses{l.Addr().String()})
+	conn, err := Dial(identityOf(t, ca, "gateway", pki.Client), "registry", Addresses{l.Addr().String()})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -10,9 +10,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/balancer"
 	"google.golang.org/grpc/balancer/base"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
 )
 
 // routeBy is the metadata that names what a call is about.
@@ -21,9 +24,9 @@ const routeBy = "watershed-route"
 // replicasFor is how many replicas serve one key: while one is away the other has what it takes in memory.
 const replicasFor = 2
 
-// Routed makes a call go to one of the two replicas that serve key, if the connection was dialled with ByKey. The two
-// are chosen by rendezvous hashing (Thaler and Ravishankar, 1998): every caller chooses the same ones without asking,
-// and when a replica comes or goes only what it serves moves.
+// Routed makes a call go to one of the two replicas that serve key, which are chosen by rendezvous hashing (Thaler and
+// Ravishankar, 1998): every caller chooses the same ones without asking, and when a replica comes or goes only what it
+// serves moves.
 func Routed(ctx context.Context, key string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, routeBy, key)
 }
@@ -36,16 +39,47 @@ func Staying(ctx context.Context, key string, moved func()) context.Context {
 
 type movedKey struct{}
 
-// Preferring makes a call go to the same replica as others about key, while that one serves, if the connection was
-// dialled with ByKey. It is a preference: any replica can serve the call, and this one is likely to have the object's
+// Preferring makes a call go to the same replica as others about key, while that one serves and has not much more to
+// answer than the next. It is a preference: any replica can serve the call, and this one is likely to have the object's
 // last value in memory. It does not go with Staying.
 func Preferring(ctx context.Context, key string) context.Context {
 	h := fnv.New32a()
 	_, _ = h.Write([]byte(key))
-	return context.WithValue(ctx, preferredKey{}, slots[h.Sum32()%uint32(len(slots))])
+	return context.WithValue(ctx, preferredKey{}, &preference{slot: slots[h.Sum32()%uint32(len(slots))]})
+}
+
+// Noting makes it known which replica a call goes to, so that Hedged asks again only where that one answers nobody, and
+// others pass it by. Calls that are no streams are noted by themselves.
+func Noting(ctx context.Context) context.Context {
+	return context.WithValue(ctx, preferredKey{}, &preference{})
 }
 
 type preferredKey struct{}
+
+// preference is what a call prefers a replica by, or nothing, and the one that it went to.
+type preference struct {
+	slot string
+	to   atomic.Pointer[pending]
+}
+
+// waits says whether a call is known to be with a replica that answers others meanwhile.
+func waits(ctx context.Context) bool {
+	p, ok := ctx.Value(preferredKey{}).(*preference)
+	if !ok {
+		return false
+	}
+	to := p.to.Load()
+	return to != nil && !to.silent()
+}
+
+// noted has calls noted that are no streams: what a replica does not answer tells that it is frozen.
+func noted(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker,
+	opts ...grpc.CallOption) error {
+	if ctx.Value(preferredKey{}) == nil {
+		ctx = Noting(ctx)
+	}
+	return invoke(ctx, method, req, reply, cc, opts...)
+}
 
 // slots bound how many keys a picker remembers: there may be as many keys as objects.
 var slots = func() (names [256]string) {
@@ -73,7 +107,22 @@ func (rendezvousBuilder) Name() string { return rendezvousName }
 // Build implements balancer.Builder.
 func (rendezvousBuilder) Build(cc balancer.ClientConn, o balancer.BuildOptions) balancer.Balancer {
 	config := base.Config{HealthCheck: true}
-	return base.NewBalancerBuilder(rendezvousName, &rendezvous{open: map[*stay]struct{}{}}, config).Build(cc, o)
+	r := &rendezvous{open: map[*stay]struct{}{}}
+	return byAddress{base.NewBalancerBuilder(rendezvousName, r, config).Build(cc, o)}
+}
+
+// byAddress tells a balancer the addresses of endpoints: gRPC's own xDS client says nothing else, and base looks at
+// addresses alone.
+type byAddress struct{ balancer.Balancer }
+
+// UpdateClientConnState implements balancer.Balancer.
+func (b byAddress) UpdateClientConnState(s balancer.ClientConnState) error {
+	if len(s.ResolverState.Addresses) == 0 {
+		for _, e := range s.ResolverState.Endpoints {
+			s.ResolverState.Addresses = append(s.ResolverState.Addresses, e.Addresses...)
+		}
+	}
+	return b.Balancer.UpdateClientConnState(s)
 }
 
 // rendezvous is the calls of one connection that last, and who serves now.
@@ -147,34 +196,53 @@ type replica struct {
 	*pending
 }
 
-// pending is what a replica has to answer of what prefers it.
+// pending is what a replica has to answer: calls that are no streams, and others that are noted.
 type pending struct {
 	calls atomic.Int64
 	// since is when it last answered, or was asked while it had nothing to answer, in nanoseconds since 1970.
 	since atomic.Int64
+	// avoided is until when it is taken for silent, though those have left whom it did not answer.
+	avoided atomic.Int64
 }
 
-// silentFor is how long a replica may have something to answer, and answer nothing, until what prefers it goes
-// elsewhere: one that is frozen is noticed by its connection's keepalive much later.
-const silentFor = time.Second
-
-// crowded is how many calls a replica may have to answer of what prefers it before what comes next goes elsewhere, if
-// there are fewer by half there (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam, 2016).
-const crowded = 16
+const (
+	// silentFor is how long a replica may have something to answer, and answer nothing, until calls go elsewhere: one
+	// that is frozen is noticed by its connection's keepalive much later.
+	silentFor = time.Second
+	// leftAfter is how long it may have answered nothing until who leaves without an answer makes others go elsewhere,
+	// and avoidedFor after how long somebody tries again.
+	leftAfter  = 300 * time.Millisecond
+	avoidedFor = 5 * time.Second
+)
 
 func (p *pending) silent() bool {
-	return p.calls.Load() > 0 && time.Now().UnixNano()-p.since.Load() > int64(silentFor)
+	now := time.Now().UnixNano()
+	return p.calls.Load() > 0 && now-p.since.Load() > int64(silentFor) || now < p.avoided.Load()
 }
 
 func (p *pending) begin() (done func(balancer.DoneInfo)) {
 	if p.calls.Add(1) == 1 {
 		p.since.Store(time.Now().UnixNano())
 	}
-	return func(balancer.DoneInfo) {
-		p.since.Store(time.Now().UnixNano())
-		p.calls.Add(-1)
-	}
+	return p.end
 }
+
+func (p *pending) end(info balancer.DoneInfo) {
+	now := time.Now()
+	left := status.Code(info.Err) == codes.Canceled || status.Code(info.Err) == codes.DeadlineExceeded
+	switch {
+	case !left:
+		p.since.Store(now.UnixNano())
+		p.avoided.Store(0)
+	case now.UnixNano()-p.since.Load() > int64(leftAfter):
+		p.avoided.Store(now.Add(avoidedFor).UnixNano())
+	}
+	p.calls.Add(-1)
+}
+
+// crowded is how many calls a replica may have to answer of what prefers it before what comes next goes elsewhere, if
+// there are fewer by half there (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam, 2016).
+const crowded = 16
 
 type picker struct {
 	of    *rendezvous
@@ -183,17 +251,17 @@ type picker struct {
 	known sync.Map // key → []replica
 }
 
-// Pick implements balancer.Picker. Calls alternate between a key's replicas, which keeps both of them warm.
+// Pick implements balancer.Picker. Calls that go to any of a key's replicas alternate, which keeps both of them warm.
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
-	if slot, ok := info.Ctx.Value(preferredKey{}).(string); ok {
-		of := p.serving(slot)
+	noted, _ := info.Ctx.Value(preferredKey{}).(*preference)
+	if noted != nil && noted.slot != "" {
+		of := p.serving(noted.slot)
 		chosen, other := of[0], of[len(of)-1]
 		if chosen.silent() || chosen.calls.Load() > crowded+2*other.calls.Load() {
 			chosen = other
 		}
-		return balancer.PickResult{SubConn: chosen.conn, Done: chosen.begin()}, nil
+		return noted.goesTo(chosen), nil
 	}
-	n := p.next.Add(1)
 	of, key := p.ready, ""
 	if md, ok := metadata.FromOutgoingContext(info.Ctx); ok {
 		if keys := md.Get(routeBy); len(keys) > 0 {
@@ -201,12 +269,42 @@ func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 			of = p.serving(key)
 		}
 	}
-	chosen := of[n%uint64(len(of))]
-	result := balancer.PickResult{SubConn: chosen.conn}
+	chosen := p.turn(of)
 	if moved := MovedOf(info.Ctx); moved != nil {
-		result.Done = p.of.begin(&stay{key, chosen.address, moved})
+		return balancer.PickResult{SubConn: chosen.conn, Done: p.of.begin(&stay{key, chosen.address, moved})}, nil
 	}
-	return result, nil
+	if noted != nil {
+		return noted.goesTo(chosen), nil
+	}
+	return balancer.PickResult{SubConn: chosen.conn}, nil
+}
+
+// turn is whichever of the next two replicas has less to answer, without those that are silent while there are others.
+func (p *picker) turn(of []replica) replica {
+	n := p.next.Add(1)
+	var first *replica
+	for i := range uint64(len(of)) {
+		next := &of[(n+i)%uint64(len(of))]
+		switch {
+		case next.silent():
+		case first == nil:
+			first = next
+		case next.calls.Load() < first.calls.Load():
+			return *next
+		default:
+			return *first
+		}
+	}
+	if first == nil {
+		return of[n%uint64(len(of))]
+	}
+	return *first
+}
+
+// goesTo notes where a call goes.
+func (p *preference) goesTo(r replica) balancer.PickResult {
+	p.to.Store(r.pending)
+	return balancer.PickResult{SubConn: r.conn, Done: r.begin()}
 }
 
 func (p *picker) serving(key string) []replica {

@@ -1,13 +1,16 @@
 package rpc
 
 import (
+	"context"
 	"fmt"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc/balancer"
 	"google.golang.org/grpc/balancer/base"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/resolver"
+	"google.golang.org/grpc/status"
 )
 
 type conn struct {
@@ -207,5 +210,48 @@ func TestACrowdedReplicaIsNotPreferred(t *testing.T) {
 	}
 	if len(load) != 2 || load[last] < 50 {
 		t.Errorf("200 calls that nobody has answered went to %v", load)
+	}
+}
+
+// A replica that answers nobody is passed by by calls that any can serve, until somebody tries it again.
+func TestASilentReplicaIsPassedBy(t *testing.T) {
+	p := pickerOf("a:1", "a:2")
+	pick := func(ctx context.Context) balancer.PickResult {
+		r, err := p.Pick(balancer.PickInfo{Ctx: ctx})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	count := func() (first, second int) {
+		for range 20 {
+			if pick(t.Context()).SubConn.(*conn).address == "a:1" {
+				first++
+			} else {
+				second++
+			}
+		}
+		return first, second
+	}
+	if a, b := count(); a != 10 || b != 10 {
+		t.Errorf("streams go to %d and %d", a, b)
+	}
+	var stuck balancer.PickResult
+	for stuck = pick(Noting(t.Context())); stuck.SubConn.(*conn).address != "a:1"; stuck = pick(Noting(t.Context())) {
+		stuck.Done(balancer.DoneInfo{})
+	}
+	if a, b := count(); a != 0 || b != 20 { // which has nothing to answer
+		t.Errorf("beside one that is busy, streams go to %d and %d", a, b)
+	}
+	own := p.(*picker).ready[0].pending // they are in order
+	long := time.Now().Add(-2 * silentFor).UnixNano()
+	own.since.Store(long)
+	stuck.Done(balancer.DoneInfo{Err: status.Error(codes.Canceled, "the client has left")})
+	if a, _ := count(); a != 0 {
+		t.Error("a replica that did not answer who has left is asked")
+	}
+	own.avoided.Store(long)
+	if a, _ := count(); a != 10 {
+		t.Error("a replica that did not answer is never tried again")
 	}
 }

@@ -277,7 +277,7 @@ func (s *Server) serve(ctx context.Context, l net.Listener, drain time.Duration)
 // serviceConfig is how clients call a service (gRPC's service config): by which balancer, and what is sent again. A
 // call whose replica is lost before it answers is sent again, to another replica where there is one; of the methods in
 // Once it is only waited for a connection.
-func serviceConfig(b Balancer) string {
+func serviceConfig() string {
 	type name struct {
 		Service string `json:"service,omitempty"`
 		Method  string `json:"method,omitempty"`
@@ -299,7 +299,7 @@ func serviceConfig(b Balancer) string {
 		methods = append(methods, method{Name: []name{{service, call}}, WaitForReady: true})
 	}
 	data, err := json.Marshal(map[string]any{
-		"loadBalancingConfig": []any{map[Balancer]any{b: struct{}{}}},
+		"loadBalancingConfig": []any{map[string]any{Balancer: struct{}{}}},
 		"healthCheckConfig":   map[string]any{"serviceName": ""},
 		"methodConfig":        methods,
 	})
@@ -309,15 +309,10 @@ func serviceConfig(b Balancer) string {
 	return string(data)
 }
 
-// Balancer is how a service's replicas share its calls.
-type Balancer string
-
-const (
-	// TakeTurns has replicas that are all alike take turns.
-	TakeTurns Balancer = "round_robin"
-	// ByKey sends a Routed call to the replicas of its key, and has all replicas take turns at the others.
-	ByKey Balancer = rendezvousName
-)
+// Balancer names how a service's replicas share its calls: one about a key (Routed, Preferring) goes to the replicas
+// that serve it, any other to whichever of the next two has less to answer, and none to one that answers nobody, while
+// there is another.
+const Balancer = rendezvousName
 
 // Replicas says where the replicas of services are: Addresses or XDS.
 type Replicas interface{ builder() resolver.Builder }
@@ -332,7 +327,7 @@ func (a Addresses) builder() resolver.Builder {
 }
 
 // Dial connects to every replica of one service, whose certificates have its name. Close the connection to end it.
-func Dial(id TLS, service string, b Balancer, replicas Replicas) (*grpc.ClientConn, error) {
+func Dial(id TLS, service string, replicas Replicas) (*grpc.ClientConn, error) {
 	if a, ok := replicas.(Addresses); ok && len(a) == 0 {
 		return nil, errors.New("no address for service " + service)
 	}
@@ -342,9 +337,10 @@ func Dial(id TLS, service string, b Balancer, replicas Replicas) (*grpc.ClientCo
 	}
 	r := replicas.builder()
 	options := append(TracedClient(),
+		grpc.WithChainUnaryInterceptor(noted),
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(onSockets{credentials.NewTLS(conf)}),
-		grpc.WithDefaultServiceConfig(serviceConfig(b)),
+		grpc.WithDefaultServiceConfig(serviceConfig()),
 		grpc.WithIdleTimeout(0), // what is known of replicas is not forgotten
 		grpc.WithUserAgent("watershed/"+version.Release()),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(lists), grpc.MaxCallRecvMsgSize(MaxMessageBytes),

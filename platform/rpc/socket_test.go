@@ -94,7 +94,7 @@ func newInner(t *testing.T) *inner {
 // getAt calls registry, wherever it is.
 func getAt(t *testing.T, id TLS, address string) (*registryv1.ObjectResponse, error) {
 	t.Helper()
-	conn, err := Dial(id, "registry", TakeTurns, Addresses{address})
+	conn, err := Dial(id, "registry", Addresses{address})
 	if err != nil {
 		t.Fatal(err)
 	}

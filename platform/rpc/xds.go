@@ -86,7 +86,7 @@ type found struct {
 
 // NewXDS returns a client of xDS servers, which Run connects.
 func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
-	conn, err := Dial(id, xdsName, TakeTurns, Addresses(c.Servers))
+	conn, err := Dial(id, xdsName, Addresses(c.Servers))
 	if err != nil {
 		return nil, err
 	}

@@ -7,7 +7,6 @@ import (
 	"google.golang.org/grpc"
 
 	"watershed.dev/platform/process"
-	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
@@ -24,16 +23,16 @@ var Module = &process.Module{
 
 func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {
 	var errs []error
-	dial := func(name string, b rpc.Balancer) grpc.ClientConnInterface {
-		conn, err := d.Dial(name, b)
+	dial := func(name string) grpc.ClientConnInterface {
+		conn, err := d.Dial(name)
 		errs = append(errs, err)
 		return conn
 	}
-	authnConn := dial("authn", rpc.TakeTurns)
-	authzConn := dial("authz", rpc.TakeTurns)
-	admissionConn := dial("admission", rpc.TakeTurns)
-	registryConn := dial("registry", rpc.ByKey)
-	watchfanoutConn := dial("watchfanout", rpc.ByKey)
+	authnConn := dial("authn")
+	authzConn := dial("authz")
+	admissionConn := dial("admission")
+	registryConn := dial("registry")
+	watchfanoutConn := dial("watchfanout")
 	if err := errors.Join(errs...); err != nil {
 		return nil, err
 	}

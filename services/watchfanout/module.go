@@ -4,7 +4,6 @@ import (
 	"context"
 
 	"watershed.dev/platform/process"
-	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -18,7 +17,7 @@ var Module = &process.Module{
 
 func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {
 	c.Log.Conn = d.NATS
-	conn, err := d.Dial("registry", rpc.TakeTurns)
+	conn, err := d.Dial("registry")
 	if err != nil {
 		return nil, err
 	}

@@ -18,6 +18,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
 
 	"watershed.dev/test/harness"
 )
@@ -189,5 +190,55 @@ func TestSplitStopsAtWhatAProcessRefuses(t *testing.T) {
 	}
 	if left, _ := filepath.Glob(filepath.Join(dir, "*.pid")); len(left) > 0 {
 		t.Errorf("it left %v", left)
+	}
+}
+
+// A registry that is frozen, and so neither answers nor goes away, is passed by: reads wait for much less than the 13
+// seconds after which its connections give it up.
+func TestAFrozenRegistryIsPassedBy(t *testing.T) {
+	s := harness.Split(t, "")
+	const patience = 6 * time.Second
+	config := s.Config()
+	config.Timeout, config.QPS = patience, -1
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	configMaps := client.CoreV1().ConfigMaps("default")
+	if _, err := configMaps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "a"}},
+		metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	kinds := map[string]func() error{
+		"a GET":  func() error { _, err := configMaps.Get(t.Context(), "a", metav1.GetOptions{}); return err },
+		"a LIST": func() error { _, err := configMaps.List(t.Context(), metav1.ListOptions{}); return err },
+	}
+	for _, name := range []string{"registry-0", "registry-1"} {
+		registry := pid(t, s, name)
+		for what, read := range kinds { // both registries have answered such reads
+			for range 4 {
+				if err := read(); err != nil {
+					t.Fatal(what, err)
+				}
+			}
+		}
+		if err := syscall.Kill(registry, syscall.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = syscall.Kill(registry, syscall.SIGCONT) })
+		for what, read := range kinds {
+			var longest time.Duration
+			for range 50 {
+				begun := time.Now()
+				if err := read(); err != nil {
+					t.Errorf("%s while %s is frozen, after %v: %v", what, name, time.Since(begun).Round(time.Millisecond), err)
+				}
+				longest = max(longest, time.Since(begun))
+			}
+			t.Logf("%s while %s is frozen: %v at most", what, name, longest.Round(time.Millisecond))
+		}
+		if err := syscall.Kill(registry, syscall.SIGCONT); err != nil {
+			t.Fatal(err)
+		}
 	}
 }

@@ -3,6 +3,7 @@ package routing
 import (
 	"context"
 	"net/http"
+	"time"
 
 	"google.golang.org/grpc"
 
@@ -10,6 +11,9 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
+
+// readAgain is how long a registry that answers nobody may keep a GET or a list until another is asked.
+const readAgain = time.Second + 100*time.Millisecond
 
 // get answers one object, from who planGet says; what the watch tier does not hold, registry is asked for.
 func (c *call) get() {
@@ -20,7 +24,10 @@ func (c *call) get() {
 		}
 	}
 	r := c.getRequest()
-	resp, err := c.router.Objects.Get(c.preferring(c.req.Context(), r.Namespace, r.Name), r)
+	ctx := c.preferring(c.req.Context(), r.Namespace, r.Name)
+	resp, err := rpc.Hedged(ctx, readAgain, func(ctx context.Context) (*registryv1.ObjectResponse, error) {
+		return c.router.Objects.Get(ctx, r)
+	})
 	if err != nil {
 		c.fail(rpc.FromStatus(err))
 		return

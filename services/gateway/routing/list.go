@@ -179,15 +179,18 @@ func listQuery(q url.Values) string {
 	return q.Encode()
 }
 
-func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) (data []byte, err error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stream, err := c.router.Objects.List(ctx, r)
-	if err == nil {
-		err = rpc.Each(stream, func(chunk *registryv1.ListChunk) error {
-			data = append(data, chunk.Data...)
-			return nil
-		})
-	}
-	return data, err
+// readList reads a list from a registry, or from another one where that answers nobody.
+func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
+	return rpc.Hedged(rpc.Noting(ctx), readAgain, func(ctx context.Context) (data []byte, err error) {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		stream, err := c.router.Objects.List(ctx, r)
+		if err == nil {
+			err = rpc.Each(stream, func(chunk *registryv1.ListChunk) error {
+				data = append(data, chunk.Data...)
+				return nil
+			})
+		}
+		return data, err
+	})
 }

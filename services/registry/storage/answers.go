@@ -20,9 +20,9 @@ const (
 )
 
 // Answers are the objects of one resource as they were last answered. A GET of an object that has not changed since
-// asks etcd for its revision alone, and nothing is decoded or encoded; the answer is as fresh as any other. What changes
-// is kept as the event log has it, if it was asked for before. Resources that are encrypted in etcd have none: who may
-// not decrypt an object any more is not to answer it.
+// asks etcd for its revision alone, and nothing is decoded or encoded; the answer is as fresh as any other. What has
+// changed is kept as the event log has it, if it was asked for before. Resources that are encrypted in etcd have none:
+// who may not decrypt an object any more is not to answer it.
 type Answers struct {
 	of      *Stored
 	storage *Storage
