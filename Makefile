@@ -135,7 +135,7 @@ robustness: build ## clients against the split form while 1,000 things go wrong,
 robustness-broken: build ## the same against a Watershed that is broken on purpose, in each way: the judge has to find it
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed -faults 25 -break all $(ARGS)
 
-bench: build peers ## Watershed beside kube-apiserver; rewrites docs/performance.md's table. ROW="GET a pod" measures that alone
+bench: build peers ## Watershed beside kube-apiserver; rewrites docs/performance.md's table. ROW="update a Lease" measures that alone
 	cd test && go run ./bench -bin ../$(PEERS) -watershed ../$(BIN)/watershed $(if $(ROW),-rows "$(ROW)") $(ARGS)
 
 FUZZ_TIME  ?= 1m

@@ -58,8 +58,9 @@ func (c *Cache[K, V]) put(key K, value V, bytes int) {
 		return
 	}
 	c.byKey[key] = c.order.PushFront(&entry[K, V]{key, value, bytes, time.Now()})
-	c.bytes += bytes
-	c.shrink()
+	for c.bytes += bytes; c.bytes > c.limit; {
+		c.remove(c.order.Back())
+	}
 }
 
 // PutUnless is Put where nothing is kept at key that stays, in one step. It answers what stays, or else value.
@@ -73,33 +74,6 @@ func (c *Cache[K, V]) PutUnless(key K, stays func(V) bool, value V, bytes int) V
 	}
 	c.put(key, value, bytes)
 	return value
-}
-
-// Update changes what is kept at key to what change makes of it, or forgets it where that does not keep it. It is not
-// asked for so.
-func (c *Cache[K, V]) Update(key K, change func(V) (value V, bytes int, keep bool)) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	e, ok := c.byKey[key]
-	if !ok {
-		return
-	}
-	kept := e.Value.(*entry[K, V])
-	value, bytes, keep := change(kept.value)
-	if !keep || bytes > c.limit {
-		c.remove(e)
-		return
-	}
-	c.bytes += bytes - kept.bytes
-	kept.value, kept.bytes = value, bytes
-	c.shrink()
-}
-
-// shrink forgets what was asked for least lately, until the rest is within the bound. The lock is held.
-func (c *Cache[K, V]) shrink() {
-	for c.bytes > c.limit {
-		c.remove(c.order.Back())
-	}
 }
 
 // RemoveIf forgets what is kept at key if it is what goes. It is not asked for so.

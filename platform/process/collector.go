@@ -13,7 +13,7 @@ const (
 	// leastRoom what it may at first.
 	mostRoom  = 48 << 20
 	leastRoom = 4 << 20
-	// Collections that follow each other within closely give it more room, and those that do not within seldom, less.
+	// Collections less than closely apart double the room, and those more than seldom apart halve it.
 	closely = time.Second
 	seldom  = 8 * time.Second
 	// goPercent is Go's own pace: the heap may double.
@@ -26,11 +26,17 @@ const (
 // small heap, and one whose heap is large Go's pace. Where the environment says GOGC it does nothing; GOMEMLIMIT goes
 // before it.
 func PaceCollector() {
-	if _, set := os.LookupEnv("GOGC"); set {
+	if !paces() {
 		return
 	}
 	p := &pacer{last: time.Now(), percent: goPercent, set: func(percent int) { debug.SetGCPercent(percent) }}
 	p.wait()
+}
+
+// paces says whether nobody else has said how often to collect.
+func paces() bool {
+	_, set := os.LookupEnv("GOGC")
+	return !set
 }
 
 // pacer is told of each collection.
@@ -78,7 +84,7 @@ func (p *pacer) collected(now time.Time, scanned int64) {
 	}
 	p.last = now
 	percent := max(goPercent, int(100*p.room/max(scanned, 1)))
-	if off := percent - p.percent; off > p.percent/8 || -off > p.percent/8 { // setting it stops the world for a moment
+	if off := percent - p.percent; off > p.percent/8 || -off > p.percent/8 { // each setting takes the heap's lock
 		p.percent = percent
 		p.set(percent)
 	}

@@ -5,17 +5,12 @@ import (
 	"context"
 	"hash/fnv"
 	"slices"
-	"strconv"
 	"sync"
 	"sync/atomic"
-	"time"
 
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/balancer"
 	"google.golang.org/grpc/balancer/base"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
-	"google.golang.org/grpc/status"
 )
 
 // routeBy is the metadata that names what a call is about.
@@ -39,76 +34,24 @@ func Staying(ctx context.Context, key string, moved func()) context.Context {
 
 type movedKey struct{}
 
-// Preferring makes a call go to the same replica as others about key, while that one serves and has not much more to
-// answer than the next. It is a preference: any replica can serve the call, and this one is likely to have the object's
-// last value in memory. It does not go with Staying.
-func Preferring(ctx context.Context, key string) context.Context {
-	h := fnv.New32a()
-	_, _ = h.Write([]byte(key))
-	return context.WithValue(ctx, preferredKey{}, &preference{slot: slots[h.Sum32()%uint32(len(slots))]})
-}
-
-// Noting makes it known which replica a call goes to, so that Hedged asks again only where that one answers nobody, and
-// others pass it by. Calls that are no streams are noted by themselves.
-func Noting(ctx context.Context) context.Context {
-	return context.WithValue(ctx, preferredKey{}, &preference{})
-}
-
-type preferredKey struct{}
-
-// preference is what a call prefers a replica by, or nothing, and the one that it went to.
-type preference struct {
-	slot string
-	to   atomic.Pointer[pending]
-}
-
-// waits says whether a call is known to be with a replica that answers others meanwhile.
-func waits(ctx context.Context) bool {
-	p, ok := ctx.Value(preferredKey{}).(*preference)
-	if !ok {
-		return false
-	}
-	to := p.to.Load()
-	return to != nil && !to.silent()
-}
-
-// noted has calls noted that are no streams: what a replica does not answer tells that it is frozen.
-func noted(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker,
-	opts ...grpc.CallOption) error {
-	if ctx.Value(preferredKey{}) == nil {
-		ctx = Noting(ctx)
-	}
-	return invoke(ctx, method, req, reply, cc, opts...)
-}
-
-// slots bound how many keys a picker remembers: there may be as many keys as objects.
-var slots = func() (names [256]string) {
-	for i := range names {
-		names[i] = "\x00" + strconv.Itoa(i)
-	}
-	return names
-}()
-
 // MovedOf is what Staying was given for a call's context, or nil.
 func MovedOf(ctx context.Context) func() {
 	moved, _ := ctx.Value(movedKey{}).(func())
 	return moved
 }
 
-const rendezvousName = "watershed_rendezvous"
-
 func init() { balancer.Register(rendezvousBuilder{}) }
 
 type rendezvousBuilder struct{}
 
 // Name implements balancer.Builder.
-func (rendezvousBuilder) Name() string { return rendezvousName }
+func (rendezvousBuilder) Name() string { return Balancer }
 
 // Build implements balancer.Builder.
 func (rendezvousBuilder) Build(cc balancer.ClientConn, o balancer.BuildOptions) balancer.Balancer {
 	config := base.Config{HealthCheck: true}
 	r := &rendezvous{open: map[*stay]struct{}{}}
-	return byAddress{base.NewBalancerBuilder(rendezvousName, r, config).Build(cc, o)}
+	return byAddress{base.NewBalancerBuilder(Balancer, r, config).Build(cc, o)}
 }
 
 // byAddress tells a balancer the addresses of endpoints: gRPC's own xDS client says nothing else, and base looks at
@@ -132,7 +75,8 @@ type rendezvous struct {
 	open map[*stay]struct{}
 }
 
-// pendingOf is a connection's, for as long as the picker before knew it.
+// pendingOf is what a connection is known to have to answer; nothing, where it was not ready just before. The lock is
+// held.
 func (r *rendezvous) pendingOf(sc balancer.SubConn) *pending {
 	if r.now != nil {
 		for _, old := range r.now.ready {
@@ -155,13 +99,13 @@ func (r *rendezvous) Build(info base.PickerBuildInfo) balancer.Picker {
 	if len(info.ReadySCs) == 0 {
 		return base.NewErrPicker(balancer.ErrNoSubConnAvailable)
 	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
 	p := &picker{of: r}
 	for sc, i := range info.ReadySCs {
 		p.ready = append(p.ready, replica{i.Address.Addr, sc, r.pendingOf(sc)})
 	}
 	slices.SortFunc(p.ready, func(a, b replica) int { return cmp.Compare(a.address, b.address) })
-	r.mu.Lock()
-	defer r.mu.Unlock()
 	r.now = p
 	for s := range r.open {
 		r.check(s)
@@ -196,54 +140,6 @@ type replica struct {
 	*pending
 }
 
-// pending is what a replica has to answer: calls that are no streams, and others that are noted.
-type pending struct {
-	calls atomic.Int64
-	// since is when it last answered, or was asked while it had nothing to answer, in nanoseconds since 1970.
-	since atomic.Int64
-	// avoided is until when it is taken for silent, though those have left whom it did not answer.
-	avoided atomic.Int64
-}
-
-const (
-	// silentFor is how long a replica may have something to answer, and answer nothing, until calls go elsewhere: one
-	// that is frozen is noticed by its connection's keepalive much later.
-	silentFor = time.Second
-	// leftAfter is how long it may have answered nothing until who leaves without an answer makes others go elsewhere,
-	// and avoidedFor after how long somebody tries again.
-	leftAfter  = 300 * time.Millisecond
-	avoidedFor = 5 * time.Second
-)
-
-func (p *pending) silent() bool {
-	now := time.Now().UnixNano()
-	return p.calls.Load() > 0 && now-p.since.Load() > int64(silentFor) || now < p.avoided.Load()
-}
-
-func (p *pending) begin() (done func(balancer.DoneInfo)) {
-	if p.calls.Add(1) == 1 {
-		p.since.Store(time.Now().UnixNano())
-	}
-	return p.end
-}
-
-func (p *pending) end(info balancer.DoneInfo) {
-	now := time.Now()
-	left := status.Code(info.Err) == codes.Canceled || status.Code(info.Err) == codes.DeadlineExceeded
-	switch {
-	case !left:
-		p.since.Store(now.UnixNano())
-		p.avoided.Store(0)
-	case now.UnixNano()-p.since.Load() > int64(leftAfter):
-		p.avoided.Store(now.Add(avoidedFor).UnixNano())
-	}
-	p.calls.Add(-1)
-}
-
-// crowded is how many calls a replica may have to answer of what prefers it before what comes next goes elsewhere, if
-// there are fewer by half there (consistent hashing with bounded loads: Mirrokni, Thorup and Zadimoghaddam, 2016).
-const crowded = 16
-
 type picker struct {
 	of    *rendezvous
 	ready []replica
@@ -251,16 +147,12 @@ type picker struct {
 	known sync.Map // key → []replica
 }
 
-// Pick implements balancer.Picker. Calls that go to any of a key's replicas alternate, which keeps both of them warm.
+// Pick implements balancer.Picker. A call goes to the replica with less to answer, by turns where they have as much,
+// which keeps both of a key's replicas warm.
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
-	noted, _ := info.Ctx.Value(preferredKey{}).(*preference)
-	if noted != nil && noted.slot != "" {
-		of := p.serving(noted.slot)
-		chosen, other := of[0], of[len(of)-1]
-		if chosen.silent() || chosen.calls.Load() > crowded+2*other.calls.Load() {
-			chosen = other
-		}
-		return noted.goesTo(chosen), nil
+	n := noteOf(info.Ctx)
+	if n != nil && n.slot != "" {
+		return n.send(n.preferred(p)), nil
 	}
 	of, key := p.ready, ""
 	if md, ok := metadata.FromOutgoingContext(info.Ctx); ok {
@@ -273,38 +165,27 @@ func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	if moved := MovedOf(info.Ctx); moved != nil {
 		return balancer.PickResult{SubConn: chosen.conn, Done: p.of.begin(&stay{key, chosen.address, moved})}, nil
 	}
-	if noted != nil {
-		return noted.goesTo(chosen), nil
+	if n != nil {
+		return n.send(chosen), nil
 	}
 	return balancer.PickResult{SubConn: chosen.conn}, nil
 }
 
-// turn is whichever of the next two replicas has less to answer, without those that are silent while there are others.
+// turn is of the next two replicas that are not silent the one with less to answer; of all of them, where all are
+// silent.
 func (p *picker) turn(of []replica) replica {
-	n := p.next.Add(1)
-	var first *replica
-	for i := range uint64(len(of)) {
-		next := &of[(n+i)%uint64(len(of))]
-		switch {
-		case next.silent():
-		case first == nil:
-			first = next
-		case next.calls.Load() < first.calls.Load():
-			return *next
-		default:
-			return *first
+	at := p.next.Add(1)
+	if slices.ContainsFunc(of, func(r replica) bool { return r.silent() }) {
+		if answer := slices.DeleteFunc(slices.Clone(of), func(r replica) bool { return r.silent() }); len(answer) > 0 {
+			of = answer
 		}
 	}
-	if first == nil {
-		return of[n%uint64(len(of))]
+	n := uint64(len(of))
+	first, second := &of[at%n], &of[(at+1)%n]
+	if second.calls.Load() < first.calls.Load() {
+		return *second
 	}
 	return *first
-}
-
-// goesTo notes where a call goes.
-func (p *preference) goesTo(r replica) balancer.PickResult {
-	p.to.Store(r.pending)
-	return balancer.PickResult{SubConn: r.conn, Done: r.begin()}
 }
 
 func (p *picker) serving(key string) []replica {

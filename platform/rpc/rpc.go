@@ -192,9 +192,9 @@ type Server struct {
 	drain    context.CancelCauseFunc
 }
 
-// streamWorkers is how many goroutines a processor has for calls, whose stacks have grown to what calls need, beside
-// lastingCalls for those that last, which keep theirs: a registry has some twenty from those who decide. Calls beyond
-// them have goroutines of their own.
+// streamWorkers is how many goroutines for each processor take calls, one after the other, so that their stacks have
+// grown to what calls need. lastingCalls is how many more there are, since a call that lasts keeps its goroutine: a
+// registry has 26. Calls beyond them have goroutines of their own.
 const (
 	streamWorkers = 8
 	lastingCalls  = 32
@@ -309,10 +309,9 @@ func serviceConfig() string {
 	return string(data)
 }
 
-// Balancer names how a service's replicas share its calls: one about a key (Routed, Preferring) goes to the replicas
-// that serve it, any other to whichever of the next two has less to answer, and none to one that answers nobody, while
-// there is another.
-const Balancer = rendezvousName
+// Balancer is the name of the policy by which all clients share calls among a service's replicas: Routed and Preferring
+// say which replicas, Noting what is known of a call.
+const Balancer = "watershed_rendezvous"
 
 // Replicas says where the replicas of services are: Addresses or XDS.
 type Replicas interface{ builder() resolver.Builder }
@@ -337,7 +336,7 @@ func Dial(id TLS, service string, replicas Replicas) (*grpc.ClientConn, error) {
 	}
 	r := replicas.builder()
 	options := append(TracedClient(),
-		grpc.WithChainUnaryInterceptor(noted),
+		grpc.WithChainUnaryInterceptor(noteUnary),
 		grpc.WithResolvers(r),
 		grpc.WithTransportCredentials(onSockets{credentials.NewTLS(conf)}),
 		grpc.WithDefaultServiceConfig(serviceConfig()),
@@ -346,7 +345,7 @@ func Dial(id TLS, service string, replicas Replicas) (*grpc.ClientConn, error) {
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(lists), grpc.MaxCallRecvMsgSize(MaxMessageBytes),
 			grpc.MaxCallSendMsgSize(MaxMessageBytes)),
 		grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(4<<20),
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{ // a frozen replica is given up after both
 			Time:                10 * time.Second,
 			Timeout:             3 * time.Second,
 			PermitWithoutStream: true,

@@ -178,15 +178,16 @@ var work = []piece{
 // podsRead is how many pods a row reads.
 const podsRead = 2000
 
-// getPods reads pods, which nobody has read before while there are such.
+// getPods reads pods that nobody has read before: in as many rounds as there are pods for.
 func getPods(s *server) map[string]float64 {
-	s.firstRead += podsRead
+	s.firstRead = s.read
+	s.read += podsRead
 	return s.each("GET a pod, JSON (CPU ms)", podsRead, s.readPod)
 }
 
 // getPodsAgain reads those that were read last.
 func getPodsAgain(s *server) map[string]float64 {
-	if s.firstRead == 0 {
+	if s.read == 0 {
 		getPods(s)
 	}
 	return s.each("GET a pod that was read before, JSON (CPU ms)", podsRead, s.readPod)

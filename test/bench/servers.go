@@ -31,8 +31,8 @@ type server struct {
 	// pids are its processes, but for etcd, by what each one is.
 	pids func() map[int]string
 	stop func()
-	// firstRead is the first of the pods that were read last.
-	firstRead int
+	// firstRead is the first of the pods that were read last, and read how many were.
+	firstRead, read int
 }
 
 // cpu is the seconds of processor time that the server's processes have used.

@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
 )
@@ -194,48 +195,67 @@ func TestSplitStopsAtWhatAProcessRefuses(t *testing.T) {
 }
 
 // A registry that is frozen, and so neither answers nor goes away, is passed by: reads wait for much less than the 13
-// seconds after which its connections give it up.
+// seconds after which its connections give it up (platform/rpc, Dial).
 func TestAFrozenRegistryIsPassedBy(t *testing.T) {
 	s := harness.Split(t, "")
-	const patience = 6 * time.Second
 	config := s.Config()
-	config.Timeout, config.QPS = patience, -1
+	config.Timeout, config.WarningHandler = 5*time.Second, rest.NoWarnings{}
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
 		t.Fatal(err)
 	}
 	configMaps := client.CoreV1().ConfigMaps("default")
-	if _, err := configMaps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "a"}},
-		metav1.CreateOptions{}); err != nil {
-		t.Fatal(err)
+	const many = 20 // some of them are one registry's to answer, and some the other's
+	for i := range many {
+		if _, err := configMaps.Create(t.Context(), &corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("c", i)},
+		}, metav1.CreateOptions{}); err != nil {
+			t.Fatal(err)
+		}
 	}
-	kinds := map[string]func() error{
-		"a GET":  func() error { _, err := configMaps.Get(t.Context(), "a", metav1.GetOptions{}); return err },
-		"a LIST": func() error { _, err := configMaps.List(t.Context(), metav1.ListOptions{}); return err },
+	list := func(path string) func(int) error {
+		return func(int) error {
+			return client.CoreV1().RESTClient().Get().AbsPath(path).SetHeader("Accept", "application/json").
+				Do(t.Context()).Error()
+		}
+	}
+	reads := []struct {
+		what string
+		read func(i int) error
+	}{
+		{"a GET", func(i int) error {
+			_, err := configMaps.Get(t.Context(), fmt.Sprint("c", i%many), metav1.GetOptions{})
+			return err
+		}},
+		{"a list from the watch tier", list("/api/v1/namespaces/default/configmaps")},
+		{"a list from registry", list("/api/v1/componentstatuses")},
 	}
 	for _, name := range []string{"registry-0", "registry-1"} {
 		registry := pid(t, s, name)
-		for what, read := range kinds { // both registries have answered such reads
-			for range 4 {
-				if err := read(); err != nil {
-					t.Fatal(what, err)
+		harness.Eventually(t, 20*time.Second, func() error { // both answer
+			for i := range many {
+				for _, r := range reads {
+					if err := r.read(i); err != nil {
+						return err
+					}
 				}
 			}
-		}
+			return nil
+		})
 		if err := syscall.Kill(registry, syscall.SIGSTOP); err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = syscall.Kill(registry, syscall.SIGCONT) })
-		for what, read := range kinds {
+		for _, r := range reads {
 			var longest time.Duration
-			for range 50 {
+			for i := range 2 * many {
 				begun := time.Now()
-				if err := read(); err != nil {
-					t.Errorf("%s while %s is frozen, after %v: %v", what, name, time.Since(begun).Round(time.Millisecond), err)
+				if err := r.read(i); err != nil {
+					t.Errorf("%s while %s is frozen, after %v: %v", r.what, name, time.Since(begun), err)
 				}
 				longest = max(longest, time.Since(begun))
 			}
-			t.Logf("%s while %s is frozen: %v at most", what, name, longest.Round(time.Millisecond))
+			t.Logf("%s while %s is frozen: %v at most", r.what, name, longest.Round(time.Millisecond))
 		}
 		if err := syscall.Kill(registry, syscall.SIGCONT); err != nil {
 			t.Fatal(err)

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"runtime/debug"
@@ -31,9 +32,9 @@ func timely(h http.Handler) http.Handler {
 			h.ServeHTTP(w, req)
 			return
 		}
-		late := &lateWriter{w: w, header: w.Header().Clone()}
+		late := &lateWriter{w: w, header: maps.Clone(w.Header())}
 		inner := responsewriter.WrapForHTTP1Or2(late)
-		own := req.Clone(req.Context()) // the handler changes its headers, and may outlive the request
+		own := ownOf(req)
 		ended := make(chan any, 1)
 		pool.run(func() { ended <- panicOf(func() { h.ServeHTTP(inner, own) }) })
 		select {
@@ -48,6 +49,14 @@ func timely(h http.Handler) http.Handler {
 			late.timeOut()
 		}
 	})
+}
+
+// ownOf is a handler's own request: it changes its headers and its URL, and may outlive the one that it was made of.
+// What the headers' values are, nobody changes.
+func ownOf(req *http.Request) *http.Request {
+	own, url := *req, *req.URL
+	own.Header, own.URL = maps.Clone(req.Header), &url
+	return &own
 }
 
 // panicOf is what f panics with, with its stack where that is worth telling, or nil.

@@ -12,8 +12,9 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// readAgain is how long a registry that answers nobody may keep a GET or a list until another is asked.
-const readAgain = time.Second + 100*time.Millisecond
+// readAgain is after how long without an answer another registry is asked for an object or a list, if the first one is
+// silent: the first moment that it can be.
+const readAgain = rpc.SilentFor + 100*time.Millisecond
 
 // get answers one object, from who planGet says; what the watch tier does not hold, registry is asked for.
 func (c *call) get() {

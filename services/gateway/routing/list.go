@@ -179,11 +179,9 @@ func listQuery(q url.Values) string {
 	return q.Encode()
 }
 
-// readList reads a list from a registry, or from another one where that answers nobody.
+// readList reads a list from a registry, or from another one where that is silent.
 func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
 	return rpc.Hedged(rpc.Noting(ctx), readAgain, func(ctx context.Context) (data []byte, err error) {
-		ctx, cancel := context.WithCancel(ctx)
-		defer cancel()
 		stream, err := c.router.Objects.List(ctx, r)
 		if err == nil {
 			err = rpc.Each(stream, func(chunk *registryv1.ListChunk) error {

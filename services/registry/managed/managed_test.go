@@ -8,22 +8,59 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/json"
 	"k8s.io/apimachinery/pkg/util/managedfields"
 	"k8s.io/apiserver/pkg/admission"
 	"k8s.io/kube-openapi/pkg/validation/spec"
 	"k8s.io/kubernetes/pkg/apis/core"
+	"sigs.k8s.io/randfill"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	"watershed.dev/services/registry/internal/world"
 	"watershed.dev/services/registry/managed"
 	"watershed.dev/services/registry/verbs"
 )
+
+// filler fills objects of any type: with few names, so that lists hold some of the same, and some text besides.
+func filler(seed int64) *randfill.Filler {
+	text := func(c randfill.Continue) string {
+		return []string{"", "a", "b", "80", "/x", "kubernetes.io/y", c.String(5)}[c.Intn(7)]
+	}
+	return randfill.NewWithSeed(seed).NilChance(0.4).NumElements(0, 3).MaxDepth(14).Funcs(
+		func(s *string, c randfill.Continue) { *s = text(c) },
+		func(q *resource.Quantity, c randfill.Continue) {
+			*q = *resource.NewQuantity(c.Int63n(3), resource.DecimalSI)
+		},
+		func(i *intstr.IntOrString, c randfill.Continue) {
+			*i = []intstr.IntOrString{intstr.FromInt32(0), intstr.FromInt32(7), intstr.FromString("http")}[c.Intn(3)]
+		},
+		func(r *metav1.Time, c randfill.Continue) { *r = metav1.Time{Time: times[c.Intn(4)]} },
+		func(r *metav1.MicroTime, c randfill.Continue) { *r = metav1.MicroTime{Time: times[c.Intn(4)]} },
+		func(r *runtime.RawExtension, c randfill.Continue) {
+			r.Raw = []byte([]string{`{}`, `{"a":1}`, `{"a":{"b":["c"]}}`}[c.Intn(3)])
+		},
+		func(o *runtime.Object, _ randfill.Continue) { *o = nil },
+		func(o *any, c randfill.Continue) {
+			*o = []any{nil, "a", int64(1), []any{"a"}, map[string]any{"a": "b"}}[c.Intn(5)]
+		},
+		func(j *apiextensions.JSON, c randfill.Continue) {
+			*j = []apiextensions.JSON{nil, "a", int64(1), []any{"a"}, map[string]any{"a": "b"}}[c.Intn(5)]
+		},
+		func(m *metav1.TypeMeta, _ randfill.Continue) { *m = metav1.TypeMeta{} },
+		func(m *[]metav1.ManagedFieldsEntry, _ randfill.Continue) { *m = nil },
+	)
+}
+
+// times are two, and two that are none: a client may send one with a zone.
+var times = []time.Time{time.Unix(1, 0), time.Unix(2, 0), {}, time.Time{}.Local()}
 
 const (
 	// nothing, timesAlone and textAlone, outside of lists, are what is changed in place of one in so many values.
@@ -41,7 +78,7 @@ func change(v reflect.Value, r *rand.Rand, inList bool, oneIn int) {
 	case reflect.Struct:
 		if at, ok := v.Addr().Interface().(*time.Time); ok {
 			if oneIn == timesAlone || changed() {
-				*at = world.Times[r.Intn(len(world.Times))]
+				*at = times[r.Intn(len(times))]
 			}
 			return
 		}
@@ -122,7 +159,7 @@ func created(t *testing.T, e *verbs.Endpoint, seed int64) (same int) {
 	if err != nil {
 		t.Fatal(e.Kind, err)
 	}
-	world.Filler(seed).Fill(obj)
+	filler(seed).Fill(obj)
 	r := rand.New(rand.NewSource(seed))
 	first, ok := managed.ShapeOf(nil, obj)
 	for _, oneIn := range []int{nothing, timesAlone, timesAlone, textAlone, textAlone, 20, 5} {

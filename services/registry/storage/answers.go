@@ -8,8 +8,6 @@ import (
 	clientv3 "go.etcd.io/etcd/client/v3"
 	etcdmetrics "k8s.io/apiserver/pkg/storage/etcd3/metrics"
 
-	"watershed.dev/platform/frame"
-	"watershed.dev/platform/lru"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
@@ -20,17 +18,19 @@ const (
 )
 
 // Answers are the objects of one resource as they were last answered. A GET of an object that has not changed since
-// asks etcd for its revision alone, and nothing is decoded or encoded; the answer is as fresh as any other. What has
-// changed is kept as the event log has it, if it was asked for before. Resources that are encrypted in etcd have none:
-// who may not decrypt an object any more is not to answer it.
+// asks etcd for its revision alone, and nothing is decoded or encoded; the answer is as fresh as any other. None is
+// kept of a resource of which an object was seen encrypted in etcd: who may not decrypt it any more is not to answer
+// it.
 type Answers struct {
 	of      *Stored
 	storage *Storage
-	byKey   *lru.Cache[place, answer]
 }
 
-// place is where an object is.
+// place is where an object is. It is not its key in etcd: "a/b" in namespace x, which is no name, and b in x/a, which is
+// no namespace, have the same.
 type place struct{ storedAs, namespace, name string }
+
+func (a *Answers) place(namespace, name string) place { return place{a.of.Name(), namespace, name} }
 
 // answer is one object at a revision: as JSON and as protobuf, or nil where that was not asked for.
 type answer struct {
@@ -38,10 +38,8 @@ type answer struct {
 	bodies   [2][]byte
 }
 
-func (a *answer) bytes() int { return len(a.bodies[0]) + len(a.bodies[1]) + overhead }
-
-// overhead is about what an answer takes beside its bytes.
-const overhead = 256
+// bytes is about what an answer takes.
+func (a *answer) bytes() int { return len(a.bodies[0]) + len(a.bodies[1]) + 256 }
 
 // form is which of an answer's bodies has an encoding.
 func form(protobuf bool) int {
@@ -60,15 +58,13 @@ var answered = prometheus.NewCounterVec(prometheus.CounterOpts{
 func Metrics() []prometheus.Collector { return []prometheus.Collector{answered} }
 
 // Answers are those of a resource's objects in the version that the log carries.
-func (s *Storage) Answers(of *Stored) *Answers {
-	return &Answers{of: of, storage: s, byKey: s.answers}
-}
+func (s *Storage) Answers(of *Stored) *Answers { return &Answers{of, s} }
 
 // Get is an object's body, which must not be changed, as it was when Get began or later; nil: it has to be read.
 func (a *Answers) Get(ctx context.Context, namespace, name string, protobuf bool) []byte {
-	kept, _ := a.byKey.Get(place{a.of.Name(), namespace, name})
+	kept, _ := a.storage.answers.Get(a.place(namespace, name))
 	body := kept.bodies[form(protobuf)]
-	if body != nil && a.revision(ctx, namespace, name) == kept.revision && !a.of.hidden.Load() {
+	if body != nil && a.revision(ctx, namespace, name) == kept.revision && !a.of.encrypted.Load() {
 		answered.WithLabelValues("kept").Inc()
 		return body
 	}
@@ -76,58 +72,57 @@ func (a *Answers) Get(ctx context.Context, namespace, name string, protobuf bool
 	return nil
 }
 
-// revision is that of an object's last change, by a linearizable read; 0 where there is none or nobody can say.
+// revision is that of an object's last change, by a linearizable read; 0 where there is none, nobody can say, or it may
+// not be read by what is configured of encryption.
 func (a *Answers) revision(ctx context.Context, namespace, name string) int64 {
-	options := []clientv3.OpOption{clientv3.WithKeysOnly()}
-	if a.storage.encryption.transformers != nil {
-		options = nil // whether it is encrypted is told by its value
+	s, key := a.storage, a.of.key(namespace, name)
+	var options []clientv3.OpOption
+	if s.encryption.transformers == nil {
+		options = append(options, clientv3.WithKeysOnly())
 	}
+	before := s.newest.Load()
 	begun := time.Now()
-	resp, err := a.storage.Client.Client.Get(ctx, a.of.key(namespace, name), options...)
+	resp, err := s.Client.Client.Get(ctx, key, options...)
 	etcdmetrics.RecordEtcdRequest("get", a.of.GroupResource, err, begun)
 	if err != nil || len(resp.Kvs) != 1 {
 		return 0
 	}
-	if Encrypted(resp.Kvs[0].Value) && !a.of.hidden.Swap(true) {
-		a.byKey.Clear()
+	if now := resp.Header.Revision; now < before { // etcd has another history, which the log has not told of yet
+		s.newest.CompareAndSwap(before, now)
+		s.Forget()
+		return 0
+	} else if now > before {
+		s.newest.CompareAndSwap(before, now)
 	}
-	return resp.Kvs[0].ModRevision
+	kv := resp.Kvs[0]
+	if s.encryption.transformers != nil {
+		a.of.seen(kv.Value)
+		if _, _, err := a.of.transformer.TransformFromStorage(ctx, kv.Value, authenticatedKey(key)); err != nil {
+			return 0
+		}
+	}
+	return kv.ModRevision
 }
 
-// Keep keeps the body of an object that was read, which is not changed from here on, unless a later one is kept.
+// Keep keeps the body of an object that was read, which is not changed from here on, unless a later one is kept. Of two
+// encodings that are kept at once one may be lost, which costs a reading.
 func (a *Answers) Keep(namespace, name string, protobuf bool, revision int64, body []byte) {
-	if len(body) > answerBytes || a.of.hidden.Load() {
-		return
-	}
-	p := place{a.of.Name(), namespace, name}
+	p := a.place(namespace, name)
 	one := answer{revision: revision}
-	kept, ok := a.byKey.Get(p)
-	if ok && kept.revision == revision {
+	if kept, _ := a.storage.answers.Get(p); kept.revision == revision {
 		one = kept
 	}
 	one.bodies[form(protobuf)] = body
+	if revision == 0 || a.of.encrypted.Load() || one.bytes() > answerBytes {
+		return
+	}
 	later := func(kept answer) bool { return kept.revision > revision }
-	a.byKey.PutUnless(p, later, one, one.bytes())
+	a.storage.answers.PutUnless(p, later, one, one.bytes())
 }
 
-// changed is told of an object's change: what was asked for before is kept as it is now.
+// changed is told of an object's change: what was kept is of before. What the event has is not kept in its place: in a
+// rolling upgrade it is an older publisher's.
 func (a *Answers) changed(e *logv1.Event) {
-	a.byKey.Update(place{a.of.Name(), e.Namespace, e.Name}, func(kept answer) (answer, int, bool) {
-		if kept.revision >= e.Revision {
-			return kept, kept.bytes(), true
-		}
-		now := answer{revision: e.Revision}
-		if e.Type == logv1.Type_TYPE_DELETED || a.of.hidden.Load() || len(e.Object.GetJson()) > answerBytes {
-			return now, 0, false
-		}
-		apiVersion, kind := a.of.Kind.ToAPIVersionAndKind()
-		if body := e.Object.GetJson(); kept.bodies[form(false)] != nil && len(body) > 0 {
-			framed := make([]byte, 0, len(body)+len(kind)+len(apiVersion)+32)
-			now.bodies[form(false)] = append(frame.Object(framed, kind, apiVersion, body), '\n')
-		}
-		if message := e.Object.GetProtobuf(); kept.bodies[form(true)] != nil && len(message) > 0 {
-			now.bodies[form(true)] = frame.Envelope(kind, apiVersion, message)
-		}
-		return now, now.bytes(), now.bodies[0] != nil || now.bodies[1] != nil
-	})
+	before := func(kept answer) bool { return kept.revision < e.Revision }
+	a.storage.answers.RemoveIf(a.place(e.Namespace, e.Name), before)
 }

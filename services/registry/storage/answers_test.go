@@ -1,20 +1,16 @@
 package storage_test
 
 import (
-	"bytes"
 	"fmt"
-	"slices"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
-
-	"k8s.io/apimachinery/pkg/api/meta"
-	"k8s.io/apimachinery/pkg/runtime"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/internal/world"
-	"watershed.dev/services/registry/verbs"
 )
 
 // counted has the values counted that are read from etcd.
@@ -38,26 +34,8 @@ func TestAnAnswerIsKeptWhileItsObjectStaysAsItIs(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	told := func() { // as the event log tells of what is there now
-		t.Helper()
-		st, _ := w.Resources.Storage.ByName("configmaps")
-		resp, err := etcd.Get(t.Context(), key)
-		if err != nil || len(resp.Kvs) != 1 {
-			t.Fatal(err)
-		}
-		kv := resp.Kvs[0]
-		_, o, err := st.Read(t.Context(), key, kv.Value, kv.ModRevision)
-		if err != nil {
-			t.Fatal(err)
-		}
-		w.Resources.Storage.Written(&logv1.Event{
-			Type:      logv1.Type_TYPE_MODIFIED,
-			StoredAs:  "configmaps",
-			Namespace: "x",
-			Name:      "a",
-			Revision:  kv.ModRevision,
-			Object:    o,
-		})
+	written := func(revision int64) {
+		w.Resources.Storage.Written(&logv1.Event{StoredAs: "configmaps", Namespace: "x", Name: "a", Revision: revision})
 	}
 	deleted := func() {
 		t.Helper()
@@ -89,22 +67,17 @@ func TestAnAnswerIsKeptWhileItsObjectStaysAsItIs(t *testing.T) {
 		{"as protobuf, kept", nil, &registryv1.GetRequest{Output: &registryv1.Output{MediaType: asProtobuf}}, 0, "k8s\x00"},
 		{"and as JSON", nil, &registryv1.GetRequest{}, 0, `"k":"1"`},
 		{"changed by another registry", func() { put("2") }, &registryv1.GetRequest{}, 1, `"k":"2"`},
-		{"which the log tells of", func() { put("3"); told() }, &registryv1.GetRequest{}, 0, `"k":"3"`},
-		{"before another change", func() { put("4"); told(); put("5") }, &registryv1.GetRequest{}, 1, `"k":"5"`},
-		{"told of late", told, &registryv1.GetRequest{}, 0, `"k":"5"`},
+		{"told of late", func() { written(2) }, &registryv1.GetRequest{}, 0, `"k":"2"`},
+		{"told of a later change", func() { put("5"); written(1 << 40) }, &registryv1.GetRequest{}, 1, `"k":"5"`},
 		{"deleted", deleted, &registryv1.GetRequest{}, 1, "not found"},
 		{"made anew as it was", func() { put("5") }, &registryv1.GetRequest{}, 1, `"k":"5"`},
 		{"in another history", w.Resources.Storage.Forget, &registryv1.GetRequest{}, 1, `"k":"5"`},
-		{"deleted, as the log tells", func() {
-			w.Resources.Storage.Written(&logv1.Event{
-				Type:      logv1.Type_TYPE_DELETED,
-				StoredAs:  "configmaps",
-				Namespace: "x",
-				Name:      "a",
-				Revision:  1 << 40,
-				Object:    &logv1.Object{Json: []byte(`{"a":1}`)},
-			})
-		}, &registryv1.GetRequest{}, 1, `"k":"5"`},
+		{"and kept again", nil, &registryv1.GetRequest{}, 0, `"k":"5"`},
+		{"in another history that nobody has told of", func() { w.Resources.Storage.Told(1 << 40) },
+			&registryv1.GetRequest{}, 1, `"k":"5"`},
+		{"which goes on", nil, &registryv1.GetRequest{}, 0, `"k":"5"`},
+		{"too large to be kept", func() { put(strings.Repeat("6", 1<<20)) }, &registryv1.GetRequest{}, 1, `"k":"66`},
+		{"and read again", nil, &registryv1.GetRequest{}, 1, `"k":"66`},
 	} {
 		if step.before != nil {
 			step.before()
@@ -122,137 +95,54 @@ func TestAnAnswerIsKeptWhileItsObjectStaysAsItIs(t *testing.T) {
 	}
 }
 
-// A name is one of its namespace, whatever is in it.
+// What may not be decrypted any more is not answered, so what is encrypted is decrypted each time.
+func TestWhatIsEncryptedIsNotAnsweredFromMemory(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "encryption.yaml")
+	const config = "apiVersion: apiserver.config.k8s.io/v1\nkind: EncryptionConfiguration\nresources:\n" +
+		"- resources: [secrets]\n  providers:\n  - aescbc:\n      keys:\n" +
+		"      - {name: k, secret: AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=}\n"
+	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	w := world.New(t, "--encryption-provider-config="+file)
+	secrets := &commonv1.Resource{Version: "v1", Resource: "secrets"}
+	for _, of := range []*commonv1.Resource{secrets, world.ConfigMaps} {
+		if _, err := w.Write(t.Context(), of, &registryv1.WriteRequest{
+			Verb: "create",
+			Body: []byte(`{"metadata":{"name":"a"}}`),
+		}, &world.Gate{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	read := counted(w)
+	for _, step := range []struct {
+		of    *commonv1.Resource
+		reads int
+	}{
+		{world.ConfigMaps, 1}, {world.ConfigMaps, 0},
+		{secrets, 1}, {secrets, 1}, {world.ConfigMaps, 0},
+	} {
+		read.n = 0
+		resp, err := w.Get(t.Context(), step.of, &registryv1.GetRequest{Name: "a"})
+		if err != nil || !strings.Contains(string(resp.Body), `"name":"a"`) || read.n != step.reads {
+			t.Errorf("%s: %s, %v; %d values were read, want %d", step.of.Resource, resp.GetBody(), err, read.n, step.reads)
+		}
+	}
+}
+
+// A name is one of its namespace, whatever is in it: two that are none have the same key in etcd.
 func TestAnAnswerIsOfItsPlace(t *testing.T) {
 	w := world.New(t)
-	for _, ns := range []string{"x", "x/a"} {
-		key := "/registry/configmaps/" + ns + "/a"
-		value := `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a","namespace":"x","uid":"` + ns + `"}}`
-		if _, err := w.Resources.Storage.Client.Client.Put(t.Context(), key, value); err != nil {
-			t.Fatal(err)
-		}
+	e, ok := w.Resources.BuiltIn.Endpoint(world.ConfigMaps)
+	if !ok {
+		t.Fatal("no endpoint")
 	}
-	for range 2 {
-		resp, err := w.Get(t.Context(), world.ConfigMaps, &registryv1.GetRequest{Name: "a"})
-		if err != nil || !strings.Contains(string(resp.Body), `"uid":"x"`) {
-			t.Errorf("%s, %v", resp.GetBody(), err)
-		}
-		if resp, err := w.Get(t.Context(), world.ConfigMaps, &registryv1.GetRequest{Name: "a/a"}); err == nil {
-			t.Errorf("%s", resp.Body)
-		}
-	}
-}
-
-// Of every kind, what the log carries is answered as what is read would be.
-func TestAnswersOfTheLogAreThoseOfReading(t *testing.T) {
-	w := world.New(t)
-	read := counted(w)
-	kinds := 0
-	for _, entry := range w.Resources.BuiltIn.Entries() {
-		e, ok := w.Resources.BuiltIn.Endpoint(entry.Resource)
-		if !ok || e.Answers == nil {
-			continue
-		}
-		kinds++
-		for seed := range int64(6) {
-			told := told(t, w, e, storedOf(t, e, seed))
-			read.n = 0
-			for mediaType, body := range told {
-				if kept := get(t, w, e, mediaType); !bytes.Equal(kept, body) || read.n > 0 {
-					t.Errorf("%v, seed %d, %s: %d reads, and answered is\n%q\nread is\n%q", e.Kind, seed, mediaType, read.n,
-						kept, body)
-				}
-			}
-		}
-	}
-	if kinds < 50 {
-		t.Errorf("%d kinds", kinds)
-	}
-}
-
-// storedOf is any object of an endpoint's kind, as etcd may have it.
-func storedOf(t *testing.T, e *verbs.Endpoint, seed int64) []byte {
-	t.Helper()
-	obj, err := e.Creater.New(e.Kind)
-	if err == nil {
-		obj, err = e.UnsafeConvertor.ConvertToVersion(obj, e.Hub())
-	}
+	resp, err := w.Resources.Storage.Client.Client.Put(t.Context(), "/registry/configmaps/x/a/b", "{}")
 	if err != nil {
-		t.Fatal(e.Kind, err)
+		t.Fatal(err)
 	}
-	world.Filler(seed).Fill(obj)
-	m, err := meta.Accessor(obj)
-	if err != nil {
-		t.Fatal(e.Kind, err)
+	e.Answers.Keep("x/a", "b", false, resp.Header.Revision, []byte("of another namespace"))
+	if resp, err := w.Get(t.Context(), world.ConfigMaps, &registryv1.GetRequest{Name: "a/b"}); err == nil {
+		t.Errorf("%s", resp.Body)
 	}
-	m.SetName("a")
-	m.SetNamespace(map[bool]string{true: "x"}[e.Namespaced])
-	m.SetResourceVersion("")
-	info, _ := runtime.SerializerInfoForMediaType(e.Serializer.SupportedMediaTypes(), runtime.ContentTypeJSON)
-	var value bytes.Buffer
-	if err := e.Serializer.EncoderForVersion(info.Serializer, e.Kind.GroupVersion()).Encode(obj, &value); err != nil {
-		t.Fatal(e.Kind, seed, err)
-	}
-	return value.Bytes()
-}
-
-// told has the log tell of a change of an object that was asked for before, and says what is answered where it is read.
-func told(t *testing.T, w *world.World, e *verbs.Endpoint, value []byte) map[string][]byte {
-	t.Helper()
-	st, _ := w.Resources.Storage.ByName(e.Entry.StoredAs)
-	key, namespace := st.Prefix+"a", ""
-	if e.Namespaced {
-		key, namespace = st.Prefix+"x/a", "x"
-	}
-	put := func() int64 {
-		t.Helper()
-		resp, err := w.Resources.Storage.Client.Client.Put(t.Context(), key, string(value))
-		if err != nil {
-			t.Fatal(err)
-		}
-		return resp.Header.Revision
-	}
-	put()
-	asked := map[string][]byte{}
-	for _, mediaType := range []string{runtime.ContentTypeJSON, runtime.ContentTypeProtobuf} {
-		if slices.Contains(e.Entry.MediaTypes, mediaType) {
-			asked[mediaType] = get(t, w, e, mediaType)
-		}
-	}
-	revision := put()
-	w.Resources.Storage.Forget()
-	fresh := map[string][]byte{}
-	for mediaType := range asked {
-		fresh[mediaType] = get(t, w, e, mediaType)
-	}
-	w.Resources.Storage.Forget()
-	for mediaType, body := range asked {
-		e.Answers.Keep(namespace, "a", mediaType == runtime.ContentTypeProtobuf, revision-1, body)
-	}
-	_, o, err := st.Read(t.Context(), key, value, revision)
-	if err != nil {
-		t.Fatal(e.Kind, err)
-	}
-	w.Resources.Storage.Written(&logv1.Event{
-		Type:      logv1.Type_TYPE_MODIFIED,
-		StoredAs:  st.Name(),
-		Namespace: namespace,
-		Name:      "a",
-		Revision:  revision,
-		Object:    o,
-	})
-	return fresh
-}
-
-// get reads object a of an endpoint's kind.
-func get(t *testing.T, w *world.World, e *verbs.Endpoint, mediaType string) []byte {
-	t.Helper()
-	resp, err := w.Get(t.Context(), e.Entry.Resource, &registryv1.GetRequest{
-		Name:   "a",
-		Output: &registryv1.Output{MediaType: mediaType},
-	})
-	if err != nil {
-		t.Fatal(e.Kind, err)
-	}
-	return resp.Body
 }

@@ -10,7 +10,6 @@ import (
 	"k8s.io/apiserver/pkg/storage/value"
 
 	"watershed.dev/platform/lru"
-	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
 const (
@@ -53,26 +52,22 @@ func (r *recent) drop(key string, before int64) {
 	r.byKey.RemoveIf(key, func(w written) bool { return w.revision < before })
 }
 
-// Written is told of every event: what another registry has written is not what is kept.
-func (s *Storage) Written(e *logv1.Event) {
-	st, ok := s.ByName(e.StoredAs)
-	if !ok { // not known by name; what is kept of it may be old, which etcd finds out
-		return
-	}
-	s.recent.drop(st.key(e.Namespace, e.Name), e.Revision)
-	s.Answers(st).changed(e)
-}
-
-// Forget is told that etcd's history is another one: a revision that is kept may stand for another value.
-func (s *Storage) Forget() {
-	s.recent.byKey.Clear()
-	s.answers.Clear()
-}
-
-// remembered is etcd's client as upstream's storage uses it, with what it writes kept.
+// remembered is etcd's client as upstream's storage uses it, with what it writes kept, and known of what is encrypted.
 type remembered struct {
 	etcdkubernetes.Interface
-	recent *recent
+	of *Storage
+}
+
+// Get implements etcd's client.
+func (r *remembered) Get(ctx context.Context, key string,
+	opts etcdkubernetes.GetOptions) (etcdkubernetes.GetResponse, error) {
+	resp, err := r.Interface.Get(ctx, key, opts)
+	if err == nil && resp.KV != nil && r.of.encryption.transformers != nil {
+		if st, ok := r.of.ByKey(key); ok {
+			st.seen(resp.KV.Value)
+		}
+	}
+	return resp, err
 }
 
 // OptimisticPut implements etcd's client.
@@ -80,7 +75,7 @@ func (r *remembered) OptimisticPut(ctx context.Context, key string, value []byte
 	opts etcdkubernetes.PutOptions) (etcdkubernetes.PutResponse, error) {
 	resp, err := r.Interface.OptimisticPut(ctx, key, value, expected, opts)
 	if err == nil && resp.Succeeded {
-		r.recent.put(key, value, resp.Revision)
+		r.of.recent.put(key, value, resp.Revision)
 	}
 	return resp, err
 }
@@ -90,7 +85,7 @@ func (r *remembered) OptimisticDelete(ctx context.Context, key string, expected 
 	opts etcdkubernetes.DeleteOptions) (etcdkubernetes.DeleteResponse, error) {
 	resp, err := r.Interface.OptimisticDelete(ctx, key, expected, opts)
 	if err == nil && resp.Succeeded {
-		r.recent.drop(key, resp.Revision)
+		r.of.recent.drop(key, resp.Revision)
 	}
 	return resp, err
 }

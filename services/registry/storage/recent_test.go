@@ -29,8 +29,7 @@ func (r *reads) Get(ctx context.Context, key string, o etcdkubernetes.GetOptions
 func TestAnUpdateBeginsWithWhatWasWritten(t *testing.T) {
 	w := world.New(t)
 	etcd := w.Resources.Storage.Client
-	counted := &reads{Interface: etcd.Kubernetes}
-	etcd.Kubernetes = counted
+	read := counted(w)
 	write := func(verb, body string) (string, error) {
 		t.Helper()
 		resp, err := w.Write(t.Context(), world.ConfigMaps, &registryv1.WriteRequest{
@@ -86,13 +85,13 @@ func TestAnUpdateBeginsWithWhatWasWritten(t *testing.T) {
 		if step.before != nil {
 			step.before()
 		}
-		counted.n = 0
+		read.n = 0
 		got, err := write(step.verb, step.body)
 		if err != nil {
 			got = string(apierrors.ReasonForError(err)) + err.Error()
 		}
-		if !strings.Contains(got, step.want) || counted.n != step.reads {
-			t.Errorf("%s: %d reads of etcd, %s, %v", step.what, counted.n, got, err)
+		if !strings.Contains(got, step.want) || read.n != step.reads {
+			t.Errorf("%s: %d reads of etcd, %s, %v", step.what, read.n, got, err)
 		}
 	}
 }

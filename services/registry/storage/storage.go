@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/spf13/pflag"
@@ -36,6 +37,7 @@ import (
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/lru"
 	"watershed.dev/platform/rpc"
+	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
 // Options say where etcd is. The names are kube-apiserver's.
@@ -81,6 +83,8 @@ type Storage struct {
 	encryption *encryption
 	recent     *recent
 	answers    *lru.Cache[place, answer]
+	// newest is the latest of etcd's revisions that a GET has been told.
+	newest atomic.Int64
 
 	mu       sync.RWMutex
 	byPrefix map[string]*Stored
@@ -158,8 +162,7 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 	}
 	opened = true
 	kept := newRecent()
-	client.Kubernetes = &remembered{client.Kubernetes, kept}
-	return &Storage{
+	s := &Storage{
 		Client:   client,
 		Factory:  f,
 		Options:  eo,
@@ -170,7 +173,9 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 		encryption: encryption,
 		recent:     kept,
 		answers:    lru.New[place, answer](answersBytes),
-	}, nil
+	}
+	client.Kubernetes = &remembered{client.Kubernetes, s}
+	return s, nil
 }
 
 // local says whether etcd is at sockets of this host, as that of `up` is. They are no network's: no proxy leads there.
@@ -195,6 +200,23 @@ func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
 func (s *Storage) Close() error {
 	s.encryption.close()
 	return s.Client.Close()
+}
+
+// Written is told of every event of the log: the value that this registry has written before, and what it has answered,
+// are forgotten.
+func (s *Storage) Written(e *logv1.Event) {
+	st, ok := s.ByName(e.StoredAs)
+	if !ok { // not known by name; what is kept of it may be old, which etcd finds out
+		return
+	}
+	s.recent.drop(st.key(e.Namespace, e.Name), e.Revision)
+	s.Answers(st).changed(e)
+}
+
+// Forget is told that etcd's history is another one: what is kept at a revision may be of another value.
+func (s *Storage) Forget() {
+	s.recent.byKey.Clear()
+	s.answers.Clear()
 }
 
 // Prefix is what all keys begin with, "/registry/".

@@ -42,8 +42,8 @@ type Stored struct {
 	decorator func(runtime.Object)
 	// always: what selectors ask of an object is not all that attrs tells.
 	always bool
-	// hidden: some object of it is encrypted in etcd.
-	hidden atomic.Bool
+	// encrypted: an object of it was seen encrypted in etcd. It stays so until the process ends.
+	encrypted atomic.Bool
 }
 
 // Name is the resource's name across the system.
@@ -235,6 +235,13 @@ func (s *Stored) Read(ctx context.Context, key string, data []byte,
 	}
 	m, err = meta.Accessor(obj)
 	return m, o, err
+}
+
+// seen is told of a value that was read.
+func (s *Stored) seen(value []byte) {
+	if Encrypted(value) {
+		s.encrypted.Store(true)
+	}
 }
 
 // key is an object's in etcd.

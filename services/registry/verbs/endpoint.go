@@ -53,7 +53,7 @@ type Endpoint struct {
 	// FromStorage brings custom resources as they are stored to the endpoint's version.
 	FromStorage func(*unstructured.UnstructuredList) (*unstructured.UnstructuredList, error)
 	// Answers are the objects as they were last answered, where the endpoint answers them as the log carries them; nil:
-	// each is read and encoded.
+	// each is read and encoded, as custom resources are.
 	Answers *storage.Answers
 	// Terminating says whether nothing more may be created, since the definition is being deleted. It may be nil.
 	Terminating func() bool

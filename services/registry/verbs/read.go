@@ -39,8 +39,8 @@ func (e *Endpoint) Get(ctx context.Context, r *registryv1.GetRequest) (*registry
 	if err != nil {
 		return nil, err
 	}
-	kept, protobuf := e.answersOf(r, opts)
-	if kept {
+	keepable, protobuf := e.keepable(r, opts)
+	if keepable {
 		if body := e.Answers.Get(ctx, r.Namespace, r.Name, protobuf); body != nil {
 			return &registryv1.ObjectResponse{Code: http.StatusOK, Body: body}, nil
 		}
@@ -50,15 +50,14 @@ func (e *Endpoint) Get(ctx context.Context, r *registryv1.GetRequest) (*registry
 		return nil, err
 	}
 	resp, err := e.respond(ctx, r.Output, r.Query, http.StatusOK, obj)
-	if err == nil && kept {
+	if err == nil && keepable {
 		e.keep(r, obj, protobuf, resp.Body)
 	}
 	return resp, err
 }
 
-// answersOf says whether the answer to a request is one that is kept, and in which encoding: the object as it is
-// stored now, in a common form.
-func (e *Endpoint) answersOf(r *registryv1.GetRequest, opts *metav1.GetOptions) (kept, protobuf bool) {
+// keepable says whether a request asks for what may be kept: an object as it is now, in JSON or protobuf.
+func (e *Endpoint) keepable(r *registryv1.GetRequest, opts *metav1.GetOptions) (ok, protobuf bool) {
 	if e.Answers == nil || e.Namespaced != (r.Namespace != "") || r.Output.GetAs() != nil || r.Output.GetPretty() ||
 		opts.ResourceVersion != "" && opts.ResourceVersion != "0" {
 		return false, false
@@ -68,7 +67,7 @@ func (e *Endpoint) answersOf(r *registryv1.GetRequest, opts *metav1.GetOptions) 
 		mediaType == runtime.ContentTypeProtobuf
 }
 
-// keep has the answer kept.
+// keep has an answer kept.
 func (e *Endpoint) keep(r *registryv1.GetRequest, obj runtime.Object, protobuf bool, body []byte) {
 	m, err := meta.Accessor(obj)
 	if err != nil {

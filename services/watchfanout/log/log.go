@@ -168,16 +168,18 @@ func (l *Log) Wait(ctx context.Context, revision int64) error {
 	})
 }
 
-// revisionAgain is how long a registry may keep the question of etcd's revision until another is asked.
-const revisionAgain = 500 * time.Millisecond
+// revisionAgain is after how long without an answer another registry is asked for etcd's revision, if the first one is
+// silent.
+const revisionAgain = rpc.SilentFor + 100*time.Millisecond
 
 // Current waits until the replica has applied etcd's current revision. Readers share one question about it, which began
 // after they had asked.
 func (l *Log) Current(ctx context.Context) error {
 	r, err := l.revisions.Get(ctx, "", func(ctx context.Context) (int64, error) {
-		r, err := rpc.Hedged(ctx, revisionAgain, func(ctx context.Context) (*registryv1.RevisionResponse, error) {
+		ask := func(ctx context.Context) (*registryv1.RevisionResponse, error) {
 			return l.source.Revision(ctx, &registryv1.RevisionRequest{})
-		})
+		}
+		r, err := rpc.Hedged(rpc.Noting(ctx), revisionAgain, ask)
 		return r.GetRevision(), err
 	})
 	if err != nil {
