@@ -81,10 +81,15 @@ func (n *note) preferred(p *picker) replica {
 	if before == first.pending || before == nil && first.calls.Load() > crowded+2*second.calls.Load() {
 		first, second = second, first
 	}
-	for _, r := range []replica{first, second, p.turn(p.ready)} {
-		if r.pending != before && !r.silent() {
-			return r
-		}
+	may := func(r replica) bool { return r.pending != before && !r.silent() }
+	if may(first) {
+		return first
+	}
+	if may(second) {
+		return second
+	}
+	if third := p.turn(p.ready); may(third) {
+		return third
 	}
 	return first
 }
