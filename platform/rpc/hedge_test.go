@@ -62,7 +62,7 @@ func TestAFailureIsAnAnswer(t *testing.T) {
 			a.say("asked")
 			return "", failed
 		})
-		time.Sleep(time.Minute)
+		time.Sleep(time.Minute) // of the bubble's clock
 		if !errors.Is(err, failed) {
 			t.Error(err)
 		}
@@ -99,7 +99,7 @@ func TestWhoAnswersOthersIsNotAskedAgain(t *testing.T) {
 						_, done := picked(t, p, ctx)
 						done(balancer.DoneInfo{}) // another's question is answered
 					}
-					time.Sleep(time.Second / 10)
+					time.Sleep(time.Second / 10) // of the bubble's clock
 				}
 				return "an answer", nil
 			})
@@ -117,7 +117,7 @@ func TestASilentReplicasQuestionGoesToAnother(t *testing.T) {
 		first, _ := picked(t, p, Preferring(t.Context(), "pods/x/a"))
 		other := map[string]string{"a:1": "a:2", "a:2": "a:1"}[first]
 		var a asks
-		got, err := Hedged(unaryOf(Preferring(t.Context(), "pods/x/a")), SilentFor+1,
+		got, err := Hedged(unaryOf(Preferring(t.Context(), "pods/x/a")), AskAgain,
 			func(ctx context.Context) (string, error) {
 				address, done := picked(t, p, ctx)
 				defer done(balancer.DoneInfo{})
@@ -140,7 +140,7 @@ func TestWhoIsKnownIsAskedOnceEach(t *testing.T) {
 		defer cancel()
 		p := pickerOf("a:1", "a:2")
 		var a asks
-		_, _ = Hedged(unaryOf(Noting(ctx)), SilentFor+1, func(ctx context.Context) (string, error) {
+		_, _ = Hedged(unaryOf(Noting(ctx)), AskAgain, func(ctx context.Context) (string, error) {
 			picked(t, p, ctx)
 			a.say("asked")
 			<-ctx.Done()
@@ -162,7 +162,7 @@ func TestAFailureDoesNotEndAnothersAnswer(t *testing.T) {
 					}
 					return "", errors.New("no leader")
 				}
-				time.Sleep(1500 * time.Millisecond)
+				time.Sleep(1500 * time.Millisecond) // of the bubble's clock
 				return "an answer", nil
 			})
 			if got != "an answer" || err != nil {

@@ -108,10 +108,14 @@ func (n *note) send(to replica) balancer.PickResult {
 	return result
 }
 
+// AskAgain is after how long without an answer a question is asked again that is noted: the first moment that its
+// replica can be silent (Hedged).
+const AskAgain = silentFor + 100*time.Millisecond
+
 const (
-	// SilentFor is how long a replica may have something to answer, and answer nothing, until calls go elsewhere: one
+	// silentFor is how long a replica may have something to answer, and answer nothing, until calls go elsewhere: one
 	// that is frozen is noticed by its connection's keepalive much later.
-	SilentFor = time.Second
+	silentFor = time.Second
 	// avoidedFor is how long calls go elsewhere after one was made again, since its replica was silent.
 	avoidedFor = 5 * time.Second
 )
@@ -130,10 +134,10 @@ func clock() int64 { return int64(time.Since(began)) }
 
 var began = time.Now()
 
-// silent says whether calls are to go elsewhere: it was asked, and has answered nothing for SilentFor.
+// silent says whether calls are to go elsewhere: it was asked, and has answered nothing for silentFor.
 func (p *pending) silent() bool {
 	now, avoided := clock(), p.avoided.Load()
-	return p.calls.Load() > 0 && now-p.since.Load() > int64(SilentFor) || avoided != 0 && now < avoided
+	return p.calls.Load() > 0 && now-p.since.Load() > int64(silentFor) || avoided != 0 && now < avoided
 }
 
 // avoid has calls go elsewhere for a while, also once the one that is not answered has ended.

@@ -113,11 +113,11 @@ func TestASilentReplicaIsNotPreferred(t *testing.T) {
 			return picked(t, p, unaryOf(Preferring(t.Context(), "leases/kube-system/kube-scheduler")))
 		}
 		preferred, stuck := pick()
-		time.Sleep(SilentFor)
+		time.Sleep(silentFor) // of the bubble's clock
 		if again, done := pick(); again != preferred {
 			t.Errorf("a busy replica is left for %s", again)
 		} else {
-			time.Sleep(time.Nanosecond)
+			time.Sleep(time.Nanosecond) // of the bubble's clock
 			if other, done := pick(); other == preferred {
 				t.Error("a silent replica is preferred")
 			} else {
@@ -194,11 +194,11 @@ func TestWhatEndsSilence(t *testing.T) {
 			}
 		}
 		done := busy(t, p, "a:1")
-		time.Sleep(SilentFor + 1)
+		time.Sleep(silentFor + 1) // of the bubble's clock
 		done(balancer.DoneInfo{Err: errLeft})
 		is("a caller has left", both)
 		done = busy(t, p, "a:1")
-		time.Sleep(SilentFor + 1)
+		time.Sleep(silentFor + 1) // of the bubble's clock
 		done(balancer.DoneInfo{Err: errLeft, BytesReceived: true})
 		is("a caller was refused", both)
 		a1 := p.(*picker).ready[0]
@@ -206,9 +206,9 @@ func TestWhatEndsSilence(t *testing.T) {
 		a1.avoid()
 		done(balancer.DoneInfo{Err: errLeft})
 		is("another was asked", other)
-		time.Sleep(avoidedFor - 1)
+		time.Sleep(avoidedFor - 1) // of the bubble's clock
 		is("another was asked, later", other)
-		time.Sleep(time.Nanosecond)
+		time.Sleep(time.Nanosecond) // of the bubble's clock
 		is("another was asked, much later", both)
 		done = a1.begin()
 		a1.avoid()
@@ -230,7 +230,7 @@ func TestASilentReplicaStaysSilentWhenAnotherComes(t *testing.T) {
 			return r.Build(info)
 		}
 		busy(t, build(a, b), "a:1")
-		time.Sleep(SilentFor + 1)
+		time.Sleep(silentFor + 1) // of the bubble's clock
 		if l := loads(t, build(a, b, c)); l != "map[a:2:10 a:3:10]" {
 			t.Error(l)
 		}

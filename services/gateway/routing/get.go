@@ -3,7 +3,6 @@ package routing
 import (
 	"context"
 	"net/http"
-	"time"
 
 	"google.golang.org/grpc"
 
@@ -11,10 +10,6 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
-
-// readAgain is after how long without an answer another registry is asked for an object or a list, if the first one is
-// silent: the first moment that it can be.
-const readAgain = rpc.SilentFor + 100*time.Millisecond
 
 // get answers one object, from who planGet says; what the watch tier does not hold, registry is asked for.
 func (c *call) get() {
@@ -26,7 +21,7 @@ func (c *call) get() {
 	}
 	r := c.getRequest()
 	ctx := c.preferring(c.req.Context(), r.Namespace, r.Name)
-	resp, err := rpc.Hedged(ctx, readAgain, func(ctx context.Context) (*registryv1.ObjectResponse, error) {
+	resp, err := rpc.Hedged(ctx, rpc.AskAgain, func(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return c.router.Objects.Get(ctx, r)
 	})
 	if err != nil {

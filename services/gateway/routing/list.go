@@ -181,7 +181,7 @@ func listQuery(q url.Values) string {
 
 // readList reads a list from a registry, or from another one where that is silent.
 func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
-	return rpc.Hedged(rpc.Noting(ctx), readAgain, func(ctx context.Context) (data []byte, err error) {
+	return rpc.Hedged(rpc.Noting(ctx), rpc.AskAgain, func(ctx context.Context) (data []byte, err error) {
 		stream, err := c.router.Objects.List(ctx, r)
 		if err == nil {
 			err = rpc.Each(stream, func(chunk *registryv1.ListChunk) error {

@@ -155,10 +155,7 @@ func (p *Publisher) keyOf(e *logv1.Event) (string, bool) {
 	if !ok {
 		return "", false
 	}
-	if e.Namespace != "" {
-		return st.Prefix + e.Namespace + "/" + e.Name, true
-	}
-	return st.Prefix + e.Name, true
+	return st.Key(e.Namespace, e.Name), true
 }
 
 // happened says whether etcd has an event at its revision; true where nobody can say any more.

@@ -26,8 +26,8 @@ type Answers struct {
 	storage *Storage
 }
 
-// place is where an object is. It is not its key in etcd: "a/b" in namespace x, which is no name, and b in x/a, which is
-// no namespace, have the same.
+// place is where an object is. It is not its key in etcd: "a/b" in namespace x, which is no name, and b in x/a, which
+// is no namespace, have the same.
 type place struct{ storedAs, namespace, name string }
 
 func (a *Answers) place(namespace, name string) place { return place{a.of.Name(), namespace, name} }
@@ -75,7 +75,7 @@ func (a *Answers) Get(ctx context.Context, namespace, name string, protobuf bool
 // revision is that of an object's last change, by a linearizable read; 0 where there is none, nobody can say, or it may
 // not be read by what is configured of encryption.
 func (a *Answers) revision(ctx context.Context, namespace, name string) int64 {
-	s, key := a.storage, a.of.key(namespace, name)
+	s, key := a.storage, a.of.Key(namespace, name)
 	var options []clientv3.OpOption
 	if s.encryption.transformers == nil {
 		options = append(options, clientv3.WithKeysOnly())
@@ -87,12 +87,11 @@ func (a *Answers) revision(ctx context.Context, namespace, name string) int64 {
 	if err != nil || len(resp.Kvs) != 1 {
 		return 0
 	}
-	if now := resp.Header.Revision; now < before { // etcd has another history, which the log has not told of yet
-		s.newest.CompareAndSwap(before, now)
+	now := resp.Header.Revision
+	s.newest.CompareAndSwap(before, now)
+	if now < before { // etcd has another history, which the log has not told of yet
 		s.Forget()
 		return 0
-	} else if now > before {
-		s.newest.CompareAndSwap(before, now)
 	}
 	kv := resp.Kvs[0]
 	if s.encryption.transformers != nil {

@@ -45,6 +45,10 @@ func TestAnAnswerIsKeptWhileItsObjectStaysAsItIs(t *testing.T) {
 	}
 	const asJSON, asProtobuf = "application/json", "application/vnd.kubernetes.protobuf"
 	old := &registryv1.GetRequest{Query: "resourceVersion=1"}
+	as := func(out *registryv1.Output) *registryv1.GetRequest { return &registryv1.GetRequest{Output: out} }
+	pretty := &registryv1.Output{MediaType: asJSON, Pretty: true}
+	yaml := &registryv1.Output{MediaType: "application/yaml"}
+	protobuf := &registryv1.Output{MediaType: asProtobuf}
 	table := &registryv1.Output{
 		MediaType: asJSON,
 		As:        &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"},
@@ -60,11 +64,11 @@ func TestAnAnswerIsKeptWhileItsObjectStaysAsItIs(t *testing.T) {
 		{"kept", nil, &registryv1.GetRequest{}, 0, `"k":"1"`},
 		{"kept, at any revision", nil, &registryv1.GetRequest{Query: "resourceVersion=0&timeout=3s"}, 0, `"k":"1"`},
 		{"at a revision", nil, old, 1, `"k":"1"`},
-		{"indented", nil, &registryv1.GetRequest{Output: &registryv1.Output{MediaType: asJSON, Pretty: true}}, 1, `"k": "1"`},
-		{"as a Table", nil, &registryv1.GetRequest{Output: table}, 1, `"kind":"Table"`},
-		{"as YAML", nil, &registryv1.GetRequest{Output: &registryv1.Output{MediaType: "application/yaml"}}, 1, "k: "},
-		{"as protobuf", nil, &registryv1.GetRequest{Output: &registryv1.Output{MediaType: asProtobuf}}, 1, "k8s\x00"},
-		{"as protobuf, kept", nil, &registryv1.GetRequest{Output: &registryv1.Output{MediaType: asProtobuf}}, 0, "k8s\x00"},
+		{"indented", nil, as(pretty), 1, `"k": "1"`},
+		{"as a Table", nil, as(table), 1, `"kind":"Table"`},
+		{"as YAML", nil, as(yaml), 1, "k: "},
+		{"as protobuf", nil, as(protobuf), 1, "k8s\x00"},
+		{"as protobuf, kept", nil, as(protobuf), 0, "k8s\x00"},
 		{"and as JSON", nil, &registryv1.GetRequest{}, 0, `"k":"1"`},
 		{"changed by another registry", func() { put("2") }, &registryv1.GetRequest{}, 1, `"k":"2"`},
 		{"told of late", func() { written(2) }, &registryv1.GetRequest{}, 0, `"k":"2"`},
@@ -125,7 +129,8 @@ func TestWhatIsEncryptedIsNotAnsweredFromMemory(t *testing.T) {
 		read.n = 0
 		resp, err := w.Get(t.Context(), step.of, &registryv1.GetRequest{Name: "a"})
 		if err != nil || !strings.Contains(string(resp.Body), `"name":"a"`) || read.n != step.reads {
-			t.Errorf("%s: %s, %v; %d values were read, want %d", step.of.Resource, resp.GetBody(), err, read.n, step.reads)
+			t.Errorf("%s: %s, %v; %d values were read, want %d",
+				step.of.Resource, resp.GetBody(), err, read.n, step.reads)
 		}
 	}
 }

@@ -209,7 +209,7 @@ func (s *Storage) Written(e *logv1.Event) {
 	if !ok { // not known by name; what is kept of it may be old, which etcd finds out
 		return
 	}
-	s.recent.drop(st.key(e.Namespace, e.Name), e.Revision)
+	s.recent.drop(st.Key(e.Namespace, e.Name), e.Revision)
 	s.Answers(st).changed(e)
 }
 

@@ -244,8 +244,8 @@ func (s *Stored) seen(value []byte) {
 	}
 }
 
-// key is an object's in etcd.
-func (s *Stored) key(namespace, name string) string {
+// Key is an object's in etcd.
+func (s *Stored) Key(namespace, name string) string {
 	if namespace == "" {
 		return s.Prefix + name
 	}

@@ -168,10 +168,6 @@ func (l *Log) Wait(ctx context.Context, revision int64) error {
 	})
 }
 
-// revisionAgain is after how long without an answer another registry is asked for etcd's revision, if the first one is
-// silent.
-const revisionAgain = rpc.SilentFor + 100*time.Millisecond
-
 // Current waits until the replica has applied etcd's current revision. Readers share one question about it, which began
 // after they had asked.
 func (l *Log) Current(ctx context.Context) error {
@@ -179,7 +175,7 @@ func (l *Log) Current(ctx context.Context) error {
 		ask := func(ctx context.Context) (*registryv1.RevisionResponse, error) {
 			return l.source.Revision(ctx, &registryv1.RevisionRequest{})
 		}
-		r, err := rpc.Hedged(rpc.Noting(ctx), revisionAgain, ask)
+		r, err := rpc.Hedged(rpc.Noting(ctx), rpc.AskAgain, ask)
 		return r.GetRevision(), err
 	})
 	if err != nil {
