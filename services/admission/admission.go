@@ -42,6 +42,7 @@ import (
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/lifecycle"
+	_ "watershed.dev/platform/patchlimit" // bounds the copies of webhooks' and policies' patches
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 )
 

@@ -104,7 +104,7 @@ var floors = map[string][][]string{
 	"platform": {
 		{
 			"config", "deflate", "egress", "events", "features", "frame", "guard", "identity", "interest", "lru",
-			"paths", "pki", "reload", "version", "warnings", "watchable",
+			"patchlimit", "paths", "pki", "reload", "version", "warnings", "watchable",
 		},
 		{"kubeversion", "reload/reloadtest", "telemetry"},
 		{"rpc"},

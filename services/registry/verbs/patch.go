@@ -27,6 +27,7 @@ import (
 	"k8s.io/apiserver/pkg/registry/rest"
 	kjson "sigs.k8s.io/json"
 
+	_ "watershed.dev/platform/patchlimit" // bounds the copies of the patches applied here
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 

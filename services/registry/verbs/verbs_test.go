@@ -111,6 +111,15 @@ func configMap(name, rest string) string {
 	return fmt.Sprintf(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":%q%s}`, name, rest)
 }
 
+// copies is a JSON Patch that adds a value and copies it n times.
+func copies(n int, value string) string {
+	ops := []string{fmt.Sprintf(`{"op":"add","path":"/data/x","value":%q}`, value)}
+	for i := range n {
+		ops = append(ops, fmt.Sprintf(`{"op":"copy","from":"/data/x","path":"/data/x%d"}`, i))
+	}
+	return "[" + strings.Join(ops, ",") + "]"
+}
+
 func data(want ...string) func(*testing.T, object) {
 	return func(t *testing.T, o object) {
 		t.Helper()
@@ -268,6 +277,13 @@ func TestWrites(t *testing.T) {
 				body: "[" + strings.Repeat(`{"op":"test","path":"/kind","value":"ConfigMap"},`, 10001) +
 					`{"op":"test","path":"/kind","value":"ConfigMap"}]`,
 				fails: "413 RequestEntityTooLarge",
+			},
+			write{
+				verb:        "patch",
+				name:        "p",
+				contentType: patch,
+				body:        copies(9000, strings.Repeat("v", 1000)),
+				fails:       "422 Invalid the server rejected our request due to an error in our request",
 			},
 			write{
 				verb:        "patch",
