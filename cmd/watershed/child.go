@@ -3,12 +3,10 @@ package main
 import (
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -23,6 +21,7 @@ type child struct {
 	// program is what runs, with args.
 	program string
 	args    []string
+	logs    logFiles
 	// command, config and debug are of split's: the subcommand, its file, and where the process shows itself.
 	command, config, debug string
 	// refused, if it is not nil, is told when the process has said twice in a row why it does not run. Once it answers
@@ -87,17 +86,11 @@ func (p *child) start(s spawner) {
 
 // once runs the process until it ends. said is why it does not run, if that is what it told.
 func (p *child) once(s spawner) (said string, err error) {
-	log, err := os.OpenFile(filepath.Join(p.dir, p.name+".log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
-	if err != nil {
-		return "", err
-	}
+	log := p.logs.open(filepath.Join(p.dir, p.name+".log"))
 	defer log.Close()
-	begin, err := log.Seek(0, io.SeekEnd)
-	if err != nil {
-		return "", err
-	}
+	out := &output{file: log}
 	cmd := exec.Command(p.program, p.args...)
-	cmd.Stdout, cmd.Stderr = log, log
+	cmd.Stdout, cmd.Stderr, cmd.WaitDelay = out, out, time.Second
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	p.mu.Lock()
 	if p.stopped {
@@ -120,38 +113,13 @@ func (p *child) once(s spawner) (said string, err error) {
 	}
 	err = cmd.Wait()
 	if ended := new(exec.ExitError); errors.As(err, &ended) && ended.ExitCode() == failed {
-		said = lastWords(log.Name(), begin, "watershed "+p.command+": ")
+		said = out.lastWords("watershed " + p.command + ": ")
 	}
 	return said, err
 }
 
 // failed is what the program ends with when it has told why; a panic ends it with another.
 const failed = 1
-
-// lastWords is what follows the last line of a file that begins with a prefix, to the end and without the prefix:
-// errors that were joined are of several lines. Nothing before from is looked at, and no more than wordsBytes.
-func lastWords(path string, from int64, prefix string) string {
-	f, err := os.Open(path)
-	if err != nil {
-		return ""
-	}
-	defer f.Close()
-	size, err := f.Seek(0, io.SeekEnd)
-	if err != nil {
-		return ""
-	}
-	from = max(from, size-wordsBytes)
-	text := make([]byte, max(size-from, 0))
-	n, _ := f.ReadAt(text, from)
-	said := "\n" + string(text[:n])
-	at := strings.LastIndex(said, "\n"+prefix)
-	if at < 0 {
-		return ""
-	}
-	return strings.TrimSpace(said[at+1+len(prefix):])
-}
-
-const wordsBytes = 16 << 10
 
 // leave keeps the process from being started again when it ends: all are about to be stopped.
 func (p *child) leave() {

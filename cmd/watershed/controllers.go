@@ -122,7 +122,7 @@ func (c *controllers) part(l *layout) (lifecycle.Part, error) {
 		if err != nil {
 			return lifecycle.Part{}, err
 		}
-		all = append(all, &child{name: of.program, dir: l.dir, program: path, args: of.args})
+		all = append(all, &child{name: of.program, dir: l.dir, program: path, args: of.args, logs: l.logs})
 	}
 	ready := lifecycle.Starting("controllers")
 	return lifecycle.Part{Name: "controllers", Ready: ready, Run: func(ctx context.Context) error {

@@ -23,6 +23,7 @@ type layout struct {
 	// sockets is where sockets lie.
 	sockets string
 	lock    *os.File
+	logs    logFiles
 	pki     *certgen.PKI
 	// address and port are where the gateway is reached.
 	address string
@@ -31,7 +32,10 @@ type layout struct {
 
 // openLayout takes the directory for this process and makes what is missing. bind and port are what the gateway listens
 // on.
-func openLayout(dir, bind string, port int, hosts []string) (*layout, error) {
+func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*layout, error) {
+	if err := logs.validate(); err != nil {
+		return nil, err
+	}
 	dir, err := filepath.Abs(dir)
 	if err != nil {
 		return nil, err
@@ -46,7 +50,7 @@ func openLayout(dir, bind string, port int, hosts []string) (*layout, error) {
 	if err != nil {
 		return nil, err
 	}
-	l := &layout{dir: dir, sockets: sockets, address: "127.0.0.1", port: port}
+	l := &layout{dir: dir, sockets: sockets, logs: logs, address: "127.0.0.1", port: port}
 	if ip := net.ParseIP(bind); ip != nil && !ip.IsUnspecified() {
 		l.address, hosts = bind, append(hosts, bind)
 	}

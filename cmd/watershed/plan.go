@@ -79,6 +79,7 @@ func (s *splitRun) planned(command string, n int, debug string, settings map[str
 		name:    fmt.Sprintf("%s-%d", command, n),
 		dir:     s.dir,
 		program: self,
+		logs:    s.logs,
 		command: command,
 		debug:   debug,
 	}

@@ -61,6 +61,8 @@ func split(args []string) error {
 	network := fs.String("rpc-network", defaultNetwork(),
 		`How the processes of services reach each other: "unix", by sockets, or "tcp", with TLS, as between machines.`)
 	dryRun := fs.Bool("dry-run", false, "Write every process's configuration and print the commands, but run nothing.")
+	var logs logFiles
+	logs.addFlags(fs)
 	services := newSplitFlags(fs)
 	if err := config.Load(fs, args); err != nil {
 		return process.Help(err)
@@ -72,7 +74,7 @@ func split(args []string) error {
 	if *network != defaultNetwork() && *network != "tcp" {
 		return fmt.Errorf(`--rpc-network %q: want "tcp" or, on Linux, "unix"`, *network)
 	}
-	l, err := openLayout(*dataDir, *bind, *port, append(*hosts, advertised(fs)...))
+	l, err := openLayout(*dataDir, *bind, *port, append(*hosts, advertised(fs)...), logs)
 	if err != nil {
 		return err
 	}

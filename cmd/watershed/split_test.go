@@ -28,7 +28,7 @@ func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...s
 	if err != nil {
 		t.Fatal(err)
 	}
-	l, err := openLayout(t.TempDir(), "0.0.0.0", 6443, nil)
+	l, err := openLayout(t.TempDir(), "0.0.0.0", 6443, nil, logFiles{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -44,27 +44,6 @@ func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...s
 		t.Fatal(err)
 	}
 	return processes
-}
-
-// Why a process does not run is what it says at its end, on one line or several, and nothing from a start before.
-func TestTheLastWordsOfALog(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "log")
-	const before = "watershed authn: before\n"
-	for text, want := range map[string]string{
-		"":                            "",
-		"a line\n":                    "",
-		"a\nb\nc\n\n":                 "",
-		"one\nwatershed authn: why\n": "why",
-		"watershed authn: first\nwatershed authn: why\nand why\n":         "why\nand why",
-		"watershed authn: long ago\n" + strings.Repeat("x\n", wordsBytes): "",
-	} {
-		if err := os.WriteFile(path, []byte(before+text), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if got := lastWords(path, int64(len(before)), "watershed authn: "); got != want {
-			t.Errorf("%q: %q, want %q", text, got, want)
-		}
-	}
 }
 
 // A process that says twice why it does not run is given up where nobody wants it otherwise; one that panics, is killed
@@ -320,7 +299,7 @@ func TestUpHandsFlagsOn(t *testing.T) {
 
 // What a data directory holds is its owner's to read.
 func TestKubeconfigsAreTheirOwners(t *testing.T) {
-	l, err := openLayout(t.TempDir(), "0.0.0.0", 6443, []string{"example.com"})
+	l, err := openLayout(t.TempDir(), "0.0.0.0", 6443, []string{"example.com"}, logFiles{})
 	if err != nil {
 		t.Fatal(err)
 	}

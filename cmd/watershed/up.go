@@ -36,15 +36,12 @@ func up(args []string) error {
 	}
 	port, _ := fs.GetInt("secure-port")
 	bind, _ := fs.GetString("bind-address")
-	l, err := openLayout(fs.dataDir, bind, port, append(fs.hosts, advertised(fs.FlagSet)...))
+	l, err := openLayout(fs.dataDir, bind, port, append(fs.hosts, advertised(fs.FlagSet)...), fs.logs)
 	if err != nil {
 		return err
 	}
 	defer l.close()
-	logFile, err := os.OpenFile(filepath.Join(l.dir, "watershed.log"), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
-	if err != nil {
-		return err
-	}
+	logFile := fs.logs.open(filepath.Join(l.dir, "watershed.log"))
 	defer logFile.Close()
 	ctx, cancel := lifecycle.Signalled()
 	defer cancel()
@@ -76,7 +73,7 @@ func up(args []string) error {
 			"Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.",
 			time.Since(began).Seconds(),
 			l.pki.AdminKubeconfig(),
-			logFile.Name(),
+			logFile.Filename,
 		)
 	})
 }
@@ -87,6 +84,7 @@ type upFlags struct {
 	dataDir   string
 	hosts     []string
 	telemetry telemetry.Options
+	logs      logFiles
 	with      controllers
 	all       map[string]*built
 }
@@ -97,6 +95,7 @@ func newUpFlags() *upFlags {
 		"Where everything is kept: certificates, etcd, the event log, admin.kubeconfig.")
 	fs.StringSliceVar(&fs.hosts, "tls-sans", nil, "Further names and addresses for the serving certificate.")
 	fs.telemetry.AddFlags(fs.FlagSet)
+	fs.logs.addFlags(fs.FlagSet)
 	fs.with.addFlags(fs.FlagSet)
 	for _, m := range modules {
 		fs.all[m.Name] = newBuilt(m, fs.FlagSet)

@@ -1,0 +1,70 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/spf13/pflag"
+	"gopkg.in/natefinch/lumberjack.v2"
+)
+
+// logFiles bounds the log files of a data directory, which lie on the disk of etcd and NATS.
+type logFiles struct{ maxSize int }
+
+// oldLogFiles is how many older files remain beside each log file.
+const oldLogFiles = 3
+
+// unlimited is a maximum size in megabytes that no file reaches.
+const unlimited = 1 << 30
+
+func (f *logFiles) addFlags(fs *pflag.FlagSet) {
+	fs.IntVar(&f.maxSize, "log-file-max-size", 32, fmt.Sprintf(
+		"The maximum size a log file can grow to, in megabytes, before it is renamed. %d older files of each process are kept. "+
+			"If the value is 0, the maximum file size is unlimited.", oldLogFiles))
+}
+
+func (f *logFiles) validate() error {
+	if f.maxSize < 0 || f.maxSize > unlimited {
+		return fmt.Errorf("--log-file-max-size %d: want 0 to %d megabytes", f.maxSize, unlimited)
+	}
+	return nil
+}
+
+// open returns the log file at path. It is made with the first write, and appended to if it exists.
+func (f *logFiles) open(path string) *lumberjack.Logger {
+	size := f.maxSize
+	if size == 0 {
+		size = unlimited
+	}
+	return &lumberjack.Logger{Filename: path, MaxSize: size, MaxBackups: oldLogFiles}
+}
+
+// output is what a child process writes: into its log file, with the end of it in memory.
+type output struct {
+	file io.Writer
+	end  []byte
+}
+
+// endBytes is how much of a process's output is in memory when the process ends.
+const endBytes = 16 << 10
+
+// Write implements io.Writer. It takes everything, also when the disk is full: a process must not end because its log
+// cannot be written.
+func (o *output) Write(p []byte) (int, error) {
+	_, _ = o.file.Write(p)
+	o.end = append(o.end, p[max(0, len(p)-endBytes):]...)
+	o.end = append(o.end[:0], o.end[max(0, len(o.end)-endBytes):]...)
+	return len(p), nil
+}
+
+// lastWords returns the text after the last line that begins with prefix, without the prefix and to the end of the
+// output: joined errors have several lines. It is empty if no line begins so.
+func (o *output) lastWords(prefix string) string {
+	said := "\n" + string(o.end)
+	at := strings.LastIndex(said, "\n"+prefix)
+	if at < 0 {
+		return ""
+	}
+	return strings.TrimSpace(said[at+1+len(prefix):])
+}
