@@ -21,6 +21,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/pflag"
 	"golang.org/x/net/netutil"
+	utilruntime "k8s.io/apimachinery/pkg/util/runtime"
 	"k8s.io/klog/v2"
 )
 
@@ -63,9 +64,9 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	level := slog.Level(-max(o.Verbosity, modules.most()))
 	switch o.LogFormat {
 	case "text", "":
-		h = slog.NewTextHandler(w, &slog.HandlerOptions{Level: level})
+		h = slog.NewTextHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: bounded})
 	case "json":
-		h = slog.NewJSONHandler(w, &slog.HandlerOptions{Level: level})
+		h = slog.NewJSONHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: bounded})
 	default:
 		return nil, fmt.Errorf(`--logging-format %q: want "text" or "json"`, o.LogFormat)
 	}
@@ -80,6 +81,7 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 		return nil, fmt.Errorf("--vmodule %q: %w", o.VModule, err)
 	}
 	klog.SetSlogLogger(slog.Default().With("logger", "kubernetes"))
+	utilruntime.ErrorHandlers[0] = unhandled
 
 	return o.Tracing.start(ctx, service)
 }

@@ -200,7 +200,14 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		}
 		router.Answered = g.fairness.Answered
 	}
-	g.handler = g.server.Chain(api, authn, g.authz, g.auditor, g.fairness, g.own)
+	g.handler = g.server.Chain(api, edge.Parts{
+		Authn:    authn,
+		Authz:    g.authz,
+		Auditor:  g.auditor,
+		Fairness: g.fairness,
+		Buffered: g.own,
+		Labelled: g.labelled,
+	})
 	return g, nil
 }
 

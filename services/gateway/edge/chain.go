@@ -30,42 +30,58 @@ import (
 var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"),
 	sets.NewString("attach", "exec", "proxy", "log", "portforward"))
 
+// Labelled returns the RequestInfo from which metrics take their labels: without anything that a client chooses freely.
+type Labelled func(*request.RequestInfo) *request.RequestInfo
+
+// Parts are the parts of a gateway that its filters use.
+type Parts struct {
+	Authn   *access.Authenticator
+	Authz   *access.Authorizer
+	Auditor *audit.Auditor
+	// Fairness is nil if requests are not bounded by flow.
+	Fairness *fairness.Fairness
+	// Buffered reports whether a request's body is read before the request counts as in flight.
+	Buffered func(*http.Request) bool
+	Labelled Labelled
+}
+
 // Chain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
-// DefaultBuildHandlerChain). buffered says of which requests the body is read before they count as in flight: those
-// that the gateway answers itself. fair is nil where requests are not bounded by flow.
-func (s *Server) Chain(api http.Handler, authn *access.Authenticator, authz *access.Authorizer, auditor *audit.Auditor,
-	fair *fairness.Fairness, buffered func(*http.Request) bool) http.Handler {
+// DefaultBuildHandlerChain).
+func (s *Server) Chain(api http.Handler, p Parts) http.Handler {
 	c := s.config
+	auditor := p.Auditor
 	h := step("authorization", api, func(h http.Handler) http.Handler {
-		return genericapifilters.WithAuthorization(h, authz, answer.Codecs)
+		return genericapifilters.WithAuthorization(h, p.Authz, answer.Codecs)
 	})
-	if fair != nil {
-		h = unlimited(step("priorityandfairness", h, func(h http.Handler) http.Handler {
-			return fair.Filter(h, LongRunning, c.RequestTimeout)
-		}), h)
-	} else {
-		h = unlimited(genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning), h)
-	}
+	limited := counted(h, p.Labelled, func(h http.Handler) http.Handler {
+		if p.Fairness == nil {
+			return genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning)
+		}
+		return step("priorityandfairness", h, func(h http.Handler) http.Handler {
+			return p.Fairness.Filter(h, LongRunning, c.RequestTimeout)
+		})
+	})
+	h = unlimited(limited, h)
 	bodies := new(body.Reader) // one, which bounds all
-	h = step("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, buffered) })
+	h = step("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, p.Buffered) })
 	h = step("bounds", h, s.bounds.filter)
 	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
 		h = step("constrainedimpersonation", h, func(h http.Handler) http.Handler {
-			return impersonation.WithConstrainedImpersonation(h, authz, answer.Codecs)
+			return impersonation.WithConstrainedImpersonation(h, p.Authz, answer.Codecs)
 		})
 	} else {
 		h = step("impersonation", h, func(h http.Handler) http.Handler {
-			return impersonation.WithImpersonation(h, authz, answer.Codecs)
+			return impersonation.WithImpersonation(h, p.Authz, answer.Codecs)
 		})
 	}
 	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
 	h = traced(h)
 	failed := genericapifilters.WithFailedAuthenticationAudit(unauthorized{}, auditor.Sink, auditor.Policy)
-	h = genericapifilters.WithAuthentication(h, failClosed{authn}, failed,
+	h = genericapifilters.WithAuthentication(h, failClosed{p.Authn}, failed,
 		authenticator.Audiences(c.APIAudiences), nil)
 	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
 	h = genericapifilters.WithWarningRecorder(h)
-	h = timely(h)
+	h = timely(h, p.Labelled)
 	h = genericapifilters.WithRequestDeadline(h, auditor.Sink, auditor.Policy, LongRunning, answer.Codecs,
 		c.RequestTimeout)
 	h = genericfilters.WithWaitGroup(h, LongRunning, s.InFlight)
@@ -78,7 +94,7 @@ func (s *Server) Chain(api http.Handler, authn *access.Authenticator, authz *acc
 	h = genericapifilters.WithLatencyTrackers(h)
 	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
-	h = recovered(h)
+	h = recovered(h, p.Labelled)
 	return genericapifilters.WithAuditInit(h)
 }
 
@@ -95,24 +111,61 @@ func Inside(api http.Handler, authz authorizer.Authorizer, auditor *audit.Audito
 
 // recovered logs a panic and ends its request as aborted, as kube-apiserver does: a client must not take what it has of
 // the answer for the whole. Upstream's filter panics again only while runtime.ReallyCrash is set, which it is not here
-// (cmd/watershed).
-func recovered(h http.Handler) http.Handler {
+// (cmd/watershed). An abort after the client has left is neither logged nor counted.
+func recovered(h http.Handler, labelled Labelled) http.Handler {
 	filtered := genericfilters.WithPanicRecovery(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		whole := false
 		defer func() {
-			if !whole {
-				answer.Abort(req.Context())
+			err := recover()
+			if err == nil {
+				return
+			}
+			answer.Abort(req.Context())
+			if err != http.ErrAbortHandler || !left(req) { //nolint:errorlint // a panic's value, not an error
+				panic(err)
 			}
 		}()
 		h.ServeHTTP(w, req)
-		whole = true
-	}), paths.RequestInfo)
+	}), infoOf(labelled))
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		ctx, aborted := answer.WithAbort(req.Context())
 		filtered.ServeHTTP(w, req.WithContext(ctx))
 		if aborted() {
 			panic(http.ErrAbortHandler)
 		}
+	})
+}
+
+// infoOf resolves requests for upstream's filters that label metrics by what they are given.
+type infoOf Labelled
+
+// NewRequestInfo implements request.RequestInfoResolver.
+func (labelled infoOf) NewRequestInfo(req *http.Request) (*request.RequestInfo, error) {
+	info, err := paths.RequestInfo.NewRequestInfo(req)
+	if err != nil {
+		info = nil
+	}
+	return labelled(info), nil
+}
+
+// counted wraps next in filters that label metrics by the RequestInfo in the context. They get labelled's; next gets
+// the request's own.
+func counted(next http.Handler, labelled Labelled, filters func(http.Handler) http.Handler) http.Handler {
+	type ownKey struct{}
+	limited := filters(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if own, ok := req.Context().Value(ownKey{}).(*request.RequestInfo); ok {
+			req = req.WithContext(request.WithRequestInfo(req.Context(), own))
+		}
+		next.ServeHTTP(w, req)
+	}))
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		info, ok := request.RequestInfoFrom(req.Context())
+		if ok && info.IsResourceRequest { // these filters do not label by the path of other requests
+			if shown := labelled(info); shown != info {
+				ctx := context.WithValue(req.Context(), ownKey{}, info)
+				req = req.WithContext(request.WithRequestInfo(ctx, shown))
+			}
+		}
+		limited.ServeHTTP(w, req)
 	})
 }
 

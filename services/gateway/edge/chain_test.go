@@ -10,9 +10,13 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/runtime"
 	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
+	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/paths"
 )
+
+// served labels every request by itself.
+func served(info *request.RequestInfo) *request.RequestInfo { return info }
 
 // A client sees that an answer was cut short, whatever upstream's loops may do in this process: half a list is not to
 // be taken for a whole one.
@@ -27,7 +31,7 @@ func TestAnAbortedAnswerIsSeen(t *testing.T) {
 					fmt.Fprint(w, "half a list")
 					_ = http.NewResponseController(w).Flush()
 					panic(value)
-				}))
+				}), served)
 				s := httptest.NewUnstartedServer(genericapifilters.WithRequestInfo(h, paths.RequestInfo))
 				s.EnableHTTP2, s.Config.ErrorLog = http2, quiet()
 				s.StartTLS()
@@ -56,7 +60,7 @@ func TestAPanicEndsItsRequestAlone(t *testing.T) {
 			panic("a bug")
 		}
 		fmt.Fprint(w, "ok")
-	}))
+	}), served)
 	s := httptest.NewUnstartedServer(genericapifilters.WithRequestInfo(h, paths.RequestInfo))
 	s.Config.ErrorLog = quiet()
 	s.Start()
@@ -74,5 +78,26 @@ func TestAPanicEndsItsRequestAlone(t *testing.T) {
 	resp.Body.Close()
 	if resp.StatusCode != http.StatusOK {
 		t.Errorf("%s", resp.Status)
+	}
+}
+
+// Filters that label metrics get the labelled RequestInfo of a resource, and the handler below them the request's own.
+func TestFiltersCountLabelledRequests(t *testing.T) {
+	own := &request.RequestInfo{IsResourceRequest: true, Resource: "a client's choice"}
+	shown := &request.RequestInfo{}
+	var seen []*request.RequestInfo
+	see := func(h http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+			info, _ := request.RequestInfoFrom(req.Context())
+			seen = append(seen, info)
+			h.ServeHTTP(w, req)
+		})
+	}
+	none := http.HandlerFunc(func(http.ResponseWriter, *http.Request) {})
+	h := counted(see(none), func(*request.RequestInfo) *request.RequestInfo { return shown }, see)
+	req := httptest.NewRequest(http.MethodGet, "/", nil)
+	h.ServeHTTP(httptest.NewRecorder(), req.WithContext(request.WithRequestInfo(req.Context(), own)))
+	if len(seen) != 2 || seen[0] != shown || seen[1] != own {
+		t.Errorf("%+v", seen)
 	}
 }

@@ -2,7 +2,9 @@ package edge
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -24,7 +26,10 @@ import (
 // WithTimeoutForNonLongRunningRequests). One without RequestInfo, which the chain does not let happen, has no time. The
 // handler runs on another goroutine, since it may go on: on one that has run
 // handlers before, whose stack has grown to what they need.
-func timely(h http.Handler) http.Handler {
+//
+// A client that leaves ends its request as well. Upstream counts and logs that as a timeout; timely does neither,
+// because a client can leave as often as it likes.
+func timely(h http.Handler, labelled Labelled) http.Handler {
 	pool := &workers{}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		info, ok := request.RequestInfoFrom(req.Context())
@@ -43,13 +48,22 @@ func timely(h http.Handler) http.Handler {
 				panic(err)
 			}
 		case <-req.Context().Done():
-			go afterTimeout(req, time.Now(), ended)
 			httplog.SetStacktracePredicate(req.Context(), func(int) bool { return false })
-			defer metrics.RecordRequestTermination(req, info, metrics.APIServerComponent, http.StatusGatewayTimeout)
+			if left(req) {
+				go afterLeaving(req, ended)
+			} else {
+				go afterTimeout(req, time.Now(), ended)
+				defer metrics.RecordRequestTermination(req, labelled(info), metrics.APIServerComponent,
+					http.StatusGatewayTimeout)
+			}
 			late.timeOut()
 		}
 	})
 }
+
+// left reports whether the request's client has closed its connection or its stream. The deadline of a request ends its
+// context with another error.
+func left(req *http.Request) bool { return errors.Is(req.Context().Err(), context.Canceled) }
 
 // ownOf is a handler's own request: it changes its headers and its URL, and may outlive the one that it was made of.
 // What the headers' values are, nobody changes.
@@ -81,6 +95,14 @@ func afterTimeout(req *http.Request, since time.Time, ended <-chan any) {
 	metrics.RecordRequestPostTimeout(metrics.PostTimeoutSourceTimeoutHandler, status)
 	slog.ErrorContext(req.Context(), "A request went on after its time", "for", time.Since(since), "method", req.Method,
 		"path", req.URL.Path, "panic", err)
+}
+
+// afterLeaving waits for the handler of a request whose client has left, and logs its panic if it is a fault.
+func afterLeaving(req *http.Request, ended <-chan any) {
+	if err := <-ended; err != nil && err != http.ErrAbortHandler { //nolint:errorlint // a panic's value, not an error
+		slog.ErrorContext(req.Context(), "A handler panicked after its client had left", "method", req.Method,
+			"path", req.URL.Path, "panic", err)
+	}
 }
 
 // idleWorkers bounds the goroutines that wait for something to run.

@@ -19,7 +19,7 @@ import (
 // timed serves a handler for as long as the request says in its header Within.
 func timed(t *testing.T, info *request.RequestInfo, h http.HandlerFunc) *httptest.Server {
 	t.Helper()
-	inner := timely(h)
+	inner := timely(h, served)
 	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		ctx := request.WithRequestInfo(req.Context(), info)
 		if d, err := time.ParseDuration(req.Header.Get("Within")); err == nil {

@@ -1,0 +1,24 @@
+package gateway
+
+import "k8s.io/apiserver/pkg/endpoints/request"
+
+// labelled returns the RequestInfo from which metrics of a request take their labels. Paths are the client's choice,
+// and a label's values stay in memory: it leaves out the path, and group, version and resource unless they are served.
+func (g *Service) labelled(info *request.RequestInfo) *request.RequestInfo {
+	if info == nil {
+		return &request.RequestInfo{}
+	}
+	if info.IsResourceRequest {
+		if view := g.catalog.View(); view != nil {
+			if _, ok := view.Entry(info.APIGroup, info.APIVersion, info.Resource, info.Subresource); ok {
+				return info
+			}
+		}
+	}
+	out := *info
+	out.Path, out.Resource, out.Subresource = "", "", ""
+	if !g.views.remotes.Handles(info.APIGroup, info.APIVersion) {
+		out.APIGroup, out.APIVersion = "", ""
+	}
+	return &out
+}

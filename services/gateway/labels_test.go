@@ -1,0 +1,113 @@
+package gateway
+
+import (
+	"bytes"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/component-base/metrics/legacyregistry"
+	"k8s.io/klog/v2"
+
+	"watershed.dev/platform/telemetry"
+)
+
+// Metrics label a request by its resource if that is served, and by nothing that its client chose.
+func TestLabelsAreOfServedResources(t *testing.T) {
+	g := start(t, &others{})
+	await(t, func() bool { return g.catalog.View() != nil })
+	served := &request.RequestInfo{IsResourceRequest: true, APIVersion: "v1", Resource: "namespaces"}
+	if g.labelled(served) != served {
+		t.Errorf("a served resource is labelled by %+v", g.labelled(served))
+	}
+	for _, info := range []*request.RequestInfo{
+		nil,
+		{Path: "/x", Verb: "get"},
+		{IsResourceRequest: true, APIGroup: "x", APIVersion: "x", Resource: "x", Subresource: "x", Path: "/apis/x"},
+		{IsResourceRequest: true, APIVersion: "v1", Resource: "namespaces", Subresource: "x", Path: "/x"},
+		{IsResourceRequest: true, APIVersion: "v1", Resource: "x", Path: "/x"},
+	} {
+		l := g.labelled(info)
+		if strings.Contains(l.APIGroup+l.APIVersion+l.Resource+l.Subresource+l.Path, "x") {
+			t.Errorf("%+v is labelled by %+v", info, l)
+		}
+	}
+}
+
+// Strangers whose requests are broken off in the middle of an answer leave nothing in metrics, and no line in the log.
+func TestClientsThatLeaveLeaveNothing(t *testing.T) {
+	var out lines
+	before := slog.Default()
+	stop, err := new(telemetry.Options).Start(t.Context(), "gateway", &out)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { stop(); slog.SetDefault(before); klog.ClearLogger() })
+	g := start(t, &others{})
+	await(t, func() bool { return g.catalog.View() != nil })
+	s := httptest.NewServer(g.handler)
+	defer s.Close()
+	const stranger = "strangers-choice"
+	for i, path := range []string{"/%s", "/apis/%s/v1/x", "/api/v1/%s", "/api/v1/namespaces/x/%s", "/api/v1/namespaces/x/pods/y/%s"} {
+		for n := range 20 {
+			conn, err := net.Dial("tcp", s.Listener.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			_ = conn.(*net.TCPConn).SetReadBuffer(4096)
+			path := fmt.Sprintf(path, fmt.Sprintf("%s-%d-%d-%s", stranger, i, n, strings.Repeat("a", 900_000)))
+			fmt.Fprintf(conn, "GET %s HTTP/1.1\r\nHost: x\r\n\r\n", path)
+			if _, err := io.ReadFull(conn, make([]byte, 64)); err != nil {
+				t.Fatal(err)
+			}
+			conn.Close()
+		}
+	}
+	s.Close() // waits for the requests
+	families, err := legacyregistry.DefaultGatherer.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		if strings.Contains(f.String(), stranger) {
+			t.Errorf("%s has a label that a client chose", f.GetName())
+		}
+	}
+	if text := out.String(); text != "" {
+		t.Errorf("the log has %d bytes: %.300s", len(text), text)
+	}
+}
+
+// lines is a log that several goroutines write.
+type lines struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (l *lines) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+func (l *lines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
+func await(t *testing.T, done func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); !done(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("it takes too long")
+		}
+	}
+}
