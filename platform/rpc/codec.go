@@ -13,8 +13,9 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// codec is gRPC's own for protobuf, and carries lists without copying them: a ListChunk's pieces are sent from where
-// they are, as one piece, and received into a Chunk as they have come.
+// codec is gRPC's own for protobuf, and carries the bytes of the watch tier without copying them. A ListChunk's pieces
+// are sent from where they are, as one piece, and received into a Chunk as they have come. A WatchFrame's events are
+// sent from where they are too: messages that wait for slow receivers on many streams share them.
 type codec struct{ encoding.CodecV2 }
 
 var lists = codec{encoding.GetCodecV2("proto")}
@@ -32,13 +33,125 @@ const (
 
 // Marshal implements encoding.CodecV2.
 func (c codec) Marshal(v any) (mem.BufferSlice, error) {
-	if m, ok := v.(*watchfanoutv1.ListChunk); ok && len(m.ProtoReflect().GetUnknown()) == 0 {
-		return marshalChunk(m), nil
+	switch m := v.(type) {
+	case *watchfanoutv1.ListChunk:
+		if len(m.ProtoReflect().GetUnknown()) == 0 {
+			return marshalChunk(m), nil
+		}
+	case *watchfanoutv1.WatchFrame:
+		if len(m.Data) >= smallPiece || len(m.Initial) > 0 {
+			return c.marshalFrame(m)
+		}
+	case *Tracked:
+		out, err := c.marshalFrame(m.WatchFrame)
+		return append(out, m.end()), err
 	}
 	return c.CodecV2.Marshal(v)
 }
 
-func marshalChunk(m *watchfanoutv1.ListChunk) (out mem.BufferSlice) {
+// Tracked is a WatchFrame whose sender learns when the transport is done with it. Send it with SendMsg.
+type Tracked struct {
+	*watchfanoutv1.WatchFrame
+	// Done is called when the frame's bytes are written or dropped; between services of one process, when the frame is
+	// received. It is not called for a frame that no transport takes: the stream's context ends then.
+	Done func()
+}
+
+// end returns the last buffer of an encoded frame. It is empty, and calls Done when it is freed.
+func (m *Tracked) end() mem.Buffer {
+	data := counted[:0]
+	return mem.NewBuffer(&data, doneFunc(m.Done))
+}
+
+// counted backs these buffers. gRPC counts the references of no buffer whose capacity is 1 KB or less.
+var counted [1<<10 + 1]byte
+
+// doneFunc is a mem.BufferPool that calls a function for what is put into it.
+type doneFunc func()
+
+// Get implements mem.BufferPool.
+func (doneFunc) Get(n int) *[]byte { b := make([]byte, n); return &b }
+
+// Put implements mem.BufferPool.
+func (done doneFunc) Put(*[]byte) { done() }
+
+const (
+	frameData    = 1
+	frameInitial = 7
+	// maxPieceHead is the length of a piece's tag and length.
+	maxPieceHead = 1 + 10
+)
+
+// marshalFrame encodes a WatchFrame with references to its data and to its initial events.
+func (c codec) marshalFrame(m *watchfanoutv1.WatchFrame) (mem.BufferSlice, error) {
+	out, err := c.CodecV2.Marshal(&watchfanoutv1.WatchFrame{
+		Position:          m.Position,
+		InitialEventsDone: m.InitialEventsDone,
+		End:               m.End,
+		Marks:             m.Marks,
+		ColumnsSent:       m.ColumnsSent,
+	})
+	if err != nil {
+		return nil, err
+	}
+	size := maxPieceHead
+	for _, p := range m.Initial {
+		if size += maxPieceHead; len(p) < smallPiece {
+			size += len(p)
+		}
+	}
+	if len(m.Data) < smallPiece {
+		size += len(m.Data)
+	}
+	s := sharing{out: out, copied: make([]byte, 0, size)}
+	for _, p := range m.Initial {
+		s.add(frameInitial, p)
+	}
+	if len(m.Data) > 0 {
+		s.add(frameData, m.Data)
+	}
+	s.flush()
+	return s.out, nil
+}
+
+// sharing gathers an encoded message: small parts are copied, and large ones are where they were.
+type sharing struct {
+	out mem.BufferSlice
+	// copied has room for all that is copied: out refers to it. begun is the beginning of what out lacks.
+	copied []byte
+	begun  int
+}
+
+// add appends a field of bytes.
+func (s *sharing) add(field protowire.Number, p []byte) {
+	s.head(field, len(p))
+	s.piece(p)
+}
+
+// head appends the tag and the length of a field of bytes.
+func (s *sharing) head(field protowire.Number, length int) {
+	s.copied = protowire.AppendTag(s.copied, field, protowire.BytesType)
+	s.copied = protowire.AppendVarint(s.copied, uint64(length))
+}
+
+// piece appends bytes of a field.
+func (s *sharing) piece(p []byte) {
+	if len(p) < smallPiece {
+		s.copied = append(s.copied, p...)
+		return
+	}
+	s.flush()
+	s.out = append(s.out, mem.SliceBuffer(p))
+}
+
+func (s *sharing) flush() {
+	if len(s.copied) > s.begun {
+		s.out = append(s.out, mem.SliceBuffer(s.copied[s.begun:len(s.copied):len(s.copied)]))
+		s.begun = len(s.copied)
+	}
+}
+
+func marshalChunk(m *watchfanoutv1.ListChunk) mem.BufferSlice {
 	total, small := 0, 0
 	for _, p := range m.Data {
 		total += len(p)
@@ -46,37 +159,23 @@ func marshalChunk(m *watchfanoutv1.ListChunk) (out mem.BufferSlice) {
 			small += len(p)
 		}
 	}
-	// what is copied, in one allocation that does not grow: out refers to it
-	copied := make([]byte, 0, maxChunkHead+small)
+	g := sharing{copied: make([]byte, 0, maxChunkHead+small)}
 	if m.Size != 0 {
-		copied = protowire.AppendTag(copied, fieldSize, protowire.VarintType)
-		copied = protowire.AppendVarint(copied, uint64(m.Size))
+		g.copied = protowire.AppendTag(g.copied, fieldSize, protowire.VarintType)
+		g.copied = protowire.AppendVarint(g.copied, uint64(m.Size))
 	}
 	if m.Gzip {
-		copied = protowire.AppendTag(copied, fieldGzip, protowire.VarintType)
-		copied = protowire.AppendVarint(copied, 1)
+		g.copied = protowire.AppendTag(g.copied, fieldGzip, protowire.VarintType)
+		g.copied = protowire.AppendVarint(g.copied, 1)
 	}
 	if total > 0 {
-		copied = protowire.AppendTag(copied, fieldData, protowire.BytesType)
-		copied = protowire.AppendVarint(copied, uint64(total))
-	}
-	begun := 0
-	flush := func() {
-		if len(copied) > begun {
-			out = append(out, mem.SliceBuffer(copied[begun:len(copied):len(copied)]))
-			begun = len(copied)
-		}
+		g.head(fieldData, total)
 	}
 	for _, p := range m.Data {
-		if len(p) < smallPiece {
-			copied = append(copied, p...)
-			continue
-		}
-		flush()
-		out = append(out, mem.SliceBuffer(p))
+		g.piece(p)
 	}
-	flush()
-	return out
+	g.flush()
+	return g.out
 }
 
 // Unmarshal implements encoding.CodecV2.

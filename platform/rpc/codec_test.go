@@ -76,6 +76,53 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 	}
 }
 
+// A WatchFrame is received as it was sent, with every field of the contract, and its large parts are not copied.
+func TestFramesCrossAsTheyAre(t *testing.T) {
+	large, small := bytes.Repeat([]byte("x"), 5000), []byte("small")
+	full := &watchfanoutv1.WatchFrame{
+		Data:              large,
+		Position:          &watchfanoutv1.Position{Revision: 7, Index: 3, History: "h"},
+		InitialEventsDone: true,
+		End:               true,
+		Marks:             []*watchfanoutv1.Mark{{End: 5000, Bookmark: true, Trace: "t"}},
+		ColumnsSent:       true,
+		Initial:           [][]byte{small, large, {}, small},
+	}
+	fields := full.ProtoReflect().Descriptor().Fields()
+	for i := range fields.Len() {
+		if !full.ProtoReflect().Has(fields.Get(i)) {
+			t.Errorf("the test lacks the field %s", fields.Get(i).Name())
+		}
+	}
+	for _, m := range []*watchfanoutv1.WatchFrame{
+		{}, full, {Data: small, Marks: full.Marks}, {Data: large}, {Initial: [][]byte{small}}, {Data: small, Initial: full.Initial},
+	} {
+		data, err := lists.Marshal(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got watchfanoutv1.WatchFrame
+		if err := lists.Unmarshal(cut(data.Materialize(), 999), &got); err != nil || !proto.Equal(&got, m) {
+			t.Errorf("%v, %v", &got, err)
+		}
+		shared := 0
+		for _, b := range data {
+			if p := b.ReadOnlyData(); len(p) == len(large) && &p[0] == &large[0] {
+				shared++
+			}
+		}
+		want := 0
+		for _, p := range append([][]byte{m.Data}, m.Initial...) {
+			if len(p) == len(large) {
+				want++
+			}
+		}
+		if shared != want {
+			t.Errorf("%d of %d large parts are shared", shared, want)
+		}
+	}
+}
+
 // What is no ListChunk is refused, and not read past its end.
 func FuzzChunk(f *testing.F) {
 	rng := rand.New(rand.NewPCG(2, 2))

@@ -179,6 +179,10 @@ func share(dst, src any) {
 		c.of(src.(*watchfanoutv1.ListChunk))
 		return
 	}
+	if m, ok := src.(*Tracked); ok {
+		m.Done()
+		src = m.WatchFrame
+	}
 	d := dst.(proto.Message).ProtoReflect()
 	src.(proto.Message).ProtoReflect().Range(func(f protoreflect.FieldDescriptor, v protoreflect.Value) bool {
 		d.Set(f, v)

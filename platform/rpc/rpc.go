@@ -344,7 +344,9 @@ func Dial(id TLS, service string, replicas Replicas) (*grpc.ClientConn, error) {
 		grpc.WithUserAgent("watershed/"+version.Release()),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(lists), grpc.MaxCallRecvMsgSize(MaxMessageBytes),
 			grpc.MaxCallSendMsgSize(MaxMessageBytes)),
-		grpc.WithInitialWindowSize(1<<20), grpc.WithInitialConnWindowSize(4<<20),
+		// A stream that is not received from holds this much of a client; a message that is waited for has a window of
+		// its own size.
+		grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(4<<20),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{ // a frozen replica is given up after both
 			Time:                10 * time.Second,
 			Timeout:             3 * time.Second,

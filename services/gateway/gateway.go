@@ -228,7 +228,7 @@ func (c *Config) validate() error {
 // router is what answers requests for resources.
 func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
 	c, d := g.config, &g.deps
-	feeds, budgets := new(watch.Room), new(watch.Budgets)
+	feeds, budgets, unsent := new(watch.Room), new(watch.Budgets), new(watch.Unsent)
 	hub := func(from watch.Streams) *watch.Hub {
 		return &watch.Hub{
 			Client:   from,
@@ -236,6 +236,7 @@ func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
 			Revision: g.revision,
 			Room:     feeds,
 			Budgets:  budgets,
+			Unsent:   unsent,
 		}
 	}
 	lists := func() *coalesce.Group[[]byte] {

@@ -29,7 +29,7 @@ func (c *BoundsConfig) addFlags(fs *pflag.FlagSet) {
 		"How many connections one user may have open to a gateway; a request on a further one is answered 429. "+
 			"The service accounts of a namespace are one user. 0: no bound. Nodes, system:masters and the service "+
 			"accounts of kube-system have none.")
-	fs.IntVar(&c.Streams, "max-streams-per-user", 100000,
+	fs.IntVar(&c.Streams, "max-streams-per-user", 5000,
 		"How many watches and other long-running requests (logs, exec, port-forward, proxies) one user may have "+
 			"open at a gateway; a further one is answered 429, as with "+
 			"--max-connections-per-user. 0: no bound.")

@@ -27,6 +27,8 @@ type feed struct {
 	query *watchfanoutv1.Query
 	// storedAs is the query's stored resource.
 	storedAs string
+	// owner is the user of the client that the feed began with.
+	owner string
 	// served says whether it is served still.
 	served func() bool
 	cancel context.CancelFunc
@@ -44,6 +46,8 @@ type feed struct {
 	subs      []*subscriber
 	ended     bool
 	idle      *time.Timer
+	// unread counts the bytes that came since the last client left.
+	unread int
 }
 
 type entry struct {
@@ -98,6 +102,7 @@ func (f *feed) join(at events.Position) *subscriber {
 		wake:   make(chan struct{}, 1),
 	}
 	f.subs = append(f.subs, s)
+	f.unread = 0
 	if f.idle != nil {
 		f.idle.Stop()
 		f.idle = nil
@@ -167,6 +172,13 @@ func (f *feed) close() {
 	if unused {
 		f.hub.drop(f)
 	}
+}
+
+// wasted reports whether the feed has received more since its last client left than it keeps for clients to come.
+func (f *feed) wasted() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.unread > keptRecent
 }
 
 // next is what comes next for a client: events, or a bookmark that is due. Where there is nothing, events are from now
@@ -299,6 +311,9 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 		}
 		f.entries.Add(e)
 		f.hold(len(e.data) + entryBytes)
+		if len(f.subs) == 0 {
+			f.unread += len(e.data)
+		}
 		if mark.Trace != "" {
 			traces = append(traces, mark.Trace)
 		}
@@ -515,6 +530,7 @@ func (f *feed) run(ctx context.Context) {
 		SendInitialEvents: new(bool),
 		ColumnsSent:       true,
 		InitialEventsDone: true,
+		Owner:             f.owner,
 	}
 	var lost time.Time
 	for {
@@ -563,6 +579,8 @@ func (f *feed) receive(s *replicaStream, alive func()) (err error) {
 		}
 		alive()
 		f.broadcast(m)
-		m = nil
+		if m = nil; f.wasted() {
+			f.close()
+		}
 	}
 }

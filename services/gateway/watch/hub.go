@@ -126,6 +126,8 @@ type Hub struct {
 	Room *Room
 	// Budgets are those of the users of all hubs; nil: nobody has one.
 	Budgets *Budgets
+	// Unsent is what watches of all hubs hold for their clients.
+	Unsent *Unsent
 	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at
 	// once.
 	Revision func(context.Context) (int64, error)
@@ -202,6 +204,7 @@ var waitingForRate = prometheus.NewGauge(prometheus.GaugeOpts{
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{
 		clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff, overBudget, waitingForRate,
+		heldUnsent,
 	}
 }
 
@@ -240,6 +243,7 @@ func (h *Hub) join(k key, r *Request, at events.Position, reached bool) (*feed, 
 			key:      k,
 			query:    r.Query,
 			storedAs: r.StoredAs,
+			owner:    r.Owner,
 			served:   r.Served,
 			low:      at,
 			high:     at,

@@ -25,8 +25,6 @@ type Request struct {
 	*watchfanoutv1.WatchRequest
 	// StoredAs is the stored resource whose events it asks for: by it a replica is chosen.
 	StoredAs string
-	// Owner is whose budget its events cost; empty: nobody's.
-	Owner string
 	// Deadline is when its time is up.
 	Deadline time.Time
 	// BookmarkPeriod is how often it gets a bookmark, if it allows them; 0: as often as there is one.
@@ -63,6 +61,8 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	}
 	s.budget = h.Budgets.join(r.Owner, h.Config.UserRate)
 	defer s.budget.leave()
+	s.unsent = h.Unsent.join(r.Owner)
+	defer s.unsent.leave()
 	s.moved = r.Moved()
 	if !r.Allowed(ctx) { // it may have been revoked since the request was let in
 		out.SendHeaders()
@@ -99,6 +99,7 @@ type session struct {
 	out    Sink
 	stream *wire.Stream
 	budget *budget
+	unsent *unsent
 	tried  bool // whether out can be taken
 	opened bool
 	// placed: everything up to ResumeAfter was sent, so the watch may share.
@@ -276,12 +277,24 @@ func (s *session) allowed(ctx context.Context) bool {
 	return s.Allowed(ctx)
 }
 
-// write sends frames; a client that takes nothing for too long is cut off, alone.
+// write sends frames; a client that takes nothing for too long is cut off, alone. If its user holds too much of what
+// clients have not taken, the client is cut off as soon as the frames are overdue.
 func (s *session) write(ctx context.Context, frames ...[]byte) error {
 	patience := s.hub.Config.WriteTimeout
+	n := 0
+	for _, f := range frames {
+		n += len(f)
+	}
+	defer s.unsent.hold(-n)
+	if s.unsent.hold(n) {
+		patience = min(patience, overdueAfter)
+		timed, cancel := context.WithTimeoutCause(ctx, overdueAfter, wire.ErrSlow)
+		defer cancel()
+		ctx = timed
+	}
 	s.hijack(ctx)
 	if s.stream != nil {
-		return s.written(s.stream.Write(ctx, patience, frames...))
+		return s.written(ctx, s.stream.Write(ctx, patience, frames...))
 	}
 	for len(frames) > 0 {
 		n, bytes := 1, len(frames[0])
@@ -295,15 +308,16 @@ func (s *session) write(ctx context.Context, frames ...[]byte) error {
 		}
 		cancel()
 		if failed != nil {
-			return s.written(failed)
+			return s.written(ctx, failed)
 		}
 		frames = frames[n:]
 	}
 	return nil
 }
 
-func (s *session) written(err error) error {
-	if errors.Is(err, wire.ErrSlow) {
+// written returns errDone if a write with ctx failed. It counts clients that were cut off.
+func (s *session) written(ctx context.Context, err error) error {
+	if errors.Is(err, wire.ErrSlow) || err != nil && errors.Is(context.Cause(ctx), wire.ErrSlow) {
 		cutOff.Inc()
 	}
 	if err != nil {

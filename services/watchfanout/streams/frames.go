@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
@@ -76,6 +77,31 @@ type frames struct {
 	since time.Time
 	// position: tell the position though there are no frames.
 	position bool
+	// release gives back the bytes that are reserved for the next message; nil: none are.
+	release func()
+}
+
+// reserve waits until an event of some bytes may be in flight, if it is large. The event is not encoded before that:
+// a stream that waits holds none of its bytes.
+func (f *frames) reserve(bytes int) error {
+	if bytes < sharedBytes {
+		return nil
+	}
+	if err := f.flush(); err != nil {
+		return err
+	}
+	f.close()
+	var err error
+	f.release, err = f.watcher.reserve(bytes)
+	return err
+}
+
+// close gives back what was reserved and not sent.
+func (f *frames) close() {
+	if f.release != nil {
+		f.release()
+		f.release = nil
+	}
 }
 
 // add adds initial events, which have no place in the log.
@@ -98,6 +124,12 @@ func (f *frames) pieces(all ...[]byte) error {
 
 // event adds one event, at the watcher's position.
 func (f *frames) event(data []byte, bookmark bool, trace string) error {
+	large := len(data) >= sharedBytes // it is sent from where it is, and so in a message of its own
+	if large && len(f.buf) > 0 {
+		if err := f.flush(); err != nil {
+			return err
+		}
+	}
 	if trace != "" && f.since.IsZero() {
 		f.since = time.Now()
 	}
@@ -108,6 +140,9 @@ func (f *frames) event(data []byte, bookmark bool, trace string) error {
 		Bookmark: bookmark,
 		Trace:    trace,
 	})
+	if large {
+		return f.flush()
+	}
 	return f.flushFull()
 }
 
@@ -130,16 +165,20 @@ func (f *frames) flush() error {
 	if len(f.buf) == 0 && len(f.initial) == 0 && !f.initialDone && !f.position {
 		return nil
 	}
+	position := f.watcher.position.Proto()
+	if n := len(f.marks); n > 0 { // the watcher may be at the next event already, which is not in this message
+		position = f.marks[n-1].Position
+	}
 	m := &watchfanoutv1.WatchFrame{
 		Data:              f.buf,
 		InitialEventsDone: f.initialDone,
 		Marks:             f.marks,
 		ColumnsSent:       f.watcher.headers,
 		Initial:           f.initial,
-		Position:          f.watcher.position.Proto(),
+		Position:          position,
 	}
 	f.buf, f.marks, f.initial, f.initialSize = nil, nil, make([][]byte, 0, len(f.initial)), 0
-	err := f.watcher.stream.Send(m)
+	err := f.send(m)
 	if !f.since.IsZero() {
 		for _, mark := range m.Marks {
 			telemetry.EventSpan(mark.Trace, "send", f.since)
@@ -147,4 +186,30 @@ func (f *frames) flush() error {
 		f.since = time.Time{}
 	}
 	return err
+}
+
+// send sends a message; one that is large and has nothing reserved once it may be in flight.
+func (f *frames) send(m *watchfanoutv1.WatchFrame) error {
+	release := f.release
+	f.release = nil
+	if n := bytesOf(m); release == nil && n >= sharedBytes {
+		var err error
+		if release, err = f.watcher.reserve(n); err != nil {
+			return err
+		}
+	}
+	if release == nil {
+		return f.watcher.stream.Send(m)
+	}
+	// gRPC drops what it has of a stream that has ended
+	stop := context.AfterFunc(f.watcher.stream.Context(), release)
+	return f.watcher.stream.SendMsg(&rpc.Tracked{WatchFrame: m, Done: func() { stop(); release() }})
+}
+
+func bytesOf(m *watchfanoutv1.WatchFrame) int {
+	n := len(m.Data)
+	for _, p := range m.Initial {
+		n += len(p)
+	}
+	return n
 }

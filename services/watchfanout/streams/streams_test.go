@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/events"
+	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -37,6 +38,12 @@ func (f *frames) Send(m *watchfanoutv1.WatchFrame) error {
 	case <-f.ctx.Done():
 		return f.ctx.Err()
 	}
+}
+
+func (f *frames) SendMsg(m any) error {
+	tracked := m.(*rpc.Tracked)
+	defer tracked.Done()
+	return f.Send(tracked.WatchFrame)
 }
 
 // open is one watch: what it is told, and how it ended.
@@ -98,6 +105,32 @@ func (o *open) hears(n int) string {
 func tier(t *testing.T) (*world.World, *streams.Streams) {
 	w := world.New(t)
 	return w, streams.New(time.Hour, w.Catalog, w.Cache, w.Log, w.Source, w.Converter)
+}
+
+// A large event is a message of its own. Each message is at the position of its last event, from where another replica
+// goes on should this one be lost between two messages.
+func TestALargeEventIsSentAlone(t *testing.T) {
+	w, s := tier(t)
+	w.Apply(logv1.Type_TYPE_ADDED, 10, "before", "", "")
+	w.Apply(logv1.Type_TYPE_ADDED, 11, "a", "", "")
+	w.Apply(logv1.Type_TYPE_ADDED, 12, "b", "", "")
+	w.Apply(logv1.Type_TYPE_ADDED, 13, strings.Repeat("c", 5000), "", "")
+	w.Apply(logv1.Type_TYPE_ADDED, 14, "d", "", "")
+	o := start(t, s, &watchfanoutv1.WatchRequest{Query: world.Query(), ResourceVersion: "10"})
+	for _, want := range []struct {
+		revision int64
+		marks    int
+	}{{10, 0}, {12, 2}, {13, 1}, {14, 1}} {
+		select {
+		case f := <-o.c:
+			if f.Position.GetRevision() != want.revision || len(f.Marks) != want.marks {
+				t.Errorf("a message of %d events is at %d, not one of %d at %d", len(f.Marks), f.Position.GetRevision(),
+					want.marks, want.revision)
+			}
+		case <-time.After(10 * time.Second):
+			t.Fatal("nothing comes")
+		}
+	}
 }
 
 // A watch is told of every change after its revision once, as its selection sees it.

@@ -27,10 +27,13 @@ import (
 )
 
 const (
-	// batchEvents is how many events are taken of the ring at a time, and frameBytes about how many bytes one message
-	// has.
+	// batchEvents is how many events are taken of the ring at a time.
 	batchEvents = 256
-	frameBytes  = 256 << 10
+	// frameBytes is about how many bytes of events or initial events one message gathers. Events of sharedBytes or more
+	// are messages of their own, which all streams share. A stream whose client stands still has two messages in memory,
+	// one that gRPC has accepted and one that waits: 64 KB at most beside what it shares.
+	frameBytes  = 32 << 10
+	sharedBytes = 4 << 10
 	// backfillPiece is what a watch takes of a backfill at a time and holds while its client takes it; smallPiece where
 	// all watches together hold piecesBytes.
 	backfillPiece = 512 << 10
@@ -51,7 +54,8 @@ type Streams struct {
 	delivered *prometheus.CounterVec
 	rate      rate
 	// pieces is what watches hold of backfills while their clients take it, in bytes.
-	pieces atomic.Int64
+	pieces   atomic.Int64
+	inFlight *inFlight
 
 	mu       sync.Mutex
 	watchers map[*watcher]struct{}
@@ -71,6 +75,7 @@ func New(progress time.Duration, served *catalog.Catalog, c *cache.Cache, l *log
 			Name: "watershed_watchfanout_events_delivered_total",
 			Help: "Watch events written to streams, by stored resource.",
 		}, []string{"resource"}),
+		inFlight: newInFlight(inFlightBytes),
 		watchers: map[*watcher]struct{}{},
 	}
 }
@@ -213,6 +218,7 @@ func (w *watcher) beyond(e *cache.Event) bool {
 // deliver sends the frames of those events that the query selects.
 func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 	out := &frames{watcher: w}
+	defer out.close()
 	for _, e := range all {
 		if !w.query.InScope(e.Item) || w.beyond(e) {
 			continue // of another namespace, or seen by the client before this replica had it
@@ -223,6 +229,9 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 		}
 		if kind == "" {
 			continue
+		}
+		if err := out.reserve(len(item.JSON)); err != nil {
+			return err
 		}
 		data, err := w.eventFrame(ctx, e, kind, item)
 		if err != nil {

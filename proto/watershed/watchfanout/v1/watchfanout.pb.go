@@ -405,7 +405,9 @@ type WatchRequest struct {
 	// The initial events were all sent before the stream broke; resume_after says from where.
 	InitialEventsDone bool `protobuf:"varint,7,opt,name=initial_events_done,json=initialEventsDone" json:"initial_events_done,omitempty"`
 	// A Table's columns have been sent before: the next row comes without them.
-	ColumnsSent   bool `protobuf:"varint,8,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`
+	ColumnsSent bool `protobuf:"varint,8,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`
+	// The user whose share of the replica's bytes in flight the stream's messages count in. Empty: they count in none.
+	Owner         string `protobuf:"bytes,9,opt,name=owner" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -487,6 +489,13 @@ func (x *WatchRequest) GetColumnsSent() bool {
 		return x.ColumnsSent
 	}
 	return false
+}
+
+func (x *WatchRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
 }
 
 // Position is a place in the log: the revision and, as one transaction may change several keys, the event's index in
@@ -758,7 +767,7 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\tListChunk\x12\x12\n" +
 	"\x04data\x18\x01 \x03(\fR\x04data\x12\x12\n" +
 	"\x04size\x18\x02 \x01(\x03R\x04size\x12\x12\n" +
-	"\x04gzip\x18\x03 \x01(\bR\x04gzip\"\xf0\x02\n" +
+	"\x04gzip\x18\x03 \x01(\bR\x04gzip\"\x86\x03\n" +
 	"\fWatchRequest\x125\n" +
 	"\x05query\x18\x01 \x01(\v2\x1f.watershed.watchfanout.v1.QueryR\x05query\x12)\n" +
 	"\x10resource_version\x18\x02 \x01(\tR\x0fresourceVersion\x12'\n" +
@@ -766,7 +775,8 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\x13send_initial_events\x18\x04 \x01(\bB\x05\xaa\x01\x02\b\x01R\x11sendInitialEvents\x12E\n" +
 	"\fresume_after\x18\x06 \x01(\v2\".watershed.watchfanout.v1.PositionR\vresumeAfter\x12.\n" +
 	"\x13initial_events_done\x18\a \x01(\bR\x11initialEventsDone\x12!\n" +
-	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSentJ\x04\b\x05\x10\x06\"V\n" +
+	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSent\x12\x14\n" +
+	"\x05owner\x18\t \x01(\tR\x05ownerJ\x04\b\x05\x10\x06\"V\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
 	"\x05index\x18\x02 \x01(\x05R\x05index\x12\x18\n" +

@@ -1,0 +1,84 @@
+package rpc
+
+import (
+	"context"
+	"net"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/test/bufconn"
+
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// tracking is a watch tier that sends one large frame to each watch and reports when the transport is done with it.
+type tracking struct {
+	watchfanoutv1.UnimplementedWatchServer
+	done chan struct{}
+}
+
+func (s *tracking) Watch(_ *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+	m := &watchfanoutv1.WatchFrame{Data: make([]byte, 1<<20)}
+	if err := stream.SendMsg(&Tracked{WatchFrame: m, Done: func() { s.done <- struct{}{} }}); err != nil {
+		return err
+	}
+	<-stream.Context().Done()
+	return stream.Context().Err()
+}
+
+// The sender of a tracked frame learns that it is received, or that its stream has ended, and nothing before: between
+// processes and within one.
+func TestATrackedFrameIsDoneOnce(t *testing.T) {
+	s := &tracking{done: make(chan struct{}, 10)}
+	l := bufconn.Listen(1 << 10)
+	server := grpc.NewServer(grpc.ForceServerCodecV2(lists))
+	watchfanoutv1.RegisterWatchServer(server, s)
+	go func() { _ = server.Serve(l) }()
+	defer server.Stop()
+	conn, err := grpc.NewClient("passthrough:///x", grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) { return l.Dial() }),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(lists)), grpc.WithInitialWindowSize(64<<10))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	inside := NewInProcess(false)
+	watchfanoutv1.RegisterWatchServer(inside, s)
+	done := func() {
+		t.Helper()
+		select {
+		case <-s.done:
+		case <-time.After(10 * time.Second):
+			t.Fatal("its sender does not learn that it is done")
+		}
+	}
+	for name, conn := range map[string]grpc.ClientConnInterface{"gRPC": conn, "in process": inside.Client("gateway")} {
+		client := watchfanoutv1.NewWatchClient(conn)
+		ctx, cancel := context.WithCancel(t.Context())
+		stream, err := client.Watch(ctx, &watchfanoutv1.WatchRequest{})
+		if err != nil {
+			t.Fatal(name, err)
+		}
+		if m, err := stream.Recv(); err != nil || len(m.Data) != 1<<20 {
+			t.Fatalf("%s: %d bytes, %v", name, len(m.GetData()), err)
+		}
+		done()
+		cancel()
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	if _, err := watchfanoutv1.NewWatchClient(conn).Watch(ctx, &watchfanoutv1.WatchRequest{}); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-s.done:
+		t.Error("a frame that nobody has received is done")
+	case <-time.After(100 * time.Millisecond): // what does not happen cannot be waited for
+	}
+	cancel()
+	done()
+	if len(s.done) > 0 {
+		t.Error("a frame is done twice")
+	}
+}

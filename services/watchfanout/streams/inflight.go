@@ -1,0 +1,140 @@
+package streams
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/rpc"
+)
+
+// inFlightBytes bounds the bytes of large messages that gRPC has accepted and not written yet, for all owners together.
+const inFlightBytes = 32 << 20
+
+// inFlight bounds what a replica's streams have in flight: of all owners together, and of each owner to as much as is
+// left for the others. So an owner whose thousands of streams get a large event at once gets it on some after the
+// others, and a gateway never receives more than that at a time. A stream that waits holds its cursor and no bytes.
+type inFlight struct {
+	most int64
+
+	mu     sync.Mutex
+	used   int64
+	owners map[string]*ownerInFlight
+}
+
+// ownerInFlight is one owner's part. It exists while the owner has bytes in flight or waiting.
+type ownerInFlight struct {
+	used    int64
+	waiting []*waiter // in the order in which they came
+}
+
+// waiter is a message that waits. Its channel is closed when it may be sent.
+type waiter struct {
+	bytes int64
+	may   chan struct{}
+}
+
+func newInFlight(most int64) *inFlight {
+	return &inFlight{most: most, owners: map[string]*ownerInFlight{}}
+}
+
+// take waits until the owner may have n bytes more in flight. The caller calls release, any number of times, when they
+// are no longer. An empty owner never waits: the system's own services have no share. stop ends the waiting with a nil
+// release, as ctx does.
+func (f *inFlight) take(ctx context.Context, stop <-chan struct{}, owner string, n int64) (release func()) {
+	if owner == "" {
+		return func() {}
+	}
+	f.mu.Lock()
+	o := f.owners[owner]
+	if o == nil {
+		o = &ownerInFlight{}
+		f.owners[owner] = o
+	}
+	w := &waiter{n, make(chan struct{})}
+	o.waiting = append(o.waiting, w)
+	f.grant(o)
+	f.mu.Unlock()
+	select {
+	case <-w.may:
+		return f.releaseOf(owner, o, n)
+	default:
+	}
+	select {
+	case <-w.may:
+		return f.releaseOf(owner, o, n)
+	case <-stop:
+	case <-ctx.Done():
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if i := slices.Index(o.waiting, w); i >= 0 {
+		o.waiting = slices.Delete(o.waiting, i, i+1)
+		f.forget(owner, o)
+	} else { // it was granted meanwhile
+		f.free(owner, o, n)
+	}
+	return nil
+}
+
+// releaseOf returns the function that gives n bytes of an owner back, once.
+func (f *inFlight) releaseOf(owner string, o *ownerInFlight, n int64) func() {
+	var done atomic.Bool
+	return func() {
+		if done.CompareAndSwap(false, true) {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.free(owner, o, n)
+		}
+	}
+}
+
+// free gives bytes back and lets those go on that wait. The lock is held.
+func (f *inFlight) free(owner string, o *ownerInFlight, n int64) {
+	f.used -= n
+	o.used -= n
+	f.grant(o) // its own first: the others have had what it leaves
+	for _, other := range f.owners {
+		f.grant(other)
+	}
+	f.forget(owner, o)
+}
+
+// grant lets an owner's messages go that may: as many bytes as others have not, and one message in any case. The lock
+// is held.
+func (f *inFlight) grant(o *ownerInFlight) {
+	for len(o.waiting) > 0 {
+		w := o.waiting[0]
+		if o.used > 0 && o.used+w.bytes > f.most-f.used {
+			return
+		}
+		o.waiting[0] = nil
+		o.waiting = o.waiting[1:]
+		o.used += w.bytes
+		f.used += w.bytes
+		close(w.may)
+	}
+}
+
+// forget drops an owner that has nothing left. The lock is held.
+func (f *inFlight) forget(owner string, o *ownerInFlight) {
+	if o.used == 0 && len(o.waiting) == 0 && f.owners[owner] == o {
+		delete(f.owners, owner)
+	}
+}
+
+// reserve waits until the watch's owner may have n bytes more in flight, and returns what gives them back.
+func (w *watcher) reserve(n int) (release func(), err error) {
+	ctx := w.stream.Context()
+	release = w.streams.inFlight.take(ctx, w.log.Draining(), w.request.Owner, int64(n))
+	switch {
+	case release != nil:
+		return release, nil
+	case ctx.Err() != nil:
+		return nil, status.FromContextError(ctx.Err()).Err()
+	}
+	return nil, rpc.ErrDraining
+}
