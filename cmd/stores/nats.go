@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/url"
 	"os"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -20,7 +19,6 @@ import (
 	"golang.org/x/net/netutil"
 
 	"watershed.dev/platform/config"
-	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/rpc"
@@ -154,8 +152,7 @@ func (n *NATS) listen(o *server.Options) (err error) {
 	}
 	conf, err := n.ID.ServerConfig()
 	o.TLS, o.TLSVerify, o.TLSMap, o.TLSConfig, o.TLSTimeout = true, true, true, conf, 5
-	o.Users = natsUsers()
-	return err
+	return errors.Join(err, o.ProcessConfigString(natsAccounts))
 }
 
 // monitor says whether the server serves until ctx is done. NATS' own monitoring tells anybody who its clients are and
@@ -227,36 +224,6 @@ func (n *NATS) join(o *server.Options) error {
 		o.Routes = append(o.Routes, u)
 	}
 	return nil
-}
-
-// natsUsers are who may do what: registry alone writes the log, watchfanout reads it and may ask the publisher how far
-// it is, and what somebody is answered no other may see or forge. Anything that is not here is refused.
-func natsUsers() []*server.User {
-	const api = "$JS.API."
-	user := func(name string, publish, subscribe []string) *server.User {
-		return &server.User{Username: "CN=" + name, Permissions: &server.Permissions{
-			Publish:   &server.SubjectPermission{Allow: publish},
-			Subscribe: &server.SubjectPermission{Allow: append(subscribe, eventlog.Inbox(name)+".>")},
-		}}
-	}
-	consumer := api + "CONSUMER.CREATE." + eventlog.StreamName
-	read := []string{
-		api + "STREAM.INFO." + eventlog.StreamName,
-		api + "STREAM.MSG.GET." + eventlog.StreamName,
-		consumer + ".*",
-		api + "CONSUMER.DELETE." + eventlog.StreamName + ".*", // names are random, and nobody may list them
-		api + "CONSUMER.MSG.NEXT." + eventlog.StreamName + ".*",
-		eventlog.AskProgress,
-	}
-	write := append(slices.Clone(read),
-		api+"STREAM.CREATE."+eventlog.StreamName,
-		api+"STREAM.UPDATE."+eventlog.StreamName,
-		eventlog.Subject(">"),
-		eventlog.ProgressSubject,
-		eventlog.CauseSubject,
-		eventlog.Inbox("registry")+".>", // one answers another that it knows of a cause
-	)
-	return []*server.User{user("registry", write, []string{eventlog.AskProgress, eventlog.CauseSubject}), user("watchfanout", read, nil)}
 }
 
 func hostPort(flag, value string) (host string, port int, err error) {

@@ -5,13 +5,11 @@
 package eventlog
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"github.com/klauspost/compress/s2"
@@ -29,6 +27,8 @@ const (
 	// StreamName is the JetStream stream.
 	StreamName = "watershed"
 	events     = "watershed.event."
+	// republished is the prefix of the subjects on which NATS publishes each message again once the stream holds it.
+	republished = "watershed.stored."
 	// ProgressSubject carries progress and resets, in order with the events.
 	ProgressSubject = "watershed.progress"
 	// AskProgress is where a reader that waits for a revision asks the publisher to say how far it is.
@@ -119,31 +119,6 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStr
 	return nc, js, nil
 }
 
-// Stream makes the log's stream, or makes an existing one as configured.
-func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream.Stream, error) {
-	storage := jetstream.FileStorage
-	switch o.Storage {
-	case "memory":
-		storage = jetstream.MemoryStorage
-	case "file", "":
-	default:
-		return nil, fmt.Errorf(`--log-storage %q: want "file" or "memory"`, o.Storage)
-	}
-	if err := checkServer(js.Conn()); err != nil {
-		return nil, err
-	}
-	return js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
-		Name:       StreamName,
-		Subjects:   []string{events + ">", ProgressSubject},
-		Storage:    storage,
-		Replicas:   max(o.Replicas, 1),
-		MaxAge:     o.Retention,
-		MaxBytes:   o.MaxBytes,
-		Discard:    jetstream.DiscardOld,
-		Duplicates: min(o.Retention, time.Second), // and no direct gets: a follower may be behind
-	})
-}
-
 // ID is where an event stands: a revision, an index in its transaction, and whether it is an event at all.
 type ID struct {
 	Revision int64
@@ -187,23 +162,6 @@ func ParseID(s string) (ID, error) {
 		Mark:     mark,
 		nonce:    parts[2],
 	}, nil
-}
-
-// Last is the id of the log's last message. ok is false where the log holds none; sequence is the stream's last one.
-func Last(ctx context.Context, s jetstream.Stream) (id ID, sequence uint64, ok bool, err error) {
-	info, err := s.Info(ctx)
-	if err != nil {
-		return ID{}, 0, false, err
-	}
-	if info.State.Msgs == 0 {
-		return ID{}, info.State.LastSeq, false, nil
-	}
-	m, err := s.GetMsg(ctx, info.State.LastSeq)
-	if err != nil {
-		return ID{}, 0, false, err
-	}
-	id, err = ParseID(m.Header.Get(jetstream.MsgIDHeader))
-	return id, info.State.LastSeq, err == nil, err
 }
 
 const (
@@ -262,7 +220,11 @@ func unpack(data []byte) ([]byte, error) {
 
 // Event is Message's inverse, of data as a message with the header holds it.
 func Event(header nats.Header, data []byte) (*logv1.Event, error) {
-	switch encoding := header.Get(encodingHeader); encoding {
+	return decode(header.Get(encodingHeader), data)
+}
+
+func decode(encoding string, data []byte) (*logv1.Event, error) {
+	switch encoding {
 	case "":
 	case s2Encoding:
 		var err error
@@ -274,189 +236,4 @@ func Event(header nats.Header, data []byte) (*logv1.Event, error) {
 	}
 	e := &logv1.Event{}
 	return e, proto.Unmarshal(data, e)
-}
-
-// Read calls handle with every event from the log's beginning on, in order, until ctx is done or handle returns an
-// error. It survives the loss of NATS. Should the log have lost what comes next (it was away for longer than it is
-// kept, or the log was made anew), handle is given a reset before it goes on: there may be a gap up to the reset's
-// revision.
-func Read(ctx context.Context, js jetstream.JetStream, handle func(*logv1.Event) error) error {
-	r := &reader{js: js, handle: handle}
-	for {
-		err := r.read(ctx)
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
-		var h *handlerError
-		if errors.As(err, &h) {
-			return h.error
-		}
-		level := slog.LevelWarn
-		if errors.Is(err, jetstream.ErrStreamNotFound) {
-			level = slog.LevelInfo // the publisher makes it
-		}
-		slog.Log(ctx, level, "The event log cannot be read; trying again", "error", err)
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(200 * time.Millisecond):
-		}
-	}
-}
-
-type handlerError struct{ error }
-
-// reader is where a reader is in the log.
-type reader struct {
-	js     jetstream.JetStream
-	handle func(*logv1.Event) error
-	// created tells streams of the same name apart; sequence and id are those of the last message.
-	created  time.Time
-	sequence atomic.Uint64
-	id       string
-	// lost: what was read last is not in the log any more, so the next message follows a gap.
-	lost bool
-}
-
-// watchdog is how often a reader looks whether its stream is still the one that it reads: a consumer that waits for a
-// sequence that will never come, or comes with another meaning, does not notice by itself.
-const watchdog = 3 * time.Second
-
-func (r *reader) read(ctx context.Context) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	openCtx, done := context.WithTimeout(ctx, 10*time.Second)
-	defer done()
-	stream, err := r.js.Stream(openCtx, StreamName)
-	if err != nil {
-		return err
-	}
-	info, err := stream.Info(openCtx)
-	if err != nil {
-		return err
-	}
-	switch {
-	case r.sequence.Load() == 0:
-	case !info.Created.Equal(r.created): // another stream: from its beginning, which is a reset
-		r.sequence.Store(0)
-		r.id, r.lost = "", true
-	case info.State.LastSeq < r.sequence.Load(): // its end is lost: the publisher will publish it again
-		r.sequence.Store(info.State.LastSeq)
-		r.id = ""
-	}
-	r.created = info.Created
-	config := jetstream.OrderedConsumerConfig{
-		DeliverPolicy:     jetstream.DeliverAllPolicy,
-		InactiveThreshold: consumerIdle,
-	}
-	if n := r.sequence.Load(); n > 0 {
-		config.DeliverPolicy, config.OptStartSeq = jetstream.DeliverByStartSequencePolicy, n+1
-	}
-	consumer, err := r.js.OrderedConsumer(openCtx, StreamName, config)
-	if err != nil {
-		return err
-	}
-	messages, err := consumer.Messages(jetstream.PullMaxMessages(1024), jetstream.PullHeartbeat(time.Second))
-	if err != nil {
-		return err
-	}
-	stop := context.AfterFunc(ctx, messages.Stop)
-	defer stop()
-	defer messages.Stop()
-	defer deleteConsumer(r.js, consumer)
-	go r.watch(ctx, messages.Stop)
-	for {
-		m, err := messages.Next()
-		if err != nil {
-			return err
-		}
-		if err := r.deliver(ctx, m); err != nil {
-			return err
-		}
-	}
-}
-
-// consumerIdle is how long NATS keeps a consumer that nobody reads from, should it not be deleted.
-const consumerIdle = 30 * time.Second
-
-// deleteConsumer gives up an ordered consumer, which stopping does not.
-func deleteConsumer(js jetstream.JetStream, c jetstream.Consumer) {
-	if i := c.CachedInfo(); i != nil {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-		defer cancel()
-		_ = js.DeleteConsumer(ctx, StreamName, i.Name)
-	}
-}
-
-// watch stops the reading when the stream is not the one any more.
-func (r *reader) watch(ctx context.Context, stop func()) {
-	created := r.created
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-time.After(watchdog):
-		}
-		read := r.sequence.Load() // before the stream is asked: it only grows
-		one, cancel := context.WithTimeout(ctx, watchdog)
-		stream, err := r.js.Stream(one, StreamName)
-		cancel()
-		if err == nil {
-			if i := stream.CachedInfo(); !i.Created.Equal(created) || i.State.LastSeq < read {
-				stop()
-				return
-			}
-		}
-	}
-}
-
-// errAnotherStream: the stream was deleted and made anew. It is read from its beginning, which says what is missed.
-var errAnotherStream = errors.New("the event log's stream was made anew")
-
-// another says whether the stream is not the one any more.
-func (r *reader) another(ctx context.Context) (bool, error) {
-	ctx, cancel := context.WithTimeout(ctx, watchdog)
-	defer cancel()
-	stream, err := r.js.Stream(ctx, StreamName)
-	if err != nil {
-		return false, err
-	}
-	return !stream.CachedInfo().Created.Equal(r.created), nil
-}
-
-// deliver hands on one message, after a reset if it does not follow the last one.
-func (r *reader) deliver(ctx context.Context, m jetstream.Msg) error {
-	meta, err := m.Metadata()
-	if err != nil {
-		return err
-	}
-	e, err := Event(m.Headers(), m.Data())
-	if err != nil {
-		slog.Error("A message of the event log is corrupt",
-			"subject", m.Subject(), "sequence", meta.Sequence.Stream, "error", err)
-		id, _ := ParseID(m.Headers().Get(jetstream.MsgIDHeader))
-		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
-	}
-	if (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "") &&
-		(r.lost || r.id != "" && m.Headers().Get(jetstream.ExpectedLastMsgIDHeader) != r.id) {
-		if another, err := r.another(ctx); err != nil {
-			return err
-		} else if another { // a consumer goes on in it by itself, amid its messages
-			return errAnotherStream
-		}
-		gap := &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision}
-		if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Type != logv1.Type_TYPE_RESET && e.Index == 0 {
-			gap.Revision--
-		}
-		slog.Warn("The event log has a gap", "before", e.Revision)
-		if err := r.handle(gap); err != nil {
-			return &handlerError{err}
-		}
-	}
-	r.lost, r.id = false, m.Headers().Get(jetstream.MsgIDHeader)
-	if err := r.handle(e); err != nil {
-		return &handlerError{err}
-	}
-	r.sequence.Store(meta.Sequence.Stream)
-	return nil
 }

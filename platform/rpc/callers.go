@@ -32,6 +32,7 @@ var Callers = map[string][]string{
 	"/watershed.registry.v1.Source/Encode":   {"watchfanout"},
 	"/watershed.registry.v1.Source/Revision": {"watchfanout", "gateway"},
 	"/watershed.registry.v1.Source/LogKey":   {"watchfanout"},
+	"/watershed.registry.v1.Source/ReadLog":  {"watchfanout"},
 
 	"/watershed.watchfanout.v1.Watch/Get":   {"gateway"},
 	"/watershed.watchfanout.v1.Watch/List":  {"gateway"},

@@ -177,7 +177,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	s.resources = &resources.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
-	s.source = source.New(s.resources, s.keys)
+	s.source = source.New(s.resources, s.keys, eventlog.Direct{JS: s.js})
 	s.catalog = catalog.New(s.resources)
 	s.policy = policy.New(s.resources, s.source, s.tail)
 	if err := s.reachable(ctx); err != nil {
@@ -338,7 +338,7 @@ func (s *Service) Run(ctx context.Context) error {
 	s.tasks.Go(ctx, "publisher", s.publisher.Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()
-		return eventlog.Read(ctx, s.js, eventlog.Opened(ctx, s.source.SealedWith, s.tail.Append))
+		return eventlog.Read(ctx, s.nats, eventlog.Direct{JS: s.js}, eventlog.Opened(ctx, s.source.SealedWith, s.tail.Append))
 	})
 	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
 		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error {

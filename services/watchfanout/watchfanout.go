@@ -8,7 +8,6 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
-	"github.com/nats-io/nats.go/jetstream"
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 
@@ -96,13 +95,12 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 		Registry: d.Catalog,
 		Changed:  func(*catalog.View) { s.tasks.Ready.Set("the catalog", nil) },
 	}
-	var js jetstream.JetStream
 	var err error
-	if s.nats, js, err = c.Log.Connect("watchfanout", d.ID); err != nil {
+	if s.nats, _, err = c.Log.Connect("watchfanout", d.ID); err != nil {
 		return nil, err
 	}
 	s.converter = convert.New(d.Source, s.cache)
-	s.log = log.New(s.cache, s.nats, js, d.Source, &s.tasks.Ready)
+	s.log = log.New(s.cache, s.nats, d.Source, &s.tasks.Ready)
 	s.lists = lists.New(s.catalog, s.cache, s.log, s.converter, c.CompressedBytes)
 	s.streams = streams.New(c.ProgressPeriod, s.catalog, s.cache, s.log, d.Source, s.converter)
 	return s, nil

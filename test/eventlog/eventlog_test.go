@@ -25,11 +25,12 @@ import (
 
 // cluster is a NATS server that can be restarted.
 type cluster struct {
-	t      *testing.T
+	t      testing.TB
 	dir    string
 	mu     sync.Mutex
 	server *natsserver.Server
 	log    eventlog.Options
+	nc     *nats.Conn
 	js     jetstream.JetStream
 }
 
@@ -43,20 +44,23 @@ func (c *cluster) InProcessConn() (net.Conn, error) {
 	return c.server.InProcessConn()
 }
 
-func start(t *testing.T) *cluster {
+func start(t testing.TB) *cluster {
 	c := &cluster{t: t, dir: harness.TempDir(t)}
 	c.run()
 	t.Cleanup(c.stop)
-	c.log = eventlog.Options{Storage: "file", Replicas: 1, Retention: time.Hour, MaxBytes: 64 << 20, Conn: c}
+	c.log = eventlog.Options{Storage: "file", Replicas: 1, Retention: time.Hour, MaxBytes: 512 << 20, Conn: c}
 	nc, js, err := c.log.Connect("test", rpc.TLS{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(nc.Close)
-	c.js = js
+	c.nc, c.js = nc, js
 	c.begin()
 	return c
 }
+
+// stored is the stream as registries read it.
+func (c *cluster) stored() eventlog.Stored { return eventlog.Direct{JS: c.js} }
 
 func (c *cluster) run() {
 	s, err := natsserver.NewServer(&natsserver.Options{
@@ -131,11 +135,7 @@ func (c *cluster) last() string {
 
 // writer goes on where the log ends, or begins one that is empty.
 func (c *cluster) writer() (*eventlog.Writer, error) {
-	stream, err := c.js.Stream(c.t.Context(), eventlog.StreamName)
-	if err != nil {
-		return nil, err
-	}
-	last, sequence, ok, err := eventlog.Last(c.t.Context(), stream)
+	last, sequence, ok, err := eventlog.Last(c.t.Context(), c.js)
 	if err != nil {
 		return nil, err
 	}
@@ -172,7 +172,7 @@ func (c *cluster) read() *reading {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		_ = eventlog.Read(ctx, c.js, func(e *logv1.Event) error {
+		_ = eventlog.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
 			r.mu.Lock()
 			defer r.mu.Unlock()
 			mark := map[logv1.Type]string{logv1.Type_TYPE_RESET: "!", logv1.Type_TYPE_UNSPECIFIED: "-"}[e.Type]
@@ -347,7 +347,7 @@ func TestReplayIsWhatCameAfter(t *testing.T) {
 		got := ""
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
-		err := eventlog.Replay(ctx, c.js, "pods", after, func(e *logv1.Event) (bool, error) {
+		err := eventlog.Replay(ctx, c.stored(), "pods", after, func(e *logv1.Event) (bool, error) {
 			got += fmt.Sprintf("%s%d ", map[bool]string{true: "-"}[e.Type == logv1.Type_TYPE_UNSPECIFIED], e.Revision)
 			return e.Revision < until, nil
 		})
@@ -400,7 +400,7 @@ func TestAReplayThatIsOvertakenSaysSo(t *testing.T) {
 		t.Fatal(err)
 	}
 	next, purged := int64(11), false
-	err = eventlog.Replay(t.Context(), c.js, "pods", 10, func(e *logv1.Event) (bool, error) {
+	err = eventlog.Replay(t.Context(), c.stored(), "pods", 10, func(e *logv1.Event) (bool, error) {
 		if e.Revision != next {
 			t.Fatalf("after %d came %d", next-1, e.Revision)
 		}
@@ -431,7 +431,7 @@ func TestAReplayWhoseRestIsGoneSaysSo(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	err = eventlog.Replay(ctx, c.js, "pods", 10, func(e *logv1.Event) (bool, error) {
+	err = eventlog.Replay(ctx, c.stored(), "pods", 10, func(e *logv1.Event) (bool, error) {
 		return true, stream.Purge(ctx)
 	})
 	if !errors.Is(err, eventlog.ErrExpired) {
@@ -450,7 +450,7 @@ func TestLargeEventsComeBack(t *testing.T) {
 	var got *logv1.Event
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
-	_ = eventlog.Read(ctx, c.js, func(e *logv1.Event) error {
+	_ = eventlog.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
 		if e.Revision == 11 {
 			got = e
 			return errors.New("enough")
@@ -467,26 +467,3 @@ func TestLargeEventsComeBack(t *testing.T) {
 	}
 }
 
-// Readers leave no consumer behind (F8).
-func TestReadersLeaveNoConsumerBehind(t *testing.T) {
-	c := start(t)
-	c.write(reset(10), added(11, "pods"))
-	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for range 20 {
-		if err := eventlog.Replay(t.Context(), c.js, "pods", 10, func(*logv1.Event) (bool, error) {
-			return false, nil
-		}); err != nil {
-			t.Fatal(err)
-		}
-	}
-	harness.Eventually(t, 10*time.Second, func() error {
-		info, err := stream.Info(t.Context())
-		if err == nil && info.State.Consumers > 0 {
-			err = fmt.Errorf("%d consumers", info.State.Consumers)
-		}
-		return err
-	})
-}

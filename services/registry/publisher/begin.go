@@ -20,11 +20,10 @@ import (
 func (p *Publisher) beginTerm(ctx context.Context) (*term, error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	stream, err := p.Log.Stream(ctx, p.JS)
-	if err != nil {
+	if _, err := p.Log.Stream(ctx, p.JS); err != nil {
 		return nil, err
 	}
-	last, sequence, ok, err := eventlog.Last(ctx, stream)
+	last, sequence, ok, err := eventlog.Last(ctx, p.JS)
 	if err != nil {
 		return nil, err
 	}
@@ -36,7 +35,7 @@ func (p *Publisher) beginTerm(ctx context.Context) (*term, error) {
 	reason := "there was none"
 	switch {
 	case ok:
-		reason, err = p.continues(ctx, stream, last, h, revision)
+		reason, err = p.continues(ctx, last, h, revision)
 	case h.ID != "":
 		reason, err = p.remembers(ctx, h, written, revision)
 	}

@@ -81,12 +81,12 @@ func (p *Publisher) writeHistory(ctx context.Context, h history, after int64) (r
 
 // continues says whether etcd is at a later point of the history h, of which it has this revision, that the log was
 // written from. A reason is why not.
-func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last eventlog.ID, h history,
+func (p *Publisher) continues(ctx context.Context, last eventlog.ID, h history,
 	revision int64) (reason string, err error) {
 	if last.Revision > revision {
 		return fmt.Sprintf("etcd is at revision %d, the log at %d", revision, last.Revision), nil
 	}
-	mark, err := lastMark(ctx, stream)
+	mark, err := p.lastMark(ctx)
 	if err != nil {
 		return "", err
 	}
@@ -97,7 +97,7 @@ func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last
 	case h.Mark != mark.Marker && (mark.NextMarker == "" || h.Mark != mark.NextMarker):
 		return "etcd's mark is not the log's last", nil
 	}
-	same, err := p.holds(ctx, stream)
+	same, err := p.holds(ctx)
 	if err == nil && !same {
 		reason = "etcd does not hold the log's last event"
 	}
@@ -105,8 +105,8 @@ func (p *Publisher) continues(ctx context.Context, stream jetstream.Stream, last
 }
 
 // lastMark is the log's last progress or reset of everything; nil where there is none.
-func lastMark(ctx context.Context, stream jetstream.Stream) (*logv1.Event, error) {
-	m, err := stream.GetLastMsgForSubject(ctx, eventlog.ProgressSubject)
+func (p *Publisher) lastMark(ctx context.Context) (*logv1.Event, error) {
+	m, err := eventlog.GetLast(ctx, p.JS, eventlog.ProgressSubject)
 	if errors.Is(err, jetstream.ErrMsgNotFound) {
 		return nil, nil
 	}
@@ -120,13 +120,14 @@ func lastMark(ctx context.Context, stream jetstream.Stream) (*logv1.Event, error
 const lastEvents = 32
 
 // holds says whether etcd has the log's last event at its revision.
-func (p *Publisher) holds(ctx context.Context, stream jetstream.Stream) (bool, error) {
-	info, err := stream.Info(ctx)
+func (p *Publisher) holds(ctx context.Context) (bool, error) {
+	stream, err := p.JS.Stream(ctx, eventlog.StreamName)
 	if err != nil {
 		return false, err
 	}
-	for n, seq := 0, info.State.LastSeq; n < lastEvents && seq >= info.State.FirstSeq && seq > 0; n, seq = n+1, seq-1 {
-		m, err := stream.GetMsg(ctx, seq)
+	state := stream.CachedInfo().State
+	for n, seq := 0, state.LastSeq; n < lastEvents && seq >= state.FirstSeq && seq > 0; n, seq = n+1, seq-1 {
+		m, err := eventlog.Get(ctx, p.JS, seq)
 		if err != nil {
 			return false, err
 		}

@@ -51,7 +51,7 @@ func newJournal(t *testing.T) *journal {
 	t.Cleanup(j.nats.Close)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() { defer close(done); _ = eventlog.Read(ctx, j.js, j.take) }()
+	go func() { defer close(done); _ = eventlog.Read(ctx, j.nats, eventlog.Direct{JS: j.js}, j.take) }()
 	t.Cleanup(func() { cancel(); <-done })
 	return j
 }

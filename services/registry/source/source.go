@@ -42,11 +42,18 @@ type Source struct {
 	resources *resources.Resources
 	revisions coalesce.Group[int64]
 	keys      *storage.LogKeys
+	stored    eventlog.Stored
+	logReads  logReads
 }
 
-// New returns a source of what is served, whose log is sealed with keys.
-func New(r *resources.Resources, keys *storage.LogKeys) *Source {
-	return &Source{resources: r, keys: keys, revisions: coalesce.Group[int64]{Timeout: readTimeout}}
+// New returns a source of the served resources. Its log is read from stored, and sealed with keys.
+func New(r *resources.Resources, keys *storage.LogKeys, stored eventlog.Stored) *Source {
+	return &Source{
+		resources: r,
+		keys:      keys,
+		revisions: coalesce.Group[int64]{Timeout: readTimeout},
+		stored:    stored,
+	}
 }
 
 // LogKey answers a key that messages of the log are sealed with.

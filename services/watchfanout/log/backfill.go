@@ -276,7 +276,7 @@ func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
 		return nil
 	})
 	for {
-		b.err = eventlog.Replay(ctx, l.js, b.storedAs, b.UpTo, func(e *logv1.Event) (bool, error) {
+		b.err = eventlog.Replay(ctx, l.stored, b.storedAs, b.UpTo, func(e *logv1.Event) (bool, error) {
 			if n := len(b.Events); n > 0 && e.Revision > b.Events[n-1].Revision {
 				b.UpTo = b.Events[n-1].Revision
 				if bytes > backfillBytes || b.UpTo >= low {

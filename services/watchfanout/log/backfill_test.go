@@ -10,10 +10,10 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
-	"github.com/nats-io/nats.go/jetstream"
 
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
+	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/watchfanout/cache"
 )
 
@@ -110,24 +110,22 @@ func TestBackfillsAreBounded(t *testing.T) {
 	})
 }
 
-// awayFor is a NATS that cannot be reached a few times, and then no longer has what is asked for.
-type awayFor struct {
-	jetstream.JetStream
-	times int
-}
+// awayFor is a log that cannot be read a few times, and then no longer has the messages.
+type awayFor struct{ times int }
 
-func (a *awayFor) Stream(context.Context, string) (jetstream.Stream, error) {
+func (a *awayFor) Messages(context.Context, *logv1.ReadRequest, func(*logv1.Chunk) error) error {
 	if a.times--; a.times >= 0 {
-		return nil, nats.ErrDisconnected
+		return nats.ErrDisconnected
 	}
-	return nil, eventlog.ErrExpired
+	return eventlog.ErrExpired
 }
 
 // A watch is not sent to list because NATS was away when it resumed: only what is forgotten is gone, or what nobody
 // could say in time.
 func TestABackfillWaitsForNATS(t *testing.T) {
 	fill := func(ctx context.Context, away *awayFor) error {
-		s := New(cache.New(1<<20, 0), nil, away, nil, &lifecycle.Readiness{})
+		s := New(cache.New(1<<20, 0), nil, nil, &lifecycle.Readiness{})
+		s.stored = away
 		f := s.backfills.join("pods", "h", 100, false, func(context.Context, *Backfill) {})
 		s.fill(ctx, f, 200)
 		return f.err
@@ -147,7 +145,8 @@ func TestABackfillWaitsForNATS(t *testing.T) {
 func TestAJoinerOutlivesTheReadingItJoined(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		away := int((backfillTimeout + 5*time.Second) / backfillRetry)
-		s := New(cache.New(1<<20, 0), nil, &awayFor{times: away}, nil, &lifecycle.Readiness{})
+		s := New(cache.New(1<<20, 0), nil, nil, &lifecycle.Readiness{})
+		s.stored = &awayFor{times: away}
 		began := time.Now()
 		type end struct {
 			after time.Duration

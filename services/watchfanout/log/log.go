@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/nats-io/nats.go"
-	"github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -33,7 +32,7 @@ import (
 type Log struct {
 	cache  *cache.Cache
 	nats   *nats.Conn
-	js     jetstream.JetStream
+	stored eventlog.Stored
 	source registryv1.SourceClient
 	keys   eventlog.Keys
 
@@ -55,13 +54,13 @@ type Log struct {
 
 // New returns a log that is read into c. source tells etcd's revision and what a resource's objects are; ready learns
 // whether the log is read as far as etcd.
-func New(c *cache.Cache, nc *nats.Conn, js jetstream.JetStream, source registryv1.SourceClient,
+func New(c *cache.Cache, nc *nats.Conn, source registryv1.SourceClient,
 	ready *lifecycle.Readiness) *Log {
 	ready.Set(theLog, errors.New("it is still being read"))
 	return &Log{
 		cache:     c,
 		nats:      nc,
-		js:        js,
+		stored:    stored{source},
 		source:    source,
 		keys:      keysOf(source),
 		ready:     ready,
@@ -94,7 +93,7 @@ func (l *Log) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 		return l.verify(ctx)
 	})
 	tasks.Go(ctx, "log", func(ctx context.Context) error {
-		return eventlog.Read(ctx, l.js, eventlog.Opened(ctx, l.keys, l.apply))
+		return eventlog.Read(ctx, l.nats, l.stored, eventlog.Opened(ctx, l.keys, l.apply))
 	})
 }
 

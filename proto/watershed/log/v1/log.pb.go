@@ -519,6 +519,222 @@ func (x *Object) GetVersion() string {
 	return ""
 }
 
+// ReadRequest asks for messages that the log's stream holds.
+type ReadRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The first sequence. 0: the stream's first message.
+	Sequence uint64 `protobuf:"varint,1,opt,name=sequence" json:"sequence,omitempty"`
+	// If stored_as is set, the answer holds only messages of this stored resource and progress, and the call fails with
+	// OUT_OF_RANGE if a message from sequence on has expired.
+	StoredAs string `protobuf:"bytes,2,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
+	// If sequence is 0 and stored_as is set: the answer begins after this revision.
+	After         int64 `protobuf:"varint,3,opt,name=after" json:"after,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ReadRequest) Reset() {
+	*x = ReadRequest{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ReadRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ReadRequest) ProtoMessage() {}
+
+func (x *ReadRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ReadRequest.ProtoReflect.Descriptor instead.
+func (*ReadRequest) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ReadRequest) GetSequence() uint64 {
+	if x != nil {
+		return x.Sequence
+	}
+	return 0
+}
+
+func (x *ReadRequest) GetStoredAs() string {
+	if x != nil {
+		return x.StoredAs
+	}
+	return ""
+}
+
+func (x *ReadRequest) GetAfter() int64 {
+	if x != nil {
+		return x.After
+	}
+	return 0
+}
+
+// Chunk is messages of the log's stream, in order. Every call answers one at least, which may hold no message.
+type Chunk struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// When the stream was made, in nanoseconds since 1970: it tells streams of the same name apart.
+	Created int64 `protobuf:"varint,1,opt,name=created" json:"created,omitempty"`
+	// The stream's last sequence.
+	Last uint64 `protobuf:"varint,2,opt,name=last" json:"last,omitempty"`
+	// All requested messages up to this sequence are in this chunk or in an earlier one.
+	Through       uint64           `protobuf:"varint,3,opt,name=through" json:"through,omitempty"`
+	Messages      []*StoredMessage `protobuf:"bytes,4,rep,name=messages" json:"messages,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Chunk) Reset() {
+	*x = Chunk{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Chunk) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Chunk) ProtoMessage() {}
+
+func (x *Chunk) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
+func (*Chunk) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Chunk) GetCreated() int64 {
+	if x != nil {
+		return x.Created
+	}
+	return 0
+}
+
+func (x *Chunk) GetLast() uint64 {
+	if x != nil {
+		return x.Last
+	}
+	return 0
+}
+
+func (x *Chunk) GetThrough() uint64 {
+	if x != nil {
+		return x.Through
+	}
+	return 0
+}
+
+func (x *Chunk) GetMessages() []*StoredMessage {
+	if x != nil {
+		return x.Messages
+	}
+	return nil
+}
+
+// StoredMessage is a message of the log's stream.
+type StoredMessage struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Sequence uint64                 `protobuf:"varint,1,opt,name=sequence" json:"sequence,omitempty"`
+	// The headers Nats-Msg-Id, Nats-Expected-Last-Msg-Id and Content-Encoding.
+	Id       string `protobuf:"bytes,2,opt,name=id" json:"id,omitempty"`
+	Follows  string `protobuf:"bytes,3,opt,name=follows" json:"follows,omitempty"`
+	Encoding string `protobuf:"bytes,4,opt,name=encoding" json:"encoding,omitempty"`
+	// An Event, encoded as the header says.
+	Data          []byte `protobuf:"bytes,5,opt,name=data" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StoredMessage) Reset() {
+	*x = StoredMessage{}
+	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StoredMessage) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StoredMessage) ProtoMessage() {}
+
+func (x *StoredMessage) ProtoReflect() protoreflect.Message {
+	mi := &file_watershed_log_v1_log_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StoredMessage.ProtoReflect.Descriptor instead.
+func (*StoredMessage) Descriptor() ([]byte, []int) {
+	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *StoredMessage) GetSequence() uint64 {
+	if x != nil {
+		return x.Sequence
+	}
+	return 0
+}
+
+func (x *StoredMessage) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *StoredMessage) GetFollows() string {
+	if x != nil {
+		return x.Follows
+	}
+	return ""
+}
+
+func (x *StoredMessage) GetEncoding() string {
+	if x != nil {
+		return x.Encoding
+	}
+	return ""
+}
+
+func (x *StoredMessage) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
 var File_watershed_log_v1_log_proto protoreflect.FileDescriptor
 
 const file_watershed_log_v1_log_proto_rawDesc = "" +
@@ -565,7 +781,22 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01*a\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\\\n" +
+	"\vReadRequest\x12\x1a\n" +
+	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x1b\n" +
+	"\tstored_as\x18\x02 \x01(\tR\bstoredAs\x12\x14\n" +
+	"\x05after\x18\x03 \x01(\x03R\x05after\"\x8c\x01\n" +
+	"\x05Chunk\x12\x18\n" +
+	"\acreated\x18\x01 \x01(\x03R\acreated\x12\x12\n" +
+	"\x04last\x18\x02 \x01(\x04R\x04last\x12\x18\n" +
+	"\athrough\x18\x03 \x01(\x04R\athrough\x12;\n" +
+	"\bmessages\x18\x04 \x03(\v2\x1f.watershed.log.v1.StoredMessageR\bmessages\"\x85\x01\n" +
+	"\rStoredMessage\x12\x1a\n" +
+	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +
+	"\afollows\x18\x03 \x01(\tR\afollows\x12\x1a\n" +
+	"\bencoding\x18\x04 \x01(\tR\bencoding\x12\x12\n" +
+	"\x04data\x18\x05 \x01(\fR\x04data*a\n" +
 	"\x04Type\x12\x14\n" +
 	"\x10TYPE_UNSPECIFIED\x10\x00\x12\x0e\n" +
 	"\n" +
@@ -588,31 +819,35 @@ func file_watershed_log_v1_log_proto_rawDescGZIP() []byte {
 }
 
 var file_watershed_log_v1_log_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_watershed_log_v1_log_proto_goTypes = []any{
-	(Type)(0),        // 0: watershed.log.v1.Type
-	(*Event)(nil),    // 1: watershed.log.v1.Event
-	(*Sealed)(nil),   // 2: watershed.log.v1.Sealed
-	(*Contents)(nil), // 3: watershed.log.v1.Contents
-	(*Cause)(nil),    // 4: watershed.log.v1.Cause
-	(*Object)(nil),   // 5: watershed.log.v1.Object
-	nil,              // 6: watershed.log.v1.Object.LabelsEntry
-	nil,              // 7: watershed.log.v1.Object.FieldsEntry
+	(Type)(0),             // 0: watershed.log.v1.Type
+	(*Event)(nil),         // 1: watershed.log.v1.Event
+	(*Sealed)(nil),        // 2: watershed.log.v1.Sealed
+	(*Contents)(nil),      // 3: watershed.log.v1.Contents
+	(*Cause)(nil),         // 4: watershed.log.v1.Cause
+	(*Object)(nil),        // 5: watershed.log.v1.Object
+	(*ReadRequest)(nil),   // 6: watershed.log.v1.ReadRequest
+	(*Chunk)(nil),         // 7: watershed.log.v1.Chunk
+	(*StoredMessage)(nil), // 8: watershed.log.v1.StoredMessage
+	nil,                   // 9: watershed.log.v1.Object.LabelsEntry
+	nil,                   // 10: watershed.log.v1.Object.FieldsEntry
 }
 var file_watershed_log_v1_log_proto_depIdxs = []int32{
-	0, // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
-	5, // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
-	5, // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
-	2, // 3: watershed.log.v1.Event.sealed:type_name -> watershed.log.v1.Sealed
-	5, // 4: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
-	5, // 5: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
-	6, // 6: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
-	7, // 7: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
-	8, // [8:8] is the sub-list for method output_type
-	8, // [8:8] is the sub-list for method input_type
-	8, // [8:8] is the sub-list for extension type_name
-	8, // [8:8] is the sub-list for extension extendee
-	0, // [0:8] is the sub-list for field type_name
+	0,  // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
+	5,  // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
+	5,  // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
+	2,  // 3: watershed.log.v1.Event.sealed:type_name -> watershed.log.v1.Sealed
+	5,  // 4: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
+	5,  // 5: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
+	9,  // 6: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry
+	10, // 7: watershed.log.v1.Object.fields:type_name -> watershed.log.v1.Object.FieldsEntry
+	8,  // 8: watershed.log.v1.Chunk.messages:type_name -> watershed.log.v1.StoredMessage
+	9,  // [9:9] is the sub-list for method output_type
+	9,  // [9:9] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_watershed_log_v1_log_proto_init() }
@@ -626,7 +861,7 @@ func file_watershed_log_v1_log_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_watershed_log_v1_log_proto_rawDesc), len(file_watershed_log_v1_log_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   7,
+			NumMessages:   10,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -20,6 +20,7 @@ import (
 	v12 "watershed.dev/proto/watershed/authn/v1"
 	v13 "watershed.dev/proto/watershed/authz/v1"
 	v1 "watershed.dev/proto/watershed/common/v1"
+	v14 "watershed.dev/proto/watershed/log/v1"
 )
 
 const (
@@ -2798,7 +2799,7 @@ var File_watershed_registry_v1_registry_proto protoreflect.FileDescriptor
 
 const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\n" +
-	"$watershed/registry/v1/registry.proto\x12\x15watershed.registry.v1\x1a&watershed/admission/v1/admission.proto\x1a\x1ewatershed/authn/v1/authn.proto\x1a\x1ewatershed/authz/v1/authz.proto\x1a watershed/common/v1/common.proto\"j\n" +
+	"$watershed/registry/v1/registry.proto\x12\x15watershed.registry.v1\x1a&watershed/admission/v1/admission.proto\x1a\x1ewatershed/authn/v1/authn.proto\x1a\x1ewatershed/authz/v1/authz.proto\x1a watershed/common/v1/common.proto\x1a\x1awatershed/log/v1/log.proto\"j\n" +
 	"\x06Output\x12\x1d\n" +
 	"\n" +
 	"media_type\x18\x01 \x01(\tR\tmediaType\x12)\n" +
@@ -3044,12 +3045,13 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\aCatalog\x12Y\n" +
 	"\x06Follow\x12%.watershed.registry.v1.CatalogRequest\x1a&.watershed.registry.v1.CatalogResponse0\x01\x12W\n" +
 	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x01\x12[\n" +
-	"\bGateways\x12&.watershed.registry.v1.GatewaysRequest\x1a'.watershed.registry.v1.GatewaysResponse2\xef\x02\n" +
+	"\bGateways\x12&.watershed.registry.v1.GatewaysRequest\x1a'.watershed.registry.v1.GatewaysResponse2\xb4\x03\n" +
 	"\x06Source\x12Z\n" +
 	"\bSnapshot\x12&.watershed.registry.v1.SnapshotRequest\x1a$.watershed.registry.v1.SnapshotChunk0\x01\x12U\n" +
 	"\x06Encode\x12$.watershed.registry.v1.EncodeRequest\x1a%.watershed.registry.v1.EncodeResponse\x12[\n" +
 	"\bRevision\x12&.watershed.registry.v1.RevisionRequest\x1a'.watershed.registry.v1.RevisionResponse\x12U\n" +
-	"\x06LogKey\x12$.watershed.registry.v1.LogKeyRequest\x1a%.watershed.registry.v1.LogKeyResponseB=Z4watershed.dev/proto/watershed/registry/v1;registryv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
+	"\x06LogKey\x12$.watershed.registry.v1.LogKeyRequest\x1a%.watershed.registry.v1.LogKeyResponse\x12C\n" +
+	"\aReadLog\x12\x1d.watershed.log.v1.ReadRequest\x1a\x17.watershed.log.v1.Chunk0\x01B=Z4watershed.dev/proto/watershed/registry/v1;registryv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_registry_v1_registry_proto_rawDescOnce sync.Once
@@ -3122,6 +3124,8 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*v11.Verdict)(nil),              // 53: watershed.admission.v1.Verdict
 	(*v1.Status)(nil),                // 54: watershed.common.v1.Status
 	(*v13.AuthorizeResponse)(nil),    // 55: watershed.authz.v1.AuthorizeResponse
+	(*v14.ReadRequest)(nil),          // 56: watershed.log.v1.ReadRequest
+	(*v14.Chunk)(nil),                // 57: watershed.log.v1.Chunk
 }
 var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	41, // 0: watershed.registry.v1.Output.as:type_name -> watershed.common.v1.Kind
@@ -3188,20 +3192,22 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	23, // 61: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
 	28, // 62: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
 	30, // 63: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
-	4,  // 64: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
-	5,  // 65: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
-	9,  // 66: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	7,  // 67: watershed.registry.v1.Objects.WriteDirect:output_type -> watershed.registry.v1.DirectReply
-	9,  // 68: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	16, // 69: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	33, // 70: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	15, // 71: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
-	21, // 72: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
-	24, // 73: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
-	29, // 74: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	31, // 75: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
-	64, // [64:76] is the sub-list for method output_type
-	52, // [52:64] is the sub-list for method input_type
+	56, // 64: watershed.registry.v1.Source.ReadLog:input_type -> watershed.log.v1.ReadRequest
+	4,  // 65: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
+	5,  // 66: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
+	9,  // 67: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
+	7,  // 68: watershed.registry.v1.Objects.WriteDirect:output_type -> watershed.registry.v1.DirectReply
+	9,  // 69: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
+	16, // 70: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
+	33, // 71: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	15, // 72: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	21, // 73: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
+	24, // 74: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
+	29, // 75: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
+	31, // 76: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
+	57, // 77: watershed.registry.v1.Source.ReadLog:output_type -> watershed.log.v1.Chunk
+	65, // [65:78] is the sub-list for method output_type
+	52, // [52:65] is the sub-list for method input_type
 	52, // [52:52] is the sub-list for extension type_name
 	52, // [52:52] is the sub-list for extension extendee
 	0,  // [0:52] is the sub-list for field type_name

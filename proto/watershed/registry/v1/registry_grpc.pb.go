@@ -15,6 +15,7 @@ import (
 	grpc "google.golang.org/grpc"
 	codes "google.golang.org/grpc/codes"
 	status "google.golang.org/grpc/status"
+	v1 "watershed.dev/proto/watershed/log/v1"
 )
 
 // This is a compile-time assertion to ensure that this generated file
@@ -486,6 +487,7 @@ const (
 	Source_Encode_FullMethodName   = "/watershed.registry.v1.Source/Encode"
 	Source_Revision_FullMethodName = "/watershed.registry.v1.Source/Revision"
 	Source_LogKey_FullMethodName   = "/watershed.registry.v1.Source/LogKey"
+	Source_ReadLog_FullMethodName  = "/watershed.registry.v1.Source/ReadLog"
 )
 
 // SourceClient is the client API for Source service.
@@ -503,6 +505,8 @@ type SourceClient interface {
 	// LogKey answers a key that messages of the log are sealed with. NOT_FOUND or FAILED_PRECONDITION: it is not to be had,
 	// and the resource is to be read anew.
 	LogKey(ctx context.Context, in *LogKeyRequest, opts ...grpc.CallOption) (*LogKeyResponse, error)
+	// ReadLog sends the messages that the event log's stream holds when the call begins.
+	ReadLog(ctx context.Context, in *v1.ReadRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[v1.Chunk], error)
 }
 
 type sourceClient struct {
@@ -562,6 +566,25 @@ func (c *sourceClient) LogKey(ctx context.Context, in *LogKeyRequest, opts ...gr
 	return out, nil
 }
 
+func (c *sourceClient) ReadLog(ctx context.Context, in *v1.ReadRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[v1.Chunk], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Source_ServiceDesc.Streams[1], Source_ReadLog_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[v1.ReadRequest, v1.Chunk]{ClientStream: stream}
+	if err := x.ClientStream.SendMsg(in); err != nil {
+		return nil, err
+	}
+	if err := x.ClientStream.CloseSend(); err != nil {
+		return nil, err
+	}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Source_ReadLogClient = grpc.ServerStreamingClient[v1.Chunk]
+
 // SourceServer is the server API for Source service.
 // All implementations must embed UnimplementedSourceServer
 // for forward compatibility.
@@ -577,6 +600,8 @@ type SourceServer interface {
 	// LogKey answers a key that messages of the log are sealed with. NOT_FOUND or FAILED_PRECONDITION: it is not to be had,
 	// and the resource is to be read anew.
 	LogKey(context.Context, *LogKeyRequest) (*LogKeyResponse, error)
+	// ReadLog sends the messages that the event log's stream holds when the call begins.
+	ReadLog(*v1.ReadRequest, grpc.ServerStreamingServer[v1.Chunk]) error
 	mustEmbedUnimplementedSourceServer()
 }
 
@@ -598,6 +623,9 @@ func (UnimplementedSourceServer) Revision(context.Context, *RevisionRequest) (*R
 }
 func (UnimplementedSourceServer) LogKey(context.Context, *LogKeyRequest) (*LogKeyResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method LogKey not implemented")
+}
+func (UnimplementedSourceServer) ReadLog(*v1.ReadRequest, grpc.ServerStreamingServer[v1.Chunk]) error {
+	return status.Error(codes.Unimplemented, "method ReadLog not implemented")
 }
 func (UnimplementedSourceServer) mustEmbedUnimplementedSourceServer() {}
 func (UnimplementedSourceServer) testEmbeddedByValue()                {}
@@ -685,6 +713,17 @@ func _Source_LogKey_Handler(srv interface{}, ctx context.Context, dec func(inter
 	return interceptor(ctx, in, info, handler)
 }
 
+func _Source_ReadLog_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(v1.ReadRequest)
+	if err := stream.RecvMsg(m); err != nil {
+		return err
+	}
+	return srv.(SourceServer).ReadLog(m, &grpc.GenericServerStream[v1.ReadRequest, v1.Chunk]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Source_ReadLogServer = grpc.ServerStreamingServer[v1.Chunk]
+
 // Source_ServiceDesc is the grpc.ServiceDesc for Source service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -709,6 +748,11 @@ var Source_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "Snapshot",
 			Handler:       _Source_Snapshot_Handler,
+			ServerStreams: true,
+		},
+		{
+			StreamName:    "ReadLog",
+			Handler:       _Source_ReadLog_Handler,
 			ServerStreams: true,
 		},
 	},

@@ -96,7 +96,7 @@ func New(t testing.TB, flags ...string) *World {
 		t.Fatal(err)
 	}
 	w := &World{Resources: &resources.Resources{Storage: store}, Tail: tail.New()}
-	w.Source = source.New(w.Resources, storage.NewLogKeys(store))
+	w.Source = source.New(w.Resources, storage.NewLogKeys(store), nil)
 	config := loopback.New(w.Resources, w.Tail).Config()
 	if w.Client, err = kubernetes.NewForConfig(config); err != nil {
 		t.Fatal(err)

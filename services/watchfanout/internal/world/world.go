@@ -129,7 +129,7 @@ func New(t testing.TB) *World {
 	for w.Catalog.View() == nil { // it is told of just before it is used
 		runtime.Gosched()
 	}
-	w.Log = log.New(w.Cache, nil, nil, w.Source, &lifecycle.Readiness{})
+	w.Log = log.New(w.Cache, nil, w.Source, &lifecycle.Readiness{})
 	w.Converter = convert.New(w.Source, w.Cache)
 	w.Cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: First, History: "h"})
 	return w

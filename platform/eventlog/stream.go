@@ -1,0 +1,94 @@
+package eventlog
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+)
+
+// Stream makes the log's stream, or updates an existing one to the configuration.
+func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream.Stream, error) {
+	storage := jetstream.FileStorage
+	switch o.Storage {
+	case "memory":
+		storage = jetstream.MemoryStorage
+	case "file", "":
+	default:
+		return nil, fmt.Errorf(`--log-storage %q: want "file" or "memory"`, o.Storage)
+	}
+	if err := checkServer(js.Conn()); err != nil {
+		return nil, err
+	}
+	stream, err := js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
+		Name:         StreamName,
+		Subjects:     []string{events + ">", ProgressSubject},
+		Storage:      storage,
+		Replicas:     max(o.Replicas, 1),
+		MaxAge:       o.Retention,
+		MaxBytes:     o.MaxBytes,
+		Discard:      jetstream.DiscardOld,
+		Duplicates:   min(o.Retention, time.Second),
+		RePublish:    &jetstream.RePublish{Source: ">", Destination: republished + ">"},
+		AllowDirect:  true, // a replica that lags answers direct gets too: see Direct
+		MaxConsumers: 1,    // no reader has a consumer, and 0 would be no limit
+	})
+	if err != nil {
+		return nil, err
+	}
+	return stream, deleteConsumers(ctx, stream)
+}
+
+// deleteConsumers deletes the stream's consumers, which an older release or a stolen key may have left.
+func deleteConsumers(ctx context.Context, stream jetstream.Stream) error {
+	if stream.CachedInfo().State.Consumers == 0 {
+		return nil
+	}
+	names := stream.ConsumerNames(ctx)
+	deleted := 0
+	for name := range names.Name() {
+		if err := stream.DeleteConsumer(ctx, name); err != nil && !errors.Is(err, jetstream.ErrConsumerNotFound) {
+			return fmt.Errorf("consumer %q of the event log: %w", name, err)
+		}
+		deleted++
+	}
+	slog.Info("The event log's stream had consumers; they are deleted", "consumers", deleted)
+	return names.Err()
+}
+
+// Get returns a message of the stream's leader. The error is jetstream.ErrMsgNotFound if the stream does not hold it.
+func Get(ctx context.Context, js jetstream.JetStream, sequence uint64) (*jetstream.RawStreamMsg, error) {
+	return get(ctx, js, map[string]any{"seq": sequence})
+}
+
+// GetLast returns the last message on a subject, of the stream's leader.
+func GetLast(ctx context.Context, js jetstream.JetStream, subject string) (*jetstream.RawStreamMsg, error) {
+	return get(ctx, js, map[string]any{"last_by_subj": subject})
+}
+
+// getNext returns the first message on a subject from a sequence on, of the stream's leader.
+func getNext(ctx context.Context, js jetstream.JetStream, subject string, sequence uint64) (*jetstream.RawStreamMsg,
+	error) {
+	return get(ctx, js, map[string]any{"seq": sequence, "next_by_subj": subject})
+}
+
+// Last returns the id of the log's last message. ok is false if the log holds none; sequence is the stream's last one.
+func Last(ctx context.Context, js jetstream.JetStream) (id ID, sequence uint64, ok bool, err error) {
+	stream, err := js.Stream(ctx, StreamName)
+	if err != nil {
+		return ID{}, 0, false, err
+	}
+	state := stream.CachedInfo().State
+	if state.Msgs == 0 {
+		return ID{}, state.LastSeq, false, nil
+	}
+	m, err := Get(ctx, js, state.LastSeq)
+	if err != nil {
+		return ID{}, 0, false, err
+	}
+	id, err = ParseID(m.Header.Get(jetstream.MsgIDHeader))
+	return id, state.LastSeq, err == nil, err
+}
