@@ -466,4 +466,3 @@ func TestLargeEventsComeBack(t *testing.T) {
 		t.Error("a message unpacks to 100 MB")
 	}
 }
-

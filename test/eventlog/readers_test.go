@@ -1,0 +1,206 @@
+package eventlog
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"watershed.dev/platform/eventlog"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+	"watershed.dev/test/harness"
+)
+
+// consumers returns how many consumers the stream has.
+func (c *cluster) consumers() int {
+	c.t.Helper()
+	stream, err := c.js.Stream(c.t.Context(), eventlog.StreamName)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return stream.CachedInfo().State.Consumers
+}
+
+// Neither a reader nor a replay has a consumer (N3).
+func TestReadersHaveNoConsumer(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	c.read().is(t, "!10 11 ")
+	if err := eventlog.Replay(t.Context(), c.stored(), "pods", 10, func(*logv1.Event) (bool, error) {
+		if n := c.consumers(); n != 0 {
+			t.Errorf("%d consumers", n)
+		}
+		return false, nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// The stream of an older release is updated in place: it keeps its messages, loses its consumers, and takes no new
+// ones but one.
+func TestAnOlderStreamIsUpdated(t *testing.T) {
+	c := start(t)
+	if err := c.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
+		t.Fatal(err)
+	}
+	config := jetstream.StreamConfig{
+		Name:       eventlog.StreamName,
+		Subjects:   []string{"watershed.event.>", "watershed.progress"},
+		Replicas:   1,
+		MaxAge:     time.Hour,
+		MaxBytes:   512 << 20,
+		Duplicates: time.Second,
+	}
+	var stream jetstream.Stream
+	harness.Eventually(t, 10*time.Second, func() (err error) {
+		stream, err = c.js.CreateStream(t.Context(), config)
+		return err
+	})
+	c.write(reset(10), added(11, "pods"))
+	const many = 900
+	for n := range many {
+		if _, err := stream.CreateConsumer(t.Context(), jetstream.ConsumerConfig{
+			Name:              fmt.Sprint("old", n),
+			InactiveThreshold: 24 * time.Hour,
+			AckPolicy:         jetstream.AckNonePolicy,
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	created := stream.CachedInfo().Created
+	began := time.Now()
+	c.begin()
+	t.Logf("%d consumers are deleted in %v", many, time.Since(began))
+	after, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if i := after.CachedInfo(); !i.Created.Equal(created) || i.State.Msgs != 2 || i.State.Consumers != 0 {
+		t.Errorf("made at %v, not %v; %d messages, %d consumers", i.Created, created, i.State.Msgs, i.State.Consumers)
+	}
+	r := c.read()
+	r.is(t, "!10 11 ")
+	c.write(added(12, "pods"))
+	r.is(t, "!10 11 12 ")
+	for n := range 3 {
+		_, err = after.CreateConsumer(t.Context(), jetstream.ConsumerConfig{Durable: fmt.Sprint("new", n)})
+	}
+	if err == nil {
+		t.Error("the stream takes more than one consumer")
+	}
+}
+
+// A reader that is slower than the log loses what waits for it beyond its bounds, and reads that from the stream.
+func TestASlowReaderMissesNothing(t *testing.T) {
+	c := start(t)
+	c.write(reset(10))
+	const last = 10 + 40_000 // more than what may wait
+	next, failed := int64(10), make(chan error, 1)
+	hold := make(chan struct{})
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	go func() {
+		failed <- eventlog.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
+			if e.Revision != next {
+				return fmt.Errorf("read %v %d, not %d", e.Type, e.Revision, next)
+			}
+			if next++; e.Revision == 11 {
+				<-hold
+			}
+			if e.Revision == last {
+				return errEnough
+			}
+			return nil
+		})
+	}()
+	w, err := c.writer()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for r := int64(11); r <= last; r++ {
+		if err := w.Append(added(r, "pods")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Flush(ctx); err != nil {
+		t.Fatal(err)
+	}
+	close(hold)
+	if err := <-failed; !errors.Is(err, errEnough) {
+		t.Error(err)
+	}
+}
+
+var errEnough = errors.New("enough")
+
+// NATS may lose the last message on its way to a reader, and there is no next one. The reader finds it in the stream.
+func TestALostLastMessageIsFound(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	r := c.read()
+	r.is(t, "!10 11 ")
+	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := stream.CachedInfo().Config
+	config.RePublish = nil // so no reader receives the next message
+	if _, err := c.js.UpdateStream(t.Context(), config); err != nil {
+		t.Fatal(err)
+	}
+	c.write(added(12, "pods"))
+	began := time.Now()
+	r.is(t, "!10 11 12 ")
+	t.Logf("found in %v", time.Since(began))
+}
+
+// A replica of the stream that lags, or has nothing, is not believed: messages are read from the leader.
+func TestALaggingReplicaHidesNothing(t *testing.T) {
+	for name, answer := range map[string]func(m *nats.Msg){
+		"it has no message": func(m *nats.Msg) {
+			_ = m.RespondMsg(&nats.Msg{Header: nats.Header{"Status": {"404"}, "Description": {"Message Not Found"}}})
+		},
+		"it answers none": func(m *nats.Msg) {
+			_ = m.RespondMsg(&nats.Msg{Header: nats.Header{"Status": {"204"}, "Description": {"EOB"}}})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := start(t)
+			c.write(reset(10), added(11, "pods"), added(12, "nodes"), added(13, "pods"), added(14, "nodes"))
+			c.withoutDirectGets()
+			sub, err := c.nc.Subscribe("$JS.API.DIRECT.GET."+eventlog.StreamName, answer)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() { _ = sub.Unsubscribe() }()
+			c.read().is(t, "!10 11 12 13 14 ")
+			got := ""
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			defer cancel()
+			if err := eventlog.Replay(ctx, c.stored(), "nodes", 10, func(e *logv1.Event) (bool, error) {
+				got += fmt.Sprintf("%d ", e.Revision)
+				return e.Revision < 14, nil
+			}); err != nil || got != "12 14 " {
+				t.Errorf("%q, %v", got, err)
+			}
+		})
+	}
+}
+
+// withoutDirectGets has the stream answer no direct get.
+func (c *cluster) withoutDirectGets() {
+	c.t.Helper()
+	stream, err := c.js.Stream(c.t.Context(), eventlog.StreamName)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	config := stream.CachedInfo().Config
+	config.AllowDirect = false
+	if _, err := c.js.UpdateStream(c.t.Context(), config); err != nil {
+		c.t.Fatal(err)
+	}
+}
