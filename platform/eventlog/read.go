@@ -22,7 +22,7 @@ const (
 	// wake is how often an idle reader looks for a new connection.
 	wake = 250 * time.Millisecond
 	// compareTimeout bounds one comparison with the stream.
-	compareTimeout = 10 * time.Second
+	compareTimeout = 2 * time.Second
 	// flushTimeout bounds the wait until NATS has the subscription.
 	flushTimeout = 2 * time.Second
 )
