@@ -18,7 +18,7 @@ import (
 )
 
 // Stored reads messages that the log's stream holds. Direct implements it with JetStream. The watch tier calls a
-// registry, because NATS cannot bound the answer to a direct get: 16 requests of 64 bytes take 1.2 GB of its memory.
+// registry, because NATS does not bound the answer to a direct get: 16 requests of 64 bytes take 1.2 GB of its memory.
 type Stored interface {
 	// Messages calls each with the messages that the stream holds when the call begins. ErrExpired: see ReadRequest.
 	Messages(ctx context.Context, r *logv1.ReadRequest, each func(*logv1.Chunk) error) error
@@ -33,8 +33,8 @@ const (
 )
 
 // Direct is the stream as JetStream serves it, by batched direct gets (ADR-31). Any replica of the stream answers them.
-// A replica that lags holds all messages up to some sequence, so only an empty answer says nothing: Direct then asks the
-// leader.
+// A replica that lags holds all messages up to some sequence, so a message that it returns has no gap before it. Its
+// answer may be empty too early. Direct then reads from the leader.
 type Direct struct{ JS jetstream.JetStream }
 
 // Messages implements Stored.

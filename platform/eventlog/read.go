@@ -13,8 +13,8 @@ import (
 )
 
 const (
-	// pendingMessages and pendingBytes bound what waits for a reader. NATS drops what exceeds them, and the reader reads
-	// that from the stream.
+	// pendingMessages and pendingBytes bound a reader's subscription. The client drops messages beyond them, and the
+	// reader reads these from the stream.
 	pendingMessages = 16 << 10
 	pendingBytes    = 64 << 20
 	// watchdog is after how long without a message a reader compares itself with the stream. Progress comes every 2 s.
@@ -129,8 +129,7 @@ func received(c <-chan nats.Status) bool {
 	}
 }
 
-// next takes a message from the subscription. It ignores a message that was read already, and one that NATS has not
-// published again.
+// next delivers a message of the subscription. It ignores a message that the reader has, and one without a sequence.
 func (r *reader) next(m *nats.Msg) error {
 	sequence, err := sequenceOf(m)
 	switch {
@@ -185,7 +184,7 @@ func (r *reader) catchUp(ctx context.Context) error {
 	}
 }
 
-// moved says whether the stream does not go on where the reader is, and moves the reader.
+// moved returns true if the stream does not continue at the reader's position, and moves the reader.
 func (r *reader) moved(c *logv1.Chunk) bool {
 	was := r.created
 	r.created = c.Created
@@ -202,8 +201,8 @@ func (r *reader) moved(c *logv1.Chunk) bool {
 	return false
 }
 
-// deliver hands on one message. If it does not follow the last one, deliver hands on a reset before it; whether the
-// stream really lacks a message shows only a message that was read from the stream.
+// deliver hands one message to handle. If it does not follow the last message, deliver hands on a reset first. Only a
+// message that was read from the stream proves such a gap; for another one, deliver returns errMissed.
 func (r *reader) deliver(m *logv1.StoredMessage, fromStream bool) error {
 	e, err := decode(m.Encoding, m.Data)
 	if err != nil {

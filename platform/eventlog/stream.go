@@ -33,8 +33,8 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 		Discard:      jetstream.DiscardOld,
 		Duplicates:   min(o.Retention, time.Second),
 		RePublish:    &jetstream.RePublish{Source: ">", Destination: republished + ">"},
-		AllowDirect:  true, // a replica that lags answers direct gets too: see Direct
-		MaxConsumers: 1,    // no reader has a consumer, and 0 would be no limit
+		AllowDirect:  true, // replicas that lag answer direct gets too: see Direct
+		MaxConsumers: 1,    // no reader has a consumer, and 0 means no limit
 	})
 	if err != nil {
 		return nil, err

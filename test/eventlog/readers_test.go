@@ -40,8 +40,8 @@ func TestReadersHaveNoConsumer(t *testing.T) {
 	}
 }
 
-// The stream of an older release is updated in place: it keeps its messages, loses its consumers, and takes no new
-// ones but one.
+// The stream of an older release is updated in place: it keeps its messages and loses its consumers. It then accepts
+// one consumer, the smallest limit that JetStream has.
 func TestAnOlderStreamIsUpdated(t *testing.T) {
 	c := start(t)
 	if err := c.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
@@ -94,7 +94,8 @@ func TestAnOlderStreamIsUpdated(t *testing.T) {
 	}
 }
 
-// A reader that is slower than the log loses what waits for it beyond its bounds, and reads that from the stream.
+// A reader that is slower than the log exceeds the bounds of its subscription. It reads the dropped messages from the
+// stream.
 func TestASlowReaderMissesNothing(t *testing.T) {
 	c := start(t)
 	c.write(reset(10))
@@ -137,7 +138,7 @@ func TestASlowReaderMissesNothing(t *testing.T) {
 
 var errEnough = errors.New("enough")
 
-// NATS may lose the last message on its way to a reader, and there is no next one. The reader finds it in the stream.
+// NATS may lose the last message on its way to a reader. The reader then finds it in the stream.
 func TestALostLastMessageIsFound(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"))
@@ -158,7 +159,7 @@ func TestALostLastMessageIsFound(t *testing.T) {
 	t.Logf("found in %v", time.Since(began))
 }
 
-// A replica of the stream that lags, or has nothing, is not believed: messages are read from the leader.
+// A replica of the stream that lags answers too few messages. Direct reads the others from the leader.
 func TestALaggingReplicaHidesNothing(t *testing.T) {
 	for name, answer := range map[string]func(m *nats.Msg){
 		"it has no message": func(m *nats.Msg) {

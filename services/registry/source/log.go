@@ -21,8 +21,7 @@ const maxLogReads = 128
 
 var (
 	errTooManyLogReads = status.Error(codes.ResourceExhausted, "too many calls read the event log")
-	errLogReadStalled  = status.Error(codes.ResourceExhausted,
-		"the caller did not take what it was sent, and another call wants to read the event log")
+	errLogReadStalled  = status.Error(codes.ResourceExhausted, "the caller stalls, and another call needs the room")
 )
 
 // logReads are the calls of ReadLog that run.
@@ -31,8 +30,8 @@ type logReads struct {
 	all map[*logRead]struct{}
 }
 
-// logRead is one call. sending is when it began to send the chunk that the caller has not taken yet, or zero; the lock
-// of logReads guards it.
+// logRead is one call. sending is when it began to send a chunk that its caller has not taken yet, or zero. The lock of
+// logReads guards it.
 type logRead struct {
 	sending time.Time
 	end     context.CancelCauseFunc
@@ -74,8 +73,8 @@ func (l *logReads) setSending(r *logRead, at time.Time) {
 	r.sending = at
 }
 
-// ReadLog sends messages that the event log's stream holds. The call ends early if its caller does not take them and
-// others want to read.
+// ReadLog sends messages that the event log's stream holds. The call ends early if its caller stalls and another call
+// needs the room.
 func (s *Source) ReadLog(r *logv1.ReadRequest, stream grpc.ServerStreamingServer[logv1.Chunk]) error {
 	ctx, end := context.WithCancelCause(stream.Context())
 	defer end(nil)
@@ -85,7 +84,7 @@ func (s *Source) ReadLog(r *logv1.ReadRequest, stream grpc.ServerStreamingServer
 	}
 	defer s.logReads.finish(read)
 	done := make(chan error, 1)
-	go func() { // Send waits for as long as the call is open, so the call must be able to return without it
+	go func() { // a stalled Send ends when the call returns
 		done <- s.sendLog(ctx, r, func(c *logv1.Chunk) error {
 			s.logReads.setSending(read, time.Now())
 			defer s.logReads.setSending(read, time.Time{})

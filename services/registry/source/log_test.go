@@ -14,7 +14,7 @@ import (
 	"watershed.dev/services/registry/source"
 )
 
-// endless is a log that holds more than anyone reads.
+// endless is a log without end.
 type endless struct{}
 
 func (endless) Messages(ctx context.Context, _ *logv1.ReadRequest, each func(*logv1.Chunk) error) error {
@@ -26,12 +26,12 @@ func (endless) Messages(ctx context.Context, _ *logv1.ReadRequest, each func(*lo
 	return ctx.Err()
 }
 
-// caller takes some chunks of a call, and then no more.
+// caller takes some chunks of a call, and then stalls or leaves.
 type caller struct {
 	grpc.ServerStreamingServer[logv1.Chunk]
 	ctx   context.Context
 	takes int
-	// stalled receives a message when the caller takes no more; nil: the caller leaves then.
+	// stalled receives a message when the caller stalls. If it is nil, the caller leaves.
 	stalled chan<- struct{}
 	leave   context.CancelFunc
 }
@@ -51,8 +51,7 @@ func (c *caller) Send(*logv1.Chunk) error {
 	return c.ctx.Err()
 }
 
-// Calls of ReadLog whose callers take nothing keep no other call from reading: the one that has been stalled for the
-// longest time ends (N3).
+// Stalled calls of ReadLog make room for other calls: the call that has been stalled for the longest time ends (N3).
 func TestStalledCallsMakeRoom(t *testing.T) {
 	s := source.New(nil, nil, endless{})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -73,7 +72,7 @@ func TestStalledCallsMakeRoom(t *testing.T) {
 		}
 		leave()
 	}
-	// Each of those made room for itself and left, so the next finds room without another's end.
+	// The first caller ended a stalled call. The others found its room.
 	if n := len(ended); n != 1 {
 		t.Errorf("%d calls were ended", n)
 	}
@@ -82,14 +81,14 @@ func TestStalledCallsMakeRoom(t *testing.T) {
 	}
 }
 
-// expired is a log that no longer holds what is asked for.
+// expired is a log that no longer holds the requested messages.
 type expired struct{}
 
 func (expired) Messages(context.Context, *logv1.ReadRequest, func(*logv1.Chunk) error) error {
 	return eventlog.ErrExpired
 }
 
-// An expired log has a code of its own, which the watch tier tells from a failure.
+// ReadLog answers OUT_OF_RANGE for an expired log, which the watch tier does not retry.
 func TestAnExpiredLogHasItsCode(t *testing.T) {
 	err := source.New(nil, nil, expired{}).ReadLog(&logv1.ReadRequest{}, &caller{ctx: t.Context()})
 	if status.Code(err) != codes.OutOfRange {
