@@ -19,6 +19,7 @@ import (
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/guard"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/encoder"
@@ -34,6 +35,10 @@ const (
 	pageBytes = 8 << 20
 	// rowsBytes is about how many bytes of rows one message holds: one row at least, whatever it takes.
 	rowsBytes = 4 << 20
+	// maxSnapshots and maxLogReads bound how many calls of Snapshot and of ReadLog run at a time. A snapshot holds about
+	// a page and the rows of a message, in two encodings; a reading of the log about two chunks of it.
+	maxSnapshots = 32
+	maxLogReads  = 128
 )
 
 // Source reads etcd for the watch tier.
@@ -43,7 +48,8 @@ type Source struct {
 	revisions coalesce.Group[int64]
 	keys      *storage.LogKeys
 	stored    eventlog.Stored
-	logReads  logReads
+	snapshots calls
+	logReads  calls
 }
 
 // New returns a source of the served resources. Its log is read from stored, and sealed with keys.
@@ -53,6 +59,8 @@ func New(r *resources.Resources, keys *storage.LogKeys, stored eventlog.Stored) 
 		keys:      keys,
 		revisions: coalesce.Group[int64]{Timeout: readTimeout},
 		stored:    stored,
+		snapshots: calls{most: maxSnapshots},
+		logReads:  calls{most: maxLogReads},
 	}
 }
 
@@ -104,20 +112,30 @@ func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
 }
 
 // Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row
-// that says so: it is the matter of those who ask for it.
+// that says so: it is the matter of those who ask for it. The call ends early if its caller stalls and another call needs
+// the room.
 func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 	stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
-	ctx := stream.Context()
+	return rpc.ToStatus(s.snapshots.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
+		defer guard.Error("a snapshot", &err)
+		return s.snapshot(ctx, r, func(m *registryv1.SnapshotChunk) error {
+			return one.send(func() error { return stream.Send(m) })
+		})
+	}))
+}
+
+func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
+	send func(*registryv1.SnapshotChunk) error) error {
 	// The revision comes first: a definition that changes after it was read is told of in the log after this revision.
 	revision, err := s.ReadRevision(ctx)
 	if err != nil {
-		return rpc.ToStatus(err)
+		return err
 	}
 	st, err := s.resources.Stored(ctx, r.StoredAs)
 	if err != nil {
 		return err
 	}
-	out := &snapshotChunks{stream: stream, revision: revision}
+	out := &snapshotChunks{send: send, revision: revision}
 	err = s.Pages(ctx, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
 			n := batch(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
@@ -131,7 +149,7 @@ func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 		return nil
 	})
 	if err != nil {
-		return rpc.ToStatus(err)
+		return err
 	}
 	return out.flush()
 }
@@ -167,7 +185,7 @@ func (s *Source) Pages(ctx context.Context, prefix string, revision int64, each 
 
 // snapshotChunks gathers rows into messages.
 type snapshotChunks struct {
-	stream   grpc.ServerStreamingServer[registryv1.SnapshotChunk]
+	send     func(*registryv1.SnapshotChunk) error
 	revision int64
 	rows     []*registryv1.Row
 	bytes    int
@@ -192,7 +210,7 @@ func (c *snapshotChunks) flush() error {
 	}
 	m := &registryv1.SnapshotChunk{Revision: c.revision, Rows: c.rows}
 	c.rows, c.bytes, c.sent = nil, 0, true
-	return c.stream.Send(m)
+	return c.send(m)
 }
 
 // batch is how many of all come together to at most bound, at least one.
