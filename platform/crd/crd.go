@@ -11,7 +11,6 @@ import (
 	"k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
-	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
 	structuralschema "k8s.io/apiextensions-apiserver/pkg/apiserver/schema"
 	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/defaulting"
 	"k8s.io/apiextensions-apiserver/pkg/crdserverscheme"
@@ -112,11 +111,6 @@ func (d *Definition) Kind(version string) schema.GroupVersionKind {
 
 // GroupKind is the kind in every version.
 func (d *Definition) GroupKind() schema.GroupKind { return d.Kind("").GroupKind() }
-
-// Converter converts between versions: safe copies its input, unsafe changes it.
-func (d *Definition) Converter(f *conversion.CRConverterFactory) (safe, unsafe runtime.ObjectConvertor, err error) {
-	return f.NewConverter(d.CustomResourceDefinition)
-}
 
 // Webhook says whether another version of an object is more than its apiVersion.
 func (d *Definition) Webhook() bool {

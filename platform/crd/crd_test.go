@@ -6,7 +6,6 @@ import (
 	"testing"
 
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
-	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -106,14 +105,11 @@ func TestWhenObjectsAreReadAlike(t *testing.T) {
 
 func codec(t *testing.T, d *Definition) (runtime.NegotiatedSerializer, runtime.ObjectConvertor) {
 	t.Helper()
-	f, err := conversion.NewCRConverterFactory(nil, nil)
+	c, err := d.Converter(NewConverters(nil, nil))
 	if err != nil {
 		t.Fatal(err)
 	}
-	safe, unsafe, err := d.Converter(f)
-	if err != nil {
-		t.Fatal(err)
-	}
+	safe, unsafe := c.Within(t.Context())
 	return d.Serializer(Typer(d.Parameters("v1")), safe), unsafe
 }
 

@@ -8,7 +8,6 @@ import (
 	"go.opentelemetry.io/otel"
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
-	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	listers "k8s.io/apiextensions-apiserver/pkg/client/listers/apiextensions/v1"
@@ -30,7 +29,7 @@ type customs struct {
 	client     extensionsclient.Interface
 	informers  extensions.SharedInformerFactory
 	lister     listers.CustomResourceDefinitionLister
-	converters *conversion.CRConverterFactory
+	converters *crd.Converters
 
 	mu    sync.Mutex
 	known map[string]*custom
@@ -38,7 +37,7 @@ type customs struct {
 
 type custom struct {
 	*crd.Definition
-	safe        runtime.ObjectConvertor
+	converter   *crd.Converter
 	equivalents runtime.EquivalentResourceMapper
 }
 
@@ -75,10 +74,9 @@ func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, out e
 	if err != nil {
 		return nil, err
 	}
-	c.converters, err = conversion.NewCRConverterFactory(services,
-		webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil, out.Upstream(), config,
-			otel.GetTracerProvider()))
-	return c, err
+	c.converters = crd.NewConverters(services, webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil,
+		out.Upstream(), config, otel.GetTracerProvider()))
+	return c, nil
 }
 
 // get finds a definition. One, or a version of one, that the informer has not brought yet is asked for.
@@ -100,7 +98,7 @@ func (c *customs) get(ctx context.Context, name, version string) (*custom, error
 		return nil, err
 	}
 	k := &custom{Definition: definition, equivalents: definition.Equivalents()}
-	if k.safe, _, err = definition.Converter(c.converters); err != nil {
+	if k.converter, err = definition.Converter(c.converters); err != nil {
 		return nil, err
 	}
 	c.known[name] = k
@@ -114,12 +112,19 @@ func (c *customs) interfaces(ctx context.Context, name, version string) (admissi
 		return nil, apierrors.NewInternalError(err)
 	}
 	parameters := k.Parameters(version)
-	return &interfaces{custom: k, typer: crd.Typer(parameters), defaulter: k.Defaulter(parameters)}, nil
+	safe, _ := k.converter.Within(ctx)
+	return &interfaces{
+		custom:    k,
+		safe:      safe,
+		typer:     crd.Typer(parameters),
+		defaulter: k.Defaulter(parameters),
+	}, nil
 }
 
 // interfaces implements admission.ObjectInterfaces.
 type interfaces struct {
 	*custom
+	safe      runtime.ObjectConvertor
 	typer     runtime.ObjectTyper
 	defaulter runtime.ObjectDefaulter
 }

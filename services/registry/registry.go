@@ -16,7 +16,6 @@ import (
 	"go.opentelemetry.io/otel"
 	"google.golang.org/grpc"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
-	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
@@ -28,6 +27,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 
 	"watershed.dev/platform/apiclient"
+	"watershed.dev/platform/crd"
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/features"
@@ -245,9 +245,7 @@ func (s *Service) custom() error {
 	}
 	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, s.out.Upstream(), s.loopback,
 		otel.GetTracerProvider())
-	if customs.Converters, err = conversion.NewCRConverterFactory(s.services, wrapper); err != nil {
-		return err
-	}
+	customs.Converters = crd.NewConverters(s.services, wrapper)
 	s.resources.Custom = customs
 	s.tail.Foreign = func() {
 		customs.HistoryChanged()

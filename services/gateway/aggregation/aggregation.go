@@ -26,6 +26,7 @@ import (
 
 	"watershed.dev/platform/catalog"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/upgrade"
 )
 
 // Config is how the gateway proves to other servers that it may speak for users, under kube-apiserver's names.
@@ -148,11 +149,17 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	at.RawQuery = req.URL.Query().Encode()
 	out, cancel := proxyutil.NewRequestForProxy(at, req)
 	defer cancel()
-	upgrade := httpstream.IsUpgradeRequest(req)
-	if upgrade { // it is dialled past the transport that names the user
+	upgrades := httpstream.IsUpgradeRequest(req)
+	h := proxy.NewUpgradeAwareHandler(at, as(u, r.transport), true, upgrades, unavailable{})
+	if upgrades { // it is dialled past the transport that names the user
 		transport.SetAuthProxyHeaders(out, u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra())
+		upgraded, err := upgrade.Transport(out.Context(), r.transport)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		h.UpgradeTransport = upgraded
 	}
-	h := proxy.NewUpgradeAwareHandler(at, as(u, r.transport), true, upgrade, unavailable{})
 	h.RejectForwardingRedirects = p.config.RejectRedirects
 	flowcontrol.RequestDelegated(req.Context()) // a watch there takes no seats here
 	h.ServeHTTP(w, out)

@@ -20,9 +20,11 @@ import (
 	translator "k8s.io/apiserver/pkg/util/proxy"
 	proxymetrics "k8s.io/apiserver/pkg/util/proxy/metrics"
 	"k8s.io/client-go/transport"
+	"k8s.io/streaming/pkg/httpstream"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/upgrade"
 )
 
 // Config is how kubelets are reached, under kube-apiserver's names.
@@ -111,7 +113,18 @@ func (k *Carrier) Serve(w http.ResponseWriter, req *http.Request, name string, c
 		k.log(w, req, name, c, at, via, fail)
 		return
 	}
+	if httpstream.IsUpgradeRequest(req) {
+		var cancel context.CancelFunc
+		w, req, cancel = upgrade.Until(w, req)
+		defer cancel()
+	}
+	upgraded, err := upgrade.Transport(req.Context(), via)
+	if err != nil {
+		fail(err)
+		return
+	}
 	plain := proxy.NewUpgradeAwareHandler(at, via, c.Rewrite, c.UpgradeRequired, responder(fail))
+	plain.UpgradeTransport = upgraded
 	plain.MaxBytesPerSec = k.config.Rate
 	var h http.Handler = plain
 	if s := c.Translate; s != nil && s.PortForward {
@@ -120,7 +133,7 @@ func (k *Carrier) Serve(w http.ResponseWriter, req *http.Request, name string, c
 			wsstream.IsWebSocketRequestWithTunnelingProtocol)
 	} else if s != nil {
 		proxymetrics.IncWebSocketStreamingRequest(req.Context(), "exec", "translated_at_apiserver")
-		streams := translator.NewStreamTranslatorHandler(at, via, k.config.Rate, translator.Options{
+		streams := translator.NewStreamTranslatorHandler(at, upgraded, k.config.Rate, translator.Options{
 			Stdin:  s.Stdin,
 			Stdout: s.Stdout,
 			Stderr: s.Stderr,

@@ -1,8 +1,10 @@
 package customresources
 
 import (
+	"context"
 	"fmt"
 	"maps"
+	"slices"
 	"strings"
 
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
@@ -28,6 +30,7 @@ import (
 	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
 
 	"watershed.dev/platform/crd"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/managed"
 	"watershed.dev/services/registry/verbs"
@@ -37,12 +40,16 @@ import (
 // getOrCreateServingInfoFor does.
 type builder struct {
 	*crd.Definition
-	table        *Set
-	safe, unsafe runtime.ObjectConvertor
-	types        managedfields.TypeConverter
-	replicas     managedfields.ResourcePathMappings
-	equivalents  runtime.EquivalentResourceMapper
-	terminating  func() bool
+	table       *Set
+	converter   *crd.Converter
+	types       managedfields.TypeConverter
+	replicas    managedfields.ResourcePathMappings
+	statusReset map[fieldpath.APIVersion]*fieldpath.Set
+	equivalents runtime.EquivalentResourceMapper
+	terminating func() bool
+	// open opens a version's storages; safe converts what they read.
+	open    map[string]func(safe runtime.ObjectConvertor) (customresource.CustomResourceStorage, error)
+	entries []*registryv1.ResourceEntry
 }
 
 func (s *served) build(t *Set) {
@@ -51,20 +58,39 @@ func (s *served) build(t *Set) {
 		table:       t,
 		equivalents: s.Equivalents(),
 		replicas:    managedfields.ResourcePathMappings{},
+		statusReset: map[fieldpath.APIVersion]*fieldpath.Set{},
+		open:        map[string]func(runtime.ObjectConvertor) (customresource.CustomResourceStorage, error){},
+		entries:     s.entries,
 	}
 	name := s.Name
 	b.terminating = func() bool {
 		now := t.definition(name)
 		return now != nil && apihelpers.IsCRDConditionTrue(now.CustomResourceDefinition, apiextensionsv1.Terminating)
 	}
-	s.versions, s.err = b.build(s.entries)
+	s.versions, s.err = b.build()
+	s.builder = b
 }
 
-func (b *builder) build(entries []*registryv1.ResourceEntry) (map[string]*servedVersion, error) {
-	var err error
-	if b.safe, b.unsafe, err = b.Converter(b.table.Converters); err != nil {
+// within is the endpoint of a resource whose conversions end with ctx. It is made for each request, of parts that were
+// built once: a webhook's calls are to end with the request, and upstream's storages and codecs pass no context on.
+func (b *builder) within(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoint, error) {
+	safe, unsafe := b.converter.Within(ctx)
+	st, err := b.open[r.GetVersion()](safe)
+	if err != nil {
 		return nil, err
 	}
+	i := slices.IndexFunc(b.entries, func(e *registryv1.ResourceEntry) bool {
+		return e.Resource.Version == r.GetVersion() && e.Resource.Subresource == r.GetSubresource()
+	})
+	return b.endpoint(b.entries[i], st, safe, unsafe)
+}
+
+func (b *builder) build() (map[string]*servedVersion, error) {
+	var err error
+	if b.converter, err = b.Converter(b.table.Converters); err != nil {
+		return nil, err
+	}
+	safe, unsafe := b.converter.Within(context.Background()) // the finalizer's, or where no webhook is called
 	if b.types, err = b.typeConverter(); err != nil {
 		return nil, err
 	}
@@ -76,27 +102,31 @@ func (b *builder) build(entries []*registryv1.ResourceEntry) (map[string]*served
 		b.replicas[b.Kind(v.Name).GroupVersion().String()] = replicasPath(sub)
 	}
 	all := map[string]*servedVersion{}
-	reset := map[fieldpath.APIVersion]*fieldpath.Set{}
 	for i := range b.Spec.Versions {
 		v := &b.Spec.Versions[i]
 		if !v.Storage && !v.Served {
 			continue
 		}
-		st, err := b.storage(v)
+		open, err := b.storage(v)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", v.Name, err)
 		}
+		st, err := open(safe)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", v.Name, err)
+		}
+		b.open[v.Name] = open
 		all[v.Name] = &servedVersion{storage: st, endpoints: map[string]*verbs.Endpoint{}}
 		if st.Status != nil {
-			maps.Copy(reset, st.Status.GetResetFields())
+			maps.Copy(b.statusReset, st.Status.GetResetFields())
 		}
 	}
-	for _, entry := range entries {
+	for _, entry := range b.entries {
 		v, ok := all[entry.Resource.Version]
 		if !ok {
 			continue
 		}
-		e, err := b.endpoint(entry, v.storage, reset)
+		e, err := b.endpoint(entry, v.storage, safe, unsafe)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", entry.Resource, err)
 		}
@@ -138,13 +168,12 @@ func (b *builder) typeConverter() (managedfields.TypeConverter, error) {
 	return managedfields.NewTypeConverter(merged.Components.Schemas, b.Spec.PreserveUnknownFields)
 }
 
-// storage makes the storages of one version.
-func (b *builder) storage(
-	v *apiextensionsv1.CustomResourceDefinitionVersion) (customresource.CustomResourceStorage, error) {
-	none := customresource.CustomResourceStorage{}
+// storage builds what takes long of one version's storages, and returns how to open them.
+func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (
+	func(runtime.ObjectConvertor) (customresource.CustomResourceStorage, error), error) {
 	internal, err := crd.Validation(b.CustomResourceDefinition, v.Name)
 	if err != nil {
-		return none, err
+		return nil, err
 	}
 	var properties *apiextensions.JSONSchemaProps
 	if internal != nil {
@@ -152,11 +181,11 @@ func (b *builder) storage(
 	}
 	validator, _, err := validation.NewSchemaValidator(properties)
 	if err != nil {
-		return none, err
+		return nil, err
 	}
 	sub, err := apihelpers.GetSubresourcesForVersion(b.CustomResourceDefinition, v.Name)
 	if err != nil {
-		return none, err
+		return nil, err
 	}
 	var status *apiextensions.CustomResourceSubresourceStatus
 	var statusValidator validation.SchemaValidator
@@ -165,7 +194,7 @@ func (b *builder) storage(
 		if properties != nil {
 			if of, ok := properties.Properties["status"]; ok {
 				if statusValidator, _, err = validation.NewSchemaValidator(&of); err != nil {
-					return none, err
+					return nil, err
 				}
 			}
 		}
@@ -175,7 +204,7 @@ func (b *builder) storage(
 		replicas = &apiextensions.CustomResourceSubresourceScale{}
 		convert := apiextensionsv1.Convert_v1_CustomResourceSubresourceScale_To_apiextensions_CustomResourceSubresourceScale
 		if err := convert(sub.Scale, replicas, nil); err != nil {
-			return none, err
+			return nil, err
 		}
 	}
 	table, err := tableconvertor.New(columns(v.AdditionalPrinterColumns))
@@ -188,9 +217,11 @@ func (b *builder) storage(
 	singular := schema.GroupResource{Group: b.Spec.Group, Resource: b.Status.AcceptedNames.Singular}
 	strategy := customresource.NewStrategy(crd.Typer(b.Parameters(v.Name)), b.Namespaced(), kind, validator,
 		statusValidator, b.Schemas[v.Name], status, replicas, v.SelectableFields)
-	return customresource.NewStorage(b.Resource(v.Name).GroupResource(), singular, kind, listKind, strategy,
-		b.table.Storage.CustomRESTOptions(b.StorageCodec(v.Name, b.safe)), b.Status.AcceptedNames.Categories, table,
-		b.replicas)
+	return func(safe runtime.ObjectConvertor) (customresource.CustomResourceStorage, error) {
+		return customresource.NewStorage(b.Resource(v.Name).GroupResource(), singular, kind, listKind, strategy,
+			b.table.Storage.CustomRESTOptions(b.StorageCodec(v.Name, safe)), b.Status.AcceptedNames.Categories, table,
+			b.replicas)
+	}, nil
 }
 
 var age = apiextensionsv1.CustomResourceColumnDefinition{
@@ -233,7 +264,7 @@ func scaleColumns(sub *apiextensionsv1.CustomResourceSubresources) []apiextensio
 
 // endpoint makes what answers requests for one entry.
 func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.CustomResourceStorage,
-	statusReset map[fieldpath.APIVersion]*fieldpath.Set) (*verbs.Endpoint, error) {
+	safe, unsafe runtime.ObjectConvertor) (*verbs.Endpoint, error) {
 	v := entry.Resource.Version
 	parameters := b.Parameters(v)
 	typer := crd.Typer(parameters)
@@ -244,11 +275,11 @@ func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.Cu
 		Kind:            kind,
 		Namespaced:      b.Namespaced(),
 		InMemory:        kind.GroupVersion(),
-		Serializer:      b.Serializer(typer, b.safe),
+		Serializer:      b.Serializer(typer, safe),
 		ParameterCodec:  runtime.NewParameterCodec(parameters),
 		Creater:         crd.Creater{},
-		Convertor:       b.safe,
-		UnsafeConvertor: b.unsafe,
+		Convertor:       safe,
+		UnsafeConvertor: unsafe,
 		Defaulter:       b.Defaulter(parameters),
 		Typer:           typer,
 		Equivalents:     b.equivalents,
@@ -257,7 +288,7 @@ func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.Cu
 		Terminating:     b.terminating,
 	}
 	e.FromStorage = func(list *unstructured.UnstructuredList) (*unstructured.UnstructuredList, error) {
-		return b.FromStorage(b.safe, list, kind.GroupVersion())
+		return b.FromStorage(safe, list, kind.GroupVersion())
 	}
 	var reset map[fieldpath.APIVersion]*fieldpath.Set
 	hub := kind.GroupVersion()
@@ -266,7 +297,7 @@ func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.Cu
 		e.Storage, reset = st.CustomResource, st.CustomResource.GetResetFields()
 		e.Attributes = st.CustomResource.PredicateFunc(labels.Everything(), fields.Everything()).GetAttrs
 	case "status":
-		e.Storage, reset = readable{st.Status}, statusReset
+		e.Storage, reset = readable{st.Status}, b.statusReset
 	case "scale":
 		e.Storage = scaled{st.Scale}
 		e.Kind, e.InMemory = autoscalingv1.SchemeGroupVersion.WithKind("Scale"), autoscalingv1.SchemeGroupVersion

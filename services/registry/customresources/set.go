@@ -13,7 +13,6 @@ import (
 
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
-	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
 	"k8s.io/apiextensions-apiserver/pkg/controller/finalizer"
 	"k8s.io/apiextensions-apiserver/pkg/registry/customresource"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -32,7 +31,7 @@ import (
 type Set struct {
 	Storage *storage.Storage
 	// Converters call the webhooks of definitions that have one.
-	Converters *conversion.CRConverterFactory
+	Converters *crd.Converters
 	// Models are the schemas that every object has parts of: ObjectMeta and the like.
 	Models map[string]*spec.Schema
 	// Changed is called after any definition has.
@@ -59,6 +58,7 @@ type served struct {
 type built struct {
 	once     sync.Once
 	versions map[string]*servedVersion
+	builder  *builder
 	err      error
 	docs     documents
 }
@@ -218,6 +218,9 @@ func (t *Set) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoi
 	if s.err != nil {
 		slog.Error("A custom resource cannot be served", "name", s.Name, "error", s.err)
 		return nil, apierrors.NewInternalError(errors.New("error resolving resource"))
+	}
+	if s.Webhook() {
+		return s.builder.within(ctx, r)
 	}
 	return s.versions[r.GetVersion()].endpoints[r.GetSubresource()], nil
 }

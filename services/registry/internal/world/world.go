@@ -19,6 +19,7 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 
+	"watershed.dev/platform/crd"
 	"watershed.dev/platform/egress"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
@@ -109,7 +110,11 @@ func New(t testing.TB, flags ...string) *World {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.Resources.Custom = &customresources.Set{Storage: store, Changed: func() {}}
+	w.Resources.Custom = &customresources.Set{
+		Storage:    store,
+		Converters: crd.NewConverters(nil, nil),
+		Changed:    func() {},
+	}
 	if w.Resources.Custom.Models, err = w.Resources.BuiltIn.Models("apiextensions.k8s.io"); err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,190 @@
+package crd
+
+import (
+	"context"
+	"net/http"
+	"strconv"
+	"sync"
+
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/conversion"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apiserver/pkg/util/webhook"
+	"k8s.io/client-go/rest"
+)
+
+// Upstream calls conversion webhooks with context.TODO() (k8s.io/apiextensions-apiserver/pkg/apiserver/conversion,
+// webhook_converter.go), so a webhook that hangs keeps a request's work for 30 s after the client has left. A Converter
+// calls them in the context of the request. Upstream's converter passes no context to its HTTP client, so each
+// conversion under way has a client of its own, and that client's RoundTripper adds the context.
+
+// Converters makes the converters of definitions.
+type Converters struct {
+	services webhook.ServiceResolver
+	auth     webhook.AuthenticationInfoResolverWrapper
+}
+
+// NewConverters returns Converters that find webhooks' services by services and configure their clients by auth.
+func NewConverters(services webhook.ServiceResolver, auth webhook.AuthenticationInfoResolverWrapper) *Converters {
+	return &Converters{services: services, auth: auth}
+}
+
+// Converter converts a definition's objects between versions.
+type Converter struct {
+	all        *Converters
+	definition *Definition
+	// first converts without a webhook; with a webhook it answers for field labels only.
+	first *client
+
+	mu sync.Mutex
+	// transport is shared by all clients, so that they share connections.
+	transport http.RoundTripper
+	idle      []*client
+}
+
+// idleClients bounds the clients that a converter keeps for later conversions.
+const idleClients = 32
+
+// client is upstream's converter, used by one conversion at a time.
+type client struct {
+	of           *Converter
+	safe, unsafe runtime.ObjectConvertor
+	// ctx is that of the conversion under way.
+	ctx context.Context
+}
+
+// Converter returns the converter of the definition.
+func (d *Definition) Converter(all *Converters) (*Converter, error) {
+	c := &Converter{all: all, definition: d}
+	var err error
+	c.first, err = c.newClient()
+	return c, err
+}
+
+func (c *Converter) newClient() (*client, error) {
+	made := &client{of: c}
+	factory, err := conversion.NewCRConverterFactory(c.all.services,
+		func(r webhook.AuthenticationInfoResolver) webhook.AuthenticationInfoResolver {
+			if c.all.auth != nil {
+				r = c.all.auth(r)
+			}
+			return &boundResolver{r, made}
+		})
+	if err == nil {
+		made.safe, made.unsafe, err = factory.NewConverter(c.definition.CustomResourceDefinition)
+	}
+	return made, err
+}
+
+// Within returns two convertors whose webhook calls end with ctx: safe copies its input, unsafe changes it.
+func (c *Converter) Within(ctx context.Context) (safe, unsafe runtime.ObjectConvertor) {
+	if !c.definition.Webhook() {
+		return c.first.safe, c.first.unsafe
+	}
+	safe = &within{c, ctx, func(one *client) runtime.ObjectConvertor { return one.safe }}
+	unsafe = &within{c, ctx, func(one *client) runtime.ObjectConvertor { return one.unsafe }}
+	return safe, unsafe
+}
+
+// with runs a conversion with a client that no other conversion uses meanwhile.
+func (c *Converter) with(ctx context.Context, convert func(*client) error) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	var one *client
+	if n := len(c.idle); n > 0 {
+		one, c.idle = c.idle[n-1], c.idle[:n-1]
+	}
+	c.mu.Unlock()
+	if one == nil {
+		var err error
+		if one, err = c.newClient(); err != nil {
+			return err
+		}
+	}
+	one.ctx = ctx
+	defer func() {
+		one.ctx = nil
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if len(c.idle) < idleClients {
+			c.idle = append(c.idle, one)
+		}
+	}()
+	return convert(one)
+}
+
+// within implements runtime.ObjectConvertor in a context.
+type within struct {
+	of     *Converter
+	ctx    context.Context
+	choose func(*client) runtime.ObjectConvertor
+}
+
+// Convert implements runtime.ObjectConvertor.
+func (w *within) Convert(in, out, context any) error {
+	return w.of.with(w.ctx, func(c *client) error { return w.choose(c).Convert(in, out, context) })
+}
+
+// ConvertToVersion implements runtime.ObjectConvertor.
+func (w *within) ConvertToVersion(in runtime.Object, gv runtime.GroupVersioner) (out runtime.Object, err error) {
+	err = w.of.with(w.ctx, func(c *client) error {
+		out, err = w.choose(c).ConvertToVersion(in, gv)
+		return err
+	})
+	return out, err
+}
+
+// ConvertFieldLabel implements runtime.ObjectConvertor.
+func (w *within) ConvertFieldLabel(gvk schema.GroupVersionKind, label, value string) (string, string, error) {
+	return w.of.first.safe.ConvertFieldLabel(gvk, label, value)
+}
+
+// boundResolver has a webhook's requests pass its client's RoundTrip.
+type boundResolver struct {
+	webhook.AuthenticationInfoResolver
+	client *client
+}
+
+// ClientConfigFor implements webhook.AuthenticationInfoResolver.
+func (b *boundResolver) ClientConfigFor(hostPort string) (*rest.Config, error) {
+	return b.bind(b.AuthenticationInfoResolver.ClientConfigFor(hostPort))
+}
+
+// ClientConfigForService implements webhook.AuthenticationInfoResolver.
+func (b *boundResolver) ClientConfigForService(name, namespace string, port int) (*rest.Config, error) {
+	return b.bind(b.AuthenticationInfoResolver.ClientConfigForService(name, namespace, port))
+}
+
+func (b *boundResolver) bind(config *rest.Config, err error) (*rest.Config, error) {
+	if err != nil {
+		return nil, err
+	}
+	config = rest.CopyConfig(config)
+	config.Wrap(func(rt http.RoundTripper) http.RoundTripper {
+		c := b.client.of
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.transport == nil {
+			c.transport = rt
+		}
+		return b.client
+	})
+	return config, nil
+}
+
+// RoundTrip implements http.RoundTripper. The client waits for Retry-After without a context, so RoundTrip shortens it
+// to one second.
+func (c *client) RoundTrip(req *http.Request) (*http.Response, error) {
+	ctx, cancel := context.WithCancel(req.Context())
+	context.AfterFunc(c.ctx, cancel)
+	resp, err := c.of.transport.RoundTrip(req.WithContext(ctx))
+	if err != nil {
+		return nil, err
+	}
+	if seconds, err := strconv.Atoi(resp.Header.Get("Retry-After")); err == nil && seconds > 1 {
+		resp.Header.Set("Retry-After", "1")
+	}
+	return resp, nil
+}

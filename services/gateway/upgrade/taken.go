@@ -1,0 +1,40 @@
+package upgrade
+
+import (
+	"bufio"
+	"context"
+	"net"
+	"net/http"
+)
+
+// taken is a ResponseWriter whose connection, once it is taken over, ends a context when it is closed.
+type taken struct {
+	http.ResponseWriter
+	cancel context.CancelFunc
+}
+
+// Unwrap lets http.ResponseController find the writer's other methods.
+func (t *taken) Unwrap() http.ResponseWriter { return t.ResponseWriter }
+
+// Flush implements http.Flusher.
+func (t *taken) Flush() { _ = http.NewResponseController(t.ResponseWriter).Flush() }
+
+// Hijack implements http.Hijacker.
+func (t *taken) Hijack() (net.Conn, *bufio.ReadWriter, error) {
+	conn, buffered, err := http.NewResponseController(t.ResponseWriter).Hijack()
+	if err != nil {
+		return nil, nil, err
+	}
+	return &closing{conn, t.cancel}, buffered, nil
+}
+
+type closing struct {
+	net.Conn
+	cancel context.CancelFunc
+}
+
+// Close implements net.Conn.
+func (c *closing) Close() error {
+	c.cancel()
+	return c.Conn.Close()
+}
