@@ -354,14 +354,18 @@ func (c costly) drop(t *testing.T, s *harness.Server, h *hanging, version string
 		}
 	}
 	cancel()
-	wg.Wait()
-	return func() {
+	closed = func() {
 		for _, c := range conns {
 			if c != nil {
 				_ = c.Close()
 			}
 		}
 	}
+	if transport.Protocols.HTTP1() { // one that was upgraded does not end with its context
+		closed()
+	}
+	wg.Wait()
+	return closed
 }
 
 // many is how many ConfigMaps are listed, and doomed how many are deleted together.
@@ -440,7 +444,7 @@ endpoints: [{addresses: [%[1]q], conditions: {ready: true}}]
 apiVersion: v1
 kind: Endpoints
 metadata: {name: s}
-subsets: [{addresses: [{ip: %[1]q}], ports: [{port: %[2]s}]}]
+subsets: [{addresses: [{ip: %[1]q, targetRef: {kind: Pod, namespace: default, name: p}}], ports: [{port: %[2]s}]}]
 ---
 apiVersion: apiregistration.k8s.io/v1
 kind: APIService

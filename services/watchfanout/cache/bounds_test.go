@@ -37,7 +37,7 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 		events, _, _, _, _ := f.Next(cur, 10)
 		for _, e := range events {
 			for form := range 5 {
-				if _, err := e.Frame(form, func() ([]byte, error) { return make([]byte, 20_000), nil }); err != nil {
+				if _, err := e.Frame(t.Context(), form, func(context.Context) ([]byte, error) { return make([]byte, 20_000), nil }); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -186,10 +186,10 @@ func TestWhatCannotBeAppliedIsNotAppliedAgain(t *testing.T) {
 // A frame that panics is an error for those who want it, and can be made again.
 func TestAFrameThatPanicsIsAnError(t *testing.T) {
 	e := &Event{Item: &Item{}}
-	if _, err := e.Frame("k", func() ([]byte, error) { panic("boom") }); err == nil {
+	if _, err := e.Frame(t.Context(), "k", func(context.Context) ([]byte, error) { panic("boom") }); err == nil {
 		t.Error("no error")
 	}
-	if b, err := e.Frame("k", func() ([]byte, error) { return []byte("x"), nil }); err != nil || string(b) != "x" {
+	if b, err := e.Frame(t.Context(), "k", func(context.Context) ([]byte, error) { return []byte("x"), nil }); err != nil || string(b) != "x" {
 		t.Errorf("%s %v", b, err)
 	}
 }

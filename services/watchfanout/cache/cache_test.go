@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -219,13 +221,13 @@ func TestReadersAndWritersDoNotDisturbEachOther(t *testing.T) {
 func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
 	e := &Event{Item: &Item{}, resource: New(1<<20, 0).Resource("pods")}
 	n := 0
-	fail := func() ([]byte, error) { n++; return nil, errors.New("no") }
-	if _, err := e.Frame("k", fail); err == nil {
+	fail := func(context.Context) ([]byte, error) { n++; return nil, errors.New("no") }
+	if _, err := e.Frame(t.Context(), "k", fail); err == nil {
 		t.Error("no error")
 	}
-	build := func() ([]byte, error) { n++; return []byte("x"), nil }
+	build := func(context.Context) ([]byte, error) { n++; return []byte("x"), nil }
 	for range 3 {
-		if b, err := e.Frame("k", build); err != nil || string(b) != "x" {
+		if b, err := e.Frame(t.Context(), "k", build); err != nil || string(b) != "x" {
 			t.Errorf("%s %v", b, err)
 		}
 	}
@@ -235,11 +237,51 @@ func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
 	// One that is in no ring is accounted for by nobody, and so nothing is kept of it.
 	again := &Event{Item: &Item{}}
 	for range 2 {
-		_, _ = again.Frame("k", build)
+		_, _ = again.Frame(t.Context(), "k", build)
 	}
 	if n != 4 || len(again.frames.made) != 0 {
 		t.Errorf("%d frames are kept of an event in no ring", len(again.frames.made))
 	}
+}
+
+// Making a frame goes on for as long as any caller waits, and its context ends when the last caller leaves. The next
+// caller makes the frame again.
+func TestMakingAFrameEndsWithItsLastCaller(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := &Event{Item: &Item{}, resource: New(1<<20, 0).Resource("pods")}
+		var cancels [2]context.CancelFunc
+		errs := make(chan error, 2)
+		var made atomic.Pointer[context.Context]
+		for i := range cancels {
+			ctx, cancel := context.WithCancel(t.Context())
+			cancels[i] = cancel
+			go func() {
+				_, err := e.Frame(ctx, "k", func(ctx context.Context) ([]byte, error) {
+					made.Store(&ctx)
+					<-ctx.Done()
+					return nil, ctx.Err()
+				})
+				errs <- err
+			}()
+			synctest.Wait()
+		}
+		cancels[0]()
+		synctest.Wait()
+		if err := (*made.Load()).Err(); err != nil {
+			t.Errorf("a caller still waits: %v", err)
+		}
+		cancels[1]()
+		for range cancels {
+			if err := <-errs; !errors.Is(err, context.Canceled) {
+				t.Errorf("%v", err)
+			}
+		}
+		if b, err := e.Frame(t.Context(), "k", func(ctx context.Context) ([]byte, error) {
+			return []byte("x"), ctx.Err()
+		}); err != nil || string(b) != "x" {
+			t.Errorf("%s %v", b, err)
+		}
+	})
 }
 
 // Who follows one topic is woken by its events alone, those by which an object leaves it among them.

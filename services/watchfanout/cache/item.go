@@ -1,6 +1,7 @@
 package cache
 
 import (
+	"context"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -111,26 +112,53 @@ type made struct {
 	done  chan struct{}
 	bytes []byte
 	err   error
+	// users are the callers that wait for it, and cancel ends its making once there are none.
+	users  int
+	cancel context.CancelFunc
 }
 
-// get makes what is not there. Who wants the same waits for it; who wants something else does not. grown accounts for
-// what is kept; where it is nil nothing is.
-func (d *derived) get(key any, build func() ([]byte, error), grown func(int)) ([]byte, error) {
+// get makes what is not there. Who wants the same waits for it; who wants something else does not. The context of build
+// ends when the context of every caller that waits has ended. grown accounts for what is kept; where it is nil nothing
+// is.
+func (d *derived) get(ctx context.Context, key any, build func(context.Context) ([]byte, error),
+	grown func(int)) ([]byte, error) {
 	d.mu.Lock()
 	for _, m := range d.made {
-		if m.key == key {
+		if m.key != key || m.users == 0 {
+			continue
+		}
+		select {
+		case <-m.done:
 			d.mu.Unlock()
-			<-m.done
 			return m.bytes, m.err
+		default:
+		}
+		m.users++
+		d.mu.Unlock()
+		defer context.AfterFunc(ctx, func() { d.leave(m) })()
+		select {
+		case <-m.done:
+			return m.bytes, m.err
+		case <-ctx.Done():
+			return nil, ctx.Err()
 		}
 	}
-	m := &made{key: key, done: make(chan struct{})}
+	building, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	m := &made{
+		key:    key,
+		done:   make(chan struct{}),
+		users:  1,
+		cancel: cancel,
+	}
 	d.made = append(d.made, m)
 	d.mu.Unlock()
+	defer context.AfterFunc(ctx, func() { d.leave(m) })()
 	defer close(m.done)
-	m.bytes, m.err = guarded(build)
+	m.bytes, m.err = guarded(func() ([]byte, error) { return build(building) })
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	m.users = max(m.users, 1) // it is made, whoever has left
 	if m.err != nil || grown == nil { // the next one makes it again
 		d.made = slices.DeleteFunc(d.made, func(o *made) bool { return o == m })
 	} else if !d.released {
@@ -140,6 +168,20 @@ func (d *derived) get(key any, build func() ([]byte, error), grown func(int)) ([
 	return m.bytes, m.err
 }
 
+// leave takes a caller's interest away whose context has ended.
+func (d *derived) leave(m *made) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	select {
+	case <-m.done:
+		return
+	default:
+	}
+	if m.users--; m.users == 0 {
+		m.cancel()
+	}
+}
+
 // guarded makes a panic an error: others wait for the frame.
 func guarded(build func() ([]byte, error)) (data []byte, err error) {
 	defer guard.Error("making a frame", &err)
@@ -147,13 +189,13 @@ func guarded(build func() ([]byte, error)) (data []byte, err error) {
 }
 
 // Frame is a frame of the event, made at most once for each key for as long as a ring holds the event. It counts among
-// what that holds.
-func (e *Event) Frame(key any, build func() ([]byte, error)) ([]byte, error) {
+// what that holds. It ends early when ctx does.
+func (e *Event) Frame(ctx context.Context, key any, build func(context.Context) ([]byte, error)) ([]byte, error) {
 	// a backfill's: no ring accounts for its frames, so none is kept beyond those who wait for it now
 	if e.resource == nil {
-		return e.frames.get(key, build, nil)
+		return e.frames.get(ctx, key, build, nil)
 	}
-	return e.frames.get(key, build, func(n int) { e.resource.ringBytes.Add(int64(n)) })
+	return e.frames.get(ctx, key, build, func(n int) { e.resource.ringBytes.Add(int64(n)) })
 }
 
 // EventOf is the log's event as the cache has it.

@@ -155,10 +155,9 @@ func (c *Converter) encode(ctx context.Context, q *form.Query,
 	return resp, nil
 }
 
-// Fields are what items' fields are in the version that the query asks for. It goes on though ctx ends: others wait for
-// it too.
+// Fields are what items' fields are in the version that the query asks for.
 func (c *Converter) Fields(ctx context.Context, q *form.Query, items []*cache.Item) ([]map[string]string, error) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), Timeout)
+	ctx, cancel := context.WithTimeout(ctx, Timeout)
 	defer cancel()
 	r := &registryv1.EncodeRequest{
 		StoredAs:  q.Entry.StoredAs,

@@ -21,8 +21,8 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 		if !headers {
 			key.Event = kind + "+columns"
 		}
-		return e.Frame(key, func() ([]byte, error) {
-			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), convert.Timeout) // others wait for it too
+		return e.Frame(ctx, key, func(ctx context.Context) ([]byte, error) {
+			ctx, cancel := context.WithTimeout(ctx, convert.Timeout)
 			defer cancel()
 			rows, err := w.converter.Rows(ctx, w.query, []*cache.Item{item})
 			if err != nil {
@@ -34,9 +34,9 @@ func (w *watcher) eventFrame(ctx context.Context, e *cache.Event, kind string, i
 			return w.query.Row(kind, e.Revision, rows.Append(nil, 0), rows.Columns), nil
 		})
 	}
-	return e.Frame(key, func() ([]byte, error) {
+	return e.Frame(ctx, key, func(ctx context.Context) ([]byte, error) {
 		if !w.query.Own(item) {
-			ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), convert.Timeout)
+			ctx, cancel := context.WithTimeout(ctx, convert.Timeout)
 			defer cancel()
 			parts, err := w.converter.Converted(ctx, w.query, []*cache.Item{item})
 			if err != nil {

@@ -63,7 +63,8 @@ func (w *watcher) selects(ctx context.Context, e *cache.Event, which string, i *
 	if !w.query.MayMatch(i) {
 		return false, nil
 	}
-	data, err := e.Frame(w.query.Key.ForFields(which), func() ([]byte, error) {
+	key := w.query.Key.ForFields(which)
+	data, err := e.Frame(ctx, key, func(ctx context.Context) ([]byte, error) {
 		all, err := w.converter.Fields(ctx, w.query, []*cache.Item{i})
 		if err != nil {
 			return nil, err
