@@ -53,6 +53,8 @@ type chain struct {
 	// cached is every token authenticator behind a cache; it is made anew when a file is, and with it the cache.
 	cached swapped[authenticator.Token]
 	union  authenticator.Token
+	// lookups are those of tokens under way.
+	lookups lookups
 	// updateJWT puts an AuthenticationConfiguration in force.
 	updateJWT func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
 }
@@ -94,9 +96,7 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 		add("x509", x509.NewDynamic(c.ClientCAContentProvider.VerifyOptions, x509.CommonNameUserConversion))
 	}
 	if h.union != nil {
-		tokens := authenticator.TokenFunc(func(ctx context.Context, t string) (*authenticator.Response, bool, error) {
-			return h.cached.get().AuthenticateToken(ctx, t)
-		})
+		tokens := h.lookups.counted(h.cached.get)
 		all = append(all, bearertoken.New(tokens), websocket.NewProtocolAuthenticator(tokens))
 	}
 	return h, h.anonymous(group.NewAuthenticatedGroupAdder(union.New(all...))), nil
@@ -210,7 +210,7 @@ func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 		if err != nil {
 			return err
 		}
-		h.webhook.set(tokencache.New(w, false, c.WebhookTokenAuthnCacheTTL, c.WebhookTokenAuthnCacheTTL))
+		h.webhook.set(tokencache.New(h.lookups.bounded(w), false, c.WebhookTokenAuthnCacheTTL, c.WebhookTokenAuthnCacheTTL))
 		h.refresh()
 		return nil
 	})

@@ -1,0 +1,57 @@
+package authn
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	tokencache "k8s.io/apiserver/pkg/authentication/token/cache"
+	"k8s.io/apiserver/pkg/authentication/user"
+)
+
+// A lookup that hangs goes on while any caller waits for it, and ends with the last one; the next caller begins another.
+func TestALookupEndsWithItsLastCaller(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		asked, ended, hangs := 0, 0, true
+		slow := authenticator.TokenFunc(func(ctx context.Context, _ string) (*authenticator.Response, bool, error) {
+			if asked++; !hangs {
+				return &authenticator.Response{User: &user.DefaultInfo{Name: "bob"}}, true, nil
+			}
+			<-ctx.Done()
+			ended++
+			return nil, false, ctx.Err()
+		})
+		var l lookups
+		cached := tokencache.New(tokencache.New(l.bounded(slow), false, time.Minute, 0), true, time.Minute, 0)
+		tokens := l.counted(func() authenticator.Token { return cached })
+		errs := make(chan error)
+		var leave [2]context.CancelFunc
+		for i := range leave {
+			ctx, cancel := context.WithCancel(t.Context())
+			leave[i] = cancel
+			go func() { _, _, err := tokens.AuthenticateToken(ctx, "t"); errs <- err }()
+		}
+		synctest.Wait()
+		leave[0]()
+		if err := <-errs; !errors.Is(err, context.Canceled) {
+			t.Errorf("%v", err)
+		}
+		synctest.Wait()
+		if asked != 1 || ended != 0 {
+			t.Errorf("asked %d times, ended %d, while a caller waits", asked, ended)
+		}
+		leave[1]()
+		<-errs
+		synctest.Wait()
+		if ended != 1 || len(l.byToken) != 0 {
+			t.Errorf("ended %d times, %d lookups are left", ended, len(l.byToken))
+		}
+		hangs = false
+		if resp, ok, err := tokens.AuthenticateToken(t.Context(), "t"); err != nil || !ok || resp.User.GetName() != "bob" {
+			t.Errorf("%+v %v %v", resp, ok, err)
+		}
+	})
+}
