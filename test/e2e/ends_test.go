@@ -191,6 +191,7 @@ var lasting = []string{
 	"net/http.(*persistConn)", "http2.(*ClientConn).readLoop", "http2.(*clientConnReadLoop)",
 	"net/http.(*Server).Serve", "http2.(*serverConn)", "google.golang.org/grpc/internal/transport",
 	"google.golang.org/grpc.(*Server).serverWorker", "net/http/pprof", "go.etcd.io/etcd/client/v3",
+	"google.golang.org/grpc.(*Server).serveStreams.func2.1 < created by", "apiclient.(*Cluster)",
 	"nats-server", "nats.go", "k8s.io/client-go/util/workqueue", "go.opentelemetry.io",
 	"watershed.dev/services/gateway/edge.(*workers).work < created by",
 }
