@@ -72,8 +72,8 @@ func (c *Config) Validate() error {
 const (
 	// heldOpen is how long a stream waits for its source to come back before it is closed and the client asks anew.
 	heldOpen = 30 * time.Second
-	// linger is how long a feed outlives its last client.
-	linger = 10 * time.Second
+	// linger is how long a feed outlives its last client: client-go watches again at once when its watch has timed out.
+	linger = 500 * time.Millisecond
 	// beforeEnd is how long before a watch's time is up its last bookmark is sent, as kube-apiserver's
 	// (k8s.io/apiserver/pkg/storage/cacher, cacheWatcher.nextBookmarkTime).
 	beforeEnd = 2 * time.Second

@@ -72,11 +72,27 @@ func (e *Endpoint) Encode(ctx context.Context, out *registryv1.Output, query str
 	if out.GetPretty() && info.PrettySerializer != nil {
 		s = info.PrettySerializer
 	}
-	var buf bytes.Buffer
-	if err := serializer.EncoderForVersion(s, gv).Encode(obj, &buf); err != nil {
+	buf := &whileWanted{ctx: ctx, list: meta.IsListType(obj)}
+	if err := serializer.EncoderForVersion(s, gv).Encode(obj, buf); err != nil {
 		return nil, err
 	}
 	return buf.Bytes(), nil
+}
+
+// whileWanted is a buffer. That of a list fails once ctx has ended: upstream's encoders write a list object by object.
+// An object is what a write has made of it, so it is answered if it still can be.
+type whileWanted struct {
+	bytes.Buffer
+	ctx  context.Context
+	list bool
+}
+
+// Write implements io.Writer.
+func (w *whileWanted) Write(p []byte) (int, error) {
+	if err := w.ctx.Err(); err != nil && w.list {
+		return 0, err
+	}
+	return w.Buffer.Write(p)
 }
 
 func tableOptions(as *schema.GroupVersionKind, query string) (*metav1.TableOptions, error) {
@@ -176,6 +192,9 @@ func (e *Endpoint) table(ctx context.Context, obj runtime.Object, opts *metav1.T
 		return nil, err
 	}
 	for i := range t.Rows {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
 		row := &t.Rows[i]
 		switch opts.IncludeObject {
 		case metav1.IncludeObject:

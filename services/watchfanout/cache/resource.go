@@ -250,6 +250,19 @@ func (s *Snapshot) ScanField(t Topic, prefix, from string, visit func(*Item) boo
 	})
 }
 
+// visitsBetween is how many objects Select visits before it looks at its context: a selector may have 10,000 terms.
+const visitsBetween = 64
+
+// Select is ScanField until ctx ends, which is its error.
+func (s *Snapshot) Select(ctx context.Context, t Topic, prefix, from string, visit func(*Item) bool) error {
+	visited := 0
+	s.ScanField(t, prefix, from, func(i *Item) bool {
+		visited++
+		return (visited%visitsBetween != 0 || ctx.Err() == nil) && visit(i)
+	})
+	return ctx.Err()
+}
+
 // now is the snapshot of what is loaded, with an index for the field, if one is named.
 func (r *Resource) now(field string) *Snapshot {
 	if field != "" && r.indexes[field] == nil && len(r.indexes) < maxIndexes {

@@ -221,7 +221,7 @@ func (l *Lists) page(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRe
 		return nil, rpc.ErrAskRegistry // which says what is wrong with it
 	}
 	total := int64(0)
-	snapshot.ScanField(q.Topic(), prefix, from, func(i *cache.Item) bool {
+	err = snapshot.Select(ctx, q.Topic(), prefix, from, func(i *cache.Item) bool {
 		if limit > 0 && int64(len(p.items)) >= limit {
 			more = true
 			if !q.Unselected() {
@@ -236,6 +236,9 @@ func (l *Lists) page(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRe
 		}
 		return true
 	})
+	if err != nil {
+		return nil, err
+	}
 	if more {
 		p.next = encodeContinue(p.revision, "/"+strings.TrimPrefix(lastKey, prefix)+"\x00")
 		if q.Unselected() {

@@ -45,13 +45,16 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	}
 	var items []*cache.Item
 	own := true
-	snapshot.ScanField(topic, w.query.Prefix(), "", func(i *cache.Item) bool {
+	err = snapshot.Select(ctx, topic, w.query.Prefix(), "", func(i *cache.Item) bool {
 		if w.query.MayMatch(i) {
 			items = append(items, i)
 			own = own && w.query.Own(i)
 		}
 		return true
 	})
+	if err != nil {
+		return 0, err
+	}
 	if items, err = w.selected(ctx, items); err != nil {
 		return 0, err
 	}
