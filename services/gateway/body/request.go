@@ -35,6 +35,8 @@ const (
 	bodiesMost = 2 * bodiesBytes
 	// bodyPatience is how long a client may take to send a body.
 	bodyPatience = 30 * time.Second
+	// afterDeadline is how long after its request's deadline a body is still read, so that the deadline's answer is first.
+	afterDeadline = 100 * time.Millisecond
 	// firstPiece is the room that a body begins with; it grows as the body comes.
 	firstPiece = 4 << 10
 )
@@ -62,7 +64,17 @@ type Reader struct {
 // large is passed on so: next answers it. Strangers' bodies are not read: next refuses most of them without.
 func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if req.Body == nil || req.Body == http.NoBody || req.ContentLength == 0 || !buffered(req) {
+		if req.Body == nil || req.Body == http.NoBody || req.ContentLength == 0 {
+			next.ServeHTTP(w, req)
+			return
+		}
+		control := http.NewResponseController(w)
+		over, timed := req.Context().Deadline()
+		over = over.Add(afterDeadline)
+		if timed { // net/http waits for a handler that reads an HTTP/1.1 body, also after the request was answered
+			_ = control.SetReadDeadline(over)
+		}
+		if !buffered(req) {
 			next.ServeHTTP(w, req)
 			return
 		}
@@ -79,8 +91,9 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		defer held.release()
 		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own
 		// ends it.
-		control := http.NewResponseController(w)
-		_ = control.SetReadDeadline(time.Now().Add(bodyPatience))
+		if until := time.Now().Add(bodyPatience); !timed || until.Before(over) {
+			_ = control.SetReadDeadline(until)
+		}
 		err := held.read(req.Body, req.ContentLength)
 		if errors.Is(err, errBodies) {
 			answer.Error(w, req, answer.V1, apierrors.NewTooManyRequests(err.Error(), 1))

@@ -6,12 +6,14 @@ import (
 	"errors"
 	"io"
 	"math"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"sync"
 	"testing"
 	"testing/iotest"
+	"time"
 
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
@@ -121,5 +123,42 @@ func TestABodysLengthIsNotBelieved(t *testing.T) {
 				t.Errorf("%d bytes are left", b.bytes)
 			}
 		}
+	}
+}
+
+// A client that sends a part of its body and waits keeps no goroutine once its request's time is over, read ahead or
+// not.
+func TestReadingABodyEndsWithItsRequestsTime(t *testing.T) {
+	for name, ahead := range map[string]bool{"read ahead": true, "read by the handler": false} {
+		t.Run(name, func(t *testing.T) {
+			read := make(chan error, 1)
+			h := new(Reader).ReadAhead(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
+				_, err := io.ReadAll(req.Body)
+				read <- err
+			}), func(*http.Request) bool { return ahead })
+			s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+				ctx, cancel := context.WithTimeout(req.Context(), 50*time.Millisecond)
+				defer cancel()
+				go h.ServeHTTP(w, req.WithContext(ctx)) // as edge.timely does
+				<-ctx.Done()
+			}))
+			t.Cleanup(s.Close)
+			conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", s.Listener.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { _ = conn.Close() })
+			if _, err := io.WriteString(conn, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nbegun"); err != nil {
+				t.Fatal(err)
+			}
+			select {
+			case err := <-read:
+				if err == nil {
+					t.Error("half a body is taken for a whole one")
+				}
+			case <-time.After(10 * time.Second):
+				t.Error("the body is still being read")
+			}
+		})
 	}
 }

@@ -158,7 +158,7 @@ func (d *derived) get(ctx context.Context, key any, build func(context.Context) 
 	m.bytes, m.err = guarded(func() ([]byte, error) { return build(building) })
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	m.users = max(m.users, 1) // it is made, whoever has left
+	m.users = max(m.users, 1)         // it is made, whoever has left
 	if m.err != nil || grown == nil { // the next one makes it again
 		d.made = slices.DeleteFunc(d.made, func(o *made) bool { return o == m })
 	} else if !d.released {
