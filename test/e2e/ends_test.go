@@ -13,6 +13,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -143,21 +144,46 @@ func (h *hanging) kubeconfig(t *testing.T, dir, name string) string {
 	return path
 }
 
-// stacks are the goroutines of a process that serves debug pages, counted by the functions that they are in. Functions
-// of libraries count only for a goroutine that is in none of ours, and for what began it.
-func stacks(c *http.Client) (map[string]int, error) {
-	resp, err := c.Get("http://up/debug/pprof/goroutine?debug=2")
+// debugs are clients of the debug addresses of a server's processes.
+func debugs(t *testing.T, s *harness.Server) (all []*http.Client) {
+	t.Helper()
+	configs, err := filepath.Glob(filepath.Join(s.Dir, "config", "*.yaml"))
 	if err != nil {
-		return nil, err
+		t.Fatal(err)
 	}
-	defer resp.Body.Close()
-	text, err := io.ReadAll(resp.Body)
-	if err != nil {
-		return nil, err
+	for _, path := range configs {
+		if text, err := os.ReadFile(path); err == nil && bytes.Contains(text, []byte("debug-address: ")) {
+			all = append(all, s.Debug(strings.TrimSuffix(filepath.Base(path), ".yaml")))
+		}
 	}
+	if len(all) > 0 {
+		return all
+	}
+	return []*http.Client{{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(s.Dir, "debug.sock"))
+		},
+	}}}
+}
+
+// stacks are the goroutines of processes, counted by the functions that they are in. Functions of libraries count only
+// for a goroutine that is in none of ours, and for what began it.
+func stacks(processes []*http.Client) (map[string]int, error) {
 	all := map[string]int{}
-	for _, g := range strings.Split(string(text), "\n\n") {
-		all[signature(g)]++
+	for _, c := range processes {
+		resp, err := c.Get("http://process/debug/pprof/goroutine?debug=2")
+		if err != nil {
+			return nil, err
+		}
+		text, err := io.ReadAll(resp.Body)
+		resp.Body.Close()
+		if err != nil {
+			return nil, err
+		}
+		for _, g := range strings.Split(string(text), "\n\n") {
+			all[signature(g)]++
+		}
 	}
 	return all, nil
 }
@@ -185,30 +211,38 @@ func signature(goroutine string) string {
 	return strings.Join(kept, " < ")
 }
 
-// lasting are parts of signatures of goroutines that belong to no request while they serve none: pools, connections that
-// are kept, and clients' background work.
-var lasting = []string{
+// pools are parts of the signatures of goroutines that serve no request while they are in none of the services' code:
+// pools, connections that are kept, and clients' background work.
+var pools = []string{
 	"net/http.(*persistConn)", "http2.(*ClientConn).readLoop", "http2.(*clientConnReadLoop)",
 	"net/http.(*Server).Serve", "http2.(*serverConn)", "google.golang.org/grpc/internal/transport",
-	"google.golang.org/grpc.(*Server).serverWorker", "net/http/pprof", "go.etcd.io/etcd/client/v3",
+	"google.golang.org/grpc.(*Server).serverWorker", "net/http/pprof", "go.etcd.io/etcd/",
 	"google.golang.org/grpc.(*Server).serveStreams.func2.1 < created by", "apiclient.(*Cluster)",
 	"nats-server", "nats.go", "k8s.io/client-go/util/workqueue", "go.opentelemetry.io",
+}
+
+// ours are those that the services have themselves.
+var ours = []string{
 	"watershed.dev/services/gateway/edge.(*workers).work < created by",
+	"watershed.dev/services/gateway/edge.shareConnections", "watershed.dev/services/gateway/wire.(*Conn)",
+	"watershed.dev/platform/apiclient.(*Cluster)",
+}
+
+// lasts says whether a goroutine belongs to no request.
+func lasts(signature string) bool {
+	in := func(parts []string) bool {
+		return slices.ContainsFunc(parts, func(p string) bool { return strings.Contains(signature, p) })
+	}
+	return !strings.Contains(signature, "ServeHTTP <") &&
+		(in(ours) || in(pools) && !strings.Contains(signature, "watershed.dev/services/"))
 }
 
 // left are the goroutines that are there beside those of before.
 func left(before, now map[string]int) (all []string) {
-signatures:
 	for s, n := range now {
-		if n <= before[s] {
-			continue
+		if n > before[s] && !lasts(s) {
+			all = append(all, fmt.Sprintf("%d more of %s", n-before[s], s))
 		}
-		for _, l := range lasting {
-			if strings.Contains(s, l) && !strings.Contains(s, "ServeHTTP <") {
-				continue signatures
-			}
-		}
-		all = append(all, fmt.Sprintf("%d more of %s", n-before[s], s))
 	}
 	return all
 }
@@ -228,22 +262,28 @@ type costly struct {
 // leftFor is how long a machine that has much to do may take to end what a client left; it should be a second.
 const leftFor = 10 * time.Second
 
+// A request whose client leaves has no goroutine anywhere a moment later, and whatever it waited for has its own request
+// cancelled: webhooks, aggregated servers, kubelets, pods. So it is over HTTP/1.1 and HTTP/2, and in both forms.
 func TestARequestLeavesNothingRunning(t *testing.T) {
+	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
+		"up":    harness.Up,
+		"split": harness.Split,
+	} {
+		t.Run(name, func(t *testing.T) { leaving(t, start) })
+	}
+}
+
+func leaving(t *testing.T, start func(testing.TB, string, ...string) *harness.Server) {
 	dir := t.TempDir()
 	h := newHanging(t)
 	h.open.Store(true)
-	s := harness.Up(t, "", "--enable-aggregator-routing", "--authorization-mode=Node,RBAC,Webhook",
+	s := start(t, "", "--enable-aggregator-routing", "--authorization-mode=Node,RBAC,Webhook",
 		"--authentication-token-webhook-config-file="+h.kubeconfig(t, dir, "authn"),
 		"--authorization-webhook-config-file="+h.kubeconfig(t, dir, "authz"))
-	debug := &http.Client{Transport: &http.Transport{
-		DisableKeepAlives: true,
-		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, "unix", filepath.Join(s.Dir, "debug.sock"))
-		},
-	}}
 	h.known(t, s)
 	prepare(t, s, h)
 	h.open.Store(false)
+	debug := debugs(t, s)
 	before := map[string]int{}
 	settle := func() {
 		for range 10 {

@@ -25,6 +25,7 @@ import (
 	"k8s.io/kube-openapi/pkg/validation/spec"
 
 	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
@@ -40,17 +41,15 @@ type Handler struct {
 	mu   sync.Mutex
 	view *catalog.View
 	made map[string]*document
+	// making shares the making of a document among those who ask for it, and ends with the last of them.
+	making coalesce.Group[*document]
 }
 
-// document is made when somebody asks for it, and protobuf of it when somebody asks for that: what a server of others
+// document is what registry or another server has made, and protobuf of it when somebody asks for that: what a server of others
 // says may be no proper OpenAPI, and is then served as it came.
 type document struct {
-	etag string
-	make func() ([]byte, error)
-
-	once     sync.Once
+	etag     string
 	json     []byte
-	err      error
 	encode   sync.Once
 	protobuf []byte
 }
@@ -110,7 +109,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		answer.NotFound(w, req)
 		return
 	}
-	d, err := h.document(path)
+	d, err := h.document(req.Context(), path)
 	if err != nil {
 		if apierrors.IsNotFound(err) {
 			answer.NotFound(w, req)
@@ -202,40 +201,49 @@ func hashOf(etag, path string) string {
 }
 
 // document finds or makes one. Nobody else waits while it is made, but those who want the same.
-func (h *Handler) document(path string) (*document, error) {
-	h.mu.Lock()
-	if h.view == nil {
-		h.mu.Unlock()
-		return nil, errors.New("the API is starting")
+func (h *Handler) document(ctx context.Context, path string) (*document, error) {
+	d, etag, err := h.known(path)
+	if d != nil || err != nil {
+		return d, err
 	}
-	etag := h.etag(path)
-	d := h.made[path]
-	if d == nil || d.etag != etag {
-		d = &document{etag: etag, make: func() ([]byte, error) { return h.read(path) }}
-		if learned := h.remote(path); learned != nil {
-			d.make = func() ([]byte, error) { return learned.OpenAPI, nil }
+	return h.making.Get(ctx, path+" "+etag, func(ctx context.Context) (*document, error) {
+		if d, now, err := h.known(path); err != nil || d != nil && now == etag { // made while this one waited
+			return d, err
 		}
-		h.made[path] = d
-	}
-	h.mu.Unlock()
-	d.once.Do(func() { d.json, d.err = d.make() })
-	if d.err != nil { // the next one tries again
+		data, err := h.read(ctx, path)
+		if err != nil {
+			return nil, err
+		}
+		d := &document{etag: etag, json: data}
 		h.mu.Lock()
-		if h.made[path] == d {
-			delete(h.made, path)
+		defer h.mu.Unlock()
+		if h.etag(path) == etag {
+			h.made[path] = d
 		}
-		h.mu.Unlock()
-	}
-	return d, d.err
+		return d, nil
+	})
 }
 
-// documentTimeout bounds what registry may take to make a document: a thousand definitions are a large one.
-const documentTimeout = time.Minute
+// known is a document that has been made, or nil, and its etag as it is now.
+func (h *Handler) known(path string) (*document, string, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.view == nil {
+		return nil, "", errors.New("the API is starting")
+	}
+	etag := h.etag(path)
+	if d := h.made[path]; d != nil && d.etag == etag {
+		return d, etag, nil
+	}
+	if learned := h.remote(path); learned != nil {
+		h.made[path] = &document{etag: etag, json: learned.OpenAPI}
+		return h.made[path], etag, nil
+	}
+	return nil, etag, nil
+}
 
-// read has registry make a document; that of v2 holds what others serve too.
-func (h *Handler) read(path string) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), documentTimeout) // others wait for it too
-	defer cancel()
+// read has registry make a document, within a minute; that of v2 holds what others serve too.
+func (h *Handler) read(ctx context.Context, path string) ([]byte, error) {
 	var data []byte
 	stream, err := h.Registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
 	if err == nil {

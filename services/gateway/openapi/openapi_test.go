@@ -1,11 +1,14 @@
 package openapi
 
 import (
+	"context"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -21,11 +24,17 @@ import (
 type documents struct {
 	registryv1.UnimplementedCatalogServer
 	asked atomic.Int32
+	// ended is closed when the making of "v3/apis/hangs/v1", which does not come to an end by itself, has ended.
+	ended chan struct{}
 }
 
 func (d *documents) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
 	d.asked.Add(1)
 	switch r.Path {
+	case "v3/apis/hangs/v1":
+		<-s.Context().Done()
+		close(d.ended)
+		return s.Context().Err()
 	case "v2":
 		return s.Send(&registryv1.OpenAPIChunk{Data: []byte(`{"swagger":"2.0","info":{"title":"Kubernetes"},"paths":{}}`)})
 	case "v3/apis/apps/v1":
@@ -41,7 +50,7 @@ func (d *documents) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreaming
 
 func handler(t *testing.T) (*Handler, *documents) {
 	t.Helper()
-	d, p := &documents{}, rpc.NewInProcess(false)
+	d, p := &documents{ended: make(chan struct{})}, rpc.NewInProcess(false)
 	registryv1.RegisterCatalogServer(p, d)
 	proxy, err := aggregation.New(&aggregation.Config{}, nil)
 	if err != nil {
@@ -105,6 +114,28 @@ func TestWhatThereIsNoDocumentOf(t *testing.T) {
 	for path, code := range map[string]int{"/openapi/v3/apis/none/v1": 404, "/openapi/v9": 404, "/openapi/v2": 200} {
 		if w := get(h, path); w.Code != code {
 			t.Errorf("%s: %d %s", path, w.Code, w.Body)
+		}
+	}
+}
+
+// The making of a document ends with the last client that waits for it, and no client waits longer than its request.
+func TestMakingADocumentEndsWithItsLastClient(t *testing.T) {
+	h, d := handler(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	answered := make(chan struct{})
+	go func() {
+		defer close(answered)
+		h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, "GET", "/openapi/v3/apis/hangs/v1", nil))
+	}()
+	for d.asked.Load() == 0 {
+		runtime.Gosched()
+	}
+	cancel()
+	for what, c := range map[string]chan struct{}{"the client waits": answered, "registry goes on": d.ended} {
+		select {
+		case <-c:
+		case <-time.After(10 * time.Second):
+			t.Error(what)
 		}
 	}
 }
