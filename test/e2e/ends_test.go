@@ -215,10 +215,8 @@ func signature(goroutine string) string {
 // pools, connections that are kept, and clients' background work.
 var pools = []string{
 	"net/http.(*persistConn)", "http2.(*ClientConn).readLoop", "http2.(*clientConnReadLoop)",
-	"net/http.(*Server).Serve", "http2.(*serverConn)", "google.golang.org/grpc/internal/transport",
-	"google.golang.org/grpc.(*Server).serverWorker", "net/http/pprof", "go.etcd.io/etcd/",
-	"google.golang.org/grpc.(*Server).serveStreams.func2.1 < created by", "apiclient.(*Cluster)",
-	"nats-server", "nats.go", "k8s.io/client-go/util/workqueue", "go.opentelemetry.io",
+	"net/http.(*Server).Serve", "http2.(*serverConn)", "google.golang.org/grpc", "net/http/pprof", "go.etcd.io/etcd/",
+	"apiclient.(*Cluster)", "nats-server", "k8s.io/apimachinery/pkg/util/wait.(*Group)", "nats.go", "k8s.io/client-go/util/workqueue", "go.opentelemetry.io",
 }
 
 // ours are those that the services have themselves.
