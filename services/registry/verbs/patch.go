@@ -18,7 +18,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/mergepatch"
-	"k8s.io/apimachinery/pkg/util/strategicpatch"
 	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/apimachinery/pkg/util/yaml" // it reads whole numbers as such, which structured merges compare
 	"k8s.io/apiserver/pkg/admission"
@@ -308,7 +307,7 @@ func (p *patcher) strategic(ctx context.Context, current runtime.Object) (runtim
 		return nil, apierrors.NewBadRequest(err.Error())
 	}
 	shown := fmt.Sprintf("%+v", patch)
-	patched, err := strategicpatch.StrategicMergeMapPatch(original, patch, reference)
+	patched, err := strategicMerge(ctx, original, patch, reference)
 	if err != nil {
 		return nil, strategicError(err)
 	}

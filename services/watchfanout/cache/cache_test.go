@@ -417,3 +417,30 @@ func TestAResetOfOneResourceLeavesTheOthers(t *testing.T) {
 		t.Errorf("progress %d", p)
 	}
 }
+
+// Selecting objects ends soon after its context has.
+func TestSelectingEndsWithItsContext(t *testing.T) {
+	c := New(1<<20, 0)
+	r := c.Resource("pods")
+	var rows []*registryv1.Row
+	for i := range 10 * visitsBetween {
+		rows = append(rows, &registryv1.Row{Namespace: "ns", Name: fmt.Sprintf("p-%05d", i), Json: []byte("{}")})
+	}
+	s, err := r.Snapshot(t.Context(), "", func(context.Context, string) ([]*registryv1.Row, int64, error) {
+		return rows, 1, nil
+	}, func(context.Context, int64) error { return nil })
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	visited := 0
+	err = s.Select(ctx, Topic{}, "", "", func(*Item) bool {
+		if visited++; visited == 1 {
+			cancel()
+		}
+		return true
+	})
+	if !errors.Is(err, context.Canceled) || visited > visitsBetween {
+		t.Errorf("%d objects visited, %v", visited, err)
+	}
+}
