@@ -10,7 +10,8 @@ import (
 
 // lookups ends the lookup of a token when the last caller that waits for it has left. Upstream's cache shares a lookup
 // among callers, and detaches it from their contexts for 30 s (k8s.io/apiserver/pkg/authentication/token/cache,
-// sharedLookupTimeout): a webhook that hangs would be asked on behalf of clients that are gone. The zero value is ready.
+// sharedLookupTimeout): a webhook that hangs would be asked on behalf of clients that are gone. Its zero value is
+// ready.
 type lookups struct {
 	mu      sync.Mutex
 	byToken map[string]*lookup

@@ -12,7 +12,8 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 )
 
-// A lookup that hangs goes on while any caller waits for it, and ends with the last one; the next caller begins another.
+// A lookup that hangs goes on while any caller waits for it, and ends with the last one. The next caller begins
+// another.
 func TestALookupEndsWithItsLastCaller(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		asked, ended, hangs := 0, 0, true

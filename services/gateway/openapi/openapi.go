@@ -45,8 +45,8 @@ type Handler struct {
 	making coalesce.Group[*document]
 }
 
-// document is what registry or another server has made, and protobuf of it when somebody asks for that: what a server of others
-// says may be no proper OpenAPI, and is then served as it came.
+// document is what registry or another server has made. Its protobuf is made when a client asks for that: what another
+// server says may be no proper OpenAPI, and is then served as it came.
 type document struct {
 	etag     string
 	json     []byte

@@ -7,8 +7,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/strategicpatch"
 )
 
-// strategicMerge is strategicpatch.StrategicMergeMapPatch until ctx ends. Upstream merges lists by key in quadratic time,
-// and 10,000 environment variables take minutes; kube-apiserver goes on after it has answered 504.
+// strategicMerge is strategicpatch.StrategicMergeMapPatch until ctx ends. Upstream merges a list by key in quadratic
+// time, and kube-apiserver goes on after it has answered 504. One list is merged to its end.
 func strategicMerge(ctx context.Context, original, patch map[string]any, of runtime.Object) (map[string]any, error) {
 	schema, err := strategicpatch.NewPatchMetaFromStruct(of)
 	if err != nil {
