@@ -119,7 +119,7 @@ var floors = map[string][][]string{
 	"cmd/stores":         {{"."}, {"cmd/etcd", "cmd/nats"}},
 	"cmd/xds":            {{"."}, {"cmd/xds"}},
 	"services/gateway": {
-		{"audit", "wire"},
+		{"audit", "upgrade", "wire"},
 		{"answer"},
 		{"body", "access", "watch", "streaming", "aggregation", "fairness", "loopback"},
 		{"discovery", "openapi", "routing", "edge"},
