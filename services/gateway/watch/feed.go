@@ -46,8 +46,6 @@ type feed struct {
 	subs      []*subscriber
 	ended     bool
 	idle      *time.Timer
-	// unread counts the bytes that came since the last client left.
-	unread int
 }
 
 type entry struct {
@@ -102,7 +100,6 @@ func (f *feed) join(at events.Position) *subscriber {
 		wake:   make(chan struct{}, 1),
 	}
 	f.subs = append(f.subs, s)
-	f.unread = 0
 	if f.idle != nil {
 		f.idle.Stop()
 		f.idle = nil
@@ -172,13 +169,6 @@ func (f *feed) close() {
 	if unused {
 		f.hub.drop(f)
 	}
-}
-
-// wasted reports whether the feed has received more since its last client left than it keeps for clients to come.
-func (f *feed) wasted() bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.unread > keptRecent
 }
 
 // next is what comes next for a client: events, or a bookmark that is due. Where there is nothing, events are from now
@@ -311,9 +301,6 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 		}
 		f.entries.Add(e)
 		f.hold(len(e.data) + entryBytes)
-		if len(f.subs) == 0 {
-			f.unread += len(e.data)
-		}
 		if mark.Trace != "" {
 			traces = append(traces, mark.Trace)
 		}
@@ -579,8 +566,6 @@ func (f *feed) receive(s *replicaStream, alive func()) (err error) {
 		}
 		alive()
 		f.broadcast(m)
-		if m = nil; f.wasted() {
-			f.close()
-		}
+		m = nil
 	}
 }

@@ -111,28 +111,3 @@ func TestFeedsKeepLittleOfWhatHasBeenSeen(t *testing.T) {
 		t.Errorf("%d bytes are kept for clients that do not read", n)
 	}
 }
-
-// A feed without clients ends once it has received more than it keeps for clients to come; one that somebody joins again
-// goes on.
-func TestAFeedReceivesLittleForNobody(t *testing.T) {
-	f := feedOf(hub(newTier()))
-	f.leave(f.join(f.low))
-	f.broadcast(frameOf(2, keptRecent))
-	if f.wasted() {
-		t.Error("it ends with what it keeps for clients to come")
-	}
-	s := f.join(events.Position{Revision: 1})
-	f.broadcast(frameOf(3, 2*keptRecent))
-	if f.wasted() {
-		t.Error("it ends under its client")
-	}
-	f.leave(s)
-	f.broadcast(frameOf(4, keptRecent+1))
-	if !f.wasted() {
-		t.Error("it goes on, for nobody")
-	}
-	f.close()
-	if !f.ended {
-		t.Error("it has not ended")
-	}
-}
