@@ -228,6 +228,9 @@ func (s *Server) StopListening() {
 	})
 }
 
+// PID returns the process id of the server; of `split` that of its supervisor.
+func (s *Server) PID() int { return s.process.Cmd.Process.Pid }
+
 // Output is what the server has printed.
 func (s *Server) Output() string { return tail(s.process.Log, 1<<20) }
 

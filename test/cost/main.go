@@ -1,0 +1,90 @@
+// Command cost sends the same hostile requests to kube-apiserver and to Watershed, and compares their price: status,
+// CPU, peak memory, and the heap and goroutines that stay. Each difference is a finding, and known.go has the reason
+// of each finding that is accepted. One server runs at a time, with an etcd that is not measured.
+package main
+
+import (
+	"flag"
+	"fmt"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"watershed.dev/test/harness"
+)
+
+// options select the shapes, the forms of Watershed and the patience of a run.
+type options struct {
+	short bool
+	forms string
+	only  string
+	page  string
+	// patience is the longest wait for memory that a shape left behind.
+	patience time.Duration
+}
+
+func main() {
+	testing.Init()
+	o := options{}
+	flag.BoolVar(&o.short, "short", false, "Send 20 shapes to `up` only, and leave the page alone.")
+	flag.StringVar(&o.forms, "forms", "", "Forms of Watershed: up, split or both, comma separated; default both.")
+	flag.StringVar(&o.only, "only", "", "Send only shapes whose \"family: name\" matches this pattern; the page stays.")
+	flag.StringVar(&o.page, "page", filepath.Join(harness.Root(), "docs", "cost.md"), "The page with the table.")
+	flag.DurationVar(&o.patience, "patience", time.Minute, "The longest wait for memory that a shape left behind.")
+	flag.Parse()
+	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{
+		Name: "cost",
+		F:    func(t *testing.T) { run(t, o) },
+	}}, nil, nil)
+}
+
+// kubeAPIServer is the form that Watershed's forms are compared with.
+const kubeAPIServer = "kube-apiserver"
+
+// run measures every selected shape at kube-apiserver, then at each form of Watershed, and fails on findings without
+// a reason.
+func run(t *testing.T, o options) {
+	forms, patience := "up,split", o.patience
+	if o.short {
+		forms, patience = "up", 10*time.Second
+	}
+	if o.forms != "" {
+		forms = o.forms
+	}
+	chosen := selected(o)
+	if len(chosen) == 0 {
+		t.Fatal("no shape is selected")
+	}
+	b := &bench{t: t, patience: patience, together: o.short}
+	all := newResults(chosen)
+	all.add(kubeAPIServer, b.measureAll(kubeAPIServer, chosen, nil))
+	for _, form := range strings.Split(forms, ",") {
+		all.add(form, b.measureAll(form, chosen, all.of(kubeAPIServer)))
+	}
+	fmt.Println("\n" + all.table())
+	for _, f := range all.findings() {
+		if f.reason == "" {
+			t.Errorf("finding: %s", f)
+		} else {
+			fmt.Printf("known: %s\n  because: %s\n", f, f.reason)
+		}
+	}
+	if !o.short && o.only == "" && o.forms == "" {
+		if err := all.publish(o.page); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// selected returns the shapes that the options choose.
+func selected(o options) (chosen []*shape) {
+	only := regexp.MustCompile(o.only)
+	for _, s := range shapes() {
+		if (!o.short || s.short) && only.MatchString(s.String()) {
+			chosen = append(chosen, s)
+		}
+	}
+	return chosen
+}

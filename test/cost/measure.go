@@ -1,0 +1,252 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+const (
+	megabyte = 1e6
+	// ceiling is the anonymous memory at which a server is killed.
+	ceiling = 4000 * megabyte
+	// outgrown is the memory above its start with which a server does not see another shape.
+	outgrown = 50 * megabyte
+	// longest bounds the requests of one shape.
+	longest = 20 * time.Second
+	// overtime is the longest wait for work that goes on after the clients have left.
+	overtime = 30 * time.Second
+	// kept is the memory left behind that is worth a second look.
+	kept = 1 * megabyte
+)
+
+// usage is the CPU time and the anonymous memory of a server's processes; largest is the memory of the largest one.
+type usage struct {
+	cpu           time.Duration
+	anon, largest int64
+}
+
+func (s *subject) usage() (u usage) {
+	for _, pid := range s.pids {
+		u.cpu += cpuOf(pid)
+		anon := anonOf(pid)
+		u.anon += anon
+		u.largest = max(u.largest, anon)
+	}
+	return u
+}
+
+// cpuOf returns the user and system time of a process (proc_pid_stat(5)), which counts in hundredths of a second.
+func cpuOf(pid int) time.Duration {
+	stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	if len(f) < 13 {
+		return 0
+	}
+	user, _ := strconv.ParseInt(f[11], 10, 64)
+	system, _ := strconv.ParseInt(f[12], 10, 64)
+	return time.Duration(user+system) * 10 * time.Millisecond
+}
+
+// anonOf returns the resident anonymous memory of a process in bytes: unlike the resident set it has no pages of the
+// binary, which differ by what has run before.
+func anonOf(pid int) int64 {
+	status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	for line := range bytes.Lines(status) {
+		if rest, ok := bytes.CutPrefix(line, []byte("RssAnon:")); ok {
+			n, _ := strconv.ParseInt(string(bytes.Fields(rest)[0]), 10, 64)
+			return n * 1024
+		}
+	}
+	return 0
+}
+
+// result is the price of one shape at one server.
+type result struct {
+	status    string
+	wall, cpu time.Duration
+	// peak and largest are bytes above the level before: of all processes, and of the largest one.
+	peak, largest int64
+	// left, goroutines and logged are what stays: bytes of heap, goroutines a second later, bytes of log.
+	left, goroutines, logged int64
+	// gone says that the server died or was killed, or did not answer in the end.
+	gone bool
+}
+
+// bench measures shapes at one server after another.
+type bench struct {
+	t        testing.TB
+	patience time.Duration
+	// together: families share a server.
+	together bool
+}
+
+// measureAll measures shapes at servers of a form. A finding against theirs is measured once more on a fresh server,
+// and only counts if it is there again.
+func (b *bench) measureAll(form string, chosen []*shape, theirs map[*shape]*result) map[*shape]*result {
+	all := map[*shape]*result{}
+	var s *subject
+	renew := func() {
+		if s != nil {
+			s.stop()
+		}
+		s = start(b.t, form)
+	}
+	defer func() { s.stop() }()
+	family := ""
+	for _, sh := range chosen {
+		if s == nil || sh.family != family && !b.together {
+			renew()
+		}
+		family = sh.family
+		r := b.measure(s, sh, theirs[sh])
+		if theirs != nil && slices.ContainsFunc(judge(sh, form, theirs[sh], r), unexplained) {
+			renew()
+			r = r.better(b.measure(s, sh, theirs[sh]), func(r *result) int { return len(judge(sh, form, theirs[sh], r)) })
+		}
+		all[sh] = r
+		fmt.Printf("%s %-14s %-50s %s\n", time.Now().Format(time.TimeOnly), form, sh, r)
+		if r.gone || s.usage().anon > s.fresh+outgrown {
+			renew()
+		}
+	}
+	return all
+}
+
+// better returns the result with fewer findings.
+func (r *result) better(other *result, findings func(*result) int) *result {
+	if findings(other) < findings(r) {
+		return other
+	}
+	return r
+}
+
+func (r *result) String() string {
+	return fmt.Sprintf("%-24s %6.2f s, CPU %6.2f s, peak %7.1f MB (%.1f), left %6.1f MB, %d goroutines, %.1f kB of log",
+		r.status, r.wall.Seconds(), r.cpu.Seconds(), mb(r.peak), mb(r.largest), mb(r.left), r.goroutines,
+		float64(r.logged)/1000)
+}
+
+func mb(n int64) float64 { return float64(n) / megabyte }
+
+// measure sends one shape to a server. theirs is the reference's result, nil at the reference itself.
+func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
+	a := newAttempt(s)
+	r := &result{}
+	fail := func(when string, err error) *result {
+		a.close()
+		r.gone, r.status = true, strings.TrimSpace(fmt.Sprintf("%s %s: %v", a.statuses(), when, err))
+		if s.died() {
+			r.status = strings.TrimSpace(a.statuses() + " died")
+		}
+		return r
+	}
+	heap, err := s.heap()
+	if err != nil {
+		return fail("before", err)
+	}
+	if sh.setup != nil {
+		if err := sh.setup(a); err != nil {
+			r = fail("setup", err)
+			a.undo()
+			return r
+		}
+		a.rest()
+		s.quiet(3 * time.Second)
+		if _, err := s.heap(); err != nil { // collects what the setup left
+			return fail("setup", err)
+		}
+	}
+	routines, err := s.goroutines()
+	if err != nil {
+		return fail("before", err)
+	}
+	logged, before := s.logged(), s.usage()
+	began := time.Now()
+	peak := s.watch()
+	ctx, cancel := context.WithTimeout(b.t.Context(), longest)
+	sh.run(ctx, a)
+	cancel()
+	a.close()
+	r.wall = time.Since(began)
+	time.Sleep(time.Second)
+	after, err := s.goroutines()
+	if err == nil && after > routines+leftRoutines { // some end in their own time
+		time.Sleep(time.Second)
+		after, err = s.goroutines()
+	}
+	s.quiet(overtime)
+	used := s.usage()
+	top, killed := peak()
+	r.cpu = max(0, used.cpu-before.cpu-time.Duration(float64(s.idle)*time.Since(began).Seconds()))
+	r.peak, r.largest = max(0, top.anon-before.anon), max(0, top.largest-before.largest)
+	r.goroutines, r.logged = after-routines, s.logged()-logged
+	r.status = a.statuses()
+	switch {
+	case killed:
+		r.gone, r.status = true, r.status+fmt.Sprintf(" killed at %d MB", int(ceiling/megabyte))
+		return r
+	case s.died():
+		r.gone, r.status = true, r.status+" died"
+		return r
+	case err != nil:
+		return fail("after", err)
+	}
+	a.undo()
+	if r.left, err = b.left(s, heap, theirs); err != nil {
+		return fail("after", err)
+	}
+	return r
+}
+
+// left returns the growth of the live heap. It waits, up to the bench's patience, while that is above the threshold.
+func (b *bench) left(s *subject, before int64, theirs *result) (int64, error) {
+	allowed := int64(kept)
+	if theirs != nil {
+		allowed += max(0, theirs.left)
+	}
+	for deadline := time.Now().Add(b.patience); ; time.Sleep(2 * time.Second) {
+		heap, err := s.heap()
+		if err != nil || heap-before <= allowed || time.Now().After(deadline) {
+			return heap - before, err
+		}
+	}
+}
+
+// watch samples the memory until the returned function is called, which returns the highest. It kills a server that
+// passes the ceiling.
+func (s *subject) watch() (stop func() (top usage, killed bool)) {
+	var (
+		top     usage
+		killed  bool
+		done    = make(chan struct{})
+		sampler sync.WaitGroup
+	)
+	sampler.Go(func() {
+		for {
+			u := s.usage()
+			top.anon, top.largest = max(top.anon, u.anon), max(top.largest, u.largest)
+			if u.anon > ceiling && !killed {
+				killed = true
+				s.server.Kill()
+			}
+			select {
+			case <-done:
+				return
+			case <-time.After(20 * time.Millisecond):
+			}
+		}
+	})
+	return func() (usage, bool) {
+		close(done)
+		sampler.Wait()
+		return top, killed
+	}
+}
