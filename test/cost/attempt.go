@@ -70,9 +70,13 @@ func (a *attempt) undo() {
 	ctx, cancel := context.WithTimeout(a.s.t.Context(), longest)
 	defer cancel()
 	for _, path := range slices.Backward(a.made) {
-		_, _ = a.send(ctx, request{as: admin, method: http.MethodDelete, path: path, body: []byte(
+		_, text := a.send(ctx, request{as: admin, method: http.MethodDelete, path: path, body: []byte(
 			`{"kind":"DeleteOptions","apiVersion":"v1","gracePeriodSeconds":0,"propagationPolicy":"Background"}`),
-			header: http.Header{"Content-Type": {"application/json"}}})
+			header: http.Header{"Content-Type": {jsonMedia}}})
+		if bytes.Contains(text, []byte(`"finalizers":["example.com/`)) {
+			_, _ = a.send(ctx, request{as: admin, method: http.MethodPatch, path: path,
+				body: []byte(`{"metadata":{"finalizers":null}}`), header: http.Header{"Content-Type": {mergeMedia}}})
+		}
 	}
 	a.client.CloseIdleConnections()
 }

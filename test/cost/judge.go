@@ -23,7 +23,9 @@ type finding struct {
 	kind, what, reason string
 }
 
-func (f finding) String() string { return fmt.Sprintf("%s: %s: %s: %s", f.form, f.shape, f.kind, f.what) }
+func (f finding) String() string {
+	return fmt.Sprintf("%s: %s: %s: %s", f.form, f.shape, f.kind, f.what)
+}
 
 func unexplained(f finding) bool { return f.reason == "" }
 

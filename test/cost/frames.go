@@ -1,0 +1,211 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"time"
+
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+)
+
+// framer is a client of HTTP/2 that writes its frames itself.
+type framer struct {
+	*http2.Framer
+	a    *attempt
+	conn net.Conn
+	text bytes.Buffer
+	enc  *hpack.Encoder
+}
+
+// newFramer begins HTTP/2 on a connection.
+func newFramer(a *attempt, c net.Conn, settings ...http2.Setting) (*framer, error) {
+	if _, err := io.WriteString(c, http2.ClientPreface); err != nil {
+		return nil, err
+	}
+	f := &framer{Framer: http2.NewFramer(c, c), a: a, conn: c}
+	f.enc = hpack.NewEncoder(&f.text)
+	f.AllowIllegalWrites = true
+	return f, f.WriteSettings(settings...)
+}
+
+// headers encodes the headers of a request, and more.
+func (f *framer) headers(as who, method, path string, more ...string) []byte {
+	f.text.Reset()
+	all := []string{":method", method, ":scheme", "https", ":authority", "x", ":path", path}
+	if as != stranger {
+		all = append(all, "authorization", "Bearer "+f.a.s.tokens[as])
+	}
+	all = append(all, more...)
+	for i := 0; i+1 < len(all); i += 2 {
+		_ = f.enc.WriteField(hpack.HeaderField{Name: all[i], Value: all[i+1]})
+	}
+	return f.text.Bytes()
+}
+
+// request opens a stream; ended says that it has no body.
+func (f *framer) request(stream uint32, as who, method, path string, ended bool) error {
+	return f.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: f.headers(as, method, path),
+		EndStream: ended, EndHeaders: true})
+}
+
+// drain reads and drops what the server sends until the connection ends.
+func (f *framer) drain() { _, _ = io.Copy(io.Discard, f.conn) }
+
+// outcome is closed if the server ended the connection while the client wrote.
+func outcome(err error) string {
+	if err == nil {
+		return "sent"
+	}
+	return failed(err)
+}
+
+// framed runs f on n connections of HTTP/2.
+func framed(name, about string, n int, within time.Duration, drained bool,
+	f func(ctx context.Context, c *framer) error, settings ...http2.Setting,
+) *shape {
+	return raw(name, about, n, within, "h2", func(ctx context.Context, a *attempt, _ int, c net.Conn) string {
+		fr, err := newFramer(a, c, settings...)
+		if err != nil {
+			return failed(err)
+		}
+		if drained {
+			go fr.drain()
+		}
+		return outcome(f(ctx, fr))
+	})
+}
+
+// repeated calls f n times, until it fails or the context ends.
+func repeated(ctx context.Context, n int, f func(i int) error) error {
+	for i := range n {
+		if ctx.Err() != nil {
+			return ctx.Err()
+		}
+		if err := f(i); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func stream(i int) uint32 { return uint32(2*i + 1) }
+
+func pause(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
+
+func frames() []*shape {
+	resets := func(name string, as who, path string) *shape {
+		return framed(name, "2,000 on each of two connections", 2, longest, true, func(ctx context.Context, c *framer) error {
+			_ = repeated(ctx, 2000, func(i int) error {
+				if err := c.request(stream(i), as, "GET", path, true); err != nil {
+					return err
+				}
+				return c.WriteRSTStream(stream(i), http2.ErrCodeCancel)
+			})
+			pause(ctx, time.Second)
+			return nil
+		})
+	}
+	window := http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1}
+	large := func(s *shape) *shape {
+		s.setup = func(a *attempt) error { return populate(a, 100, 200_000) }
+		return s
+	}
+	return []*shape{
+		inShort(resets("rapid resets of lists", tenant, configMaps)),
+		resets("rapid resets of strangers", stranger, "/api"),
+		resets("rapid resets of watches", tenant, configMaps+"?watch=1"),
+		framed("a flood of 200,000 settings", "", 1, longest, true, func(ctx context.Context, c *framer) error {
+			_ = repeated(ctx, 200_000, func(int) error {
+				return c.WriteSettings(http2.Setting{ID: http2.SettingMaxFrameSize, Val: 16384})
+			})
+			return nil
+		}),
+		framed("a flood of 200,000 settings whose answers are not read", "", 1, 8*time.Second, false,
+			func(ctx context.Context, c *framer) error {
+				_ = repeated(ctx, 200_000, func(int) error { return c.WriteSettings() })
+				return nil
+			}),
+		framed("a flood of 200,000 pings", "", 1, longest, true, func(ctx context.Context, c *framer) error {
+			_ = repeated(ctx, 200_000, func(i int) error { return c.WritePing(false, [8]byte{byte(i)}) })
+			return nil
+		}),
+		framed("a flood of 200,000 priorities", "", 1, longest, true, func(ctx context.Context, c *framer) error {
+			_ = repeated(ctx, 200_000, func(i int) error {
+				return c.WritePriority(stream(i), http2.PriorityParam{StreamDep: stream(i + 1), Weight: 5})
+			})
+			return nil
+		}),
+		framed("a flood of 200,000 empty DATA frames", "", 1, longest, true, func(ctx context.Context, c *framer) error {
+			_ = c.request(1, tenant, "POST", configMaps, false)
+			_ = repeated(ctx, 200_000, func(int) error { return c.WriteData(1, false, nil) })
+			return nil
+		}),
+		framed("a flood of 100,000 CONTINUATION frames", "", 2, longest, true, func(ctx context.Context, c *framer) error {
+			_ = c.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: c.headers(stranger, "GET", "/api")})
+			_ = repeated(ctx, 100_000, func(i int) error {
+				return c.WriteContinuation(1, false, bytes.Clone(c.headers(stranger, "GET", "/", fmt.Sprintf("x%d", i), "y")))
+			})
+			return nil
+		}),
+		framed("headers of HPACK's table", "100 requests that name an entry of 3 kB 10,000 times", 1, longest, true,
+			func(ctx context.Context, c *framer) error {
+				return repeated(ctx, 100, func(i int) error {
+					b := bytes.Clone(c.headers(stranger, "GET", "/api", "x-large", strings.Repeat("a", 3000)))
+					b = append(b, bytes.Repeat([]byte{0xbe}, 10_000)...) // index 62, the newest entry
+					return c.WriteHeaders(http2.HeadersFrameParam{StreamID: stream(i), BlockFragment: b, EndStream: true, EndHeaders: true})
+				})
+			}),
+		inShort(large(framed("a window of one byte", "100 lists of 20 MB on one connection, for 6 s", 1, 6*time.Second, true,
+			func(ctx context.Context, c *framer) error {
+				for i := range 100 {
+					if err := c.request(stream(i), tenant, "GET", configMaps, true); err != nil {
+						return err
+					}
+				}
+				<-ctx.Done()
+				return nil
+			}, window))),
+		large(framed("a window that grows byte by byte", "2 lists of 20 MB, 20,000 WINDOW_UPDATE frames, for 6 s", 1,
+			6*time.Second, true, func(ctx context.Context, c *framer) error {
+				for i := range 2 {
+					_ = c.request(stream(i), tenant, "GET", configMaps, true)
+				}
+				_ = repeated(ctx, 20_000, func(i int) error { return c.WriteWindowUpdate(stream(i%2), 1) })
+				<-ctx.Done()
+				return nil
+			}, window)),
+		large(framed("answers that are not read", "10 lists of 20 MB on each of 10 connections, for 6 s", 10, 6*time.Second,
+			false, func(ctx context.Context, c *framer) error {
+				_ = c.WriteWindowUpdate(0, 1<<30)
+				for i := range 10 {
+					_ = c.request(stream(i), tenant, "GET", configMaps, true)
+				}
+				<-ctx.Done()
+				return nil
+			}, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1 << 30})),
+		framed("1,000 streams with bodies that never come", "on one connection, for 6 s", 1, 6*time.Second, true,
+			func(ctx context.Context, c *framer) error {
+				_ = repeated(ctx, 1000, func(i int) error { return c.request(stream(i), tenant, "POST", configMaps, false) })
+				<-ctx.Done()
+				return nil
+			}),
+		framed("frames of unknown types", "200,000", 1, longest, true, func(ctx context.Context, c *framer) error {
+			_ = repeated(ctx, 200_000, func(i int) error { return c.WriteRawFrame(0xf0, 0, 0, []byte("x")) })
+			return nil
+		}),
+		framed("a frame of 16 MB", "", 5, longest, true, func(_ context.Context, c *framer) error {
+			_ = c.WriteRawFrame(http2.FrameHeaders, 0, 1, make([]byte, 1<<24-1))
+			return nil
+		}),
+	}
+}

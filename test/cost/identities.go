@@ -1,0 +1,108 @@
+package main
+
+import (
+	"context"
+	"encoding/base64"
+	"fmt"
+	"net/http"
+	"strings"
+)
+
+// unsigned is a token in the form of a JWT with some bytes of header and claims.
+func unsigned(header, claims, signature string) string {
+	e := base64.RawURLEncoding
+	return e.EncodeToString([]byte(header)) + "." + e.EncodeToString([]byte(claims)) + "." +
+		e.EncodeToString([]byte(signature))
+}
+
+const issuer = "https://kubernetes.default.svc.cluster.local"
+
+// bearer sends n requests with a token of its own each.
+func bearer(name, about string, n int, token func(i int) string) *shape {
+	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
+		c := newOldClient(a.s)
+		times(ctx, n, 8, func(i int) {
+			a.ask(ctx, request{method: http.MethodGet, path: "/api", client: c,
+				header: http.Header{"Authorization": {"Bearer " + token(i)}}})
+		})
+	}}
+}
+
+// impersonating sends n requests of the administrator in the name of others.
+func impersonating(name, about string, n int, headers func(i int) http.Header) *shape {
+	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
+		times(ctx, n, 4, func(i int) {
+			a.ask(ctx, request{as: admin, method: http.MethodGet, path: configMaps + "?limit=1", header: headers(i)})
+		})
+	}}
+}
+
+func identities() []*shape {
+	return []*shape{
+		inShort(impersonating("1,000 groups impersonated", "10 requests", 10, func(int) http.Header {
+			return http.Header{"Impersonate-User": {"u"}, "Impersonate-Group": many(1000, func(i int) string {
+				return fmt.Sprintf("g%d", i)
+			})}
+		})),
+		impersonating("1,000 extras impersonated", "10 requests", 10, func(int) http.Header {
+			h := http.Header{"Impersonate-User": {"u"}}
+			for i := range 1000 {
+				h[fmt.Sprintf("Impersonate-Extra-K%d", i)] = []string{"v"}
+			}
+			return h
+		}),
+		impersonating("one extra of 1,000 values impersonated", "10 requests", 10, func(int) http.Header {
+			return http.Header{"Impersonate-User": {"u"}, "Impersonate-Extra-K": many(1000, func(i int) string {
+				return fmt.Sprintf("v%d", i)
+			})}
+		}),
+		impersonating("1,000 users impersonated", "a user each, with a name of 1 kB", 1000, func(i int) http.Header {
+			return http.Header{"Impersonate-User": {fmt.Sprintf("%s%d", strings.Repeat("u", 1000), i)}}
+		}),
+		inShort(bearer("tokens of 900 kB", "100 requests", 100, func(i int) string {
+			return fmt.Sprintf("%d%s", i, strings.Repeat("x", 900_000))
+		})),
+		bearer("JWTs with headers of 100 kB", "200 requests", 200, func(i int) string {
+			return unsigned(fmt.Sprintf(`{"alg":"RS256","kid":"%s%d"}`, strings.Repeat("x", 100_000), i),
+				`{"iss":"`+issuer+`"}`, strings.Repeat("s", 256))
+		}),
+		bearer("JWTs of this issuer with other signatures", "1,000 requests", 1000, func(i int) string {
+			return unsigned(`{"alg":"ES256"}`, fmt.Sprintf(`{"iss":%q,"aud":[%q],"sub":"s%d"}`, issuer, issuer, i),
+				strings.Repeat("s", 64))
+		}),
+		bearer("JWTs with claims of 10,000 levels", "50 requests", 50, func(i int) string {
+			return unsigned(`{"alg":"RS256"}`, fmt.Sprintf(`{"iss":%q,"n":%d,"a":`, issuer, i)+
+				nested(10_000, `{"a":`, "1", "}")+"}", strings.Repeat("s", 256))
+		}),
+		bearer("JWTs with 10,000 audiences", "50 requests", 50, func(i int) string {
+			return unsigned(`{"alg":"ES256"}`, fmt.Sprintf(`{"iss":%q,"n":%d,"aud":%s}`, issuer, i,
+				marshal(many(10_000, func(i int) string { return fmt.Sprintf("a%d", i) }))), strings.Repeat("s", 64))
+		}),
+		bearer("tokens of 300,000 dots", "50 requests", 50, func(i int) string {
+			return fmt.Sprintf("%d%s", i, strings.Repeat(".", 300_000))
+		}),
+		bearer("2,000 random tokens", "a token each", 2000, func(i int) string { return fmt.Sprintf("random-%d", i) }),
+		{
+			name:  "bootstrap tokens that there are not",
+			about: "500 requests",
+			run: func(ctx context.Context, a *attempt) {
+				c := newOldClient(a.s)
+				times(ctx, 500, 8, func(i int) {
+					a.ask(ctx, request{method: http.MethodGet, path: "/api", client: c,
+						header: http.Header{"Authorization": {fmt.Sprintf("Bearer %06d.0123456789abcdef", i)}}})
+				})
+			},
+		},
+		{
+			name:  "20,000 values of front-proxy headers",
+			about: "without the proxy's certificate, 20 requests",
+			run: func(ctx context.Context, a *attempt) {
+				times(ctx, 20, 4, func(int) {
+					a.ask(ctx, request{method: http.MethodGet, path: "/api", client: newOldClient(a.s), header: http.Header{
+						"X-Remote-User": {"system:admin"}, "X-Remote-Group": many(20_000, func(i int) string { return fmt.Sprint(i) })}})
+				})
+			},
+		},
+		certificates(),
+	}
+}

@@ -1,0 +1,103 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"strings"
+)
+
+// asking sends n requests over HTTP/1.1.
+func asking(name, about string, as who, n int, path func(i int) string) *shape {
+	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
+		c := newOldClient(a.s)
+		times(ctx, n, 8, func(i int) { a.ask(ctx, request{as: as, method: http.MethodGet, path: path(i), client: c}) })
+	}}
+}
+
+func limits() []*shape {
+	query := func(n int) string {
+		return strings.Join(many(n, func(i int) string { return fmt.Sprintf("p%d=v", i) }), "&")
+	}
+	return []*shape{
+		inShort(asking("100 strangers' paths of 900 kB", "read to the end", stranger, 100, func(i int) string {
+			return fmt.Sprintf("/%d%s", i, strings.Repeat("a", 900_000))
+		})),
+		asking("100 paths of 450,000 slashes", "", stranger, 100, func(i int) string {
+			return fmt.Sprintf("/apis/%d%s", i, strings.Repeat("/a", 450_000))
+		}),
+		asking("100 paths of 300,000 dots", "/../", stranger, 100, func(i int) string {
+			return fmt.Sprintf("/apis/%d%s", i, strings.Repeat("/..", 300_000))
+		}),
+		asking("100 names of 250 kB", "", tenant, 100, func(i int) string {
+			return fmt.Sprintf("%s/%d%s", configMaps, i, strings.Repeat("a", 250_000))
+		}),
+		asking("100 namespaces of 250 kB", "", tenant, 100, func(i int) string {
+			return fmt.Sprintf("/api/v1/namespaces/%d%s/pods", i, strings.Repeat("a", 250_000))
+		}),
+		asking("100 groups and resources of 250 kB", "", tenant, 100, func(i int) string {
+			return fmt.Sprintf("/apis/%d%s.example.com/v1/%s", i, strings.Repeat("a", 125_000), strings.Repeat("b", 125_000))
+		}),
+		asking("100 subresources of 250 kB", "", tenant, 100, func(i int) string {
+			return fmt.Sprintf("%s/%d%s", mine, i, strings.Repeat("a", 250_000))
+		}),
+		inShort(asking("50 queries of 10,000 parameters", "", tenant, 50, func(i int) string {
+			return fmt.Sprintf("%s?limit=1&x=%d&%s", configMaps, i, query(10_000))
+		})),
+		asking("50 queries of 80,000 parameters", "one name", tenant, 50, func(i int) string {
+			return fmt.Sprintf("%s?limit=1&x=%d%s", configMaps, i, strings.Repeat("&dryRun=All", 80_000))
+		}),
+		asking("50 queries of 300,000 escapes", "", tenant, 50, func(i int) string {
+			return fmt.Sprintf("%s?limit=1&x=%d%s", configMaps, i, strings.Repeat("%41", 300_000))
+		}),
+		asking("1,000 paths that there are not", "a path each", stranger, 1000, func(i int) string {
+			return fmt.Sprintf("/apis/g%d.example.com/v1/namespaces/n/r%d", i, i)
+		}),
+		{
+			name:  "1,000 methods and verbs that there are not",
+			about: "a method each",
+			run: func(ctx context.Context, a *attempt) {
+				c := newOldClient(a.s)
+				times(ctx, 1000, 8, func(i int) {
+					a.ask(ctx, request{as: tenant, method: fmt.Sprintf("M%d", i), path: configMaps, client: c})
+				})
+			},
+		},
+		{
+			name:  "20 requests of 50,000 headers",
+			about: "50,000 headers",
+			run: func(ctx context.Context, a *attempt) {
+				c := newOldClient(a.s)
+				times(ctx, 20, 4, func(i int) {
+					h := http.Header{}
+					for j := range 50_000 {
+						h[fmt.Sprintf("X%d", j)] = []string{"v"}
+					}
+					a.ask(ctx, request{as: tenant, method: http.MethodGet, path: configMaps + "?limit=1", client: c, header: h})
+				})
+			},
+		},
+		{
+			name:  "100 user agents of 900 kB",
+			about: "of strangers",
+			run: func(ctx context.Context, a *attempt) {
+				c := newOldClient(a.s)
+				times(ctx, 100, 4, func(i int) {
+					a.ask(ctx, request{method: http.MethodGet, path: "/api", client: c, header: http.Header{
+						"User-Agent": {fmt.Sprintf("%d%s", i, strings.Repeat("a", 900_000))}}})
+				})
+			},
+		},
+		{
+			name:  "100 field managers of 500 kB",
+			about: "and as many of 128 bytes",
+			run: func(ctx context.Context, a *attempt) {
+				times(ctx, 200, 4, func(i int) {
+					size := []int{500_000, 120}[i%2]
+					a.write(ctx, tenant, http.MethodPatch, fmt.Sprintf("%s?fieldManager=%d%s", mine, i, strings.Repeat("m", size)),
+						mergeMedia, []byte(`{"data":{"a":"x"}}`))
+				})
+			},
+		},
+	}
+}
