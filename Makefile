@@ -20,7 +20,7 @@ export GOFLAGS     := $(GOFLAGS) -trimpath
 RACE       := $(shell command -v $${CC:-gcc} >/dev/null 2>&1 && echo -race)
 RACE_CGO   := $(if $(RACE),CGO_ENABLED=1)
 
-.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz clean help
+.PHONY: build up cluster split test unit e2e lint generate contracts peers conformance differential cost node-peers images manifests e2e-cluster demo-swap scale robustness robustness-broken bench fuzz clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -128,6 +128,9 @@ conformance: build peers node-peers $(PEERS)/e2e.test ## the upstream suite, wit
 
 differential: build peers ## the same 60,000 requests to kube-apiserver and to Watershed; every difference is named. ARGS="-seed N" for others
 	cd test && go run ./differential $(ARGS)
+
+cost: build $(addprefix $(PEERS)/,kubectl kube-apiserver etcd) ## the price of hostile requests at kube-apiserver and at Watershed; rewrites docs/cost.md's table. ARGS=-short: 20 shapes, `up` only
+	cd test && go run ./cost $(ARGS)
 
 robustness: build ## clients against the split form while 1,000 things go wrong, and a judge; ARGS="-seed N" repeats a run
 	cd test && go run ./robustness -watershed ../$(BIN)/watershed $(ARGS)

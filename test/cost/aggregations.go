@@ -113,9 +113,9 @@ func aggregations() []*shape {
 				time.Sleep(10 * time.Millisecond)
 			}
 		}),
-		inShort(aggregated("a server that answers 100 MB", "3 requests", 3, func(w http.ResponseWriter, _ *http.Request) {
+		aggregated("a server that answers 100 MB", "3 requests", 3, func(w http.ResponseWriter, _ *http.Request) {
 			pour(w, text, 100)
-		})),
+		}),
 		aggregated("a server that answers without end", "8 requests", 8, func(w http.ResponseWriter, _ *http.Request) {
 			pour(w, text, 500)
 		}),
@@ -125,19 +125,6 @@ func aggregations() []*shape {
 			}
 			w.WriteHeader(http.StatusOK)
 		}),
-		aggregated("a server that switches protocols", "20 requests", 20, func(w http.ResponseWriter, _ *http.Request) {
-			c, _, err := w.(http.Hijacker).Hijack()
-			if err != nil {
-				http.Error(w, err.Error(), http.StatusInternalServerError)
-				return
-			}
-			defer c.Close()
-			pour(c, "HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n", 1)
-		}),
-		aggregated("a server that redirects to the cloud's metadata", "20 requests", 20,
-			func(w http.ResponseWriter, r *http.Request) {
-				http.Redirect(w, r, "http://127.0.0.1:1/latest/meta-data", http.StatusFound)
-			}),
 		aggregated("a server that cuts its answers", "20 requests", 20, func(w http.ResponseWriter, _ *http.Request) {
 			w.Header().Set("Content-Length", "1000000")
 			pour(w, "short", 1)
@@ -152,8 +139,5 @@ func aggregations() []*shape {
 			pour(w, `"}`, 1)
 		}),
 		discovered("discovery that hangs", "", hang),
-		discovered("discovery of 100,000 levels", "", func(w http.ResponseWriter, _ *http.Request) {
-			pour(w, nested(100_000, `{"paths":`, "1", "}"), 1)
-		}),
 	}
 }

@@ -35,13 +35,13 @@ func applies() []*shape {
 		}
 	}
 	return []*shape{
-		inShort(&shape{
+		{
 			name:  "10 applies beside 1,000 managers",
 			setup: ownedBy(1000),
 			run: func(ctx context.Context, a *attempt) {
 				applying(ctx, a, configMaps+"/owned", "mine", 10, configMap("owned", object{"own": "x"}))
 			},
-		}),
+		},
 		{
 			name:  "50 conflicts with 1,000 managers each",
 			setup: ownedBy(1000),
@@ -50,22 +50,12 @@ func applies() []*shape {
 			},
 		},
 		{
-			name:  "100 new managers",
-			setup: func(a *attempt) error { return a.prepare(configMaps, configMap("owned", nil)) },
-			run: func(ctx context.Context, a *attempt) {
-				times(ctx, 100, 4, func(i int) {
-					applying(ctx, a, configMaps+"/owned", fmt.Sprintf("m%d", i), 1,
-						configMap("owned", object{fmt.Sprintf("k%d", i): "x"}))
-				})
-			},
-		},
-		inShort(&shape{
 			name: "10,000 keys, twice",
 			run: func(ctx context.Context, a *attempt) {
 				a.remove(configMaps + "/applied")
 				applying(ctx, a, configMaps+"/applied", "mine", 2, configMap("applied", keys(10_000, "x")))
 			},
-		}),
+		},
 		{
 			name:  "5,000 list items, twice",
 			about: "each is a field of its own",

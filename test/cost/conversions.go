@@ -99,9 +99,6 @@ func conversions() []*shape {
 				return o
 			})
 		}),
-		converting("a webhook that answers too few objects", "", 5, func(w http.ResponseWriter, r *http.Request) {
-			converted(w, r, func(object) object { return nil })
-		}),
 		converting("a webhook that answers 100,000 levels", "", 5, func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Content-Type", jsonMedia)
 			pour(w, nested(100_000, `{"a":`, "1", "}"), 1)

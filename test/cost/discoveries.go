@@ -21,23 +21,16 @@ func storm(name, about string, n int, path, accept string, zipped bool) *shape {
 func discoveries() []*shape {
 	const whole = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 	return []*shape{
-		inShort(storm("500 of OpenAPI v3's index", "", 500, "/openapi/v3", jsonMedia, false)),
+		storm("500 of OpenAPI v3's index", "", 500, "/openapi/v3", jsonMedia, false),
 		storm("200 of OpenAPI v3's apps/v1", "1 MB each, uncompressed", 200, "/openapi/v3/apis/apps/v1", jsonMedia, false),
-		storm("200 of OpenAPI v3's apps/v1 in protobuf", "", 200, "/openapi/v3/apis/apps/v1",
-			"application/com.github.proto-openapi.spec.v3@v1.0+protobuf", false),
-		inShort(storm("50 of OpenAPI v2", "4 MB each, uncompressed", 50, "/openapi/v2", jsonMedia, false)),
-		storm("50 of OpenAPI v2, gzip", "", 50, "/openapi/v2", jsonMedia, true),
+		storm("50 of OpenAPI v2", "4 MB each, uncompressed", 50, "/openapi/v2", jsonMedia, false),
 		storm("500 of the aggregated discovery", "uncompressed", 500, "/apis", whole, false),
-		storm("500 of the aggregated discovery, gzip", "", 500, "/apis", whole, true),
-		storm("1,000 of a group's resources", "", 1000, "/apis/apps/v1", jsonMedia, false),
-		storm("200 of /metrics by a tenant", "refused", 200, "/metrics", "text/plain", false),
 		{
 			name: "20 of /metrics by an administrator",
 			run: func(ctx context.Context, a *attempt) {
 				times(ctx, 20, 4, func(int) { a.get(ctx, admin, "/metrics") })
 			},
 		},
-		storm("1,000 of /readyz?verbose", "by a tenant", 1000, "/readyz?verbose", "text/plain", false),
 		{
 			name:  "1,000 of /version by strangers",
 			about: "a connection each",

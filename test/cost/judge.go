@@ -36,26 +36,26 @@ func judge(sh *shape, form string, theirs, ours *result) (found []finding) {
 		f.reason = reasonOf(f)
 		found = append(found, f)
 	}
-	if theirs.status != ours.status {
-		add("status", "%s, kube-apiserver %s", ours.status, theirs.status)
+	if theirs.Status != ours.Status {
+		add("status", "%s, kube-apiserver %s", ours.Status, theirs.Status)
 	}
-	if ours.cpu > moreCPU*theirs.cpu && ours.cpu > theirs.cpu+cpuFloor {
-		add("cpu", "%.2f s, kube-apiserver %.2f s", ours.cpu.Seconds(), theirs.cpu.Seconds())
+	if ours.CPU > moreCPU*theirs.CPU && ours.CPU > theirs.CPU+cpuFloor {
+		add("cpu", "%.2f s, kube-apiserver %.2f s", ours.CPU.Seconds(), theirs.CPU.Seconds())
 	}
-	if ours.peak > theirs.peak+morePeak {
-		add("peak", "%.0f MB, kube-apiserver %.0f MB", mb(ours.peak), mb(theirs.peak))
+	if ours.Peak > theirs.Peak+morePeak {
+		add("peak", "%.0f MB, kube-apiserver %.0f MB", mb(ours.Peak), mb(theirs.Peak))
 	}
-	if ours.gone || theirs.gone { // nothing is left of a dead server
+	if ours.Gone || theirs.Gone { // nothing is left of a dead server
 		return found
 	}
-	if ours.left > max(0, theirs.left)+leftHeap {
-		add("left", "%.1f MB, kube-apiserver %.1f MB", mb(ours.left), mb(theirs.left))
+	if ours.Left > max(0, theirs.Left)+leftHeap {
+		add("left", "%.1f MB, kube-apiserver %.1f MB", mb(ours.Left), mb(theirs.Left))
 	}
-	if ours.goroutines > max(0, theirs.goroutines)+leftRoutines {
-		add("goroutines", "%d, kube-apiserver %d", ours.goroutines, theirs.goroutines)
+	if ours.Goroutines > max(0, theirs.Goroutines)+leftRoutines {
+		add("goroutines", "%d, kube-apiserver %d", ours.Goroutines, theirs.Goroutines)
 	}
-	if ours.logged > theirs.logged+moreLog {
-		add("log", "%.1f MB, kube-apiserver %.1f MB", mb(ours.logged), mb(theirs.logged))
+	if ours.Logged > theirs.Logged+moreLog {
+		add("log", "%.1f MB, kube-apiserver %.1f MB", mb(ours.Logged), mb(theirs.Logged))
 	}
 	return found
 }

@@ -51,11 +51,8 @@ func lists() []*shape {
 	}
 	selector := func(text string) string { return configMaps + "?labelSelector=" + url.QueryEscape(text) }
 	return []*shape{
-		inShort(listing("10,000 label terms", "k0!=v,k1!=v,…, 10 lists", 10, func() string {
+		listing("10,000 label terms", "k0!=v,k1!=v,…, 10 lists", 10, func() string {
 			return selector(terms(10_000, func(i int) string { return fmt.Sprintf("k%d!=v", i) }))
-		})),
-		listing("one label with 10,000 values", "10 lists", 10, func() string {
-			return selector("many in (" + terms(10_000, func(i int) string { return fmt.Sprintf("v%d", i) }) + ")")
 		}),
 		listing("a label selector of 500 kB that is no selector", "10 lists", 10, func() string {
 			return selector(strings.Repeat("(", 150_000))
@@ -65,21 +62,7 @@ func lists() []*shape {
 				return fmt.Sprintf("metadata.name!=n%d", i)
 			}))
 		}),
-		listing("10,000 field terms of unknown fields", "10 lists", 10, func() string {
-			return configMaps + "?fieldSelector=" + url.QueryEscape(terms(10_000, func(i int) string {
-				return fmt.Sprintf("spec.f%d!=n", i)
-			}))
-		}),
 		{
-			name:  "a field selector of 100 kB of backslashes",
-			about: "10 lists",
-			run: func(ctx context.Context, a *attempt) {
-				times(ctx, 10, 4, func(int) {
-					a.get(ctx, tenant, configMaps+"?fieldSelector="+url.QueryEscape("metadata.name="+strings.Repeat(`\\`, 50_000)))
-				})
-			},
-		},
-		inShort(&shape{
 			name: "forged continue tokens",
 			about: "keys that go upwards, old and future revisions, no token, a token of 500 kB, not JSON, negative revisions; " +
 				"20 times each",
@@ -94,7 +77,7 @@ func lists() []*shape {
 					a.get(ctx, tenant, configMaps+"?limit=5&continue="+url.QueryEscape(all[i%len(all)]))
 				})
 			},
-		}),
+		},
 		{
 			name:  "old continue tokens",
 			about: "50 lists from the first revision after 300 writes",
@@ -105,7 +88,7 @@ func lists() []*shape {
 				})
 			},
 		},
-		inShort(&shape{
+		{
 			name:  "pages of one",
 			about: "2,000 ConfigMaps, one a page",
 			setup: func(a *attempt) error { return populate(a, 2000, 10) },
@@ -119,14 +102,6 @@ func lists() []*shape {
 					}
 					next = list.Metadata.Continue
 				}
-			},
-		}),
-		{
-			name:  "pages of one with a selector that matches nothing",
-			about: "20 lists over 2,000 ConfigMaps",
-			setup: func(a *attempt) error { return populate(a, 2000, 10) },
-			run: func(ctx context.Context, a *attempt) {
-				times(ctx, 20, 4, func(int) { a.get(ctx, tenant, configMaps+"?limit=1&labelSelector=absent") })
 			},
 		},
 		{
@@ -161,31 +136,10 @@ func lists() []*shape {
 				times(ctx, 20, 4, func(int) { a.drop(ctx, request{as: tenant, method: http.MethodGet, path: configMaps}) })
 			},
 		},
-		inShort(listing("Accept of 1,000 clauses", "20 lists", 20, func() string { return configMaps + "?limit=1" }, "Accept",
-			terms(1000, func(i int) string { return fmt.Sprintf("application/x%d;q=0.5;as=Table;g=meta.k8s.io", i) })+",*/*")),
-		listing("Accept of 900 kB", "20 lists", 20, func() string { return configMaps + "?limit=1" }, "Accept",
-			strings.Repeat("a/b,", 220_000)+"*/*"),
+		listing("Accept of 1,000 clauses", "20 lists", 20, func() string { return configMaps + "?limit=1" }, "Accept",
+			terms(1000, func(i int) string { return fmt.Sprintf("application/x%d;q=0.5;as=Table;g=meta.k8s.io", i) })+",*/*"),
 		listing("Accept-Encoding of 900 kB", "20 lists", 20, func() string { return configMaps + "?limit=1" },
 			"Accept-Encoding", strings.Repeat("br;q=0.1, ", 90_000)),
-		{
-			name:  "exact old revisions",
-			about: "100 lists, each of a revision of its own",
-			setup: func(a *attempt) error { return populate(a, 500, 1000) },
-			run: func(ctx context.Context, a *attempt) {
-				times(ctx, 100, 4, func(i int) {
-					a.get(ctx, tenant, fmt.Sprintf("%s?resourceVersionMatch=Exact&resourceVersion=%d", configMaps, 400+i))
-				})
-			},
-		},
-		{
-			name:  "deletecollection of 500, dry run, 5 times",
-			setup: func(a *attempt) error { return populate(a, 500, 1000) },
-			run: func(ctx context.Context, a *attempt) {
-				times(ctx, 5, 1, func(int) {
-					a.ask(ctx, request{as: tenant, method: http.MethodDelete, path: configMaps + "?dryRun=All&labelSelector=many"})
-				})
-			},
-		},
 	}
 }
 

@@ -70,14 +70,14 @@ func anonOf(pid int) int64 {
 
 // result is the price of one shape at one server.
 type result struct {
-	status    string
-	wall, cpu time.Duration
-	// peak and largest are bytes above the level before: of all processes, and of the largest one.
-	peak, largest int64
-	// left, goroutines and logged are what stays: bytes of heap, goroutines a second later, bytes of log.
-	left, goroutines, logged int64
-	// gone says that the server died or was killed, or did not answer in the end.
-	gone bool
+	Status    string
+	Wall, CPU time.Duration
+	// Peak and Largest are bytes above the level before: of all processes, and of the largest one.
+	Peak, Largest int64
+	// Left, Goroutines and Logged are what stays: bytes of heap, goroutines a second later, bytes of log.
+	Left, Goroutines, Logged int64
+	// Gone says that the server died or was killed, or did not answer in the end.
+	Gone bool
 }
 
 // bench measures shapes at one server after another.
@@ -86,6 +86,8 @@ type bench struct {
 	patience time.Duration
 	// together: families share a server.
 	together bool
+	// idle is the CPU time of an idle second by form, as the first server of the form used it.
+	idle map[string]time.Duration
 }
 
 // measureAll measures shapes at servers of a form. A finding against theirs is measured once more on a fresh server,
@@ -97,7 +99,8 @@ func (b *bench) measureAll(form string, chosen []*shape, theirs map[*shape]*resu
 		if s != nil {
 			s.stop()
 		}
-		s = start(b.t, form)
+		s = start(b.t, form, b.idle[form])
+		b.idle[form] = s.idle
 	}
 	defer func() { s.stop() }()
 	family := ""
@@ -113,7 +116,7 @@ func (b *bench) measureAll(form string, chosen []*shape, theirs map[*shape]*resu
 		}
 		all[sh] = r
 		fmt.Printf("%s %-14s %-50s %s\n", time.Now().Format(time.TimeOnly), form, sh, r)
-		if r.gone || s.usage().anon > s.fresh+outgrown {
+		if r.Gone || s.usage().anon > s.fresh+outgrown {
 			renew()
 		}
 	}
@@ -130,8 +133,8 @@ func (r *result) better(other *result, findings func(*result) int) *result {
 
 func (r *result) String() string {
 	return fmt.Sprintf("%-24s %6.2f s, CPU %6.2f s, peak %7.1f MB (%.1f), left %6.1f MB, %d goroutines, %.1f kB of log",
-		r.status, r.wall.Seconds(), r.cpu.Seconds(), mb(r.peak), mb(r.largest), mb(r.left), r.goroutines,
-		float64(r.logged)/1000)
+		r.Status, r.Wall.Seconds(), r.CPU.Seconds(), mb(r.Peak), mb(r.Largest), mb(r.Left), r.Goroutines,
+		float64(r.Logged)/1000)
 }
 
 func mb(n int64) float64 { return float64(n) / megabyte }
@@ -142,9 +145,9 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 	r := &result{}
 	fail := func(when string, err error) *result {
 		a.close()
-		r.gone, r.status = true, strings.TrimSpace(fmt.Sprintf("%s %s: %v", a.statuses(), when, err))
+		r.Gone, r.Status = true, strings.TrimSpace(fmt.Sprintf("%s %s: %v", a.statuses(), when, err))
 		if s.died() {
-			r.status = strings.TrimSpace(a.statuses() + " died")
+			r.Status = strings.TrimSpace(a.statuses() + " died")
 		}
 		return r
 	}
@@ -175,7 +178,7 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 	sh.run(ctx, a)
 	cancel()
 	a.close()
-	r.wall = time.Since(began)
+	r.Wall = time.Since(began)
 	time.Sleep(time.Second)
 	after, err := s.goroutines()
 	if err == nil && after > routines+leftRoutines { // some end in their own time
@@ -185,22 +188,25 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 	s.quiet(overtime)
 	used := s.usage()
 	top, killed := peak()
-	r.cpu = max(0, used.cpu-before.cpu-time.Duration(float64(s.idle)*time.Since(began).Seconds()))
-	r.peak, r.largest = max(0, top.anon-before.anon), max(0, top.largest-before.largest)
-	r.goroutines, r.logged = after-routines, s.logged()-logged
-	r.status = a.statuses()
+	if killed || s.died() { // a dead process has no times
+		used = top
+	}
+	r.CPU = max(0, used.cpu-before.cpu-time.Duration(float64(s.idle)*time.Since(began).Seconds()))
+	r.Peak, r.Largest = max(0, top.anon-before.anon), max(0, top.largest-before.largest)
+	r.Goroutines, r.Logged = after-routines, s.logged()-logged
+	r.Status = a.statuses()
 	switch {
 	case killed:
-		r.gone, r.status = true, r.status+fmt.Sprintf(" killed at %d MB", int(ceiling/megabyte))
+		r.Gone, r.Status = true, r.Status+fmt.Sprintf(" killed at %d MB", int(ceiling/megabyte))
 		return r
 	case s.died():
-		r.gone, r.status = true, r.status+" died"
+		r.Gone, r.Status = true, r.Status+" died"
 		return r
 	case err != nil:
 		return fail("after", err)
 	}
 	a.undo()
-	if r.left, err = b.left(s, heap, theirs); err != nil {
+	if r.Left, err = b.left(s, heap, theirs); err != nil {
 		return fail("after", err)
 	}
 	return r
@@ -210,7 +216,7 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 func (b *bench) left(s *subject, before int64, theirs *result) (int64, error) {
 	allowed := int64(kept)
 	if theirs != nil {
-		allowed += max(0, theirs.left)
+		allowed += max(0, theirs.Left)
 	}
 	for deadline := time.Now().Add(b.patience); ; time.Sleep(2 * time.Second) {
 		heap, err := s.heap()
@@ -232,7 +238,7 @@ func (s *subject) watch() (stop func() (top usage, killed bool)) {
 	sampler.Go(func() {
 		for {
 			u := s.usage()
-			top.anon, top.largest = max(top.anon, u.anon), max(top.largest, u.largest)
+			top = usage{max(top.cpu, u.cpu), max(top.anon, u.anon), max(top.largest, u.largest)}
 			if u.anon > ceiling && !killed {
 				killed = true
 				s.server.Kill()

@@ -11,7 +11,6 @@ import (
 type large struct {
 	name, collection string
 	as               who
-	short            bool
 	make             func() object
 }
 
@@ -29,7 +28,7 @@ func meta(apiVersion, kind string, more object) object {
 func objects() []*shape {
 	var all []*shape
 	for _, l := range largeObjects() {
-		all = append(all, &shape{name: l.name, short: l.short, run: func(ctx context.Context, a *attempt) {
+		all = append(all, &shape{name: l.name, run: func(ctx context.Context, a *attempt) {
 			o := l.make()
 			path := l.collection + "/large"
 			a.remove(path)
@@ -68,22 +67,22 @@ func largeObjects() []large {
 	text := strings.Repeat("x", 1_000_000)
 	const core = "/api/v1/namespaces/" + namespace
 	return []large{
-		{"ConfigMap of 1 MB", configMaps, tenant, true, func() object {
+		{"ConfigMap of 1 MB", configMaps, tenant, func() object {
 			return configMap("large", object{"a": text})
 		}},
-		{"ConfigMap of 80,000 keys", configMaps, tenant, false, func() object {
+		{"ConfigMap of 80,000 keys", configMaps, tenant, func() object {
 			return configMap("large", keys(80_000, ""))
 		}},
-		{"Secret of 1 MB", core + "/secrets", tenant, false, func() object {
+		{"Secret of 1 MB", core + "/secrets", tenant, func() object {
 			return meta("v1", "Secret", object{"stringData": object{"a": text}})
 		}},
-		{"Pod of 25,000 variables", pods, tenant, true, func() object {
+		{"Pod of 25,000 variables", pods, tenant, func() object {
 			return meta("v1", "Pod", object{"spec": object{"automountServiceAccountToken": false, "containers": []object{
 				{"name": "c", "image": "i", "env": many(25_000, func(i int) object {
 					return object{"name": fmt.Sprintf("E%d", i), "value": "0123456789"}
 				})}}}})
 		}},
-		{"Pod of 2,000 containers and volumes", pods, tenant, false, func() object {
+		{"Pod of 2,000 containers and volumes", pods, tenant, func() object {
 			mounts := many(50, func(i int) object { return object{"name": fmt.Sprintf("v%d", i), "mountPath": fmt.Sprintf("/%d", i)} })
 			return meta("v1", "Pod", object{"spec": object{"automountServiceAccountToken": false,
 				"volumes": many(2000, func(i int) object {
@@ -93,13 +92,13 @@ func largeObjects() []large {
 					return object{"name": fmt.Sprintf("c%d", i), "image": "i", "volumeMounts": mounts}
 				})}})
 		}},
-		{"Node of 10,000 taints", "/api/v1/nodes", admin, false, func() object {
+		{"Node of 10,000 taints", "/api/v1/nodes", admin, func() object {
 			return meta("v1", "Node", object{"spec": object{"taints": many(10_000, func(i int) object {
 				return object{"key": fmt.Sprintf("k%d", i), "effect": "NoSchedule"}
 			})}})
 		}},
 		{"EndpointSlice of 1,000 endpoints", "/apis/discovery.k8s.io/v1/namespaces/" + namespace + "/endpointslices", tenant,
-			false, func() object {
+			func() object {
 				return meta("discovery.k8s.io/v1", "EndpointSlice", object{"addressType": "IPv4",
 					"endpoints": many(1000, func(i int) object {
 						return object{"addresses": many(100, func(j int) string {
@@ -108,19 +107,7 @@ func largeObjects() []large {
 					}),
 					"ports": many(100, func(i int) object { return object{"name": fmt.Sprintf("p%d", i), "port": i + 1} })})
 			}},
-		{"Service of 5,000 ports", core + "/services", tenant, false, func() object {
-			return meta("v1", "Service", object{"spec": object{"ports": many(5000, func(i int) object {
-				return object{"name": fmt.Sprintf("p%d", i), "port": i + 1}
-			})}})
-		}},
-		{"NetworkPolicy of 10,000 peers", "/apis/networking.k8s.io/v1/namespaces/" + namespace + "/networkpolicies", tenant,
-			false, func() object {
-				return meta("networking.k8s.io/v1", "NetworkPolicy", object{"spec": object{"podSelector": object{},
-					"ingress": []object{{"from": many(10_000, func(i int) object {
-						return object{"ipBlock": object{"cidr": fmt.Sprintf("10.%d.%d.0/24", i/250, i%250)}}
-					})}}}})
-			}},
-		{"Ingress of 10,000 paths", "/apis/networking.k8s.io/v1/namespaces/" + namespace + "/ingresses", tenant, false,
+		{"Ingress of 10,000 paths", "/apis/networking.k8s.io/v1/namespaces/" + namespace + "/ingresses", tenant,
 			func() object {
 				return meta("networking.k8s.io/v1", "Ingress", object{"spec": object{"rules": many(100, func(i int) object {
 					return object{"host": fmt.Sprintf("h%d.example.com", i), "http": object{"paths": many(100, func(j int) object {
@@ -129,36 +116,7 @@ func largeObjects() []large {
 					})}}
 				})}})
 			}},
-		{"Deployment of 10,000 match expressions", deployments, tenant, false, func() object {
-			o := podTemplate(1, "E")
-			o["metadata"] = metadata("large")
-			o["spec"].(object)["selector"].(object)["matchExpressions"] = many(10_000, func(i int) object {
-				return object{"key": fmt.Sprintf("k%d", i), "operator": "DoesNotExist"}
-			})
-			return o
-		}},
-		{"PodDisruptionBudget with a selector of 20,000 values", "/apis/policy/v1/namespaces/" + namespace +
-			"/poddisruptionbudgets", tenant, false, func() object {
-			return meta("policy/v1", "PodDisruptionBudget", object{"spec": object{"selector": object{
-				"matchExpressions": []object{{"key": "a", "operator": "In", "values": many(20_000, func(i int) string {
-					return fmt.Sprintf("v%d", i)
-				})}}}}})
-		}},
-		{"ResourceQuota of 10,000 resources", core + "/resourcequotas", tenant, false, func() object {
-			hard := object{}
-			for i := range 10_000 {
-				hard[fmt.Sprintf("count/r%d.example.com", i)] = "1"
-			}
-			return meta("v1", "ResourceQuota", object{"spec": object{"hard": hard}})
-		}},
-		{"1.4 MB of owner references", configMaps, tenant, false, func() object {
-			o := configMap("large", nil)
-			o["metadata"].(object)["ownerReferences"] = many(10_000, func(i int) object {
-				return object{"apiVersion": "v1", "kind": "Pod", "name": fmt.Sprintf("p%d", i), "uid": fmt.Sprintf("u%d", i)}
-			})
-			return o
-		}},
-		{"250 kB of annotations and 5,000 labels", configMaps, tenant, false, func() object {
+		{"250 kB of annotations and 5,000 labels", configMaps, tenant, func() object {
 			o := configMap("large", nil)
 			o["metadata"].(object)["labels"] = keys(5000, "x")
 			o["metadata"].(object)["annotations"] = object{"a": strings.Repeat("x", 250_000)}

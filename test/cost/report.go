@@ -1,78 +1,105 @@
 package main
 
 import (
+	"encoding/json"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
 	"time"
 )
 
-// results are the prices of shapes by form, kube-apiserver's first.
-type results struct {
-	shapes []*shape
-	forms  []string
-	prices map[string]map[*shape]*result
+// results are prices by shape and form.
+type results map[string]map[string]*result
+
+// add adds the prices at servers of a form.
+func (r results) add(form string, prices map[*shape]*result) {
+	for s, p := range prices {
+		if r[s.String()] == nil {
+			r[s.String()] = map[string]*result{}
+		}
+		r[s.String()][form] = p
+	}
 }
 
-func newResults(shapes []*shape) *results {
-	return &results{shapes: shapes, prices: map[string]map[*shape]*result{}}
-}
-
-func (r *results) add(form string, prices map[*shape]*result) {
-	r.forms = append(r.forms, form)
-	r.prices[form] = prices
-}
-
-func (r *results) of(form string) map[*shape]*result { return r.prices[form] }
+// formsInOrder are all forms, as the cells of the table have them.
+var formsInOrder = []string{kubeAPIServer, "up", "split"}
 
 // findings returns the findings of all forms in the order of the shapes.
-func (r *results) findings() (all []finding) {
-	for _, s := range r.shapes {
-		for _, form := range r.forms[1:] {
-			all = append(all, judge(s, form, r.prices[kubeAPIServer][s], r.prices[form][s])...)
+func (r results) findings() (all []finding) {
+	for _, s := range shapes() {
+		for _, form := range formsInOrder[1:] {
+			theirs, ours := r[s.String()][kubeAPIServer], r[s.String()][form]
+			if theirs != nil && ours != nil {
+				all = append(all, judge(s, form, theirs, ours)...)
+			}
 		}
 	}
 	return all
 }
 
 // table is Markdown: a row for each shape, with a value for each form in a cell.
-func (r *results) table() string {
+func (r results) table() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s, %d processors, %s, %d shapes. Each cell has %s.\n\n", time.Now().UTC().Format(time.DateOnly),
-		runtime.NumCPU(), runtime.Version(), len(r.shapes), strings.Join(r.forms, " · "))
 	b.WriteString("| shape | status | CPU, s | peak, MB | left, MB | goroutines | log, kB |\n|---|---|---|---|---|---|---|\n")
-	for _, s := range r.shapes {
-		cell := func(f func(*result) string) string {
-			var all []string
-			for _, form := range r.forms {
-				all = append(all, f(r.prices[form][s]))
-			}
-			return strings.Join(all, " · ")
+	for _, s := range shapes() {
+		prices := r[s.String()]
+		if prices == nil {
+			continue
 		}
-		status := cell(func(p *result) string { return p.status })
-		if same := slices.Compact(strings.Split(status, " · ")); len(same) == 1 {
-			status = same[0]
+		cells := func(f func(*result) string) (all []string) {
+			for _, form := range formsInOrder {
+				if p := prices[form]; p != nil {
+					all = append(all, f(p))
+				}
+			}
+			return all
+		}
+		cell := func(f func(*result) string) string { return strings.Join(cells(f), " · ") }
+		status := cells(func(p *result) string { return p.Status })
+		if slices.Equal(status, slices.Repeat(status[:1], len(status))) {
+			status = status[:1]
 		}
 		name := s.String()
 		if s.about != "" {
-			name += ": " + s.about
+			name += " (" + s.about + ")"
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s | %s | %s |\n", name, strings.ReplaceAll(status, "|", "\\|"),
-			cell(func(p *result) string { return fmt.Sprintf("%.2f", p.cpu.Seconds()) }),
-			cell(func(p *result) string { return fmt.Sprintf("%.0f", mb(p.peak)) }),
-			cell(func(p *result) string { return fmt.Sprintf("%.1f", max(0, mb(p.left))) }),
-			cell(func(p *result) string { return fmt.Sprint(max(0, p.goroutines)) }),
-			cell(func(p *result) string { return fmt.Sprintf("%.0f", float64(p.logged)/1000) }))
+		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s | %s | %s |\n", name,
+			strings.ReplaceAll(strings.Join(status, " · "), "|", `\|`),
+			cell(func(p *result) string { return fmt.Sprintf("%.2f", p.CPU.Seconds()) }),
+			cell(func(p *result) string { return fmt.Sprintf("%.0f", mb(p.Peak)) }),
+			cell(func(p *result) string { return fmt.Sprintf("%.1f", max(0, mb(p.Left))) }),
+			cell(func(p *result) string { return fmt.Sprint(max(0, p.Goroutines)) }),
+			cell(func(p *result) string { return fmt.Sprintf("%.0f", float64(p.Logged)/1000) }))
 	}
 	return b.String()
 }
 
+// reasons is a Markdown list of the findings, each with its reason.
+func (r results) reasons() string {
+	var b strings.Builder
+	for _, f := range r.findings() {
+		reason := f.reason
+		if reason == "" {
+			reason = "**no reason yet**"
+		}
+		fmt.Fprintf(&b, "- %s: %s\n", f, reason)
+	}
+	if b.Len() == 0 {
+		return "No findings.\n"
+	}
+	return "Findings:\n\n" + b.String()
+}
+
 const begin, end = "<!-- measured -->", "<!-- end -->"
 
-// publish puts the table and the findings between the page's marks.
-func (r *results) publish(path string) error {
+// publish puts the table and the findings between the page's marks, and the values beside the page. Rows of shapes that
+// this run has not measured stay.
+func (r results) publish(path string) error {
 	page, err := os.ReadFile(path)
 	if err != nil {
 		return err
@@ -82,22 +109,46 @@ func (r *results) publish(path string) error {
 	if !ok || !ok2 {
 		return fmt.Errorf("%s has no %s … %s", path, begin, end)
 	}
-	text := r.table() + "\n" + r.reasons() + "\n"
+	beside := filepath.Join(strings.TrimSuffix(path, ".md"), "measured.json")
+	all, err := r.with(beside)
+	if err != nil {
+		return err
+	}
+	values, err := json.MarshalIndent(all, "", " ")
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(beside), 0o755); err != nil {
+		return err
+	}
+	if err := os.WriteFile(beside, append(values, '\n'), 0o644); err != nil {
+		return err
+	}
+	text := fmt.Sprintf("%s, %d processors, %s, %d shapes. A cell has %s.\n\n%s\n%s", time.Now().UTC().Format(time.DateOnly),
+		runtime.NumCPU(), runtime.Version(), len(all), strings.Join(formsInOrder, " · "), all.table(), all.reasons())
 	return os.WriteFile(path, []byte(head+begin+"\n"+text+end+tail), 0o644)
 }
 
-// reasons is a Markdown list of the findings, each with its reason.
-func (r *results) reasons() string {
-	var b strings.Builder
-	for _, f := range r.findings() {
-		reason := f.reason
-		if reason == "" {
-			reason = "no reason yet"
+// with returns the results with earlier ones, from a file, of shapes that still exist.
+func (r results) with(path string) (results, error) {
+	values, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return r, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	earlier := results{}
+	if err := json.Unmarshal(values, &earlier); err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	all := results{}
+	for _, s := range shapes() {
+		if p := r[s.String()]; p != nil {
+			all[s.String()] = p
+		} else if p := earlier[s.String()]; p != nil {
+			all[s.String()] = p
 		}
-		fmt.Fprintf(&b, "- %s: %s\n", f, reason)
 	}
-	if b.Len() == 0 {
-		return "No findings.\n"
-	}
-	return "Findings:\n\n" + b.String()
+	return all, nil
 }

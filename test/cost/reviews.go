@@ -29,17 +29,13 @@ func reviews() []*shape {
 		return object{"namespace": fmt.Sprintf("n%d", i), "verb": "get", "resource": "pods"}
 	}
 	return []*shape{
-		inShort(reviewing("500 SubjectAccessReviews", "", admin, 500, authorization+"subjectaccessreviews", func(i int) object {
+		reviewing("500 SubjectAccessReviews", "", admin, 500, authorization+"subjectaccessreviews", func(i int) object {
 			return object{"user": fmt.Sprintf("u%d", i), "resourceAttributes": attributes(i)}
-		})),
+		}),
 		reviewing("10 SubjectAccessReviews of 10,000 groups", "", admin, 10, authorization+"subjectaccessreviews",
 			func(i int) object {
 				return object{"user": "u", "groups": many(10_000, func(i int) string { return fmt.Sprintf("g%d", i) }),
 					"resourceAttributes": attributes(i)}
-			}),
-		reviewing("10 SubjectAccessReviews of 10,000 extras", "", admin, 10, authorization+"subjectaccessreviews",
-			func(i int) object {
-				return object{"user": "u", "extra": keys(10_000, []string{"v"}), "resourceAttributes": attributes(i)}
 			}),
 		reviewing("10 SubjectAccessReviews with names of 2 MB", "", admin, 10, authorization+"subjectaccessreviews",
 			func(i int) object {
@@ -47,26 +43,12 @@ func reviews() []*shape {
 				o["name"] = fmt.Sprintf("%s%d", strings.Repeat("x", 2_000_000), i)
 				return object{"user": "u", "resourceAttributes": o}
 			}),
-		reviewing("10 SubjectAccessReviews with selectors of 10,000 requirements", "", admin, 10,
-			authorization+"subjectaccessreviews", func(i int) object {
-				o := attributes(i)
-				o["labelSelector"] = object{"requirements": many(10_000, func(i int) object {
-					return object{"key": fmt.Sprintf("k%d", i), "operator": "In", "values": []string{"a"}}
-				})}
-				return object{"user": "u", "resourceAttributes": o}
-			}),
-		reviewing("500 SelfSubjectAccessReviews of a tenant", "", tenant, 500, authorization+"selfsubjectaccessreviews",
-			func(i int) object { return object{"resourceAttributes": attributes(i)} }),
-		inShort(reviewing("500 SelfSubjectRulesReviews of a tenant", "", tenant, 500, authorization+"selfsubjectrulesreviews",
-			func(i int) object { return object{"namespace": fmt.Sprintf("n%d", i)} })),
+		reviewing("500 SelfSubjectRulesReviews of a tenant", "", tenant, 500, authorization+"selfsubjectrulesreviews",
+			func(i int) object { return object{"namespace": fmt.Sprintf("n%d", i)} }),
 		reviewing("500 TokenReviews of unknown tokens", "", admin, 500, authentication+"tokenreviews",
 			func(i int) object { return object{"token": fmt.Sprintf("unknown-%d", i)} }),
 		reviewing("20 TokenReviews of 2 MB", "", admin, 20, authentication+"tokenreviews",
 			func(i int) object { return object{"token": fmt.Sprintf("%s%d", strings.Repeat("x", 2_000_000), i)} }),
-		reviewing("20 TokenReviews of 50,000 audiences", "", admin, 20, authentication+"tokenreviews",
-			func(i int) object {
-				return object{"token": fmt.Sprintf("t%d", i), "audiences": many(50_000, func(i int) string { return fmt.Sprintf("a%d", i) })}
-			}),
 		{
 			name:  "200 tokens requested",
 			about: "TokenRequests of the tenant, each with 100 audiences",

@@ -34,17 +34,13 @@ func upgrades() []*shape {
 	const socket = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
 	const lonely = pods + "/lonely/"
 	return []*shape{
-		inShort(upgrade("200 execs of a pod without a node", "SPDY", 200, lonely+"exec?command=sh&stdin=true&stdout=true",
-			"SPDY/3.1", "X-Stream-Protocol-Version: v4.channel.k8s.io\r\n")),
+		upgrade("200 execs of a pod without a node", "SPDY", 200, lonely+"exec?command=sh&stdin=true&stdout=true",
+			"SPDY/3.1", "X-Stream-Protocol-Version: v4.channel.k8s.io\r\n"),
 		upgrade("200 execs of a pod without a node, by WebSocket", "", 200, lonely+"exec?command=sh&stdin=true&stdout=true",
 			"websocket", socket+"Sec-WebSocket-Protocol: v5.channel.k8s.io\r\n"),
 		upgrade("200 port forwards to a pod without a node", "", 200, lonely+"portforward", "SPDY/3.1",
 			"X-Stream-Protocol-Version: portforward.k8s.io\r\n"),
-		upgrade("200 port forwards by WebSocket", "", 200, lonely+"portforward?ports=80", "websocket",
-			socket+"Sec-WebSocket-Protocol: SPDY/3.1+portforward.k8s.io\r\n"),
 		upgrade("100 watches by WebSocket", "open for 5 s, unread", 100, configMaps+"?watch=1", "websocket", socket),
-		upgrade("200 proxies to a pod without a node", "", 200, lonely+"proxy/", "websocket", socket),
-		upgrade("200 upgrades to HTTP/2 in clear text", "", 200, configMaps, "h2c", "HTTP2-Settings: AAMAAABkAAQAAP__\r\n"),
 		{
 			name:  "200 logs followed of a pod without a node",
 			setup: upgrade("", "", 0, "", "", "").setup,
