@@ -61,11 +61,13 @@ func policy(name, about string, spec object, data func() object) *shape {
 			probe := object{"expression": "!has(object.data) || !('a' in object.data) || object.data['a'] != 'probe'",
 				"message": "policy is enforced"}
 			spec["validations"] = append([]object{probe}, spec["validations"].([]object)...)
-			if err := a.prepare(admissionregistration+"validatingadmissionpolicies", object{"metadata": metadata("cost"),
-				"apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy", "spec": spec}); err != nil {
+			if err := a.prepare(admissionregistration+"validatingadmissionpolicies", object{
+				"apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy",
+				"metadata": metadata("cost"), "spec": spec}); err != nil {
 				return err
 			}
-			if err := a.prepare(admissionregistration+"validatingadmissionpolicybindings", object{"metadata": metadata("cost"),
+			if err := a.prepare(admissionregistration+"validatingadmissionpolicybindings", object{
+				"metadata":   metadata("cost"),
 				"apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicyBinding",
 				"spec": object{"policyName": "cost", "validationActions": []string{"Deny"}}}); err != nil {
 				return err
@@ -89,7 +91,8 @@ func webhook(name, about, kind string, n int, h http.HandlerFunc) *shape {
 			collection := admissionregistration + strings.ToLower(kind) + "s"
 			if err := a.prepare(collection, object{"metadata": metadata("cost"),
 				"apiVersion": "admissionregistration.k8s.io/v1", "kind": kind, "webhooks": []object{{
-					"name": "cost.example.com", "rules": rulesOf(), "objectSelector": onlyCheated, "sideEffects": "None",
+					"name": "cost.example.com", "rules": rulesOf(), "objectSelector": onlyCheated,
+					"sideEffects":             "None",
 					"admissionReviewVersions": []string{"v1"}, "timeoutSeconds": 2, "failurePolicy": "Fail",
 					"clientConfig": object{"url": b.URL + "/admit", "caBundle": b.bundle},
 				}}}); err != nil {
@@ -121,7 +124,9 @@ func admitted(patch func() []byte) http.HandlerFunc {
 			answer["patch"] = patch()
 		}
 		w.Header().Set("Content-Type", jsonMedia)
-		_, _ = w.Write(marshal(object{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": answer}))
+		_, _ = w.Write(
+			marshal(object{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": answer}),
+		)
 	}
 }
 
@@ -129,16 +134,22 @@ func admissions() []*shape {
 	const mutating, validating = "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"
 	list := func() object { return object{"list": strings.TrimSuffix(strings.Repeat("x,", 2000), ",")} }
 	validations := func(n int, expression string) object {
-		return object{"validations": many(n, func(i int) object { return object{"expression": fmt.Sprintf(expression, i)} })}
+		return object{
+			"validations": many(n, func(i int) object { return object{"expression": fmt.Sprintf(expression, i)} }),
+		}
 	}
 	return []*shape{
 		policy("a policy within its budget", "10 objects, 100 expressions over 2,000 items", validations(100,
 			"!('list' in object.data) || object.data['list'].split(',').all(x, x != 'no%d')"), list),
-		policy("a policy beyond its budget", "10 objects, each item against each", validations(1,
-			"!('list' in object.data) || object.data['list'].split(',').all(x, object.data['list'].split(',').all(y, x == y || x != 'no%d'))"),
+		policy("a policy beyond its budget", "10 objects, each item against each", validations(
+			1,
+			"!('list' in object.data) || object.data['list'].split(',').all(x, object.data['list'].split(',').all(y, x == y || x != 'no%d'))",
+		),
 			list),
-		policy("a policy of long strings", "10 objects, replace and matches of 500 kB", validations(5,
-			"!('list' in object.data) || object.data['list'].replace('x', 'xxxxxxxxxx').matches('^(x*,?)*$') || %d == 7"),
+		policy("a policy of long strings", "10 objects, replace and matches of 500 kB", validations(
+			5,
+			"!('list' in object.data) || object.data['list'].replace('x', 'xxxxxxxxxx').matches('^(x*,?)*$') || %d == 7",
+		),
 			func() object { return object{"list": strings.Repeat("x,", 250_000)} }),
 		policy("a policy that asks the authorizer", "10 objects, 100 checks each", validations(100,
 			"authorizer.group('').resource('pods').namespace('n%d').check('get').allowed() || true"), list),
@@ -161,9 +172,14 @@ func admissions() []*shape {
 				var in struct{ Request struct{ UID string } }
 				_ = json.NewDecoder(r.Body).Decode(&in)
 				w.Header().Set("Content-Type", jsonMedia)
-				_, _ = w.Write(marshal(object{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": object{
-					"uid": in.Request.UID, "allowed": false, "status": object{"message": "webhook was here" + strings.Repeat("m", 1_000_000)},
-					"warnings": many(4000, func(i int) string { return fmt.Sprint(i, strings.Repeat("w", 250)) })}}))
+				_, _ = w.Write(
+					marshal(object{"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": object{
+						"uid": in.Request.UID, "allowed": false, "status": object{"message": "webhook was here" + strings.Repeat("m", 1_000_000)},
+						"warnings": many(
+							4000,
+							func(i int) string { return fmt.Sprint(i, strings.Repeat("w", 250)) },
+						)}}),
+				)
 			}),
 	}
 }

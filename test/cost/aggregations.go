@@ -71,7 +71,12 @@ func aggregated(name, about string, n int, h http.HandlerFunc) *shape {
 func resources(n int) []byte {
 	return marshal(object{"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "hostile.example.com/v1",
 		"resources": many(n, func(i int) object {
-			return object{"name": fmt.Sprintf("things%d", i), "namespaced": true, "kind": "Thing", "verbs": []string{"get"}}
+			return object{
+				"name":       fmt.Sprintf("things%d", i),
+				"namespaced": true,
+				"kind":       "Thing",
+				"verbs":      []string{"get"},
+			}
 		})})
 }
 
@@ -106,13 +111,18 @@ func aggregations() []*shape {
 	text := strings.Repeat("x", 1<<20)
 	return []*shape{
 		aggregated("a server that hangs", "32 requests, 8 at once", 32, hang),
-		aggregated("a server that drips", "8 requests, a byte in 10 ms", 8, func(w http.ResponseWriter, r *http.Request) {
-			for r.Context().Err() == nil {
-				_, _ = w.Write([]byte("x"))
-				w.(http.Flusher).Flush()
-				time.Sleep(10 * time.Millisecond)
-			}
-		}),
+		aggregated(
+			"a server that drips",
+			"8 requests, a byte in 10 ms",
+			8,
+			func(w http.ResponseWriter, r *http.Request) {
+				for r.Context().Err() == nil {
+					_, _ = w.Write([]byte("x"))
+					w.(http.Flusher).Flush()
+					time.Sleep(10 * time.Millisecond)
+				}
+			},
+		),
 		aggregated("a server that answers 100 MB", "3 requests", 3, func(w http.ResponseWriter, _ *http.Request) {
 			pour(w, text, 100)
 		}),

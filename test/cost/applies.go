@@ -85,7 +85,14 @@ func applies() []*shape {
 			name:  "YAML aliases that double",
 			about: "20 levels of nine",
 			run: func(ctx context.Context, a *attempt) {
-				a.write(ctx, tenant, http.MethodPatch, configMaps+"/applied?fieldManager=m", applyMedia, []byte(laughs(20)))
+				a.write(
+					ctx,
+					tenant,
+					http.MethodPatch,
+					configMaps+"/applied?fieldManager=m",
+					applyMedia,
+					[]byte(laughs(20)),
+				)
 			},
 		},
 		{
@@ -98,8 +105,10 @@ func applies() []*shape {
 				for i := range 30_000 {
 					fields[fmt.Sprintf("f:%s%d", strings.Repeat("k", 20), i)] = object{}
 				}
-				o["metadata"].(object)["managedFields"] = []object{{"manager": "m", "operation": "Apply", "apiVersion": "v1",
-					"time": "2026-01-01T00:00:00Z", "fieldsType": "FieldsV1", "fieldsV1": object{"f:data": fields}}}
+				o["metadata"].(object)["managedFields"] = []object{
+					{"manager": "m", "operation": "Apply", "apiVersion": "v1",
+						"time": "2026-01-01T00:00:00Z", "fieldsType": "FieldsV1", "fieldsV1": object{"f:data": fields}},
+				}
 				a.remove(configMaps + "/fields")
 				a.create(ctx, tenant, configMaps, o)
 				applying(ctx, a, configMaps+"/fields", "m2", 2, configMap("fields", object{"b": "x"}))

@@ -85,7 +85,9 @@ func bodies() []*shape {
 		}),
 		post("YAML aliases that grow ninefold", "", yamlMedia, func() []byte { return []byte(laughs(12)) }),
 		post("YAML of 10,000 levels", "flow style", yamlMedia, func() []byte {
-			return []byte("apiVersion: v1\nkind: ConfigMap\nmetadata: {name: body}\ndata: " + nested(10_000, "[", "", "]"))
+			return []byte(
+				"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: body}\ndata: " + nested(10_000, "[", "", "]"),
+			)
 		}),
 		post("YAML of 100,000 anchors", "", yamlMedia, func() []byte {
 			var b strings.Builder
@@ -132,8 +134,11 @@ func bodies() []*shape {
 			run: func(ctx context.Context, a *attempt) {
 				body := zipped(make([]byte, 100_000_000))
 				for _, encoding := range []string{"gzip", "deflate", "gzip, gzip"} {
-					a.ask(ctx, request{as: tenant, method: http.MethodPost, path: configMaps, body: body, header: http.Header{
-						"Content-Type": {jsonMedia}, "Content-Encoding": {encoding}}})
+					a.ask(
+						ctx,
+						request{as: tenant, method: http.MethodPost, path: configMaps, body: body, header: http.Header{
+							"Content-Type": {jsonMedia}, "Content-Encoding": {encoding}}},
+					)
 				}
 			},
 		},
@@ -151,7 +156,8 @@ func bodies() []*shape {
 			name: "DeleteOptions of 2.9 MB",
 			run: func(ctx context.Context, a *attempt) {
 				a.write(ctx, tenant, http.MethodDelete, configMaps+"/absent", jsonMedia, marshal(object{
-					"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": object{"uid": strings.Repeat("x", 2_900_000)}}))
+					"kind": "DeleteOptions", "apiVersion": "v1",
+					"preconditions": object{"uid": strings.Repeat("x", 2_900_000)}}))
 			},
 		},
 	}

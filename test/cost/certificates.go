@@ -54,7 +54,8 @@ func certificates() *shape {
 			for _, make := range []func() (tls.Certificate, error){
 				func() (tls.Certificate, error) { return selfSigned(large, &large.PublicKey, nil, nil) },
 				func() (tls.Certificate, error) {
-					return selfSigned(small, &small.PublicKey, many(4000, func(i int) string { return fmt.Sprintf("o%d", i) }), nil)
+					all := many(4000, func(i int) string { return fmt.Sprintf("o%d", i) })
+					return selfSigned(small, &small.PublicKey, all, nil)
 				},
 				func() (tls.Certificate, error) {
 					c, err := selfSigned(small, &small.PublicKey, nil, nil)
@@ -73,7 +74,9 @@ func certificates() *shape {
 			}
 			times(ctx, 60, 4, func(i int) {
 				conf := a.s.tls("h2")
-				conf.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &odd[i%3], nil }
+				conf.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+					return &odd[i%len(odd)], nil
+				}
 				c := &http.Client{Transport: &http.Transport{TLSClientConfig: conf, ForceAttemptHTTP2: true,
 					DisableKeepAlives: true}}
 				a.ask(ctx, request{method: http.MethodGet, path: "/api", client: c})

@@ -107,15 +107,24 @@ func connections() []*shape {
 			}),
 		raw("200 slow bodies", "of 3 MB, a byte in 100 ms, for 8 s", 200, 8*time.Second, old,
 			func(ctx context.Context, a *attempt, _ int, c net.Conn) string {
-				_, _ = fmt.Fprintf(c, "POST %s HTTP/1.1\r\n%sContent-Type: application/json\r\nContent-Length: 3000000\r\n\r\n",
-					configMaps, authorized(a))
+				_, _ = fmt.Fprintf(
+					c,
+					"POST %s HTTP/1.1\r\n%sContent-Type: application/json\r\nContent-Length: 3000000\r\n\r\n",
+					configMaps,
+					authorized(a),
+				)
 				slowly(ctx, c, strings.Repeat(" ", 1000), 100*time.Millisecond)
 				return noAnswer
 			}),
 		raw("20 bodies of 3 MB that stop before their end", "for 5 s", 20, 5*time.Second, old,
 			func(ctx context.Context, a *attempt, _ int, c net.Conn) string {
-				_, _ = fmt.Fprintf(c, "POST %s HTTP/1.1\r\n%sContent-Type: application/json\r\nContent-Length: 3000000\r\n\r\n%s",
-					configMaps, authorized(a), strings.Repeat(" ", 2_900_000))
+				_, _ = fmt.Fprintf(
+					c,
+					"POST %s HTTP/1.1\r\n%sContent-Type: application/json\r\nContent-Length: 3000000\r\n\r\n%s",
+					configMaps,
+					authorized(a),
+					strings.Repeat(" ", 2_900_000),
+				)
 				<-ctx.Done()
 				return noAnswer
 			}),

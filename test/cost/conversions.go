@@ -82,23 +82,28 @@ func conversions() []*shape {
 			w.Header().Set("Content-Type", jsonMedia)
 			pour(w, strings.Repeat(" ", 1<<20), 100)
 		}),
-		converting("a webhook that answers without end", "the clients leave after 4 s", 1,
+		converting(
+			"a webhook that grows objects to 1 MB",
+			"10 objects",
+			10,
 			func(w http.ResponseWriter, r *http.Request) {
-				w.Header().Set("Content-Type", jsonMedia)
-				pour(w, strings.Repeat(" ", 1<<20), 1000)
-			}),
-		converting("a webhook that grows objects to 1 MB", "10 objects", 10, func(w http.ResponseWriter, r *http.Request) {
-			converted(w, r, func(o object) object {
-				o["spec"] = object{"a": grown}
-				return o
-			})
-		}),
-		converting("a webhook that lies", "it changes names, uids and kinds", 5, func(w http.ResponseWriter, r *http.Request) {
-			converted(w, r, func(o object) object {
-				o["metadata"] = object{"name": "other", "uid": "other", "namespace": "kube-system"}
-				return o
-			})
-		}),
+				converted(w, r, func(o object) object {
+					o["spec"] = object{"a": grown}
+					return o
+				})
+			},
+		),
+		converting(
+			"a webhook that lies",
+			"it changes names, uids and kinds",
+			5,
+			func(w http.ResponseWriter, r *http.Request) {
+				converted(w, r, func(o object) object {
+					o["metadata"] = object{"name": "other", "uid": "other", "namespace": "kube-system"}
+					return o
+				})
+			},
+		),
 		converting("a webhook that answers 100,000 levels", "", 5, func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Content-Type", jsonMedia)
 			pour(w, nested(100_000, `{"a":`, "1", "}"), 1)

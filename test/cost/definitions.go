@@ -42,7 +42,12 @@ func define(a *attempt, d object) error {
 }
 
 func widget(version, name string, spec any) object {
-	return object{"apiVersion": "cost.example.com/" + version, "kind": "Widget", "metadata": metadata(name), "spec": spec}
+	return object{
+		"apiVersion": "cost.example.com/" + version,
+		"kind":       "Widget",
+		"metadata":   metadata(name),
+		"spec":       spec,
+	}
 }
 
 // anything is a schema that keeps all fields.
@@ -57,9 +62,17 @@ func custom(name, about string, n int, schema func() object, spec func(i int) an
 		run: func(ctx context.Context, a *attempt) {
 			times(ctx, n, 4, func(i int) {
 				path := fmt.Sprintf("%s/w%d", widgets, i)
-				if code, _ := a.create(ctx, tenant, widgets, widget("v1", fmt.Sprintf("w%d", i), spec(i))); code == 201 {
+				o := widget("v1", fmt.Sprintf("w%d", i), spec(i))
+				if code, _ := a.create(ctx, tenant, widgets, o); code == http.StatusCreated {
 					a.get(ctx, tenant, path)
-					a.write(ctx, tenant, http.MethodPatch, path, mergeMedia, []byte(`{"metadata":{"labels":{"a":"b"}}}`))
+					a.write(
+						ctx,
+						tenant,
+						http.MethodPatch,
+						path,
+						mergeMedia,
+						[]byte(`{"metadata":{"labels":{"a":"b"}}}`),
+					)
 				}
 			})
 			a.get(ctx, tenant, widgets)
@@ -117,8 +130,16 @@ func definitions() []*shape {
 		}),
 		defining("CEL rules beyond the estimate", "", func() object {
 			list := object{"type": "array", "items": object{"type": "string"}}
-			return definition(nil, version("v1", true, object{"type": "object", "properties": object{"a": list}, "x-kubernetes-validations": rules(
-				10, "self.a.all(x, self.a.all(y, self.a.all(z, x != y && y != z && z != '%d')))")}, nil))
+			return definition(
+				nil,
+				version(
+					"v1",
+					true,
+					object{"type": "object", "properties": object{"a": list}, "x-kubernetes-validations": rules(
+						10, "self.a.all(x, self.a.all(y, self.a.all(z, x != y && y != z && z != '%d')))")},
+					nil,
+				),
+			)
 		}),
 		custom("objects of a large schema", "8,000 properties, 5 objects with half of them", 5, func() object {
 			return largeSchema(8000)
@@ -136,14 +157,20 @@ func definitions() []*shape {
 		}, func(i int) any {
 			return object{"a": many(100, func(j int) string { return fmt.Sprintf("i%d-%d", i, j) })}
 		}),
-		custom("defaults that grow a hundredfold", "10 lists of 3,000 empty objects, each defaulted to 50 keys", 10, func() object {
-			item := object{}
-			for i := range 50 {
-				item[fmt.Sprintf("k%d", i)] = object{"type": "string", "default": strings.Repeat("d", 200)}
-			}
-			return object{"type": "object", "properties": object{"a": object{"type": "array",
-				"items": object{"type": "object", "properties": item}}}}
-		}, func(int) any { return object{"a": many(3000, func(int) object { return object{} })} }),
+		custom(
+			"defaults that grow a hundredfold",
+			"10 lists of 3,000 empty objects, each defaulted to 50 keys",
+			10,
+			func() object {
+				item := object{}
+				for i := range 50 {
+					item[fmt.Sprintf("k%d", i)] = object{"type": "string", "default": strings.Repeat("d", 200)}
+				}
+				return object{"type": "object", "properties": object{"a": object{"type": "array",
+					"items": object{"type": "object", "properties": item}}}}
+			},
+			func(int) any { return object{"a": many(3000, func(int) object { return object{} })} },
+		),
 		custom("1.4 MB that the schema prunes", "10 objects of 100,000 unknown keys", 10, func() object {
 			return largeSchema(10)
 		}, func(int) any { return keys(100_000, "x") }),
@@ -158,12 +185,24 @@ func definitions() []*shape {
 		{
 			name:  "a definition that changes 20 times",
 			about: "with 2,000 properties",
-			setup: func(a *attempt) error { return define(a, definition(nil, version("v1", true, largeSchema(2000), nil))) },
+			setup: func(a *attempt) error {
+				return define(a, definition(nil, version("v1", true, largeSchema(2000), nil)))
+			},
 			run: func(ctx context.Context, a *attempt) {
 				times(ctx, 20, 1, func(i int) {
-					a.write(ctx, admin, http.MethodPatch, crds+"/widgets.cost.example.com", jsonPatchMedia, marshal([]object{{"op": "add",
-						"path":  fmt.Sprintf("/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/more%d", i),
-						"value": object{"type": "string"}}}))
+					a.write(
+						ctx,
+						admin,
+						http.MethodPatch,
+						crds+"/widgets.cost.example.com",
+						jsonPatchMedia,
+						marshal([]object{{"op": "add",
+							"path": fmt.Sprintf(
+								"/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/more%d",
+								i,
+							),
+							"value": object{"type": "string"}}}),
+					)
 					a.get(ctx, tenant, widgets)
 				})
 			},
@@ -178,10 +217,15 @@ func tables() *shape {
 		about: "100 columns over 20 objects with lists of 3,000 items, 5 lists",
 		setup: func(a *attempt) error {
 			columns := many(100, func(i int) object {
-				return object{"name": fmt.Sprintf("c%d", i), "type": "string", "jsonPath": []string{".spec.a[*].b", ".spec..b",
-					".spec.a[?(@.b==\"x\")].c", ".spec.a[0:2000].c"}[i%4]}
+				return object{
+					"name": fmt.Sprintf("c%d", i),
+					"type": "string",
+					"jsonPath": []string{".spec.a[*].b", ".spec..b",
+						".spec.a[?(@.b==\"x\")].c", ".spec.a[0:2000].c"}[i%4],
+				}
 			})
-			if err := define(a, definition(nil, version("v1", true, anything(), object{"additionalPrinterColumns": columns}))); err != nil {
+			v := version("v1", true, anything(), object{"additionalPrinterColumns": columns})
+			if err := define(a, definition(nil, v)); err != nil {
 				return err
 			}
 			items := many(3000, func(int) object { return object{"b": "x", "c": "y"} })
@@ -194,7 +238,15 @@ func tables() *shape {
 		},
 		run: func(ctx context.Context, a *attempt) {
 			times(ctx, 5, 2, func(int) {
-				a.ask(ctx, request{as: tenant, method: http.MethodGet, path: widgets, header: http.Header{"Accept": {tableMedia}}})
+				a.ask(
+					ctx,
+					request{
+						as:     tenant,
+						method: http.MethodGet,
+						path:   widgets,
+						header: http.Header{"Accept": {tableMedia}},
+					},
+				)
 			})
 		},
 	}

@@ -22,7 +22,14 @@ func discoveries() []*shape {
 	const whole = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
 	return []*shape{
 		storm("500 of OpenAPI v3's index", "", 500, "/openapi/v3", jsonMedia, false),
-		storm("200 of OpenAPI v3's apps/v1", "1 MB each, uncompressed", 200, "/openapi/v3/apis/apps/v1", jsonMedia, false),
+		storm(
+			"200 of OpenAPI v3's apps/v1",
+			"1 MB each, uncompressed",
+			200,
+			"/openapi/v3/apis/apps/v1",
+			jsonMedia,
+			false,
+		),
 		storm("50 of OpenAPI v2", "4 MB each, uncompressed", 50, "/openapi/v2", jsonMedia, false),
 		storm("500 of the aggregated discovery", "uncompressed", 500, "/apis", whole, false),
 		{
@@ -36,7 +43,12 @@ func discoveries() []*shape {
 			about: "a connection each",
 			run: func(ctx context.Context, a *attempt) {
 				c := newOldClient(a.s)
-				times(ctx, 1000, 16, func(int) { a.ask(ctx, request{method: http.MethodGet, path: "/version", client: c}) })
+				times(
+					ctx,
+					1000,
+					16,
+					func(int) { a.ask(ctx, request{method: http.MethodGet, path: "/version", client: c}) },
+				)
 			},
 		},
 	}

@@ -104,16 +104,23 @@ func pause(ctx context.Context, d time.Duration) {
 
 func frames() []*shape {
 	resets := func(name string, as who, path string) *shape {
-		return framed(name, "2,000 on each of two connections", 2, longest, true, func(ctx context.Context, c *framer) error {
-			_ = repeated(ctx, 2000, func(i int) error {
-				if err := c.request(stream(i), as, "GET", path, true); err != nil {
-					return err
-				}
-				return c.WriteRSTStream(stream(i), http2.ErrCodeCancel)
-			})
-			pause(ctx, time.Second)
-			return nil
-		})
+		return framed(
+			name,
+			"2,000 on each of two connections",
+			2,
+			longest,
+			true,
+			func(ctx context.Context, c *framer) error {
+				_ = repeated(ctx, 2000, func(i int) error {
+					if err := c.request(stream(i), as, "GET", path, true); err != nil {
+						return err
+					}
+					return c.WriteRSTStream(stream(i), http2.ErrCodeCancel)
+				})
+				pause(ctx, time.Second)
+				return nil
+			},
+		)
 	}
 	window := http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1}
 	large := func(s *shape) *shape {
@@ -138,24 +145,51 @@ func frames() []*shape {
 			_ = repeated(ctx, 200_000, func(i int) error { return c.WritePing(false, [8]byte{byte(i)}) })
 			return nil
 		}),
-		framed("a flood of 200,000 empty DATA frames", "", 1, longest, true, func(ctx context.Context, c *framer) error {
-			_ = c.request(1, tenant, "POST", configMaps, false)
-			_ = repeated(ctx, 200_000, func(int) error { return c.WriteData(1, false, nil) })
-			return nil
-		}),
-		framed("a flood of 100,000 CONTINUATION frames", "", 2, longest, true, func(ctx context.Context, c *framer) error {
-			_ = c.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: c.headers(stranger, "GET", "/api")})
-			_ = repeated(ctx, 100_000, func(i int) error {
-				return c.WriteContinuation(1, false, bytes.Clone(c.headers(stranger, "GET", "/", fmt.Sprintf("x%d", i), "y")))
-			})
-			return nil
-		}),
+		framed(
+			"a flood of 200,000 empty DATA frames",
+			"",
+			1,
+			longest,
+			true,
+			func(ctx context.Context, c *framer) error {
+				_ = c.request(1, tenant, "POST", configMaps, false)
+				_ = repeated(ctx, 200_000, func(int) error { return c.WriteData(1, false, nil) })
+				return nil
+			},
+		),
+		framed(
+			"a flood of 100,000 CONTINUATION frames",
+			"",
+			2,
+			longest,
+			true,
+			func(ctx context.Context, c *framer) error {
+				_ = c.WriteHeaders(
+					http2.HeadersFrameParam{StreamID: 1, BlockFragment: c.headers(stranger, "GET", "/api")},
+				)
+				_ = repeated(ctx, 100_000, func(i int) error {
+					return c.WriteContinuation(
+						1,
+						false,
+						bytes.Clone(c.headers(stranger, "GET", "/", fmt.Sprintf("x%d", i), "y")),
+					)
+				})
+				return nil
+			},
+		),
 		framed("headers of HPACK's table", "100 requests that name an entry of 3 kB 10,000 times", 1, longest, true,
 			func(ctx context.Context, c *framer) error {
 				return repeated(ctx, 100, func(i int) error {
 					b := bytes.Clone(c.headers(stranger, "GET", "/api", "x-large", strings.Repeat("a", 3000)))
 					b = append(b, bytes.Repeat([]byte{0xbe}, 10_000)...) // index 62, the newest entry
-					return c.WriteHeaders(http2.HeadersFrameParam{StreamID: stream(i), BlockFragment: b, EndStream: true, EndHeaders: true})
+					return c.WriteHeaders(
+						http2.HeadersFrameParam{
+							StreamID:      stream(i),
+							BlockFragment: b,
+							EndStream:     true,
+							EndHeaders:    true,
+						},
+					)
 				})
 			}),
 		large(framed("a window of one byte", "100 lists of 20 MB on one connection, for 6 s", 1, 6*time.Second, true,
@@ -177,18 +211,31 @@ func frames() []*shape {
 				<-ctx.Done()
 				return nil
 			}, window)),
-		large(framed("answers that are not read", "10 lists of 20 MB on each of 10 connections, for 6 s", 10, 6*time.Second,
-			false, func(ctx context.Context, c *framer) error {
-				_ = c.WriteWindowUpdate(0, 1<<30)
-				for i := range 10 {
-					_ = c.request(stream(i), tenant, "GET", configMaps, true)
-				}
-				<-ctx.Done()
-				return nil
-			}, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1 << 30})),
+		large(
+			framed(
+				"answers that are not read",
+				"10 lists of 20 MB on each of 10 connections, for 6 s",
+				10,
+				6*time.Second,
+				false,
+				func(ctx context.Context, c *framer) error {
+					_ = c.WriteWindowUpdate(0, 1<<30)
+					for i := range 10 {
+						_ = c.request(stream(i), tenant, "GET", configMaps, true)
+					}
+					<-ctx.Done()
+					return nil
+				},
+				http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1 << 30},
+			),
+		),
 		framed("1,000 streams with bodies that never come", "on one connection, for 6 s", 1, 6*time.Second, true,
 			func(ctx context.Context, c *framer) error {
-				_ = repeated(ctx, 1000, func(i int) error { return c.request(stream(i), tenant, "POST", configMaps, false) })
+				_ = repeated(
+					ctx,
+					1000,
+					func(i int) error { return c.request(stream(i), tenant, "POST", configMaps, false) },
+				)
 				<-ctx.Done()
 				return nil
 			}),

@@ -61,7 +61,16 @@ func limits() []*shape {
 					for j := range 50_000 {
 						h[fmt.Sprintf("X%d", j)] = []string{"v"}
 					}
-					a.ask(ctx, request{as: tenant, method: http.MethodGet, path: configMaps + "?limit=1", client: c, header: h})
+					a.ask(
+						ctx,
+						request{
+							as:     tenant,
+							method: http.MethodGet,
+							path:   configMaps + "?limit=1",
+							client: c,
+							header: h,
+						},
+					)
 				})
 			},
 		},

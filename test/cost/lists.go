@@ -95,7 +95,11 @@ func lists() []*shape {
 			run: func(ctx context.Context, a *attempt) {
 				next := ""
 				for ctx.Err() == nil {
-					_, text := a.get(ctx, tenant, configMaps+"?limit=1&labelSelector=many&continue="+url.QueryEscape(next))
+					_, text := a.get(
+						ctx,
+						tenant,
+						configMaps+"?limit=1&labelSelector=many&continue="+url.QueryEscape(next),
+					)
 					var list struct{ Metadata struct{ Continue string } }
 					if json.Unmarshal(text, &list) != nil || list.Metadata.Continue == "" {
 						return
@@ -117,8 +121,12 @@ func lists() []*shape {
 			about: "100 ConfigMaps of 200 kB",
 			setup: func(a *attempt) error { return populate(a, 100, 200_000) },
 			run: func(ctx context.Context, a *attempt) {
-				headers := []http.Header{{"Accept": {jsonMedia}}, {"Accept": {yamlMedia}}, {"Accept-Encoding": {"gzip"}},
-					{"Accept": {tableMedia}}}
+				headers := []http.Header{
+					{"Accept": {jsonMedia}},
+					{"Accept": {yamlMedia}},
+					{"Accept-Encoding": {"gzip"}},
+					{"Accept": {tableMedia}},
+				}
 				times(ctx, 20, 4, func(i int) {
 					path := configMaps
 					if i%4 == 0 {
@@ -133,11 +141,25 @@ func lists() []*shape {
 			about: "the clients leave after the headers",
 			setup: func(a *attempt) error { return populate(a, 100, 200_000) },
 			run: func(ctx context.Context, a *attempt) {
-				times(ctx, 20, 4, func(int) { a.drop(ctx, request{as: tenant, method: http.MethodGet, path: configMaps}) })
+				times(
+					ctx,
+					20,
+					4,
+					func(int) { a.drop(ctx, request{as: tenant, method: http.MethodGet, path: configMaps}) },
+				)
 			},
 		},
-		listing("Accept of 1,000 clauses", "20 lists", 20, func() string { return configMaps + "?limit=1" }, "Accept",
-			terms(1000, func(i int) string { return fmt.Sprintf("application/x%d;q=0.5;as=Table;g=meta.k8s.io", i) })+",*/*"),
+		listing(
+			"Accept of 1,000 clauses",
+			"20 lists",
+			20,
+			func() string { return configMaps + "?limit=1" },
+			"Accept",
+			terms(
+				1000,
+				func(i int) string { return fmt.Sprintf("application/x%d;q=0.5;as=Table;g=meta.k8s.io", i) },
+			)+",*/*",
+		),
 		listing("Accept-Encoding of 900 kB", "20 lists", 20, func() string { return configMaps + "?limit=1" },
 			"Accept-Encoding", strings.Repeat("br;q=0.1, ", 90_000)),
 	}

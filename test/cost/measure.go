@@ -90,10 +90,9 @@ type bench struct {
 	idle map[string]time.Duration
 }
 
-// measureAll measures shapes at servers of a form. A finding against theirs is measured once more on a fresh server,
-// and only counts if it is there again.
-func (b *bench) measureAll(form string, chosen []*shape, theirs map[*shape]*result) map[*shape]*result {
-	all := map[*shape]*result{}
+// measureAll measures shapes at servers of a form, and adds the prices. A finding is measured once more on a fresh
+// server, and only counts if it is there again.
+func (b *bench) measureAll(form string, chosen []*shape, all results) {
 	var s *subject
 	renew := func() {
 		if s != nil {
@@ -109,18 +108,23 @@ func (b *bench) measureAll(form string, chosen []*shape, theirs map[*shape]*resu
 			renew()
 		}
 		family = sh.family
-		r := b.measure(s, sh, theirs[sh])
-		if theirs != nil && slices.ContainsFunc(judge(sh, form, theirs[sh], r), unexplained) {
-			renew()
-			r = r.better(b.measure(s, sh, theirs[sh]), func(r *result) int { return len(judge(sh, form, theirs[sh], r)) })
+		var theirs *result
+		if form != kubeAPIServer {
+			if theirs = all[sh.String()][kubeAPIServer]; theirs == nil {
+				b.t.Fatalf("%s was never measured at kube-apiserver", sh)
+			}
 		}
-		all[sh] = r
+		r := b.measure(s, sh, theirs)
+		if theirs != nil && slices.ContainsFunc(judge(sh, form, theirs, r), unexplained) {
+			renew()
+			r = r.better(b.measure(s, sh, theirs), func(r *result) int { return len(judge(sh, form, theirs, r)) })
+		}
+		all.add(sh, form, r)
 		fmt.Printf("%s %-14s %-50s %s\n", time.Now().Format(time.TimeOnly), form, sh, r)
 		if r.Gone || s.usage().anon > s.fresh+outgrown {
 			renew()
 		}
 	}
-	return all
 }
 
 // better returns the result with fewer findings.

@@ -47,9 +47,14 @@ func objects() []*shape {
 		name: "a Role of 9,000 rules, and 100 requests of its subject",
 		setup: func(a *attempt) error {
 			rules := many(9000, func(i int) object {
-				return object{"apiGroups": []string{""}, "resources": []string{fmt.Sprintf("r%d", i)}, "verbs": []string{"get"}}
+				return object{
+					"apiGroups": []string{""},
+					"resources": []string{fmt.Sprintf("r%d", i)},
+					"verbs":     []string{"get"},
+				}
 			})
-			if err := a.prepare(rbac+"/roles", meta("rbac.authorization.k8s.io/v1", "Role", object{"rules": rules})); err != nil {
+			role := meta("rbac.authorization.k8s.io/v1", "Role", object{"rules": rules})
+			if err := a.prepare(rbac+"/roles", role); err != nil {
 				return err
 			}
 			return a.prepare(rbac+"/rolebindings", meta("rbac.authorization.k8s.io/v1", "RoleBinding", object{
@@ -77,13 +82,20 @@ func largeObjects() []large {
 			return meta("v1", "Secret", object{"stringData": object{"a": text}})
 		}},
 		{"Pod of 25,000 variables", pods, tenant, func() object {
-			return meta("v1", "Pod", object{"spec": object{"automountServiceAccountToken": false, "containers": []object{
-				{"name": "c", "image": "i", "env": many(25_000, func(i int) object {
-					return object{"name": fmt.Sprintf("E%d", i), "value": "0123456789"}
-				})}}}})
+			return meta(
+				"v1",
+				"Pod",
+				object{"spec": object{"automountServiceAccountToken": false, "containers": []object{
+					{"name": "c", "image": "i", "env": many(25_000, func(i int) object {
+						return object{"name": fmt.Sprintf("E%d", i), "value": "0123456789"}
+					})}}}},
+			)
 		}},
 		{"Pod of 2,000 containers and volumes", pods, tenant, func() object {
-			mounts := many(50, func(i int) object { return object{"name": fmt.Sprintf("v%d", i), "mountPath": fmt.Sprintf("/%d", i)} })
+			mounts := many(
+				50,
+				func(i int) object { return object{"name": fmt.Sprintf("v%d", i), "mountPath": fmt.Sprintf("/%d", i)} },
+			)
 			return meta("v1", "Pod", object{"spec": object{"automountServiceAccountToken": false,
 				"volumes": many(2000, func(i int) object {
 					return object{"name": fmt.Sprintf("v%d", i), "emptyDir": object{}}
@@ -97,7 +109,10 @@ func largeObjects() []large {
 				return object{"key": fmt.Sprintf("k%d", i), "effect": "NoSchedule"}
 			})}})
 		}},
-		{"EndpointSlice of 1,000 endpoints", "/apis/discovery.k8s.io/v1/namespaces/" + namespace + "/endpointslices", tenant,
+		{
+			"EndpointSlice of 1,000 endpoints",
+			"/apis/discovery.k8s.io/v1/namespaces/" + namespace + "/endpointslices",
+			tenant,
 			func() object {
 				return meta("discovery.k8s.io/v1", "EndpointSlice", object{"addressType": "IPv4",
 					"endpoints": many(1000, func(i int) object {
@@ -105,16 +120,27 @@ func largeObjects() []large {
 							return fmt.Sprintf("10.%d.%d.%d", i/250, i%250, j+1)
 						}), "conditions": object{"ready": true}}
 					}),
-					"ports": many(100, func(i int) object { return object{"name": fmt.Sprintf("p%d", i), "port": i + 1} })})
-			}},
+					"ports": many(
+						100,
+						func(i int) object { return object{"name": fmt.Sprintf("p%d", i), "port": i + 1} },
+					)})
+			},
+		},
 		{"Ingress of 10,000 paths", "/apis/networking.k8s.io/v1/namespaces/" + namespace + "/ingresses", tenant,
 			func() object {
-				return meta("networking.k8s.io/v1", "Ingress", object{"spec": object{"rules": many(100, func(i int) object {
-					return object{"host": fmt.Sprintf("h%d.example.com", i), "http": object{"paths": many(100, func(j int) object {
-						return object{"path": fmt.Sprintf("/%d", j), "pathType": "Prefix", "backend": object{
-							"service": object{"name": "s", "port": object{"number": 80}}}}
-					})}}
-				})}})
+				return meta(
+					"networking.k8s.io/v1",
+					"Ingress",
+					object{"spec": object{"rules": many(100, func(i int) object {
+						return object{
+							"host": fmt.Sprintf("h%d.example.com", i),
+							"http": object{"paths": many(100, func(j int) object {
+								return object{"path": fmt.Sprintf("/%d", j), "pathType": "Prefix", "backend": object{
+									"service": object{"name": "s", "port": object{"number": 80}}}}
+							})},
+						}
+					})}},
+				)
 			}},
 		{"250 kB of annotations and 5,000 labels", configMaps, tenant, func() object {
 			o := configMap("large", nil)

@@ -39,10 +39,19 @@ func jsonPatches() []*shape {
 			return object{"op": "copy", "from": "/data/a", "path": fmt.Sprintf("/data/x%d", i)}
 		}),
 		with("9,000 moves", "", small, 9000, func(i int) object {
-			return object{"op": "move", "from": fmt.Sprintf("/data/%c", "ab"[i%2]), "path": fmt.Sprintf("/data/%c", "ba"[i%2])}
+			return object{
+				"op":   "move",
+				"from": fmt.Sprintf("/data/%c", "ab"[i%2]),
+				"path": fmt.Sprintf("/data/%c", "ba"[i%2]),
+			}
 		}),
-		with("9,000 tests of a document of 900 kB", "each compares all data", object{"a": strings.Repeat("x", 900_000)}, 9000,
-			func(int) object { return object{"op": "test", "path": "/data/b", "value": nil} }),
+		with(
+			"9,000 tests of a document of 900 kB",
+			"each compares all data",
+			object{"a": strings.Repeat("x", 900_000)},
+			9000,
+			func(int) object { return object{"op": "test", "path": "/data/b", "value": nil} },
+		),
 		with("200 tests of paths 5,000 levels deep", "", small, 200, func(int) object {
 			return object{"op": "test", "path": "/data" + deep, "value": "x"}
 		}),
@@ -88,8 +97,15 @@ func strategic(name, about string, n int, container func() object) *shape {
 		about: about,
 		setup: func(a *attempt) error { return a.prepare(deployments, podTemplate(n, "E")) },
 		run: func(ctx context.Context, a *attempt) {
-			a.write(ctx, tenant, http.MethodPatch, deployments+"/patched", strategicMedia, marshal(object{"spec": object{
-				"template": object{"spec": object{"containers": []object{container()}}}}}))
+			a.write(
+				ctx,
+				tenant,
+				http.MethodPatch,
+				deployments+"/patched",
+				strategicMedia,
+				marshal(object{"spec": object{
+					"template": object{"spec": object{"containers": []object{container()}}}}}),
+			)
 		},
 	}
 }

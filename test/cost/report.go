@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -16,14 +17,12 @@ import (
 // results are prices by shape and form.
 type results map[string]map[string]*result
 
-// add adds the prices at servers of a form.
-func (r results) add(form string, prices map[*shape]*result) {
-	for s, p := range prices {
-		if r[s.String()] == nil {
-			r[s.String()] = map[string]*result{}
-		}
-		r[s.String()][form] = p
+// add adds a price of a shape at a server of a form.
+func (r results) add(s *shape, form string, p *result) {
+	if r[s.String()] == nil {
+		r[s.String()] = map[string]*result{}
 	}
+	r[s.String()][form] = p
 }
 
 // formsInOrder are all forms, as the cells of the table have them.
@@ -45,7 +44,9 @@ func (r results) findings() (all []finding) {
 // table is Markdown: a row for each shape, with a value for each form in a cell.
 func (r results) table() string {
 	var b strings.Builder
-	b.WriteString("| shape | status | CPU, s | peak, MB | left, MB | goroutines | log, kB |\n|---|---|---|---|---|---|---|\n")
+	b.WriteString(
+		"| shape | status | CPU, s | peak, MB | left, MB | goroutines | log, kB |\n|---|---|---|---|---|---|---|\n",
+	)
 	for _, s := range shapes() {
 		prices := r[s.String()]
 		if prices == nil {
@@ -109,46 +110,55 @@ func (r results) publish(path string) error {
 	if !ok || !ok2 {
 		return fmt.Errorf("%s has no %s … %s", path, begin, end)
 	}
-	beside := filepath.Join(strings.TrimSuffix(path, ".md"), "measured.json")
-	all, err := r.with(beside)
+	all, err := earlier(path, shapes())
 	if err != nil {
 		return err
 	}
+	maps.Copy(all, r)
 	values, err := json.MarshalIndent(all, "", " ")
 	if err != nil {
 		return err
 	}
+	beside := valuesOf(path)
 	if err := os.MkdirAll(filepath.Dir(beside), 0o755); err != nil {
 		return err
 	}
 	if err := os.WriteFile(beside, append(values, '\n'), 0o644); err != nil {
 		return err
 	}
-	text := fmt.Sprintf("%s, %d processors, %s, %d shapes. A cell has %s.\n\n%s\n%s", time.Now().UTC().Format(time.DateOnly),
-		runtime.NumCPU(), runtime.Version(), len(all), strings.Join(formsInOrder, " · "), all.table(), all.reasons())
+	text := fmt.Sprintf(
+		"%s, %d processors, %s, %d shapes. A cell has %s.\n\n%s\n%s",
+		time.Now().UTC().Format(time.DateOnly),
+		runtime.NumCPU(),
+		runtime.Version(),
+		len(all),
+		strings.Join(formsInOrder, " · "),
+		all.table(),
+		all.reasons(),
+	)
 	return os.WriteFile(path, []byte(head+begin+"\n"+text+end+tail), 0o644)
 }
 
-// with returns the results with earlier ones, from a file, of shapes that still exist.
-func (r results) with(path string) (results, error) {
-	values, err := os.ReadFile(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return r, nil
+// valuesOf is the file with the values of a page.
+func valuesOf(page string) string {
+	return filepath.Join(strings.TrimSuffix(page, ".md"), "measured.json")
+}
+
+// earlier returns the values of some shapes that a page has; none if the page has none, or is empty.
+func earlier(page string, of []*shape) (results, error) {
+	values, err := os.ReadFile(valuesOf(page))
+	if page == "" || errors.Is(err, fs.ErrNotExist) {
+		return results{}, nil
 	}
 	if err != nil {
 		return nil, err
 	}
-	earlier := results{}
-	if err := json.Unmarshal(values, &earlier); err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
+	r := results{}
+	if err := json.Unmarshal(values, &r); err != nil {
+		return nil, fmt.Errorf("%s: %w", valuesOf(page), err)
 	}
-	all := results{}
-	for _, s := range shapes() {
-		if p := r[s.String()]; p != nil {
-			all[s.String()] = p
-		} else if p := earlier[s.String()]; p != nil {
-			all[s.String()] = p
-		}
-	}
-	return all, nil
+	maps.DeleteFunc(r, func(name string, _ map[string]*result) bool {
+		return !slices.ContainsFunc(of, func(s *shape) bool { return s.String() == name })
+	})
+	return r, nil
 }

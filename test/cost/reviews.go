@@ -56,7 +56,10 @@ func reviews() []*shape {
 				times(ctx, 200, 4, func(int) {
 					a.create(ctx, tenant, "/api/v1/namespaces/"+namespace+"/serviceaccounts/tenant/token", object{
 						"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": object{
-							"audiences": many(100, func(i int) string { return fmt.Sprintf("a%d", i) }), "expirationSeconds": 600}})
+							"audiences": many(
+								100,
+								func(i int) string { return fmt.Sprintf("a%d", i) },
+							), "expirationSeconds": 600}})
 				})
 			},
 		},

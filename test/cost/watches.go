@@ -148,9 +148,21 @@ func watches() []*shape {
 				selector := func(w int) string {
 					return url.QueryEscape(terms(1000, func(i int) string { return fmt.Sprintf("k%d!=v%d", i, w) }))
 				}
-				a.opened(watching, a.separate(1), 50, func(i int) string { return configMaps + "?watch=1&labelSelector=" + selector(i) })
+				a.opened(
+					watching,
+					a.separate(1),
+					50,
+					func(i int) string { return configMaps + "?watch=1&labelSelector=" + selector(i) },
+				)
 				times(ctx, 500, 4, func(i int) {
-					a.write(ctx, tenant, http.MethodPatch, mine, mergeMedia, marshal(object{"data": object{"a": fmt.Sprint(i)}}))
+					a.write(
+						ctx,
+						tenant,
+						http.MethodPatch,
+						mine,
+						mergeMedia,
+						marshal(object{"data": object{"a": fmt.Sprint(i)}}),
+					)
 				})
 			},
 		},
