@@ -51,16 +51,15 @@ func enforced(a *attempt, decided func(code int, text string) bool) error {
 }
 
 // policy registers a ValidatingAdmissionPolicy and its binding, and creates 10 ConfigMaps.
-func policy(name, about string, spec object, data func() object) *shape {
+func policy(name, about string, validations []object, data func() object) *shape {
 	return &shape{
 		name:  name,
 		about: about,
 		setup: func(a *attempt) error {
-			constraints := object{"resourceRules": rulesOf(), "objectSelector": onlyCheated}
-			spec["matchConstraints"] = constraints
 			probe := object{"expression": "!has(object.data) || !('a' in object.data) || object.data['a'] != 'probe'",
 				"message": "policy is enforced"}
-			spec["validations"] = append([]object{probe}, spec["validations"].([]object)...)
+			spec := object{"matchConstraints": object{"resourceRules": rulesOf(), "objectSelector": onlyCheated},
+				"validations": append([]object{probe}, validations...)}
 			if err := a.prepare(admissionregistration+"validatingadmissionpolicies", object{
 				"apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingAdmissionPolicy",
 				"metadata": metadata("cost"), "spec": spec}); err != nil {
@@ -133,10 +132,8 @@ func admitted(patch func() []byte) http.HandlerFunc {
 func admissions() []*shape {
 	const mutating, validating = "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"
 	list := func() object { return object{"list": strings.TrimSuffix(strings.Repeat("x,", 2000), ",")} }
-	validations := func(n int, expression string) object {
-		return object{
-			"validations": many(n, func(i int) object { return object{"expression": fmt.Sprintf(expression, i)} }),
-		}
+	validations := func(n int, expression string) []object {
+		return many(n, func(i int) object { return object{"expression": fmt.Sprintf(expression, i)} })
 	}
 	return []*shape{
 		policy("a policy within its budget", "10 objects, 100 expressions over 2,000 items", validations(100,
