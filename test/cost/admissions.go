@@ -131,12 +131,12 @@ func admitted(patch func() []byte) http.HandlerFunc {
 
 func admissions() []*shape {
 	const mutating, validating = "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"
-	list := func() object { return object{"list": strings.TrimSuffix(strings.Repeat("x,", 2000), ",")} }
+	list := func() object { return object{"list": strings.TrimSuffix(strings.Repeat("x,", 1000), ",")} }
 	validations := func(n int, expression string) []object {
 		return many(n, func(i int) object { return object{"expression": fmt.Sprintf(expression, i)} })
 	}
 	return []*shape{
-		policy("a policy within its budget", "10 objects, 100 expressions over 2,000 items", validations(100,
+		policy("a policy within its budget", "10 objects, 50 expressions over 1,000 items", validations(50,
 			"!('list' in object.data) || object.data['list'].split(',').all(x, x != 'no%d')"), list),
 		policy("a policy beyond its budget", "10 objects, each item against each", validations(
 			1,

@@ -121,9 +121,9 @@ func bodies() []*shape {
 		post("protobuf with groups 1,000,000 levels deep", "", protobufMedia, func() []byte {
 			return protobufOf(append(rawConfigMap(nil), bytes.Repeat([]byte{0x9b, 0x3e}, 1_000_000)...))
 		}),
-		posts("protobuf of 30,000 containers", "", pods, protobufMedia, func() []byte {
+		posts("protobuf of 5,000 containers", "", pods, protobufMedia, func() []byte {
 			b := field(1, field(1, []byte("body")))
-			b = append(b, field(2, bytes.Repeat(field(2, field(1, []byte("c"))), 30_000))...)
+			b = append(b, field(2, bytes.Repeat(field(2, field(1, []byte("c"))), 5000))...)
 			u := runtime.Unknown{TypeMeta: runtime.TypeMeta{APIVersion: "v1", Kind: "Pod"}, Raw: b}
 			raw, _ := u.Marshal()
 			return append([]byte("k8s\x00"), raw...)

@@ -169,12 +169,12 @@ func definitions() []*shape {
 				return object{"type": "object", "properties": object{"a": object{"type": "array",
 					"items": object{"type": "object", "properties": item}}}}
 			},
-			func(int) any { return object{"a": many(3000, func(int) object { return object{} })} },
+			func(int) any { return object{"a": many(2000, func(int) object { return object{} })} },
 		),
 		custom("1.4 MB that the schema prunes", "10 objects of 100,000 unknown keys", 10, func() object {
 			return largeSchema(10)
 		}, func(int) any { return keys(100_000, "x") }),
-		custom("objects of 9,000 levels", "10 objects without a schema", 10, anything, func(int) any {
+		custom("objects of 9,000 levels", "3 objects without a schema", 3, anything, func(int) any {
 			var v any = "x"
 			for range 9000 {
 				v = object{"a": v}
@@ -214,22 +214,22 @@ func definitions() []*shape {
 func tables() *shape {
 	return &shape{
 		name:  "Tables with columns of a definition's JSONPath",
-		about: "100 columns over 20 objects with lists of 3,000 items, 5 lists",
+		about: "40 columns over 10 objects with lists of 1,000 items, 5 lists",
 		setup: func(a *attempt) error {
-			columns := many(100, func(i int) object {
+			columns := many(40, func(i int) object {
 				return object{
 					"name": fmt.Sprintf("c%d", i),
 					"type": "string",
 					"jsonPath": []string{".spec.a[*].b", ".spec..b",
-						".spec.a[?(@.b==\"x\")].c", ".spec.a[0:2000].c"}[i%4],
+						".spec.a[?(@.b==\"x\")].c", ".spec.a[0:900].c"}[i%4],
 				}
 			})
 			v := version("v1", true, anything(), object{"additionalPrinterColumns": columns})
 			if err := define(a, definition(nil, v)); err != nil {
 				return err
 			}
-			items := many(3000, func(int) object { return object{"b": "x", "c": "y"} })
-			for i := range 20 {
+			items := many(1000, func(int) object { return object{"b": "x", "c": "y"} })
+			for i := range 10 {
 				if err := a.prepare(widgets, widget("v1", fmt.Sprintf("w%d", i), object{"a": items})); err != nil {
 					return err
 				}

@@ -178,6 +178,7 @@ data: {a: x}
 // settle waits until the server is idle, and notes its memory and, if it is not known, its idle CPU time.
 func (s *subject) settle() {
 	s.quiet(10 * time.Second)
+	s.steady(5 * time.Second)
 	if s.idle == 0 {
 		const span = 3 * time.Second
 		before, began := s.usage().cpu, time.Now()
@@ -186,6 +187,18 @@ func (s *subject) settle() {
 	}
 	_, _ = s.heap()
 	s.fresh = s.usage().anon
+}
+
+// steady waits, at most for a time, until as many goroutines run as half a second ago: those of the start have ended.
+func (s *subject) steady(within time.Duration) {
+	last := int64(-1)
+	for deadline := time.Now().Add(within); time.Now().Before(deadline); time.Sleep(500 * time.Millisecond) {
+		n, err := s.goroutines()
+		if err != nil || n == last {
+			return
+		}
+		last = n
+	}
 }
 
 // quiet waits, at most for a time, until the server uses less than a tenth of a processor.
