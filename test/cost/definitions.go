@@ -159,8 +159,8 @@ func definitions() []*shape {
 		}),
 		custom(
 			"defaults that grow a hundredfold",
-			"10 lists of 3,000 empty objects, each defaulted to 50 keys",
-			10,
+			"2 lists of 2,000 empty objects, each defaulted to 50 keys",
+			2,
 			func() object {
 				item := object{}
 				for i := range 50 {
