@@ -148,7 +148,7 @@ func admissions() []*shape {
 			"!('list' in object.data) || object.data['list'].replace('x', 'xxxxxxxxxx').matches('^(x*,?)*$') || %d == 7",
 		),
 			func() object { return object{"list": strings.Repeat("x,", 250_000)} }),
-		policy("a policy that asks the authorizer", "10 objects, 100 checks each", validations(100,
+		policy("a policy that asks the authorizer", "10 objects, 20 checks each", validations(20,
 			"authorizer.group('').resource('pods').namespace('n%d').check('get').allowed() || true"), list),
 		webhook("a mutating webhook whose patch copies 22 times", "", mutating, 1, admitted(func() []byte {
 			return operations(22, copies)

@@ -31,17 +31,30 @@ type attempt struct {
 
 	mu   sync.Mutex
 	seen map[string]int
+	// connections are those of the shape's HTTP/2 clients.
+	connections []net.Conn
 }
 
 func newAttempt(s *subject) *attempt {
-	a := &attempt{s: s, seen: map[string]int{}, client: newClient(s)}
+	a := &attempt{s: s, seen: map[string]int{}}
+	a.client = a.newClient()
 	return a
 }
 
-// newClient returns an HTTP/2 client with connections of its own.
-func newClient(s *subject) *http.Client {
+// newClient returns an HTTP/2 client with connections of its own, which end with the shape.
+func (a *attempt) newClient() *http.Client {
+	dial := func(ctx context.Context, network, address string) (net.Conn, error) {
+		c, err := new(net.Dialer).DialContext(ctx, network, address)
+		if err == nil {
+			a.mu.Lock()
+			defer a.mu.Unlock()
+			a.connections = append(a.connections, c)
+		}
+		return c, err
+	}
 	return &http.Client{
-		Transport: &http.Transport{TLSClientConfig: s.tls("h2"), ForceAttemptHTTP2: true, DisableCompression: true},
+		Transport: &http.Transport{TLSClientConfig: a.s.tls("h2"), ForceAttemptHTTP2: true, DisableCompression: true,
+			DialContext: dial},
 		CheckRedirect: func(*http.Request, []*http.Request) error {
 			return http.ErrUseLastResponse
 		},
@@ -62,7 +75,12 @@ func (a *attempt) close() {
 	for _, f := range a.closers {
 		f()
 	}
-	a.client.CloseIdleConnections()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for _, c := range a.connections {
+		c.Close()
+	}
+	a.client = a.newClient() // for the end
 }
 
 // undo deletes what the shape made, the last first.

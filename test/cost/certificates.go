@@ -38,9 +38,9 @@ func selfSigned(key any, public any, organizations, names []string) (tls.Certifi
 func certificates() *shape {
 	return &shape{
 		name:  "client certificates of odd size",
-		about: "an RSA key of 8,192 bits, 4,000 organizations, a chain of 20; 20 handshakes each",
+		about: "an RSA key of 4,096 bits, 4,000 organizations, a chain of 20; 20 handshakes each",
 		run: func(ctx context.Context, a *attempt) {
-			large, err := rsa.GenerateKey(rand.Reader, 8192)
+			large, err := rsa.GenerateKey(rand.Reader, 4096)
 			if err != nil {
 				a.saw(err.Error())
 				return

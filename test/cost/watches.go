@@ -40,15 +40,9 @@ func (a *attempt) opened(ctx context.Context, clients []*http.Client, n int, pat
 	}
 }
 
-// separate are n clients, which the shape closes in the end.
+// separate are n clients, each with connections of its own.
 func (a *attempt) separate(n int) []*http.Client {
-	all := many(n, func(int) *http.Client { return newClient(a.s) })
-	a.closers = append(a.closers, func() {
-		for _, c := range all {
-			c.CloseIdleConnections()
-		}
-	})
-	return all
+	return many(n, func(int) *http.Client { return a.newClient() })
 }
 
 // unread opens n watches that are never read, on some connections, and updates a ConfigMap of 900 kB meanwhile.
