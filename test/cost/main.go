@@ -73,7 +73,8 @@ func run(t *testing.T, o options) {
 	if len(chosen) == 0 {
 		t.Fatal("no shape is selected")
 	}
-	b := &bench{t: t, patience: patience, together: o.short, idle: map[string]time.Duration{}}
+	b := &bench{t: t, patience: patience, together: o.short, idle: map[string]time.Duration{},
+		profiles: filepath.Join(harness.Root(), ".build", "cost")}
 	if o.short {
 		o.page = ""
 	}

@@ -88,6 +88,8 @@ type bench struct {
 	together bool
 	// idle is the CPU time of an idle second by form, as the first server of the form used it.
 	idle map[string]time.Duration
+	// profiles is the directory that gets heap and goroutine profiles of findings.
+	profiles string
 }
 
 // measureAll measures shapes at servers of a form, and adds the prices. A finding is measured once more on a fresh
@@ -118,6 +120,9 @@ func (b *bench) measureAll(form string, chosen []*shape, all results) {
 		if theirs != nil && slices.ContainsFunc(judge(sh, form, theirs, r), unexplained) {
 			renew()
 			r = r.better(b.measure(s, sh, theirs), func(r *result) int { return len(judge(sh, form, theirs, r)) })
+			if err := s.profile(b.profiles, sh); err != nil {
+				fmt.Printf("no profiles of %s: %v\n", sh, err)
+			}
 		}
 		all.add(sh, form, r)
 		fmt.Printf("%s %-14s %-50s %s\n", time.Now().Format(time.TimeOnly), form, sh, r)

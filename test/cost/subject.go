@@ -309,3 +309,34 @@ func (s *subject) address() string { return fmt.Sprintf("127.0.0.1:%d", s.server
 func (s *subject) tls(protocol string) *tls.Config {
 	return &tls.Config{InsecureSkipVerify: true, NextProtos: []string{protocol}}
 }
+
+// profile writes the heap and the goroutines of every process, as they are after a shape, into a directory.
+func (s *subject) profile(dir string, sh *shape) error {
+	dir = filepath.Join(dir, strings.Map(func(r rune) rune {
+		if strings.ContainsRune(" :,'/", r) {
+			return '-'
+		}
+		return r
+	}, s.form+" "+sh.String()))
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	for base, c := range s.pages() {
+		for name, path := range map[string]string{"heap.pb.gz": "heap?gc=1", "goroutines.txt": "goroutine?debug=1"} {
+			resp, err := c.Get(base + "/debug/pprof/" + path)
+			if err != nil {
+				return err
+			}
+			content, err := io.ReadAll(resp.Body)
+			resp.Body.Close()
+			if err == nil {
+				process := base[strings.LastIndexByte(base, '/')+1:]
+				err = os.WriteFile(filepath.Join(dir, process+"-"+name), content, 0o644)
+			}
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
