@@ -141,11 +141,11 @@ func definitions() []*shape {
 				),
 			)
 		}),
-		custom("objects of a large schema", "8,000 properties, 5 objects with half of them", 5, func() object {
-			return largeSchema(8000)
+		custom("objects of a large schema", "2,000 properties, 3 objects with half of them", 3, func() object {
+			return largeSchema(2000)
 		}, func(int) any {
 			o := object{}
-			for i := range 4000 {
+			for i := range 1000 {
 				o[fmt.Sprintf("property%d", i)] = "abc"
 			}
 			return o
