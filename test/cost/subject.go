@@ -16,6 +16,7 @@ import (
 	"time"
 
 	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 
@@ -172,6 +173,27 @@ data: {a: x}
 			s.t.Fatal(err)
 		}
 		s.tokens[w] = r.Status.Token
+	}
+	s.age(ctx)
+}
+
+// age writes 15 MB in large events, so that the history of events that a server keeps in memory has its full size.
+func (s *subject) age(ctx context.Context) {
+	s.t.Helper()
+	client := s.server.Client().CoreV1().ConfigMaps(namespace)
+	o := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "history"}}
+	o, err := client.Create(ctx, o, metav1.CreateOptions{})
+	for i := range 15 {
+		if err == nil {
+			o.Data = map[string]string{"a": strings.Repeat(string(rune('a'+i)), 1_000_000)}
+			o, err = client.Update(ctx, o, metav1.UpdateOptions{})
+		}
+	}
+	if err == nil {
+		err = client.Delete(ctx, "history", metav1.DeleteOptions{})
+	}
+	if err != nil {
+		s.t.Fatal(err)
 	}
 }
 
