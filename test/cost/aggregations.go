@@ -97,8 +97,11 @@ func discovered(name, about string, page http.HandlerFunc) *shape {
 			ctx, cancel := context.WithTimeout(ctx, 8*time.Second)
 			defer cancel()
 			for ctx.Err() == nil {
-				a.send(ctx, request{as: tenant, method: http.MethodGet, path: "/apis", header: http.Header{"Accept": {
-					"application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"}}})
+				resp, _ := a.send(ctx, request{as: tenant, method: http.MethodGet, path: "/apis", header: http.Header{
+					"Accept": {"application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"}}})
+				if resp != nil {
+					a.saw(fmt.Sprint(resp.StatusCode))
+				}
 				a.send(ctx, request{as: tenant, method: http.MethodGet, path: "/openapi/v3"})
 				a.send(ctx, request{as: tenant, method: http.MethodGet, path: "/openapi/v2"})
 				pause(ctx, 500*time.Millisecond)
