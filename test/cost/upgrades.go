@@ -41,7 +41,7 @@ func upgrade(name, about string, n int, path, protocol string, more string) *sha
 }
 
 func upgrades() []*shape {
-	const socket = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+	const socket = "Origin: https://x\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
 	const lonely = pods + "/lonely/"
 	return []*shape{
 		upgrade("200 execs of a pod without a node", "SPDY", 200, lonely+"exec?command=sh&stdin=true&stdout=true",
