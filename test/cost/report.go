@@ -127,12 +127,11 @@ func (r results) publish(path string) error {
 		return err
 	}
 	text := fmt.Sprintf(
-		"%s, %d processors, %s, %d shapes. A cell has %s.\n\n%s\n%s",
+		"%s, %d processors, %s, %d shapes.\n\n%s\n%s",
 		time.Now().UTC().Format(time.DateOnly),
 		runtime.NumCPU(),
 		runtime.Version(),
 		len(all),
-		strings.Join(formsInOrder, " · "),
 		all.table(),
 		all.reasons(),
 	)
