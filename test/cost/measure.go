@@ -92,8 +92,8 @@ type bench struct {
 	profiles string
 }
 
-// measureAll measures shapes at servers of a form, and adds the prices. A finding is measured once more on a fresh
-// server, and only counts if it is there again.
+// measureAll measures shapes at servers of a form, and adds the prices. A finding that may be noise is measured once more
+// on a fresh server, and only counts if it is there again.
 func (b *bench) measureAll(form string, chosen []*shape, all results) {
 	var s *subject
 	renew := func() {
@@ -118,8 +118,11 @@ func (b *bench) measureAll(form string, chosen []*shape, all results) {
 		}
 		r := b.measure(s, sh, theirs)
 		if theirs != nil && slices.ContainsFunc(judge(sh, form, theirs, r), unexplained) {
-			renew()
-			r = r.better(b.measure(s, sh, theirs), func(r *result) int { return len(judge(sh, form, theirs, r)) })
+			if !slices.ContainsFunc(judge(sh, form, theirs, r), certain) {
+				renew()
+				again := b.measure(s, sh, theirs)
+				r = r.better(again, func(r *result) int { return len(judge(sh, form, theirs, r)) })
+			}
 			if err := s.profile(b.profiles, sh); err != nil {
 				fmt.Printf("no profiles of %s: %v\n", sh, err)
 			}
