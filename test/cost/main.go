@@ -64,7 +64,7 @@ const kubeAPIServer = "kube-apiserver"
 func run(t *testing.T, o options) {
 	forms, patience := strings.Join(formsInOrder, ","), o.patience
 	if o.short {
-		forms, patience = kubeAPIServer+",up", 10*time.Second
+		forms, patience = kubeAPIServer+",up", 2*time.Second
 	}
 	if o.forms != "" {
 		forms = o.forms
