@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"time"
 
@@ -105,8 +106,11 @@ func afterLeaving(req *http.Request, ended <-chan any) {
 	}
 }
 
-// idleWorkers bounds the goroutines that wait for something to run.
-const idleWorkers = 64
+// idleWorkers bounds the goroutines that wait for something to run, and idleFor how long each waits.
+const (
+	idleWorkers = 64
+	idleFor     = 500 * time.Millisecond
+)
 
 // workers are goroutines that run one function after the other.
 type workers struct {
@@ -131,6 +135,8 @@ func (p *workers) run(f func()) {
 
 func (p *workers) work(f func()) {
 	next := make(chan func(), 1)
+	idle := time.NewTimer(idleFor)
+	defer idle.Stop()
 	for {
 		f()
 		p.mu.Lock()
@@ -140,8 +146,28 @@ func (p *workers) work(f func()) {
 		}
 		p.idle = append(p.idle, next)
 		p.mu.Unlock()
-		f = <-next
+		idle.Reset(idleFor)
+		select {
+		case f = <-next:
+		case <-idle.C:
+			if p.retire(next) {
+				return
+			}
+			f = <-next
+		}
 	}
+}
+
+// retire takes an idle goroutine out. It reports whether no function is on its way to it.
+func (p *workers) retire(next chan func()) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	i := slices.Index(p.idle, next)
+	if i < 0 {
+		return false
+	}
+	p.idle = slices.Delete(p.idle, i, i+1)
+	return true
 }
 
 // lateWriter is a handler's answer, which is nobody's any more once the time is over.

@@ -101,7 +101,7 @@ func TestARequestHasItsTime(t *testing.T) {
 	}
 }
 
-// Workers run everything that they are given, and no more than idleWorkers of them wait.
+// Workers run everything that they are given. No more than idleWorkers of them wait, and none for long.
 func TestWorkersAreUsedAgain(t *testing.T) {
 	p := &workers{}
 	var ran atomic.Int64
@@ -128,6 +128,11 @@ func TestWorkersAreUsedAgain(t *testing.T) {
 	for until := time.Now().Add(10 * time.Second); runtime.NumGoroutine()-before > idleWorkers; runtime.Gosched() {
 		if time.Now().After(until) {
 			t.Fatalf("%d goroutines wait", runtime.NumGoroutine()-before)
+		}
+	}
+	for until := time.Now().Add(10 * time.Second); runtime.NumGoroutine() > before; runtime.Gosched() {
+		if time.Now().After(until) {
+			t.Fatalf("%d goroutines wait for good", runtime.NumGoroutine()-before)
 		}
 	}
 }

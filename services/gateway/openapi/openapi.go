@@ -3,6 +3,7 @@
 package openapi
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"crypto/sha512"
@@ -139,7 +140,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	w.Header().Set("Content-Type", contentType)
 	w.Header().Set("Etag", `"`+d.etag+`"`)
 	w.Header().Add("Vary", "Accept")
-	http.ServeContent(w, req, "", time.Time{}, strings.NewReader(string(data)))
+	http.ServeContent(w, req, "", time.Time{}, bytes.NewReader(data))
 }
 
 // accepted chooses an encoding, as kube-openapi's handlers do.
