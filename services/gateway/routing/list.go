@@ -126,34 +126,40 @@ func (c *call) ofOne(q *watchfanoutv1.Query) bool {
 	return ok
 }
 
-// listFromRegistry answers a list that the watch tier does not. Many who ask the same at once, as all do when the tier
-// is away, share one reading of etcd that began after they asked.
+// listFromRegistry answers a list that the watch tier does not.
 func (c *call) listFromRegistry() {
-	r := c.getRequest()
-	r.User, r.Query = nil, listQuery(c.req.URL.Query()) // a list is the same for whoever may see it
-	key, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
+	data, err := c.readShared(c.getRequest())
 	if err != nil {
 		c.fail(err)
 		return
 	}
-	r.User, r.Query = c.user, c.req.URL.RawQuery
+	c.answered(int64(len(data)), false)
+	c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
+}
+
+// readShared reads a list from registry. Equal requests, as all clients send when the tier is away, share one reading
+// of etcd that began after they came. Router.Lists bounds how many readings are under way.
+func (c *call) readShared(r *registryv1.GetRequest) ([]byte, error) {
+	user, query := r.User, r.Query
+	values, _ := url.ParseQuery(query)
+	r.User, r.Query = nil, listQuery(values) // a list is the same for each user who may see it
+	key, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
+	if err != nil {
+		return nil, err
+	}
+	r.User, r.Query = user, query
 	lists := c.router.Lists
-	if slices.ContainsFunc(c.user.GetGroups(), func(g string) bool { return slices.Contains(first, g) }) {
+	if slices.ContainsFunc(user.GetGroups(), func(g string) bool { return slices.Contains(first, g) }) {
 		lists = c.router.FirstLists
 	}
-	data, err := lists.GetFor(c.req.Context(), identity.Owner(c.user.GetName()), string(key),
+	data, err := lists.GetFor(c.req.Context(), identity.Owner(user.GetName()), string(key),
 		func(ctx context.Context) ([]byte, error) {
 			return c.readList(ctx, r)
 		})
 	if errors.Is(err, coalesce.ErrBusy) {
 		err = apierrors.NewTooManyRequests("too many lists are waiting for etcd, please try again later", 1)
 	}
-	if err != nil {
-		c.fail(rpc.FromStatus(err))
-		return
-	}
-	c.answered(int64(len(data)), false)
-	c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
+	return data, rpc.FromStatus(err)
 }
 
 func (c *call) answered(bytes int64, compressed bool) {

@@ -38,6 +38,8 @@ type behind struct {
 	registryv1.UnimplementedCatalogServer
 	watchfanoutv1.UnimplementedWatchServer
 	tier error // what the tier answers lists with
+	// list answers registry's lists in place of List's own answer.
+	list func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error
 }
 
 func (b *behind) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
@@ -71,6 +73,9 @@ func (b *behind) Get(_ context.Context, r *registryv1.GetRequest) (*registryv1.O
 }
 
 func (b *behind) List(r *registryv1.GetRequest, s grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+	if b.list != nil {
+		return b.list(r, s)
+	}
 	return s.Send(&registryv1.ListChunk{Data: []byte("registry list " + r.Query)})
 }
 

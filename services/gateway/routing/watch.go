@@ -9,6 +9,7 @@ import (
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/endpoints/filters"
 	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
@@ -18,7 +19,6 @@ import (
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 
 	"watershed.dev/platform/identity"
-	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/gateway/watch"
@@ -47,7 +47,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 		return nil, nil, err
 	}
 	if p.query == nil {
-		return nil, nil, c.refusal()
+		return nil, nil, c.refusal(p.opts)
 	}
 	version, err := watchVersion(p.opts.ResourceVersion)
 	if err != nil {
@@ -122,23 +122,25 @@ func (c *call) stillServed() func() bool {
 	}
 }
 
-// refusal is why no source takes the watch, in the words of registry, which is asked for a list of one.
-func (c *call) refusal() error {
+// refusal returns the error of a watch that no source takes, in the words of registry: those of a list of one object.
+// Registry finds most errors before it reads. It finds an unknown includeObject after it has read, so that list is
+// without selectors: one that matches nothing would have registry read the whole resource.
+func (c *call) refusal(opts *internalversion.ListOptions) error {
 	r := c.getRequest()
 	r.Output = &registryv1.Output{MediaType: runtime.ContentTypeJSON, As: c.out.As}
 	q := c.req.URL.Query()
 	q.Set("limit", "1")
+	q.Del("labelSelector")   // plan has parsed it
 	q.Del("resourceVersion") // with a limit it is an exact one
 	if !q.Has("sendInitialEvents") {
 		q.Del("resourceVersionMatch") // which needs one
 	}
+	if _, known, err := c.fieldSelector(opts.FieldSelector); known && err == nil {
+		q.Del("fieldSelector")
+	}
 	r.Query = q.Encode()
-	stream, err := c.router.Objects.List(c.req.Context(), r)
-	if err == nil {
-		_, err = stream.Recv()
+	if _, err := c.readShared(r); err != nil {
+		return err
 	}
-	if err == nil {
-		return apierrors.NewMethodNotSupported(c.groupResource(), "watch")
-	}
-	return rpc.FromStatus(err)
+	return apierrors.NewMethodNotSupported(c.groupResource(), "watch")
 }

@@ -1,0 +1,65 @@
+package routing
+
+import (
+	"fmt"
+	"net/url"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"watershed.dev/platform/rpc"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+const asTable = "application/json;as=Table;v=v1;g=meta.k8s.io"
+
+// A refused watch has registry read one object: a selector that nothing matches would have it read the resource.
+func TestARefusedWatchReadsNoMoreThanOneObject(t *testing.T) {
+	const pods = "/api/v1/namespaces/x/pods?watch=1&resourceVersion=1&"
+	for query, keeps := range map[string]string{
+		"includeObject=Bogus&labelSelector=no%3Dsuch":                "",
+		"includeObject=Bogus&fieldSelector=metadata.name%3Dno":       "",
+		"labelSelector=no%3Dsuch&fieldSelector=spec.unknown%3Dvalue": "spec.unknown=value", // refused before any read
+	} {
+		var asked url.Values
+		r := routerOver(t, &behind{
+			list: func(r *registryv1.GetRequest, _ grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+				asked, _ = url.ParseQuery(r.Query)
+				return rpc.ToStatus(apierrors.NewBadRequest("as registry says"))
+			}})
+		code, body := ask(t, r, "GET", pods+query, "", "Accept", asTable)
+		if code != 400 || !strings.Contains(body, "as registry says") {
+			t.Errorf("%s: %d %s", query, code, body)
+		}
+		if asked.Get("limit") != "1" || asked.Has("labelSelector") || asked.Get("fieldSelector") != keeps {
+			t.Errorf("%s: registry is asked for %v", query, asked)
+		}
+	}
+}
+
+// Refused watches are among the lists that Router.Lists bounds: routerOver lets one run at a time.
+func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
+	underWay := make(chan struct{}, 1)
+	r := routerOver(t, &behind{
+		list: func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+			select {
+			case underWay <- struct{}{}:
+			default:
+				t.Error("two lists are under way at a time")
+			}
+			time.Sleep(10 * time.Millisecond) // a second list would begin meanwhile
+			<-underWay
+			return rpc.ToStatus(apierrors.NewBadRequest("as registry says"))
+		}})
+	var all sync.WaitGroup
+	for i := range 8 {
+		all.Go(func() {
+			ask(t, r, "GET", fmt.Sprintf("/api/v1/pods?watch=1&includeObject=Bogus%d", i), "", "Accept", asTable)
+		})
+	}
+	all.Wait()
+}
