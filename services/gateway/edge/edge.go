@@ -86,8 +86,8 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY): a "+
 			"chance from 0 to 0.02.")
 	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil, "Identifiers of the API.")
-	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", 1000,
-		"The maximum number of streams in an HTTP/2 connection.")
+	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", defaultStreams,
+		"The limit that the server gives to clients for the maximum number of streams in an HTTP/2 connection. 0: 100.")
 	fs.DurationVar(&c.ShutdownDelay, "shutdown-delay-duration", 0,
 		"How long to go on serving after SIGTERM while /readyz fails.")
 	fs.DurationVar(&c.WatchGrace, "shutdown-watch-termination-grace-period", 0,
@@ -136,6 +136,11 @@ func NewServer(c *Config) *Server {
 	return s
 }
 
+// defaultStreams is kube-apiserver's default, and what clients of golang.org/x/net/http2 expect before they have the
+// server's settings. A connection is closed when it has four times as many requests that have not begun, so the bound
+// is also one on rapid resets (k8s.io/apiserver/pkg/server/secure_serving.go).
+const defaultStreams = 100
+
 // resourceBody is what 99 of 100 objects fit into, and so a frame and a stream's window
 // (k8s.io/apiserver/pkg/server/secure_serving.go).
 const resourceBody = 256 << 10
@@ -173,8 +178,12 @@ func (s *Server) Run(ctx context.Context, h http.Handler) error {
 	return s.shutDown(srv)
 }
 
-// server is net/http's, with its bounds.
+// server returns net/http's server with kube-apiserver's bounds of headers and HTTP/2.
 func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
+	streams := int64(c.HTTP2MaxStreams)
+	if streams == 0 {
+		streams = defaultStreams
+	}
 	return &http.Server{
 		Handler:           h,
 		TLSConfig:         conf,
@@ -183,10 +192,10 @@ func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
 		ReadHeaderTimeout: 32 * time.Second,
 		ErrorLog:          quiet(),
 		HTTP2: &http.HTTP2Config{
-			MaxConcurrentStreams:          int(c.HTTP2MaxStreams),
+			MaxConcurrentStreams:          int(streams),
 			MaxReadFrameSize:              resourceBody,
 			MaxReceiveBufferPerStream:     resourceBody,
-			MaxReceiveBufferPerConnection: int(min(int64(c.HTTP2MaxStreams)*resourceBody, 1<<30)),
+			MaxReceiveBufferPerConnection: int(min(streams*resourceBody, 1<<30)),
 		},
 	}
 }
