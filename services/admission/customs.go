@@ -5,7 +5,6 @@ import (
 	"sync"
 	"time"
 
-	"go.opentelemetry.io/otel"
 	"k8s.io/apiextensions-apiserver/pkg/apihelpers"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
@@ -74,8 +73,7 @@ func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, out e
 	if err != nil {
 		return nil, err
 	}
-	c.converters = crd.NewConverters(services, webhookutil.NewDefaultAuthenticationInfoResolverWrapper(nil,
-		out.Upstream(), config, otel.GetTracerProvider()))
+	c.converters = crd.NewConverters(services, crd.Webhooks(out, config))
 	return c, nil
 }
 

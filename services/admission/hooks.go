@@ -25,6 +25,8 @@ import (
 	admissionlisters "k8s.io/client-go/listers/admissionregistration/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+
+	"watershed.dev/platform/egress"
 )
 
 // HookOptions keep a slow or dead webhook its owner's matter (kubernetes 128162). They are off by default:
@@ -267,9 +269,14 @@ func (h *hooks) wrapped(c *rest.Config, err error) (*rest.Config, error) {
 		return nil, err
 	}
 	c = rest.CopyConfig(c) // it may be everybody's
-	c.Wrap(func(next http.RoundTripper) http.RoundTripper { return &hookTransport{h, next} })
+	c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+		return &hookTransport{h, egress.BoundAnswers(next, answerBytes, 0)}
+	})
 	return c, nil
 }
+
+// answerBytes bounds what a hook answers. A patch of an object of 3 MB is smaller.
+const answerBytes = 16 << 20
 
 var (
 	errBroken     = errors.New("it is not called for a while because it has failed (--webhook-breaker-failures)")

@@ -13,14 +13,12 @@ import (
 	"github.com/nats-io/nats.go/jetstream"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
-	"go.opentelemetry.io/otel"
 	"google.golang.org/grpc"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	extensionsclient "k8s.io/apiextensions-apiserver/pkg/client/clientset/clientset"
 	extensions "k8s.io/apiextensions-apiserver/pkg/client/informers/externalversions"
 	serverstorage "k8s.io/apiserver/pkg/server/storage"
 	etcdmetrics "k8s.io/apiserver/pkg/storage/etcd3/metrics"
-	"k8s.io/apiserver/pkg/util/webhook"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	restclient "k8s.io/client-go/rest"
@@ -243,9 +241,7 @@ func (s *Service) custom() error {
 	if s.services, err = apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting); err != nil {
 		return err
 	}
-	wrapper := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, s.out.Upstream(), s.loopback,
-		otel.GetTracerProvider())
-	customs.Converters = crd.NewConverters(s.services, wrapper)
+	customs.Converters = crd.NewConverters(s.services, crd.Webhooks(s.out, s.loopback))
 	s.resources.Custom = customs
 	s.tail.Foreign = func() {
 		customs.HistoryChanged()

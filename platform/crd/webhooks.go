@@ -1,0 +1,46 @@
+package crd
+
+import (
+	"net/http"
+
+	"go.opentelemetry.io/otel"
+	"k8s.io/apiserver/pkg/util/webhook"
+	"k8s.io/client-go/rest"
+
+	"watershed.dev/platform/egress"
+)
+
+const (
+	// answerBytes and answerFactor bound the answer of a conversion webhook: that many bytes, and as many for each byte
+	// of its request. One call converts a whole list, so no fixed bound fits.
+	answerBytes  = 16 << 20
+	answerFactor = 4
+)
+
+// Webhooks configures the clients of conversion webhooks: out dials them, and their answers are bounded. config is for
+// one that names the Service kubernetes.default.
+func Webhooks(out egress.Selector, config *rest.Config) webhook.AuthenticationInfoResolverWrapper {
+	upstream := webhook.NewDefaultAuthenticationInfoResolverWrapper(nil, out.Upstream(), config,
+		otel.GetTracerProvider())
+	bound := func(c *rest.Config, err error) (*rest.Config, error) {
+		if err != nil {
+			return nil, err
+		}
+		c = rest.CopyConfig(c) // it may be config
+		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
+			return egress.BoundAnswers(next, answerBytes, answerFactor)
+		})
+		return c, nil
+	}
+	return func(r webhook.AuthenticationInfoResolver) webhook.AuthenticationInfoResolver {
+		r = upstream(r)
+		return &webhook.AuthenticationInfoResolverDelegator{
+			ClientConfigForFunc: func(hostPort string) (*rest.Config, error) {
+				return bound(r.ClientConfigFor(hostPort))
+			},
+			ClientConfigForServiceFunc: func(service, namespace string, port int) (*rest.Config, error) {
+				return bound(r.ClientConfigForService(service, namespace, port))
+			},
+		}
+	}
+}
