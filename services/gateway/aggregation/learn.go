@@ -26,9 +26,42 @@ const (
 	// learnAgain is how often a server is asked what it serves, kube-aggregator's.
 	learnAgain   = time.Minute
 	learnTimeout = 5 * time.Second
-	// learnMost bounds what a server may answer.
-	learnMost = 64 << 20
+	// learnAtOnce is how many servers are read at a time: each may fill the bounds below.
+	learnAtOnce = 4
 )
+
+// bound is how large a server's answer may be: in bytes, and in JSON values, because three bytes of JSON become a
+// struct of hundreds. kube-aggregator has no such bound.
+type bound struct{ bytes, values int }
+
+var (
+	// ofDiscovery is 25 times what kube-apiserver itself lists in aggregated discovery.
+	ofDiscovery = bound{4 << 20, 50_000}
+	// ofDocuments is three times kube-apiserver's own OpenAPI v2, which has all groups.
+	ofDocuments = bound{16 << 20, 200_000}
+)
+
+// check fails for an answer that exceeds the bound.
+func (b bound) check(path string, data []byte) error {
+	if len(data) > b.bytes {
+		return fmt.Errorf("%s is larger than %d bytes", path, b.bytes)
+	}
+	values, quoted := 0, false
+	for i := 0; i < len(data); i++ {
+		switch c := data[i]; {
+		case quoted && c == '\\':
+			i++ // what it escapes
+		case c == '"':
+			quoted = !quoted
+		case !quoted && (c == ',' || c == '[' || c == '{'):
+			values++
+		}
+	}
+	if values > b.values {
+		return fmt.Errorf("%s has more than %d values", path, b.values)
+	}
+	return nil
+}
 
 // aggregator is who learns, kube-aggregator's own name.
 var aggregator = &user.DefaultInfo{Name: "system:kube-aggregator", Groups: []string{"system:masters"}}
@@ -84,7 +117,7 @@ func (l *Learner) Run(ctx context.Context) {
 	}
 }
 
-// learn asks every server in parallel, and publishes each answer as it arrives.
+// learn asks the servers, some in parallel, and publishes each answer as it arrives.
 func (l *Learner) learn(ctx context.Context) {
 	servers := *l.proxy.current.Load()
 	l.mu.Lock()
@@ -100,8 +133,11 @@ func (l *Learner) learn(ctx context.Context) {
 		l.changed()
 	}
 	var wg sync.WaitGroup
+	turns := make(chan struct{}, learnAtOnce)
 	for gv, r := range servers {
+		turns <- struct{}{}
 		wg.Go(func() {
+			defer func() { <-turns }()
 			if l.one(ctx, gv, r) {
 				l.changed()
 			}
@@ -144,7 +180,7 @@ func (l *Learner) one(ctx context.Context, gv schema.GroupVersion, r *server) bo
 
 // document is one of the server's in JSON, or nil.
 func (r *server) document(ctx context.Context, path string) []byte {
-	data, _, err := r.get(ctx, path, "application/json")
+	data, _, err := r.get(ctx, path, "application/json", ofDocuments)
 	if err != nil || !json.Valid(data) || !bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) {
 		return nil
 	}
@@ -169,7 +205,7 @@ func (l *Learner) Of(gv schema.GroupVersion) *Learned {
 func (r *server) learn(ctx context.Context, gv schema.GroupVersion) (*Learned, error) {
 	const accept = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList," +
 		"application/json;g=apidiscovery.k8s.io;v=v2beta1;as=APIGroupDiscoveryList"
-	data, contentType, err := r.get(ctx, "/apis", accept)
+	data, contentType, err := r.get(ctx, "/apis", accept, ofDiscovery)
 	if err == nil && strings.Contains(contentType, "APIGroupDiscoveryList") {
 		var list apidiscoveryv2.APIGroupDiscoveryList
 		if err := json.Unmarshal(data, &list); err != nil {
@@ -184,7 +220,7 @@ func (r *server) learn(ctx context.Context, gv schema.GroupVersion) (*Learned, e
 		}
 		return nil, fmt.Errorf("it does not list %s", gv)
 	}
-	data, _, err = r.get(ctx, "/apis/"+gv.String(), "application/json")
+	data, _, err = r.get(ctx, "/apis/"+gv.String(), "application/json", ofDiscovery)
 	if err != nil {
 		return nil, err
 	}
@@ -210,7 +246,7 @@ func learned(resources []apidiscoveryv2.APIResourceDiscovery) (*Learned, error) 
 }
 
 // get reads a page of the server's as the aggregator itself.
-func (r *server) get(ctx context.Context, path, accept string) (data []byte, contentType string, err error) {
+func (r *server) get(ctx context.Context, path, accept string, most bound) (data []byte, contentType string, err error) {
 	if !r.Available || len(r.Addresses) == 0 || r.err != nil {
 		return nil, "", fmt.Errorf("%s.%s is not available", r.Version, r.Group)
 	}
@@ -230,9 +266,9 @@ func (r *server) get(ctx context.Context, path, accept string) (data []byte, con
 	if resp.StatusCode != http.StatusOK {
 		return nil, "", fmt.Errorf("%s answered %s", path, resp.Status)
 	}
-	data, err = io.ReadAll(io.LimitReader(resp.Body, learnMost+1))
-	if err == nil && len(data) > learnMost {
-		err = fmt.Errorf("%s is larger than %d bytes", path, learnMost)
+	data, err = io.ReadAll(io.LimitReader(resp.Body, int64(most.bytes)+1))
+	if err == nil {
+		err = most.check(path, data)
 	}
 	return data, resp.Header.Get("Content-Type"), err
 }

@@ -49,7 +49,9 @@ type Handler struct {
 // document is what registry or another server has made. Its protobuf is made when a client asks for that: what another
 // server says may be no proper OpenAPI, and is then served as it came.
 type document struct {
-	etag     string
+	etag string
+	// remote: an aggregated server's own.
+	remote   bool
 	json     []byte
 	encode   sync.Once
 	protobuf []byte
@@ -143,6 +145,11 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	http.ServeContent(w, req, "", time.Time{}, bytes.NewReader(data))
 }
 
+// maxRemoteProtobuf is how large an aggregated server's document of v3 may be to be served in protobuf; kube-apiserver's
+// own largest has 1.7 MB. Its conversion takes many times the document's size, and kube-apiserver makes none: it proxies
+// these requests.
+const maxRemoteProtobuf = 2 << 20
+
 // accepted chooses an encoding, as kube-openapi's handlers do.
 func (d *document) accepted(accept, path, version string) ([]byte, string, bool) {
 	if accept == "" {
@@ -157,6 +164,9 @@ func (d *document) accepted(accept, path, version string) ([]byte, string, bool)
 		case "json", "*":
 			return d.json, "application/json", true
 		case strings.TrimPrefix(protobuf, "application/"), "com.github.proto-openapi.spec." + version + "@v1.0+protobuf":
+			if d.remote && len(d.json) > maxRemoteProtobuf {
+				continue
+			}
 			d.encode.Do(func() { d.protobuf = toProtobuf(path, d.json) })
 			return d.protobuf, protobuf, len(d.protobuf) > 0
 		}
@@ -237,7 +247,7 @@ func (h *Handler) known(path string) (*document, string, error) {
 		return d, etag, nil
 	}
 	if learned := h.remote(path); learned != nil {
-		h.made[path] = &document{etag: etag, json: learned.OpenAPI}
+		h.made[path] = &document{etag: etag, json: learned.OpenAPI, remote: true}
 		return h.made[path], etag, nil
 	}
 	return nil, etag, nil

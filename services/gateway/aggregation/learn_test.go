@@ -1,0 +1,107 @@
+package aggregation
+
+import (
+	"fmt"
+	"net/http"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+var metrics = schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"}
+
+// An aggregated server's answer that is too large, in bytes or in values, is not decoded: the server is stale.
+func TestLargeDiscoveryIsRefused(t *testing.T) {
+	for name, items := range map[string]string{
+		"bytes":   `{"resource":"` + strings.Repeat("x", 60<<20) + `"}`,
+		"objects": strings.Repeat(`{},`, 1<<20) + `{}`,
+		"nulls":   strings.Repeat(`null,`, 700_000) + `null`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			body := fmt.Appendf(nil, `{"items":[{"metadata":{"name":"metrics.k8s.io"},"versions":`+
+				`[{"version":"v1","resources":[%s]}]}]}`, items)
+			p := proxyTo(t, other(t, func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Content-Type", "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")
+				_, _ = w.Write(body)
+			}))
+			l := NewLearner(p, func() {})
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			l.learn(t.Context())
+			runtime.ReadMemStats(&after)
+			if got := l.Of(metrics); got == nil || !got.Stale || got.Resources != nil {
+				t.Errorf("%.200v", got)
+			}
+			if mb := (after.TotalAlloc - before.TotalAlloc) >> 20; mb > 100 { // two readings of 4 MB that grow
+				t.Errorf("%d MB are allocated", mb)
+			}
+		})
+	}
+}
+
+// Documents of more than 16 MB or 200,000 values are left out. What a string holds are no values.
+func TestLargeDocumentsAreLeftOut(t *testing.T) {
+	for name, x := range map[string]struct {
+		document string
+		kept     bool
+	}{
+		"sound":   {`{"swagger":"2.0","info":{"description":"` + strings.Repeat(`,{[\"`, 1<<20) + `"}}`, true},
+		"bytes":   {`{"swagger":"` + strings.Repeat("x", 16<<20) + `"}`, false},
+		"objects": {`{"definitions":[` + strings.Repeat(`{},`, 200_000) + `{}]}`, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
+				switch {
+				case strings.HasPrefix(r.URL.Path, "/openapi/"):
+					fmt.Fprint(w, x.document)
+				case r.URL.Path == "/apis/metrics.k8s.io/v1":
+					fmt.Fprint(w, `{"groupVersion":"metrics.k8s.io/v1","resources":[]}`)
+				default:
+					http.NotFound(w, r)
+				}
+			}))
+			l := NewLearner(p, func() {})
+			l.learn(t.Context())
+			got := l.Of(metrics)
+			if got.Stale || (got.OpenAPI != nil) != x.kept || (got.OpenAPIV2 != nil) != x.kept {
+				t.Errorf("stale %v, %d and %d bytes", got.Stale, len(got.OpenAPI), len(got.OpenAPIV2))
+			}
+		})
+	}
+}
+
+// A few servers are read at a time.
+func TestFewServersAreReadAtATime(t *testing.T) {
+	var now, most atomic.Int32
+	var all []*registryv1.APIService
+	one := other(t, func(w http.ResponseWriter, r *http.Request) {
+		n := now.Add(1)
+		defer now.Add(-1)
+		for m := most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
+		}
+		time.Sleep(5 * time.Millisecond) // the others would come meanwhile
+		http.NotFound(w, r)
+	})
+	for i := range 12 {
+		all = append(all, &registryv1.APIService{
+			Group:                 fmt.Sprintf("g%d.example.com", i),
+			Version:               one.Version,
+			ServiceName:           one.ServiceName,
+			ServiceNamespace:      one.ServiceNamespace,
+			Addresses:             one.Addresses,
+			Available:             true,
+			InsecureSkipTlsVerify: true,
+		})
+	}
+	l := NewLearner(proxyTo(t, all...), func() {})
+	l.learn(t.Context())
+	if n := most.Load(); n > learnAtOnce || len(l.Groups()) != 12 {
+		t.Errorf("%d of %d servers are read at a time", n, len(l.Groups()))
+	}
+}
