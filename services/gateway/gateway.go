@@ -221,8 +221,10 @@ func (c *Config) validate() error {
 	case c.Fairness.Enabled && reads+writes == 0:
 		return errors.New("--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
 			"with --enable-priority-and-fairness")
+	case c.MinRequestTimeout < 0:
+		return fmt.Errorf("--min-request-timeout %d: must not be negative", c.MinRequestTimeout)
 	}
-	return errors.Join(c.Edge.Bounds.Validate(), c.Watch.Validate())
+	return errors.Join(c.Edge.Validate(), c.Watch.Validate())
 }
 
 // router is what answers requests for resources.

@@ -282,3 +282,20 @@ func TestAGatewayWaitsForWhatItNeeds(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A gateway does not start with a bound that kube-apiserver refuses.
+func TestBoundsOutOfRangeAreRefused(t *testing.T) {
+	for _, flag := range []string{"--min-request-timeout=-1", "--goaway-chance=1", "--max-requests-inflight=-1",
+		"--max-watch-rate-per-user=-1"} {
+		c := &Config{}
+		fs := pflag.NewFlagSet("gateway", pflag.ContinueOnError)
+		c.AddFlags(fs)
+		if err := fs.Parse([]string{flag}); err != nil {
+			t.Fatal(err)
+		}
+		name, value, _ := strings.Cut(flag, "=")
+		if err := c.validate(); err == nil || !strings.HasPrefix(err.Error(), name+" "+value+": must ") {
+			t.Errorf("%s: %v", flag, err)
+		}
+	}
+}

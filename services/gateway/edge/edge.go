@@ -103,6 +103,29 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		"Request header prefixes to inspect.")
 }
 
+// Validate refuses what kube-apiserver refuses (k8s.io/apiserver/pkg/server/options, ServerRunOptions.Validate), and
+// names the flag.
+func (c *Config) Validate() error {
+	var errs []error
+	for _, f := range []struct {
+		name  string
+		value time.Duration
+	}{
+		{"request-timeout", c.RequestTimeout},
+		{"shutdown-delay-duration", c.ShutdownDelay},
+		{"shutdown-watch-termination-grace-period", c.WatchGrace},
+	} {
+		if f.value < 0 {
+			errs = append(errs, fmt.Errorf("--%s %v: must not be negative", f.name, f.value))
+		}
+	}
+	if !(c.GoawayChance >= 0 && c.GoawayChance <= 0.02) { // also false for NaN
+		errs = append(errs, fmt.Errorf("--goaway-chance %v: must be from 0 to 0.02; 0 closes no connection",
+			c.GoawayChance))
+	}
+	return errors.Join(append(errs, c.Bounds.Validate())...)
+}
+
 // FrontProxyHeaders are the headers that may carry an identity, by name and by how their names begin. They are taken
 // out of every request, also where no front proxy is configured, since whoever a request is passed on to may believe
 // them.

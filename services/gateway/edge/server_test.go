@@ -199,3 +199,20 @@ func TestGosClientsOpenFurtherConnections(t *testing.T) {
 		}
 	}
 }
+
+// Flags that are bounds are refused outside of kube-apiserver's ranges, by a line that names the flag and its value.
+func TestFlagsOutOfRangeAreRefused(t *testing.T) {
+	for _, flag := range []string{
+		"--goaway-chance=0.03", "--goaway-chance=-0.01", "--goaway-chance=NaN", "--request-timeout=-1s",
+		"--shutdown-delay-duration=-1s", "--shutdown-watch-termination-grace-period=-1s",
+		"--max-connections-per-user=-1", "--max-streams-per-user=-1",
+	} {
+		err := defaults(t, flag).Validate()
+		if want := strings.Replace(flag, "=", " ", 1) + ": must "; err == nil || !strings.HasPrefix(err.Error(), want) {
+			t.Errorf("%s: %v", flag, err)
+		}
+	}
+	if err := defaults(t, "--goaway-chance=0.02", "--request-timeout=0").Validate(); err != nil {
+		t.Error(err)
+	}
+}
