@@ -44,6 +44,8 @@ func (c cluster) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		fmt.Fprint(w, `{"kind":"APIVersions","versions":[]}`)
 	case path == "/apis":
 		fmt.Fprint(w, `{"kind":"APIGroupList","apiVersion":"v1","groups":[]}`)
+	case strings.HasPrefix(path, "/openapi/"):
+		fmt.Fprint(w, strings.Join(c[path], ""))
 	case req.URL.Query().Get("sendInitialEvents") != "": // the client then lists
 		w.WriteHeader(http.StatusUnprocessableEntity)
 		fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Invalid","code":422}`)

@@ -9,6 +9,11 @@ import (
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+
+	"watershed.dev/platform/rpc"
 )
 
 // A mutating webhook's patch may copy no more than a client's: with its failurePolicy Fail the review fails, and the
@@ -37,6 +42,38 @@ func TestAWebhooksCopiesAreBounded(t *testing.T) {
 		hook.URL, base64.StdEncoding.EncodeToString(ca))}})
 	v, err := a.Admit(t.Context(), creationOf("ConfigMap", "configmaps", "x",
 		`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"n","namespace":"x"},"data":{"k":"v"}}`))
+	if err == nil || !strings.Contains(err.Error(), "copy") {
+		t.Errorf("the patch is applied: %d bytes, %v", len(v.GetObject()), err)
+	}
+}
+
+// A MutatingAdmissionPolicy's JSONPatch may copy no more than a client's: the CEL budget bounds how many operations it
+// makes, not how much they copy.
+func TestAPolicysCopiesAreBounded(t *testing.T) {
+	var ops []string
+	for i := range 20 { // 12 MB without the bound
+		ops = append(ops, fmt.Sprintf(`JSONPatch{op: "copy", from: "/data", path: "/data/x%d"}`, i))
+	}
+	const path = "/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolic"
+	a := chain(t, cluster{
+		path + "ies": {fmt.Sprintf(`{"metadata":{"name":"p"},"spec":{"failurePolicy":"Fail","reinvocationPolicy":"Never",`+
+			`"matchConstraints":{"matchPolicy":"Equivalent","namespaceSelector":{},"objectSelector":{},"resourceRules":`+
+			`[{"scope":"*","operations":["CREATE"],"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"]}]},`+
+			`"mutations":[{"patchType":"JSONPatch","jsonPatch":{"expression":%q}}]}}`, "["+strings.Join(ops, ",")+"]")},
+		path + "ybindings":   {`{"metadata":{"name":"b"},"spec":{"policyName":"p"}}`},
+		"/openapi/v3":        {`{"paths":{"api/v1":{"serverRelativeURL":"/openapi/v3/api/v1?hash=1"}}}`},
+		"/openapi/v3/api/v1": {`{"openapi":"3.0.0","components":{"schemas":{}}}`},
+	})
+	review := creationOf("ConfigMap", "configmaps", "x",
+		`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"n","namespace":"x"},"data":{"k":"v"}}`)
+	v, err := a.Admit(t.Context(), review)
+	for until := time.Now().Add(10 * time.Second); apierrors.IsServiceUnavailable(rpc.FromStatus(err)); {
+		if time.Now().After(until) { // upstream's plugin reads OpenAPI when it begins
+			t.Fatal(err)
+		}
+		time.Sleep(10 * time.Millisecond)
+		v, err = a.Admit(t.Context(), review)
+	}
 	if err == nil || !strings.Contains(err.Error(), "copy") {
 		t.Errorf("the patch is applied: %d bytes, %v", len(v.GetObject()), err)
 	}
