@@ -5,6 +5,7 @@ import (
 	"net/url"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -43,16 +44,14 @@ func TestARefusedWatchReadsNoMoreThanOneObject(t *testing.T) {
 
 // Refused watches are among the lists that Router.Lists bounds: routerOver lets one run at a time.
 func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
-	underWay := make(chan struct{}, 1)
+	var underWay atomic.Int32
 	r := routerOver(t, &behind{
 		list: func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error {
-			select {
-			case underWay <- struct{}{}:
-			default:
+			if underWay.Add(1) > 1 {
 				t.Error("two lists are under way at a time")
 			}
+			defer underWay.Add(-1)
 			time.Sleep(10 * time.Millisecond) // a second list would begin meanwhile
-			<-underWay
 			return rpc.ToStatus(apierrors.NewBadRequest("as registry says"))
 		}})
 	var all sync.WaitGroup
