@@ -55,3 +55,26 @@ func TestTheWaysNameFunctionsThatThereAre(t *testing.T) {
 		t.Errorf("%d functions are named", found)
 	}
 }
+
+// docs/bounds.md names tests that there are.
+func TestTheBoundsNameTestsThatThereAre(t *testing.T) {
+	text, err := os.ReadFile(harness.Root() + "/docs/bounds.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("git", "grep", "-hE", "^func Test", "--", "*_test.go")
+	cmd.Dir = harness.Root()
+	tests, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	named := regexp.MustCompile("`(Test[A-Za-z0-9]+)`").FindAllSubmatch(text, -1)
+	for _, m := range named {
+		if !strings.Contains(string(tests), "func "+string(m[1])+"(") {
+			t.Errorf("there is no %s", m[1])
+		}
+	}
+	if len(named) < 30 {
+		t.Errorf("%d tests are named", len(named))
+	}
+}
