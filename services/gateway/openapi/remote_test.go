@@ -1,0 +1,61 @@
+package openapi
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"watershed.dev/platform/catalog"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/aggregation"
+)
+
+// A large document of an aggregated server has no protobuf: clients that take JSON too get JSON.
+func TestALargeRemoteDocumentHasNoProtobuf(t *testing.T) {
+	const protobuf = "application/com.github.proto-openapi.spec.v3.v1.0+protobuf"
+	description := ""
+	s := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/apis/metrics.k8s.io/v1":
+			fmt.Fprint(w, `{"groupVersion":"metrics.k8s.io/v1","resources":[]}`)
+		case "/openapi/v3/apis/metrics.k8s.io/v1":
+			fmt.Fprintf(w, `{"openapi":"3.0.0","info":{"title":"m","version":"1","description":%q},"paths":{}}`, description)
+		default:
+			http.NotFound(w, r)
+		}
+	}))
+	t.Cleanup(s.Close)
+	for size, code := range map[int]int{10: 200, maxRemoteProtobuf: 406} {
+		description = strings.Repeat("x", size)
+		h, _ := handler(t)
+		proxy, err := aggregation.New(&aggregation.Config{}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		proxy.Set(catalog.NewView(&registryv1.CatalogResponse{ApiServices: []*registryv1.APIService{{
+			Group:                 "metrics.k8s.io",
+			Version:               "v1",
+			Addresses:             []string{strings.TrimPrefix(s.URL, "https://")},
+			Available:             true,
+			InsecureSkipTlsVerify: true,
+		}}}))
+		learned := make(chan struct{}, 10)
+		h.Aggregated = aggregation.NewLearner(proxy, func() { learned <- struct{}{} })
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() { defer close(ended); h.Aggregated.Run(ctx) }()
+		<-learned
+		cancel()
+		<-ended
+		const path = "/openapi/v3/apis/metrics.k8s.io/v1"
+		if w := get(h, path, "Accept", protobuf); w.Code != code {
+			t.Errorf("%d bytes in protobuf: %d", size, w.Code)
+		}
+		if w := get(h, path, "Accept", protobuf+";q=0.9,application/json;q=0.5"); w.Code != 200 {
+			t.Errorf("%d bytes in protobuf or JSON: %d", size, w.Code)
+		}
+	}
+}
