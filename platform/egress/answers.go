@@ -7,8 +7,8 @@ import (
 )
 
 // BoundAnswers returns a RoundTripper whose answers fail after base bytes and factor bytes for each of the request's
-// body. Clients of webhooks read an answer whole, and Go's transport expands gzip, so a webhook could fill the memory of
-// the service that calls it. kube-apiserver has no such bound.
+// body. Clients of webhooks read an answer whole, and Go's transport expands gzip. Without a bound, a webhook could
+// fill the memory of the service that calls it; kube-apiserver has none.
 func BoundAnswers(next http.RoundTripper, base, factor int64) http.RoundTripper {
 	return &bounded{next, base, factor}
 }

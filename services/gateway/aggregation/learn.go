@@ -246,7 +246,8 @@ func learned(resources []apidiscoveryv2.APIResourceDiscovery) (*Learned, error) 
 }
 
 // get reads a page of the server's as the aggregator itself.
-func (r *server) get(ctx context.Context, path, accept string, most bound) (data []byte, contentType string, err error) {
+func (r *server) get(ctx context.Context, path, accept string,
+	most bound) (data []byte, contentType string, err error) {
 	if !r.Available || len(r.Addresses) == 0 || r.err != nil {
 		return nil, "", fmt.Errorf("%s.%s is not available", r.Version, r.Group)
 	}

@@ -145,9 +145,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	http.ServeContent(w, req, "", time.Time{}, bytes.NewReader(data))
 }
 
-// maxRemoteProtobuf is how large an aggregated server's document of v3 may be to be served in protobuf; kube-apiserver's
-// own largest has 1.7 MB. Its conversion takes many times the document's size, and kube-apiserver makes none: it proxies
-// these requests.
+// maxRemoteProtobuf is how large an aggregated server's document of v3 may be to be served in protobuf. The conversion
+// takes many times the document's size. kube-apiserver converts none: it proxies these requests. Its own largest
+// document has 1.7 MB.
 const maxRemoteProtobuf = 2 << 20
 
 // accepted chooses an encoding, as kube-openapi's handlers do.
