@@ -36,6 +36,7 @@ var (
 		"http2: stream closed",
 		"client disconnected",
 		"http: Handler timeout",
+		"context canceled",
 	}
 )
 
