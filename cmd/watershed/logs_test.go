@@ -43,7 +43,8 @@ func TestLogFilesAreBounded(t *testing.T) {
 	if len(out.end) > endBytes {
 		t.Errorf("%d bytes stay in memory", len(out.end))
 	}
-	if err := (&logFiles{maxSize: -1}).validate(); err == nil || !strings.Contains(err.Error(), "--log-file-max-size -1") {
+	bad := logFiles{maxSize: -1}
+	if err := bad.validate(); err == nil || !strings.Contains(err.Error(), "--log-file-max-size -1") {
 		t.Error(err)
 	}
 }

@@ -95,7 +95,12 @@ func TestFramesCrossAsTheyAre(t *testing.T) {
 		}
 	}
 	for _, m := range []*watchfanoutv1.WatchFrame{
-		{}, full, {Data: small, Marks: full.Marks}, {Data: large}, {Initial: [][]byte{small}}, {Data: small, Initial: full.Initial},
+		{},
+		full,
+		{Data: small, Marks: full.Marks},
+		{Data: large},
+		{Initial: [][]byte{small}},
+		{Data: small, Initial: full.Initial},
 	} {
 		data, err := lists.Marshal(m)
 		if err != nil {

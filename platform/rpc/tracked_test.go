@@ -19,7 +19,8 @@ type tracking struct {
 	done chan struct{}
 }
 
-func (s *tracking) Watch(_ *watchfanoutv1.WatchRequest, stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+func (s *tracking) Watch(_ *watchfanoutv1.WatchRequest,
+	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	m := &watchfanoutv1.WatchFrame{Data: make([]byte, 1<<20)}
 	if err := stream.SendMsg(&Tracked{WatchFrame: m, Done: func() { s.done <- struct{}{} }}); err != nil {
 		return err

@@ -210,7 +210,8 @@ func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 		if err != nil {
 			return err
 		}
-		h.webhook.set(tokencache.New(h.lookups.bounded(w), false, c.WebhookTokenAuthnCacheTTL, c.WebhookTokenAuthnCacheTTL))
+		ttl := c.WebhookTokenAuthnCacheTTL
+		h.webhook.set(tokencache.New(h.lookups.bounded(w), false, ttl, ttl))
 		h.refresh()
 		return nil
 	})

@@ -332,7 +332,8 @@ func (s *Service) Run(ctx context.Context) error {
 	s.tasks.Go(ctx, "publisher", s.publisher.Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()
-		return eventlog.Read(ctx, s.nats, eventlog.Direct{JS: s.js}, eventlog.Opened(ctx, s.source.SealedWith, s.tail.Append))
+		return eventlog.Read(ctx, s.nats, eventlog.Direct{JS: s.js},
+			eventlog.Opened(ctx, s.source.SealedWith, s.tail.Append))
 	})
 	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
 		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error {

@@ -51,7 +51,7 @@ func certificates() *shape {
 				return
 			}
 			odd := []tls.Certificate{}
-			for _, make := range []func() (tls.Certificate, error){
+			for _, sign := range []func() (tls.Certificate, error){
 				func() (tls.Certificate, error) { return selfSigned(large, &large.PublicKey, nil, nil) },
 				func() (tls.Certificate, error) {
 					all := many(4000, func(i int) string { return fmt.Sprintf("o%d", i) })
@@ -65,7 +65,7 @@ func certificates() *shape {
 					return c, err
 				},
 			} {
-				c, err := make()
+				c, err := sign()
 				if err != nil {
 					a.saw(err.Error())
 					return

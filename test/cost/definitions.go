@@ -100,10 +100,10 @@ func deepSchema(depth int) object {
 }
 
 func definitions() []*shape {
-	defining := func(name, about string, make func() object) *shape {
+	defining := func(name, about string, definition func() object) *shape {
 		return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
 			a.remove(crds + "/widgets.cost.example.com")
-			if code, _ := a.create(ctx, admin, crds, make()); code == http.StatusCreated {
+			if code, _ := a.create(ctx, admin, crds, definition()); code == http.StatusCreated {
 				_ = a.until(widgets, `"WidgetList"`)
 			}
 		}}

@@ -92,7 +92,7 @@ type bench struct {
 	profiles string
 }
 
-// measureAll measures shapes at servers of a form, and adds the prices. A finding that may be noise is measured once more
+// measureAll measures shapes at servers of a form, and adds the prices. A finding that may be noise is measured again
 // on a fresh server, and only counts if it is there again.
 func (b *bench) measureAll(form string, chosen []*shape, all results) {
 	var s *subject

@@ -223,8 +223,8 @@ func (s *subject) steady(within time.Duration) {
 	}
 }
 
-// quiet waits, at most for a time, until the server uses less than a tenth of a processor in two spans: on a machine with
-// other work a server may not get a processor for one.
+// quiet waits, at most for a time, until the server uses less than a tenth of a processor in two spans. On a machine
+// with other work a server may not get a processor for one span.
 func (s *subject) quiet(within time.Duration) {
 	const span = 250 * time.Millisecond
 	for still, deadline := 0, time.Now().Add(within); still < 2 && time.Now().Before(deadline); {

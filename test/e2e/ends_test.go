@@ -138,8 +138,8 @@ type costly struct {
 // leftFor is how long a machine that has much to do may take to end what a client left; it should be a second.
 const leftFor = 10 * time.Second
 
-// A request whose client leaves has no goroutine anywhere a moment later, and whatever it waited for has its own
-// request cancelled: webhooks, aggregated servers, kubelets, pods. So it is over HTTP/1.1 and HTTP/2, and in both forms.
+// A request whose client leaves has no goroutine anywhere a moment later. Each webhook, aggregated server, kubelet and
+// pod that it waits for sees its own request cancelled. The same holds over HTTP/1.1 and HTTP/2, and in both forms.
 func TestARequestLeavesNothingRunning(t *testing.T) {
 	for name, start := range map[string]func(testing.TB, string, ...string) *harness.Server{
 		"up":    harness.Up,

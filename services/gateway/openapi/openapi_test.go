@@ -125,7 +125,8 @@ func TestMakingADocumentEndsWithItsLastClient(t *testing.T) {
 	answered := make(chan struct{})
 	go func() {
 		defer close(answered)
-		h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, "GET", "/openapi/v3/apis/hangs/v1", nil))
+		req := httptest.NewRequestWithContext(ctx, "GET", "/openapi/v3/apis/hangs/v1", nil)
+		h.ServeHTTP(httptest.NewRecorder(), req)
 	}()
 	for d.asked.Load() == 0 {
 		runtime.Gosched()

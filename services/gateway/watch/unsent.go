@@ -22,9 +22,8 @@ var heldUnsent = prometheus.NewGauge(prometheus.GaugeOpts{
 	Help: "Bytes of events that watches hold because their clients have not taken them yet.",
 })
 
-// Unsent counts the bytes that watches hold while they write them to their clients, by user. A watch of a user that is
-// over its share must write at once what it has, or it ends: it holds an event for overdueAfter at most. The zero value is
-// ready to use.
+// Unsent counts the bytes that watches hold while they write them to their clients, by user. A watch whose user is over
+// the share ends if a write takes longer than overdueAfter. The zero value is ready to use.
 type Unsent struct {
 	mu    sync.Mutex
 	total int64

@@ -55,7 +55,8 @@ func (c *calls) run(ctx context.Context, serve func(context.Context, *call) erro
 	}
 }
 
-// begin adds a call when there is room. If there is none, begin ends the call that has been stalled for the longest time.
+// begin adds a call when there is room. If there is none, begin ends the call that has been stalled for the longest
+// time.
 func (c *calls) begin(ctx context.Context, one *call) error {
 	again := time.NewTimer(stalledAfter)
 	defer again.Stop()

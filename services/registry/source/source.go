@@ -35,8 +35,8 @@ const (
 	pageBytes = 8 << 20
 	// rowsBytes is about how many bytes of rows one message holds: one row at least, whatever it takes.
 	rowsBytes = 4 << 20
-	// maxSnapshots and maxLogReads bound how many calls of Snapshot and of ReadLog run at a time. A snapshot holds about
-	// a page and the rows of a message, in two encodings; a reading of the log about two chunks of it.
+	// maxSnapshots and maxLogReads bound how many calls of Snapshot and of ReadLog run at a time. A snapshot holds a page
+	// and the rows of a message, in two encodings. A reading of the log holds two chunks of it.
 	maxSnapshots = 32
 	maxLogReads  = 128
 )
@@ -112,8 +112,8 @@ func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
 }
 
 // Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row
-// that says so: it is the matter of those who ask for it. The call ends early if its caller stalls and another call needs
-// the room.
+// that says so: it is the matter of those who ask for it. The call ends early if its caller stalls and another call
+// needs the room.
 func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 	stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	return rpc.ToStatus(s.snapshots.run(stream.Context(), func(ctx context.Context, one *call) (err error) {

@@ -37,7 +37,8 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 		events, _, _, _, _ := f.Next(cur, 10)
 		for _, e := range events {
 			for form := range 5 {
-				if _, err := e.Frame(t.Context(), form, func(context.Context) ([]byte, error) { return make([]byte, 20_000), nil }); err != nil {
+				large := func(context.Context) ([]byte, error) { return make([]byte, 20_000), nil }
+				if _, err := e.Frame(t.Context(), form, large); err != nil {
 					t.Fatal(err)
 				}
 			}

@@ -30,8 +30,8 @@ const (
 	// batchEvents is how many events are taken of the ring at a time.
 	batchEvents = 256
 	// frameBytes is about how many bytes of events or initial events one message gathers. Events of sharedBytes or more
-	// are messages of their own, which all streams share. A stream whose client stands still has two messages in memory,
-	// one that gRPC has accepted and one that waits: 64 KB at most beside what it shares.
+	// are messages of their own, which all streams share. A stream whose client stands still has two messages in
+	// memory: gRPC has accepted one, and one waits. They take 64 KB at most beside the bytes that streams share.
 	frameBytes  = 32 << 10
 	sharedBytes = 4 << 10
 	// backfillPiece is what a watch takes of a backfill at a time and holds while its client takes it; smallPiece where
