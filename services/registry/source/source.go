@@ -35,8 +35,8 @@ const (
 	pageBytes = 8 << 20
 	// rowsBytes is about how many bytes of rows one message holds: one row at least, whatever it takes.
 	rowsBytes = 4 << 20
-	// maxSnapshots and maxLogReads bound how many calls of Snapshot and of ReadLog run at a time. A snapshot holds a page
-	// and the rows of a message, in two encodings. A reading of the log holds two chunks of it.
+	// maxSnapshots and maxLogReads bound the calls of Snapshot and of ReadLog that run at a time. A snapshot holds a page
+	// of objects and a message's rows in two encodings. A call of ReadLog holds two chunks of the log.
 	maxSnapshots = 32
 	maxLogReads  = 128
 )
