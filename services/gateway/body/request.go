@@ -35,7 +35,7 @@ const (
 	bodiesMost = 2 * bodiesBytes
 	// bodyPatience is how long a client may take to send a body.
 	bodyPatience = 30 * time.Second
-	// afterDeadline is how long after its request's deadline a body is still read. So the deadline's answer comes first.
+	// afterDeadline is the extra time that a body is read after its request's deadline. The 504 comes first.
 	afterDeadline = 100 * time.Millisecond
 	// firstPiece is the room that a body begins with; it grows as the body comes.
 	firstPiece = 4 << 10

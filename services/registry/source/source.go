@@ -35,8 +35,8 @@ const (
 	pageBytes = 8 << 20
 	// rowsBytes is about how many bytes of rows one message holds: one row at least, whatever it takes.
 	rowsBytes = 4 << 20
-	// maxSnapshots and maxLogReads bound the calls of Snapshot and of ReadLog that run at a time. A snapshot holds a page
-	// of objects and a message's rows in two encodings. A call of ReadLog holds two chunks of the log.
+	// maxSnapshots and maxLogReads bound the calls of Snapshot and of ReadLog that run at a time. A snapshot holds a
+	// page of objects and a message's rows in two encodings. A call of ReadLog holds two chunks of the log.
 	maxSnapshots = 32
 	maxLogReads  = 128
 )
