@@ -14,6 +14,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 
 	"watershed.dev/test/harness"
@@ -97,7 +98,7 @@ func unreadWatches(t *testing.T, initial bool) {
 		write(0)
 	}
 	unread(t, s, token, watches)
-	ages := others(t, s)
+	ages := others(t, s, tenant(t, s, "other"), "other")
 	processes := []string{"watchfanout-0", "watchfanout-1", "gateway-0", "gateway-1"}
 	most := []int{512, 512, 1200, 1200} // a gateway holds 1 GiB, and the program itself
 	peaks := make([]int, len(processes))
@@ -132,11 +133,14 @@ func unreadWatches(t *testing.T, initial bool) {
 	}
 }
 
-// others has somebody in another namespace watch what changes there ten times a second. The function that it returns
-// ends that and returns the ages of the events in order: from before the write to the watch.
-func others(t *testing.T, s *harness.Server) func() []time.Duration {
+// others watches ConfigMaps as another tenant, which bounds apply to, and creates ten a second. The returned function
+// ends both, and returns the ages of the events in order: from before the write to the watch.
+func others(t *testing.T, s *harness.Server, token, namespace string) func() []time.Duration {
 	t.Helper()
-	client := s.Client().CoreV1().ConfigMaps("kube-system")
+	config := rest.AnonymousClientConfig(s.Config())
+	config.BearerToken = token
+	config.QPS = -1
+	client := kubernetes.NewForConfigOrDie(config).CoreV1().ConfigMaps(namespace)
 	w, err := client.Watch(t.Context(), metav1.ListOptions{})
 	if err != nil {
 		t.Fatal(err)

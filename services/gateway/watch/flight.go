@@ -66,16 +66,13 @@ type passenger struct {
 	err    error // why its part has ended before the flight
 }
 
-// board has the watch begin with others that ask the same; leave says that it goes on by itself.
+// board has the watch begin with others of its owner that ask the same; leave says that it goes on by itself.
 func (h *Hub) board(ctx context.Context, storedAs string, r *watchfanoutv1.WatchRequest) (p *passenger, leave func(),
 	err error) {
-	owner := r.Owner
-	r.Owner = "" // others may ask the same
 	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
 	if err != nil {
 		return nil, nil, err
 	}
-	r.Owner = owner
 	question := string(data)
 	h.mu.Lock()
 	of := h.flights[question]

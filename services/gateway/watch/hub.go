@@ -208,9 +208,10 @@ func Metrics() []prometheus.Collector {
 	}
 }
 
-// keyOf is everything that makes two watches' events the same. Since when the resource is defined is no part of it: its
-// source ends the watches of a resource that is redefined.
-func keyOf(q *watchfanoutv1.Query) (key, error) {
+// keyOf returns the key of the feed that a query of an owner uses. Owners have feeds of their own, because a replica
+// delays the large events of an owner with many streams: another owner's watches must not wait behind these. When the
+// resource was defined is no part of the key, because the source ends the watches of a resource that is redefined.
+func keyOf(q *watchfanoutv1.Query, owner string) (key, error) {
 	short := &watchfanoutv1.Query{
 		Resource:      q.Resource,
 		Namespace:     q.Namespace,
@@ -223,7 +224,8 @@ func keyOf(q *watchfanoutv1.Query) (key, error) {
 	if err != nil {
 		return key{}, err
 	}
-	return sha256.Sum256(data), nil
+	of := sha256.Sum256([]byte(owner))
+	return sha256.Sum256(append(of[:], data...)), nil
 }
 
 // join adds a client at a position to the feed of its query, which is begun there if there is none and the tier has

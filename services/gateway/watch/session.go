@@ -55,7 +55,7 @@ func (h *Hub) Serve(ctx context.Context, r *Request, out Sink) {
 	}
 	s.table = r.Query.GetOutput().GetAs().GetKind() == "Table"
 	var err error
-	if s.key, err = keyOf(r.Query); err != nil {
+	if s.key, err = keyOf(r.Query, r.Owner); err != nil {
 		out.Fail(err)
 		return
 	}

@@ -273,6 +273,26 @@ func TestThoseWhoAskTheSameShareOneStream(t *testing.T) {
 	}
 }
 
+// A replica delays large events by owner, so an owner's streams must not carry another owner's watches.
+func TestOwnersShareNoStream(t *testing.T) {
+	up := newTier()
+	up.write(6)
+	h := hub(up)
+	for i, owner := range []string{"a", "b", "a"} {
+		h.watch(t, func(r *Request) { r.Owner = owner }).shows(t, "e6 ")
+		if i < 2 {
+			up.has(t, 2*i+2) // the client's own stream, and the feed
+		}
+	}
+	owners := map[string]int{}
+	for _, r := range up.streams() {
+		owners[r.Owner]++
+	}
+	if owners["a"] == 0 || owners["b"] != 2 || owners[""] != 0 {
+		t.Errorf("streams by owner: %v", owners)
+	}
+}
+
 func TestInitialEventsComeAloneAndTheRestIsShared(t *testing.T) {
 	up := newTier()
 	up.write(6, 7)

@@ -154,11 +154,11 @@ func (d *derived) get(ctx context.Context, key any, build func(context.Context) 
 	d.made = append(d.made, m)
 	d.mu.Unlock()
 	defer context.AfterFunc(ctx, func() { d.leave(m) })()
-	defer close(m.done)
 	m.bytes, m.err = guarded(func() ([]byte, error) { return build(building) })
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	m.users = max(m.users, 1)         // it is made, whoever has left
+	close(m.done) // under the lock: leave does not count the callers of a frame that is made
+	m.users = max(m.users, 1)
 	if m.err != nil || grown == nil { // the next one makes it again
 		d.made = slices.DeleteFunc(d.made, func(o *made) bool { return o == m })
 	} else if !d.released {
