@@ -239,32 +239,45 @@ func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
 	}
 	client := s.cluster.Client
 	accounts := s.cluster.Informers.Core().V1().ServiceAccounts()
+	if err := accounts.Informer().SetTransform(trim); err != nil {
+		return err
+	}
 	s.cluster.TrackAge("/api/v1/serviceaccounts", "", accounts.Informer())
 	// Pods and nodes are asked for when a token is bound to one: an informer would hold every pod of the cluster.
 	none := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
+	tokens, err := s.secrets("", tokenSecrets, trim)
+	if err != nil {
+		return err
+	}
 	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client,
-		s.secrets("", tokenSecrets), accounts.Lister(),
+		tokens, accounts.Lister(),
 		corelisters.NewPodLister(none()), corelisters.NewNodeLister(none()))
 	ac.SecretsWriter = client.CoreV1()
 	if ac.BootstrapToken {
-		ac.BootstrapTokenAuthenticator = bootstrap.NewTokenAuthenticator(s.secrets(metav1.NamespaceSystem,
-			bootstrapSecrets).Secrets(metav1.NamespaceSystem))
+		tokens, err := s.secrets(metav1.NamespaceSystem, bootstrapSecrets, nil)
+		if err != nil {
+			return err
+		}
+		ac.BootstrapTokenAuthenticator = bootstrap.NewTokenAuthenticator(tokens.Secrets(metav1.NamespaceSystem))
 	}
 	return nil
 }
 
-// secrets follows the secrets of a namespace, or of all, that a field selector selects.
-func (s *Service) secrets(namespace, selector string) corelisters.SecretLister {
+// secrets caches the Secrets of a namespace, or of all, that a field selector selects. transform may shorten them.
+func (s *Service) secrets(namespace, selector string, transform cache.TransformFunc) (corelisters.SecretLister, error) {
 	i := coreinformers.NewFilteredSecretInformer(s.cluster.Client, namespace, 0,
 		cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc},
 		func(o *metav1.ListOptions) { o.FieldSelector = selector })
+	if err := i.SetTransform(transform); err != nil {
+		return nil, err
+	}
 	path := "/api/v1/secrets"
 	if namespace != "" {
 		path = "/api/v1/namespaces/" + namespace + "/secrets"
 	}
 	s.cluster.TrackAge(path, "fieldSelector="+url.QueryEscape(selector), i)
 	s.filtered = append(s.filtered, i)
-	return corelisters.NewSecretLister(i.GetIndexer())
+	return corelisters.NewSecretLister(i.GetIndexer()), nil
 }
 
 func (s *Service) run(p any) {

@@ -1,0 +1,33 @@
+package authn
+
+import (
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// maxTokenBytes bounds the token of a cached Secret. kube-controller-manager's tokens have about 1 KB.
+const maxTokenBytes = 32 << 10
+
+// trim is an informer's transform. It removes the fields of ServiceAccounts and of their token Secrets that no
+// authenticator reads, because any tenant may create these objects with 1 MB each. A longer token is removed too: it
+// matches no request then.
+func trim(obj any) (any, error) {
+	switch o := obj.(type) {
+	case *corev1.ServiceAccount:
+		trimMeta(&o.ObjectMeta)
+		o.Secrets, o.ImagePullSecrets = nil, nil
+	case *corev1.Secret:
+		trimMeta(&o.ObjectMeta)
+		token, ok := o.Data[corev1.ServiceAccountTokenKey]
+		o.Data, o.StringData = nil, nil
+		if ok && len(token) <= maxTokenBytes {
+			o.Data = map[string][]byte{corev1.ServiceAccountTokenKey: token}
+		}
+	}
+	return obj, nil
+}
+
+// trimMeta keeps labels: a legacy token's Secret has the dates of its last use and of its invalidation there.
+func trimMeta(m *metav1.ObjectMeta) {
+	m.Annotations, m.ManagedFields, m.OwnerReferences, m.Finalizers = nil, nil, nil, nil
+}
