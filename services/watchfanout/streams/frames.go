@@ -81,8 +81,8 @@ type frames struct {
 	release func()
 }
 
-// reserve waits until an event of some bytes may be in flight, if it is large. The event is not encoded before that:
-// a stream that waits holds none of its bytes.
+// reserve reserves the bytes of an event, if it is large. It fails with errBusy if the event must wait: the caller then
+// drops the events that it has, so that a waiting stream holds no bytes.
 func (f *frames) reserve(bytes int) error {
 	if bytes < sharedBytes {
 		return nil
@@ -91,9 +91,10 @@ func (f *frames) reserve(bytes int) error {
 		return err
 	}
 	f.close()
-	var err error
-	f.release, err = f.watcher.reserve(bytes)
-	return err
+	if f.release = f.watcher.reserveNow(bytes); f.release == nil {
+		return errBusy
+	}
+	return nil
 }
 
 // close gives back what was reserved and not sent.

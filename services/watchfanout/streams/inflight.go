@@ -2,6 +2,7 @@ package streams
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -80,6 +81,30 @@ func (f *inFlight) take(ctx context.Context, stop <-chan struct{}, owner string,
 	return nil
 }
 
+// try is take for an owner that need not wait. It returns nil if it must.
+func (f *inFlight) try(owner string, n int64) (release func()) {
+	if owner == "" {
+		return func() {}
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	o := f.owners[owner]
+	switch {
+	case o == nil:
+		o = &ownerInFlight{}
+		f.owners[owner] = o
+	case len(o.waiting) > 0 || !f.fits(o, n):
+		return nil
+	}
+	o.used += n
+	f.used += n
+	return f.releaseOf(owner, o, n)
+}
+
+// fits reports whether an owner may have n bytes more in flight: as many as others have not, and one message in any
+// case. The lock is held.
+func (f *inFlight) fits(o *ownerInFlight, n int64) bool { return o.used == 0 || o.used+n <= f.most-f.used }
+
 // releaseOf returns the function that gives n bytes of an owner back, once.
 func (f *inFlight) releaseOf(owner string, o *ownerInFlight, n int64) func() {
 	var done atomic.Bool
@@ -103,12 +128,11 @@ func (f *inFlight) free(owner string, o *ownerInFlight, n int64) {
 	f.forget(owner, o)
 }
 
-// grant lets an owner's messages go that may: as many bytes as others have not, and one message in any case. The lock
-// is held.
+// grant grants the owner's messages that fit, in the order in which they came. The lock is held.
 func (f *inFlight) grant(o *ownerInFlight) {
 	for len(o.waiting) > 0 {
 		w := o.waiting[0]
-		if o.used > 0 && o.used+w.bytes > f.most-f.used {
+		if !f.fits(o, w.bytes) {
 			return
 		}
 		o.waiting[0] = nil
@@ -123,6 +147,36 @@ func (f *inFlight) grant(o *ownerInFlight) {
 func (f *inFlight) forget(owner string, o *ownerInFlight) {
 	if o.used == 0 && len(o.waiting) == 0 && f.owners[owner] == o {
 		delete(f.owners, owner)
+	}
+}
+
+// errBusy means that the watch's owner has too many bytes in flight for the next event.
+var errBusy = errors.New("the owner has too many bytes in flight")
+
+// reserveNow reserves n bytes for the watch's owner, and returns nil if they must be waited for.
+func (w *watcher) reserveNow(n int) (release func()) {
+	if w.granted != nil && w.wanted >= n {
+		release, w.granted = w.granted, nil
+		return release
+	}
+	w.giveBack()
+	if release = w.streams.inFlight.try(w.request.Owner, int64(n)); release == nil {
+		w.wanted = n
+	}
+	return release
+}
+
+// waitForBytes waits until the event may be in flight for which deliver failed with errBusy.
+func (w *watcher) waitForBytes() (err error) {
+	w.granted, err = w.reserve(w.wanted)
+	return err
+}
+
+// giveBack releases bytes that were granted for an event that the watch has not sent.
+func (w *watcher) giveBack() {
+	if w.granted != nil {
+		w.granted()
+		w.granted = nil
 	}
 }
 

@@ -39,7 +39,11 @@ func (w *watcher) resume(ctx context.Context, at events.Position) (cache.Cursor,
 		if err := (&frames{watcher: w, position: true}).flush(); err != nil {
 			return cur, err
 		}
-		if err := w.replay(ctx, low); err != nil {
+		err := w.replay(ctx, low)
+		if errors.Is(err, errBusy) { // the piece is dropped, and read again after the waiting
+			err = w.waitForBytes()
+		}
+		if err != nil {
 			return cur, err
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"runtime"
 	"strings"
 	"testing"
 	"time"
@@ -27,6 +28,8 @@ type frames struct {
 	grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]
 	ctx context.Context
 	c   chan *watchfanoutv1.WatchFrame
+	// done receives the Done of each tracked message; nil: it is called at once.
+	done chan func()
 }
 
 func (f *frames) Context() context.Context { return f.ctx }
@@ -42,7 +45,11 @@ func (f *frames) Send(m *watchfanoutv1.WatchFrame) error {
 
 func (f *frames) SendMsg(m any) error {
 	tracked := m.(*rpc.Tracked)
-	defer tracked.Done()
+	if f.done != nil {
+		f.done <- tracked.Done
+	} else {
+		defer tracked.Done()
+	}
 	return f.Send(tracked.WatchFrame)
 }
 
@@ -51,12 +58,13 @@ type open struct {
 	t     *testing.T
 	c     chan *watchfanoutv1.WatchFrame
 	ended chan error
+	leave context.CancelFunc
 }
 
 func start(t *testing.T, s *streams.Streams, r *watchfanoutv1.WatchRequest) *open {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
-	o := &open{t: t, c: make(chan *watchfanoutv1.WatchFrame, 100), ended: make(chan error, 1)}
+	o := &open{t: t, c: make(chan *watchfanoutv1.WatchFrame, 100), ended: make(chan error, 1), leave: cancel}
 	go func() { o.ended <- s.Watch(r, &frames{ctx: ctx, c: o.c}) }()
 	t.Cleanup(cancel)
 	return o
@@ -134,6 +142,62 @@ func TestALargeEventIsSentAlone(t *testing.T) {
 }
 
 // A watch is told of every change after its revision once, as its selection sees it.
+// A watch whose owner has too many bytes in flight waits without events. It then sends each of them once, in order, or
+// ends if the log has lost them.
+func TestAWaitingWatchHoldsNoEvents(t *testing.T) {
+	const rounds, updates, size = 60, 8, 20_000 // the ring has a megabyte, and an object its name three times
+	w, s := tier(t)
+	s.BoundInFlight(1)
+	done := make(chan func(), 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	first := &frames{ctx: ctx, c: make(chan *watchfanoutv1.WatchFrame, 100), done: done}
+	go s.Watch(&watchfanoutv1.WatchRequest{Query: world.Query(), ResourceVersion: "10", Owner: "o"}, first)
+	revision := int64(world.First)
+	update := func() {
+		for i := range updates {
+			revision++
+			w.Apply(logv1.Type_TYPE_ADDED, revision, strings.Repeat(fmt.Sprint(i), size), "", "")
+		}
+	}
+	update()
+	release := <-done // the owner's only message in flight
+	var before, after runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	var all []*open
+	for n := range rounds {
+		w := start(t, s, &watchfanoutv1.WatchRequest{Query: world.Query(), Owner: "o",
+			ResourceVersion: fmt.Sprint(revision - updates)})
+		all = append(all, w)
+		for until := time.Now().Add(10 * time.Second); s.Waiting("o") < n+2; time.Sleep(time.Millisecond) {
+			if time.Now().After(until) {
+				t.Fatalf("%d messages wait", s.Waiting("o"))
+			}
+		}
+		if n < rounds-1 {
+			update()
+		}
+	}
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	if grown := int64(after.HeapAlloc) - int64(before.HeapAlloc); grown > rounds*updates*size/2 {
+		t.Errorf("%d waiting watches hold %d bytes", rounds, grown)
+	}
+	last := all[rounds-1]
+	for _, w := range all[:rounds-1] { // the log, which has their events, is no part of this test
+		w.leave()
+	}
+	cancel()
+	release()
+	for i := range updates {
+		name := strings.Repeat(fmt.Sprint(i), size)
+		if got := last.hears(1); got != "ADDED "+name {
+			t.Fatalf("event %d is %.20s of %d bytes", i, got, len(got))
+		}
+	}
+}
+
 func TestAWatchIsToldWhatItsSelectionSees(t *testing.T) {
 	w, s := tier(t)
 	q := world.Query()

@@ -106,6 +106,7 @@ func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
 	}
 	w.events = w.resource.Subscribe(q.Topic())
 	defer w.events.Close()
+	defer w.giveBack()
 	defer s.track(w)()
 	return rpc.ToStatus(w.run(stream.Context()))
 }
@@ -145,6 +146,10 @@ type watcher struct {
 	events   *cache.Subscription
 	position events.Position
 	headers  bool // a Table's columns have been sent
+	// wanted is the size of the event for which deliver failed with errBusy, and granted releases the bytes that have
+	// been reserved for it since.
+	wanted  int
+	granted func()
 	// at is the cursor's place and sent the last event's revision, for whoever asks how slow the watch is.
 	at, sent atomic.Int64
 }
@@ -172,7 +177,17 @@ func (w *watcher) run(ctx context.Context) error {
 		}
 		cur = next
 		w.at.Store(int64(cur))
-		if err := w.deliver(ctx, came); err != nil {
+		switch err := w.deliver(ctx, came); {
+		case errors.Is(err, errBusy): // it waits without the events, which may leave the ring meanwhile
+			came = nil
+			if err = w.waitForBytes(); err != nil {
+				return err
+			}
+			if cur, err = w.resume(ctx, w.position); err != nil {
+				return w.fail(w.ended(err, true))
+			}
+			continue
+		case err != nil:
 			return err
 		}
 		if progress == 0 {
@@ -215,11 +230,12 @@ func (w *watcher) beyond(e *cache.Event) bool {
 	return e.Revision < w.position.Revision || e.Revision == w.position.Revision && e.Index <= w.position.Index
 }
 
-// deliver sends the frames of those events that the query selects.
+// deliver sends the frames of those events that the query selects. It fails with errBusy at a large event that may not
+// be in flight yet. The position is then at the event before it.
 func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 	out := &frames{watcher: w}
 	defer out.close()
-	for _, e := range all {
+	for i, e := range all {
 		if !w.query.InScope(e.Item) || w.beyond(e) {
 			continue // of another namespace, or seen by the client before this replica had it
 		}
@@ -230,10 +246,23 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 		if kind == "" {
 			continue
 		}
-		if err := out.reserve(len(item.JSON)); err != nil {
-			return err
+		columns := w.headers
+		if !w.query.Table && !w.query.Form.Partial { // its frame is as large as the object, and is not made before
+			err = out.reserve(len(item.JSON))
 		}
-		data, err := w.eventFrame(ctx, e, kind, item)
+		var data []byte
+		if err == nil {
+			data, err = w.eventFrame(ctx, e, kind, item)
+		}
+		if err == nil && out.release == nil {
+			err = out.reserve(len(data))
+		}
+		if errors.Is(err, errBusy) {
+			w.headers = columns
+			if i > 0 {
+				w.past(all[i-1])
+			}
+		}
 		if err != nil {
 			return err
 		}
