@@ -7,8 +7,8 @@ package patchlimit
 
 import jsonpatch "gopkg.in/evanphx/json-patch.v4"
 
-// MaxCopyBytes is how many bytes the copy operations of one patch may add to a document together. A patch that copies
+// maxCopyBytes is how many bytes the copy operations of one patch may add to a document together. A patch that copies
 // more fails with an AccumulatedCopySizeError. The value is kube-apiserver's.
-const MaxCopyBytes = 3 << 20
+const maxCopyBytes = 3 << 20
 
-func init() { jsonpatch.AccumulatedCopySizeLimit = MaxCopyBytes }
+func init() { jsonpatch.AccumulatedCopySizeLimit = maxCopyBytes }

@@ -9,7 +9,7 @@ import (
 	jsonpatch "gopkg.in/evanphx/json-patch.v4"
 )
 
-// A patch whose copies double the document fails before they add more than MaxCopyBytes.
+// A patch whose copies double the document fails before they add more than maxCopyBytes.
 func TestCopiesAreBounded(t *testing.T) {
 	var ops []string
 	for i := range 20 { // 12 MB without the bound, and twice as much with each further copy
