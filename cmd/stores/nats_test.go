@@ -87,11 +87,15 @@ func newTenants(t *testing.T) *tenants {
 
 func (n *tenants) connect(name string) (*nats.Conn, jetstream.JetStream) {
 	n.t.Helper()
-	nc, js, err := n.log.Connect(name, n.ids(name))
+	nc, err := n.log.Connect(name, n.ids(name))
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	n.t.Cleanup(nc.Close)
+	js, err := eventlog.JetStream(nc)
+	if err != nil {
+		n.t.Fatal(err)
+	}
 	return nc, js
 }
 

@@ -84,7 +84,7 @@ func (o *Options) AddFlags(fs *pflag.FlagSet) {
 }
 
 // Connect connects to NATS and reconnects for ever. Close the connection to end it.
-func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStream, error) {
+func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, error) {
 	opts := []nats.Option{nats.Name(name), nats.CustomInboxPrefix(Inbox(name)), nats.MaxReconnects(-1),
 		nats.ReconnectWait(100 * time.Millisecond), nats.ReconnectBufSize(-1),
 		nats.RetryOnFailedConnect(true), nats.PingInterval(5 * time.Second), nats.MaxPingsOutstanding(2),
@@ -94,29 +94,30 @@ func (o *Options) Connect(name string, id rpc.TLS) (*nats.Conn, jetstream.JetStr
 		opts = append(opts, nats.InProcessServer(o.Conn))
 	} else {
 		if url == "" {
-			return nil, nil, errors.New("--nats-url is required")
+			return nil, errors.New("--nats-url is required")
 		}
 		conf, err := id.ClientConfig("nats")
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		opts = append(opts, nats.Secure(conf))
 	}
 	nc, err := nats.Connect(url, opts...)
 	if err != nil {
-		return nil, nil, fmt.Errorf("--nats-url %q: %w", url, err)
+		return nil, fmt.Errorf("--nats-url %q: %w", url, err)
 	}
 	if err := checkServer(nc); err != nil {
 		nc.Close()
-		return nil, nil, fmt.Errorf("--nats-url %q: %w", url, err)
+		return nil, fmt.Errorf("--nats-url %q: %w", url, err)
 	}
-	js, err := jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512),
+	return nc, nil
+}
+
+// JetStream returns the context in which registry publishes: at most 512 messages await their acknowledgement, each
+// for at most 5 s.
+func JetStream(nc *nats.Conn) (jetstream.JetStream, error) {
+	return jetstream.New(nc, jetstream.WithPublishAsyncMaxPending(512),
 		jetstream.WithPublishAsyncTimeout(5*time.Second))
-	if err != nil {
-		nc.Close()
-		return nil, nil, err
-	}
-	return nc, js, nil
 }
 
 // ID is where an event stands: a revision, an index in its transaction, and whether it is an event at all.

@@ -157,7 +157,11 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	if s.nats, s.js, err = c.Log.Connect("registry", d.ID); err != nil {
+	if s.nats, err = c.Log.Connect("registry", d.ID); err != nil {
+		return nil, err
+	}
+	if s.js, err = eventlog.JetStream(s.nats); err != nil {
+		s.nats.Close()
 		return nil, err
 	}
 	s.publisher = &publisher.Publisher{

@@ -96,7 +96,7 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 		Changed:  func(*catalog.View) { s.tasks.Ready.Set("the catalog", nil) },
 	}
 	var err error
-	if s.nats, _, err = c.Log.Connect("watchfanout", d.ID); err != nil {
+	if s.nats, err = c.Log.Connect("watchfanout", d.ID); err != nil {
 		return nil, err
 	}
 	s.converter = convert.New(d.Source, s.cache)

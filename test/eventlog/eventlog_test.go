@@ -49,11 +49,15 @@ func start(t testing.TB) *cluster {
 	c.run()
 	t.Cleanup(c.stop)
 	c.log = eventlog.Options{Storage: "file", Replicas: 1, Retention: time.Hour, MaxBytes: 512 << 20, Conn: c}
-	nc, js, err := c.log.Connect("test", rpc.TLS{})
+	nc, err := c.log.Connect("test", rpc.TLS{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(nc.Close)
+	js, err := eventlog.JetStream(nc)
+	if err != nil {
+		t.Fatal(err)
+	}
 	c.nc, c.js = nc, js
 	c.begin()
 	return c

@@ -45,10 +45,13 @@ func newJournal(t *testing.T) *journal {
 	t.Cleanup(func() { s.Shutdown(); s.WaitForShutdown() })
 	j := &journal{World: world.New(t), t: t, more: make(chan struct{}, 1)}
 	j.log = &eventlog.Options{Conn: s, Storage: "memory", Replicas: 1, Retention: time.Minute, MaxBytes: 1 << 26}
-	if j.nats, j.js, err = j.log.Connect("registry", rpc.TLS{}); err != nil {
+	if j.nats, err = j.log.Connect("registry", rpc.TLS{}); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(j.nats.Close)
+	if j.js, err = eventlog.JetStream(j.nats); err != nil {
+		t.Fatal(err)
+	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
 	go func() { defer close(done); _ = eventlog.Read(ctx, j.nats, eventlog.Direct{JS: j.js}, j.take) }()
