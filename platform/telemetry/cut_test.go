@@ -22,21 +22,25 @@ func TestALogLineIsBounded(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		lines := []func(){
-			func() { slog.Error("A request went on", "path", long, "panic", long) },
-			func() { slog.Error(long, "error", errors.New(long)) },
-			func() { slog.Error("any", "value", struct{ Path []string }{[]string{long, long}}) },
-			func() { slog.Error("group", slog.Group("request", "path", long)) },
-			func() { slog.With("path", long).Error("with") },
-			func() { klog.ErrorS(errors.New(long), "Timeout or abort while handling", "URI", long, "auditID", "a") },
-			func() { klog.Errorf("bad URI %q", long) },
-		}
-		for i, log := range lines {
+		const value, message, stack = 256, 1 << 10, 16 << 10
+		for i, line := range []struct {
+			most int // the bounds of the line's long parts together
+			log  func()
+		}{
+			{value + stack, func() { slog.Error("A request went on", "path", long, "panic", long) }},
+			{message + message, func() { slog.Error(long, "error", errors.New(long)) }},
+			{value, func() { slog.Error("any", "value", struct{ Path []string }{[]string{long, long}}) }},
+			{value, func() { slog.Error("group", slog.Group("request", "path", long)) }},
+			{value, func() { slog.With("path", long).Error("with") }},
+			{message + value, func() { klog.ErrorS(errors.New(long), "Timeout or abort while handling", "URI", long) }},
+			{message, func() { klog.Errorf("bad URI %q", long) }},
+		} {
 			out.Reset()
-			log()
+			line.log()
 			klog.Flush()
-			if n := out.Len(); n == 0 || n > maxStackBytes+4*maxMessageBytes {
-				t.Errorf("%s, line %d: %d bytes", format, i, n)
+			// Besides its long parts a line has the time, the level, the keys and how much is cut.
+			if n := out.Len(); n == 0 || n > line.most+value-1 {
+				t.Errorf("%s, line %d: %d bytes, want at most %d and its frame", format, i, n, line.most)
 			}
 			if !strings.Contains(out.String(), "bytes more)") {
 				t.Errorf("%s, line %d does not say that it is cut: %.200s", format, i, out.String())
