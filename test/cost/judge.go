@@ -27,8 +27,8 @@ func (f finding) String() string {
 	return fmt.Sprintf("%s: %s: %s: %s", f.form, f.shape, f.kind, f.what)
 }
 
-// certain reports whether a finding is no noise: CPU, heap and goroutines vary with what else a machine does.
-func certain(f finding) bool { return f.reason == "" && (f.kind == "peak" || f.kind == "log") }
+// certain reports whether a finding is no noise: CPU, memory and goroutines vary with what else a machine does.
+func certain(f finding) bool { return f.reason == "" && f.kind == "log" }
 
 func unexplained(f finding) bool { return f.reason == "" }
 
