@@ -5,9 +5,8 @@ import (
 	"net/url"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
-	"time"
+	"testing/synctest"
 
 	"google.golang.org/grpc"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -44,21 +43,34 @@ func TestARefusedWatchReadsNoMoreThanOneObject(t *testing.T) {
 
 // Refused watches are among the lists that Router.Lists bounds: routerOver lets one run at a time.
 func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
-	var underWay atomic.Int32
-	r := routerOver(t, &behind{
-		list: func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error {
-			if underWay.Add(1) > 1 {
-				t.Error("two lists are under way at a time")
+	synctest.Test(t, func(t *testing.T) {
+		var underWay, read int
+		may := make(chan struct{})
+		r := routerOver(t, &behind{
+			list: func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+				underWay++
+				read++
+				<-may
+				underWay--
+				return rpc.ToStatus(apierrors.NewBadRequest("as registry says"))
+			}})
+		const watches = 8
+		var all sync.WaitGroup
+		for i := range watches {
+			all.Go(func() {
+				ask(t, r, "GET", fmt.Sprintf("/api/v1/pods?watch=1&includeObject=Bogus%d", i), "", "Accept", asTable)
+			})
+		}
+		for range watches {
+			synctest.Wait()
+			if underWay != 1 {
+				t.Errorf("%d lists are under way at a time", underWay)
 			}
-			defer underWay.Add(-1)
-			time.Sleep(10 * time.Millisecond) // a second list would begin meanwhile
-			return rpc.ToStatus(apierrors.NewBadRequest("as registry says"))
-		}})
-	var all sync.WaitGroup
-	for i := range 8 {
-		all.Go(func() {
-			ask(t, r, "GET", fmt.Sprintf("/api/v1/pods?watch=1&includeObject=Bogus%d", i), "", "Accept", asTable)
-		})
-	}
-	all.Wait()
+			may <- struct{}{}
+		}
+		all.Wait()
+		if read != watches {
+			t.Errorf("%d lists for %d watches", read, watches)
+		}
+	})
 }
