@@ -1,13 +1,14 @@
 package aggregation
 
 import (
+	"errors"
 	"fmt"
 	"net/http"
 	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
-	"time"
+	"testing/synctest"
 
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
@@ -76,32 +77,48 @@ func TestLargeDocumentsAreLeftOut(t *testing.T) {
 	}
 }
 
+// held is a transport whose requests wait until the test lets each fail.
+type held struct {
+	waiting atomic.Int32
+	may     chan struct{}
+}
+
+func (h *held) RoundTrip(*http.Request) (*http.Response, error) {
+	h.waiting.Add(1)
+	defer h.waiting.Add(-1)
+	<-h.may
+	return nil, errors.New("held")
+}
+
 // A few servers are read at a time.
 func TestFewServersAreReadAtATime(t *testing.T) {
-	var now, most atomic.Int32
-	var all []*registryv1.APIService
-	one := other(t, func(w http.ResponseWriter, r *http.Request) {
-		n := now.Add(1)
-		defer now.Add(-1)
-		for m := most.Load(); n > m && !most.CompareAndSwap(m, n); m = most.Load() {
+	const servers = 12
+	synctest.Test(t, func(t *testing.T) {
+		var all []*registryv1.APIService
+		for i := range servers {
+			all = append(all, &registryv1.APIService{
+				Group:     fmt.Sprintf("g%d.example.com", i),
+				Version:   "v1",
+				Addresses: []string{"192.0.2.1:443"},
+				Available: true,
+			})
 		}
-		time.Sleep(5 * time.Millisecond) // the others would come meanwhile
-		http.NotFound(w, r)
+		p, h := proxyTo(t, all...), &held{may: make(chan struct{})}
+		for _, s := range *p.current.Load() {
+			s.transport = h
+		}
+		l := NewLearner(p, func() {})
+		go l.learn(t.Context())
+		for i := range 2 * servers { // the aggregated form and the old one of each
+			synctest.Wait()
+			if n := h.waiting.Load(); n > learnAtOnce || i == 0 && n != learnAtOnce {
+				t.Errorf("%d servers are read at a time, want %d", n, learnAtOnce)
+			}
+			h.may <- struct{}{}
+		}
+		synctest.Wait()
+		if h.waiting.Load() != 0 || l.Of(schema.GroupVersion{Group: "g11.example.com", Version: "v1"}) == nil {
+			t.Errorf("%d requests are left", h.waiting.Load())
+		}
 	})
-	for i := range 12 {
-		all = append(all, &registryv1.APIService{
-			Group:                 fmt.Sprintf("g%d.example.com", i),
-			Version:               one.Version,
-			ServiceName:           one.ServiceName,
-			ServiceNamespace:      one.ServiceNamespace,
-			Addresses:             one.Addresses,
-			Available:             true,
-			InsecureSkipTlsVerify: true,
-		})
-	}
-	l := NewLearner(proxyTo(t, all...), func() {})
-	l.learn(t.Context())
-	if n := most.Load(); n > learnAtOnce || len(l.Groups()) != 12 {
-		t.Errorf("%d of %d servers are read at a time", n, len(l.Groups()))
-	}
 }
