@@ -9,10 +9,12 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"testing/iotest"
+	"testing/synctest"
 	"time"
 
 	"k8s.io/apiserver/pkg/authentication/user"
@@ -160,5 +162,56 @@ func TestReadingABodyEndsWithItsRequestsTime(t *testing.T) {
 				t.Error("the body is still being read")
 			}
 		})
+	}
+}
+
+// deadlines records the read deadlines of a connection.
+type deadlines struct {
+	*httptest.ResponseRecorder
+	set []time.Time
+}
+
+func (d *deadlines) SetReadDeadline(at time.Time) error {
+	d.set = append(d.set, at)
+	return nil
+}
+
+// A whole body has 30 s, however steadily its bytes arrive.
+func TestAWholeBodyHas30Seconds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		began := time.Now()
+		r, w := io.Pipe()
+		go func() {
+			for range 60 {
+				time.Sleep(time.Second)
+				_, _ = w.Write([]byte("x"))
+			}
+			w.Close()
+		}()
+		d := &deadlines{ResponseRecorder: httptest.NewRecorder()}
+		h := new(Reader).ReadAhead(http.NotFoundHandler(), func(*http.Request) bool { return true })
+		h.ServeHTTP(d, httptest.NewRequest(http.MethodPost, "/", r))
+		want := []time.Time{began.Add(30 * time.Second), {}} // the last one ends the deadline
+		if !slices.EqualFunc(d.set, want, time.Time.Equal) {
+			t.Errorf("deadlines are %v, want %v", d.set, want)
+		}
+	})
+}
+
+// All bodies together have 512 MB. Bodies of up to 64 KB have 1 GB.
+func TestAllBodiesTogetherAreBounded(t *testing.T) {
+	for _, x := range []struct {
+		held, bytes int
+		want        bool
+	}{
+		{512<<20 - 65<<10, 65 << 10, true},
+		{512<<20 - 65<<10 + 1, 65 << 10, false},
+		{1<<30 - 64<<10, 64 << 10, true},
+		{1<<30 - 64<<10 + 1, 64 << 10, false},
+	} {
+		h := &heldBody{all: &Reader{bytes: x.held}, owner: "a"}
+		if got := h.hold(x.bytes); got != x.want {
+			t.Errorf("%d bytes beside %d: %v, want %v", x.bytes, x.held, got, x.want)
+		}
 	}
 }
