@@ -4,12 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/transport"
@@ -131,5 +133,59 @@ func TestTheClusterIsDialledByItsWay(t *testing.T) {
 	want := []string{"node.example.com:1", "node.example.com:2", "pod.example.com:3"}
 	if !slices.Equal(asked, want) {
 		t.Errorf("dialled %v, want %v", asked, want)
+	}
+}
+
+// Of a kubelet's error 50 KB are read, as in kube-apiserver.
+func TestAKubeletsErrorIsCut(t *testing.T) {
+	kubelet := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		http.Error(w, strings.Repeat("x", 60_000), http.StatusInternalServerError)
+	}))
+	defer kubelet.Close()
+	_, err := serve(carrier(t), &registryv1.Connection{
+		Url:         kubelet.URL,
+		Transport:   registryv1.Transport_TRANSPORT_KUBELET_INSECURE,
+		ContentType: "text/plain",
+	})
+	if n := strings.Count(fmt.Sprint(err), "x"); n < 49_000 || n > 51_000 {
+		t.Errorf("an error has %d bytes of the kubelet's: %.200v", n, err)
+	}
+}
+
+// An upgraded connection carries --max-connection-bytes-per-sec at most.
+func TestAnUpgradeHasItsRate(t *testing.T) {
+	const rate, bytes = 20_000, 40_000
+	backend := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		conn, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer conn.Close()
+		fmt.Fprintf(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n%s",
+			strings.Repeat("x", bytes))
+	}))
+	defer backend.Close()
+	k := carrier(t)
+	k.config.Rate = rate
+	front := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		k.Serve(w, req, "a", &registryv1.Connection{
+			Url:       backend.URL,
+			Transport: registryv1.Transport_TRANSPORT_PROXY,
+		}, func(err error) { t.Error(err) })
+	}))
+	defer front.Close()
+	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", front.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	began := time.Now()
+	fmt.Fprint(conn, "GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n")
+	if _, err := io.CopyN(io.Discard, conn, bytes); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(began); took < time.Second {
+		t.Errorf("%d bytes take %v at %d bytes a second", bytes, took, rate)
 	}
 }
