@@ -119,3 +119,15 @@ func TestAListTakesTheSeatsOfItsBytes(t *testing.T) {
 	var none *Fairness
 	none.Answered(asked(t, "GET", pods), 5, false) // flow control is off
 }
+
+// A write takes one seat, however large the list of its resource was.
+func TestAWriteTakesOneSeat(t *testing.T) {
+	f := fairnessOf(600)
+	const pods = "/api/v1/namespaces/x/pods"
+	f.Answered(asked(t, "GET", pods), 10*bytesPerSeat, false)
+	for _, r := range [][2]string{{"POST", pods}, {"PUT", pods + "/a"}, {"PATCH", pods + "/a"}, {"DELETE", pods}} {
+		if got := f.estimate(asked(t, r[0], r[1]), "", "none"); got.InitialSeats != 1 || got.FinalSeats != 0 {
+			t.Errorf("%s %s takes %v", r[0], r[1], got)
+		}
+	}
+}
