@@ -55,6 +55,7 @@ func dial(t *testing.T, conf *tls.Config, name string, most uint16) (s seen, err
 	c, err := tls.Dial("tcp", l.Addr().String(), &tls.Config{
 		ServerName:         name,
 		InsecureSkipVerify: true,
+		MinVersion:         tls.VersionTLS10,
 		MaxVersion:         most,
 		GetClientCertificate: func(r *tls.CertificateRequestInfo) (*tls.Certificate, error) {
 			for _, a := range r.AcceptableCAs {
@@ -142,5 +143,22 @@ func TestBadTLSSettingsNameTheirFlag(t *testing.T) {
 	if _, err := c.config(t.Context(), clientCA{"client-ca-file", dir + "/none"}); err == nil ||
 		!strings.Contains(err.Error(), "--client-ca-file") {
 		t.Errorf("%v", err)
+	}
+}
+
+// A server without --tls-min-version speaks TLS 1.2, and nothing older.
+func TestTLS11IsRefused(t *testing.T) {
+	c := &TLSConfig{}
+	c.CertFile, c.KeyFile = leaf(t, authority(t, t.TempDir(), "ca"), "x", "localhost")
+	conf, err := c.config(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := dial(t, conf, "localhost", tls.VersionTLS12); err != nil {
+		t.Errorf("TLS 1.2: %v", err)
+	}
+	if _, err := dial(t, conf, "localhost", tls.VersionTLS11); err == nil ||
+		!strings.Contains(err.Error(), "protocol version") {
+		t.Errorf("TLS 1.1: %v", err)
 	}
 }
