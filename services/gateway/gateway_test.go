@@ -26,7 +26,8 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// others are the services that a gateway calls. Requests with a token are an administrator's, all others a stranger's.
+// others are the services that a gateway calls. Requests with a token are an administrator's, or bob's with the token
+// bob. All others are a stranger's.
 type others struct {
 	authnv1.UnimplementedAuthnServer
 	authzv1.UnimplementedAuthzServer
@@ -36,6 +37,8 @@ type others struct {
 	registryv1.UnimplementedSourceServer
 	// away is who does not answer.
 	away atomic.Value
+	// list is called before the watch tier or registry answers a list.
+	list func(query string)
 }
 
 func (o *others) answers(name string) error {
@@ -50,6 +53,9 @@ func (o *others) Authenticate(_ context.Context,
 	u := &commonv1.User{Name: "system:anonymous", Groups: []string{"system:unauthenticated"}}
 	if r.Headers["Authorization"] != nil {
 		u = &commonv1.User{Name: "admin", Groups: []string{"system:masters"}}
+	}
+	if slices.Contains(r.Headers["Authorization"].GetValues(), "Bearer bob") {
+		u = &commonv1.User{Name: "bob", Groups: []string{"system:authenticated"}}
 	}
 	return &authnv1.AuthenticateResponse{Authenticated: true, User: u}, o.answers("authn")
 }
@@ -72,7 +78,7 @@ func (o *others) IssuerDocument(_ context.Context,
 
 func (o *others) Authorize(_ context.Context, r *authzv1.AuthorizeRequest) (*authzv1.AuthorizeResponse, error) {
 	d := authzv1.Decision_DECISION_UNSPECIFIED
-	if r.Attributes.User.Name == "admin" || strings.HasPrefix(r.Attributes.Path, "/readyz") {
+	if r.Attributes.User.Name == "admin" || r.Attributes.User.Name == "bob" || strings.HasPrefix(r.Attributes.Path, "/readyz") {
 		d = authzv1.Decision_DECISION_ALLOW
 	}
 	return &authzv1.AuthorizeResponse{Decision: d}, o.answers("authz")
@@ -119,6 +125,13 @@ func (o *others) Get(context.Context, *registryv1.GetRequest) (*registryv1.Objec
 	return &registryv1.ObjectResponse{Code: http.StatusOK, Body: []byte("{}")}, nil
 }
 
+func (o *others) List(r *registryv1.GetRequest, s grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+	if o.list != nil {
+		o.list(r.Query)
+	}
+	return s.Send(&registryv1.ListChunk{Data: []byte("{}")})
+}
+
 // tier is the watch tier.
 type tier struct {
 	watchfanoutv1.UnimplementedWatchServer
@@ -129,11 +142,14 @@ func (t tier) List(_ *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[wa
 	if err := t.of.answers("watch tier"); err != nil {
 		return err
 	}
+	if t.of.list != nil {
+		t.of.list("")
+	}
 	return s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{[]byte("{}")}, Size: 2})
 }
 
 // start is a gateway whose other services are o, without its HTTPS server.
-func start(t *testing.T, o *others) *Service {
+func start(t *testing.T, o *others, flags ...string) *Service {
 	t.Helper()
 	p := rpc.NewInProcess(false)
 	authnv1.RegisterAuthnServer(p, o)
@@ -147,7 +163,8 @@ func start(t *testing.T, o *others) *Service {
 	c := NewConfig()
 	fs := pflag.NewFlagSet("gateway", pflag.ContinueOnError)
 	c.AddFlags(fs)
-	if err := fs.Parse([]string{"--advertise-address=192.0.2.1", "--enable-priority-and-fairness=false"}); err != nil {
+	flags = append(flags, "--advertise-address=192.0.2.1", "--enable-priority-and-fairness=false")
+	if err := fs.Parse(flags); err != nil {
 		t.Fatal(err)
 	}
 	g, err := New(t.Context(), c, Deps{

@@ -1,0 +1,81 @@
+package gateway
+
+import (
+	"fmt"
+	"net/http"
+	"sync"
+	"testing"
+)
+
+const namespaces = "/api/v1/namespaces"
+
+// A read beyond --max-requests-inflight is answered 429.
+func TestReadsInFlightAreBounded(t *testing.T) {
+	come, may := make(chan struct{}), make(chan struct{})
+	g := start(t, &others{list: func(string) {
+		come <- struct{}{}
+		<-may
+	}}, "--max-requests-inflight=1")
+	await(t, func() bool { return g.catalog.View() != nil })
+	first := make(chan int)
+	go func() {
+		code, _, _ := g.ask(http.MethodGet, namespaces, "bob")
+		first <- code
+	}()
+	<-come
+	if code, body, h := g.ask(http.MethodGet, namespaces, "bob"); code != http.StatusTooManyRequests ||
+		h.Get("Retry-After") == "" {
+		t.Errorf("a second read: %d %.200s", code, body)
+	}
+	close(may)
+	if code := <-first; code != http.StatusOK {
+		t.Errorf("the first read: %d", code)
+	}
+}
+
+// Registry answers four lists at a time for the watch tier. Of one user 16 wait, and further ones are answered 429.
+func TestListsForTheWatchTierAreBounded(t *testing.T) {
+	const atATime, waiting = 4, 16
+	var mu sync.Mutex
+	under, most := map[string]int{}, 0
+	may := make(chan struct{})
+	o := &others{list: func(query string) {
+		mu.Lock()
+		under[query]++ // the gateway may ask for one list twice, if registry is slow
+		most = max(most, len(under))
+		mu.Unlock()
+		<-may
+		mu.Lock()
+		defer mu.Unlock()
+		if under[query]--; under[query] == 0 {
+			delete(under, query)
+		}
+	}}
+	o.away.Store("watch tier")
+	g := start(t, o)
+	await(t, func() bool { return g.catalog.View() != nil })
+	const all = atATime + waiting + 3
+	codes := make(chan int, all)
+	for i := range all {
+		go func() {
+			code, _, _ := g.ask(http.MethodGet, fmt.Sprintf("%s?labelSelector=l%d", namespaces, i), "bob")
+			codes <- code
+		}()
+	}
+	count := map[int]int{}
+	for range all - atATime - waiting { // while all others wait
+		count[<-codes]++
+	}
+	await(t, func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(under) == atATime
+	})
+	close(may)
+	for range atATime + waiting {
+		count[<-codes]++
+	}
+	if count[http.StatusTooManyRequests] != 3 || count[http.StatusOK] != atATime+waiting || most != atATime {
+		t.Errorf("answers by status: %v; %d lists at a time, want %d", count, most, atATime)
+	}
+}
