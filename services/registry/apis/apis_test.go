@@ -5,6 +5,10 @@ import (
 	"strings"
 	"testing"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/internal/world"
 )
 
@@ -84,5 +88,25 @@ func TestRuntimeConfig(t *testing.T) {
 	}
 	if got := versions(w, "resource.k8s.io"); !strings.Contains(got, "v1beta1") {
 		t.Errorf("resource.k8s.io is served in %q", got)
+	}
+}
+
+// An event has etcd's lease of an hour.
+func TestAnEventIsKeptForAnHour(t *testing.T) {
+	w := world.New(t)
+	events := &commonv1.Resource{Version: "v1", Resource: "events"}
+	if _, err := w.Write(t.Context(), events, &registryv1.WriteRequest{Verb: "create", Body: []byte(
+		`{"apiVersion":"v1","kind":"Event","metadata":{"name":"e"},"involvedObject":{"namespace":"x"}}`),
+	}, &world.Gate{}); err != nil {
+		t.Fatal(err)
+	}
+	etcd := w.Resources.Storage.Client.Client
+	kept, err := etcd.Get(t.Context(), "/registry/events/x/e")
+	if err != nil || len(kept.Kvs) != 1 {
+		t.Fatal(kept, err)
+	}
+	lease, err := etcd.TimeToLive(t.Context(), clientv3.LeaseID(kept.Kvs[0].Lease))
+	if err != nil || lease.TTL < 3500 || lease.TTL > 4000 { // upstream reuses a lease for a while
+		t.Errorf("%+v, %v", lease, err)
 	}
 }
