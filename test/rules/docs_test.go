@@ -56,25 +56,60 @@ func TestTheWaysNameFunctionsThatThereAre(t *testing.T) {
 	}
 }
 
-// docs/bounds.md names tests that there are.
+// tests returns the names of all tests and fuzz tests of the project.
+func tests(t *testing.T) map[string]bool {
+	t.Helper()
+	cmd := exec.Command("git", "grep", "-hE", "^func (Test|Fuzz)", "--", "*_test.go")
+	cmd.Dir = harness.Root()
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := map[string]bool{}
+	for _, m := range regexp.MustCompile(`(?m)^func ((?:Test|Fuzz)\w+)\(`).FindAllSubmatch(out, -1) {
+		names[string(m[1])] = true
+	}
+	return names
+}
+
+var namedTest = regexp.MustCompile("`((?:Test|Fuzz)[A-Za-z0-9]+)`")
+
+// Each row of docs/bounds.md names tests that exist, or gives the reason why it has none. So it is with each test that
+// docs/security.md names.
 func TestTheBoundsNameTestsThatThereAre(t *testing.T) {
+	exists := tests(t)
+	for name, least := range map[string]int{"bounds.md": 60, "security.md": 2} {
+		text, err := os.ReadFile(harness.Root() + "/docs/" + name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		named := namedTest.FindAllSubmatch(text, -1)
+		for _, m := range named {
+			if !exists[string(m[1])] {
+				t.Errorf("%s: there is no %s", name, m[1])
+			}
+		}
+		if len(named) < least {
+			t.Errorf("%s names %d tests, want %d", name, len(named), least)
+		}
+	}
 	text, err := os.ReadFile(harness.Root() + "/docs/bounds.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command("git", "grep", "-hE", "^func Test", "--", "*_test.go")
-	cmd.Dir = harness.Root()
-	tests, err := cmd.Output()
-	if err != nil {
-		t.Fatal(err)
-	}
-	named := regexp.MustCompile("`(Test[A-Za-z0-9]+)`").FindAllSubmatch(text, -1)
-	for _, m := range named {
-		if !strings.Contains(string(tests), "func "+string(m[1])+"(") {
-			t.Errorf("there is no %s", m[1])
+	rows := 0
+	for line := range strings.Lines(string(text)) {
+		cells := strings.Split(line, "|")
+		if len(cells) < 3 || strings.HasPrefix(line, "|---") || strings.TrimSpace(cells[1]) == "bound" {
+			continue
+		}
+		rows++
+		last := strings.TrimSpace(cells[len(cells)-2])
+		if reason, none := strings.CutPrefix(last, "none: "); (!none || reason == "") && !namedTest.MatchString(last) {
+			t.Errorf("%s: %q is neither a test nor \"none: \" and a reason", strings.TrimSpace(cells[1]), last)
 		}
 	}
-	if len(named) < 30 {
-		t.Errorf("%d tests are named", len(named))
+	if rows < 60 {
+		t.Errorf("there are %d rows", rows)
 	}
 }
