@@ -13,11 +13,13 @@ import (
 )
 
 // inFlightBytes bounds the bytes of large messages that gRPC has accepted and not written yet, for all owners together.
+// One message of each owner may exceed it.
 const inFlightBytes = 32 << 20
 
-// inFlight bounds what a replica's streams have in flight: of all owners together, and of each owner to as much as is
-// left for the others. So an owner whose thousands of streams get a large event at once gets it on some after the
-// others, and a gateway never receives more than that at a time. A stream that waits holds its cursor and no bytes.
+// inFlight bounds the bytes that a replica's streams have in flight. An owner has at most as many bytes as are free: an
+// owner alone has half of the bound. Each owner may always have one message in flight, so many owners may exceed the
+// bound by one message each. An owner's thousands of streams so receive a large event one after the other. A stream
+// that waits holds its cursor and no bytes.
 type inFlight struct {
 	most int64
 
