@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -135,8 +136,11 @@ type costly struct {
 	read int
 }
 
-// leftFor is how long a machine that has much to do may take to end what a client left; it should be a second.
-const leftFor = 10 * time.Second
+// leftFor is how long the work of a request may go on after its client left: a second, and one for reading the stacks.
+const leftFor = 2 * time.Second
+
+// leftForGood is how long the work may go on at a busy machine.
+const leftForGood = 10 * time.Second
 
 // A request whose client leaves has no goroutine anywhere a moment later. Each webhook, aggregated server, kubelet and
 // pod that it waits for sees its own request cancelled. The same holds over HTTP/1.1 and HTTP/2, and in both forms.
@@ -177,25 +181,50 @@ func leaving(t *testing.T, start func(testing.TB, string, ...string) *harness.Se
 	for _, version := range []string{"HTTP/2", "HTTP/1.1"} {
 		for _, c := range requests(t, h) {
 			t.Run(version+" "+c.name, func(t *testing.T) {
-				defer c.drop(t, s, h, version)()
-				gone := time.Now()
-				harness.Eventually(t, leftFor, func() error {
-					now, err := stacks(debug)
-					if err != nil {
-						return err
-					}
-					if more := left(before, now); len(more) > 0 {
-						return fmt.Errorf("%s", strings.Join(more, "\n"))
-					}
-					if n := h.waiting.Load(); n > 0 {
-						return fmt.Errorf("%d requests wait at the other server", n)
-					}
-					return nil
-				})
-				t.Logf("nothing is left after %s", time.Since(gone).Round(time.Millisecond))
+				took, err := c.ends(t, s, h, version, debug, before)
+				if err != nil { // a machine that has much to do may be late, but not for each request
+					t.Logf("once more: after %s: %v", took, err)
+					took, err = c.ends(t, s, h, version, debug, before)
+				}
+				if err != nil {
+					t.Fatalf("after %s: %v", took, err)
+				}
+				t.Logf("nothing is left after %s", took)
 			})
 		}
 	}
+}
+
+// ends drops the request, and waits until nothing is left of it. The error names the work that is left after leftFor.
+// Work that is left after leftForGood fails the test.
+func (c costly) ends(t *testing.T, s *harness.Server, h *hanging, version string, debug []*http.Client,
+	before map[string]int) (took time.Duration, err error) {
+	within := func(limit time.Duration) (took time.Duration, err error) {
+		for began := time.Now(); ; time.Sleep(20 * time.Millisecond) {
+			asked := time.Since(began) // the stacks are of a later time
+			now, failed := stacks(debug)
+			if failed != nil {
+				t.Fatal(failed)
+			}
+			more := left(before, now)
+			if n := h.waiting.Load(); n > 0 {
+				more = append(more, fmt.Sprintf("%d requests wait at the other server", n))
+			}
+			if len(more) == 0 {
+				return asked.Round(time.Millisecond), nil
+			}
+			if asked > limit {
+				return asked.Round(time.Millisecond), errors.New(strings.Join(more, "\n"))
+			}
+		}
+	}
+	defer c.drop(t, s, h, version)()
+	if took, err = within(leftFor); err != nil {
+		if _, stays := within(leftForGood); stays != nil {
+			t.Fatalf("after %s: %v", leftForGood, stays)
+		}
+	}
+	return took, err
 }
 
 // drop sends the request and gives it up. Over HTTP/2 its stream is reset, and the connection stays until closed is
@@ -265,6 +294,8 @@ func (c costly) drop(t *testing.T, s *harness.Server, h *hanging, version string
 		})
 	} else {
 		time.Sleep(c.after) // the client gives up in the midst of the work
+		// An answer is no failure here. Watches begin to answer at once. Whether a list, a document or discovery takes
+		// longer than this depends on the machine, and no webhook or other server has a part in it that could hang.
 		select {
 		case text := <-answered:
 			t.Logf("it was answered: %.60s", text)
