@@ -13,14 +13,14 @@ import (
 	"net/http/httptest"
 )
 
-// backend is a TLS server of the shape's own on loopback: a webhook, or an aggregated API server.
+// backend is a TLS server of the shape's own on loopback: a webhook, an aggregated API server, or a kubelet.
 type backend struct {
 	*httptest.Server
 	// bundle is its certificate in PEM.
 	bundle []byte
 }
 
-// serve starts a backend until the shape ends. It ends with all its connections, and its handlers with their requests.
+// serve starts a backend with a certificate of its own.
 func (a *attempt) serve(h http.HandlerFunc) (*backend, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -30,6 +30,11 @@ func (a *attempt) serve(h http.HandlerFunc) (*backend, error) {
 	if err != nil {
 		return nil, err
 	}
+	return a.serveAs(cert, h), nil
+}
+
+// serveAs starts a backend until the shape ends. All its connections and handlers end with it.
+func (a *attempt) serveAs(cert tls.Certificate, h http.HandlerFunc) *backend {
 	ctx, cancel := context.WithCancel(context.Background())
 	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		body, stop := context.WithCancel(r.Context())
@@ -46,7 +51,7 @@ func (a *attempt) serve(h http.HandlerFunc) (*backend, error) {
 		s.CloseClientConnections()
 		s.Close()
 	})
-	return &backend{s, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: cert.Certificate[0]})}, nil
+	return &backend{s, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: cert.Certificate[0]})}
 }
 
 // hang keeps a request open until its client leaves or the shape ends.
