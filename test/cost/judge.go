@@ -8,7 +8,7 @@ import (
 // Bounds beyond which a difference is a finding. Below the floors it is noise.
 const (
 	moreCPU      = 2
-	cpuFloor     = 50 * time.Millisecond
+	cpuFloor     = 100 * time.Millisecond
 	morePeak     = 50 * megabyte
 	leftHeap     = 1 * megabyte
 	leftRoutines = 5
