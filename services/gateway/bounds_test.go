@@ -54,7 +54,8 @@ func TestListsForTheWatchTierAreBounded(t *testing.T) {
 	o.away.Store("watch tier")
 	g := start(t, o)
 	await(t, func() bool { return g.catalog.View() != nil })
-	const all = atATime + waiting + 3
+	const refused = 3
+	const all = atATime + waiting + refused
 	codes := make(chan int, all)
 	for i := range all {
 		go func() {
@@ -62,20 +63,19 @@ func TestListsForTheWatchTierAreBounded(t *testing.T) {
 			codes <- code
 		}()
 	}
-	count := map[int]int{}
-	for range all - atATime - waiting { // while all others wait
-		count[<-codes]++
-	}
-	await(t, func() bool {
+	let := sync.OnceFunc(func() { close(may) })
+	t.Cleanup(let)
+	await(t, func() bool { // while no list ends
 		mu.Lock()
 		defer mu.Unlock()
-		return len(under) == atATime
+		return len(under) == atATime && len(codes) == refused
 	})
-	close(may)
-	for range atATime + waiting {
+	let()
+	count := map[int]int{}
+	for range all {
 		count[<-codes]++
 	}
-	if count[http.StatusTooManyRequests] != 3 || count[http.StatusOK] != atATime+waiting || most != atATime {
+	if count[http.StatusTooManyRequests] != refused || count[http.StatusOK] != atATime+waiting || most != atATime {
 		t.Errorf("answers by status: %v; %d lists at a time, want %d", count, most, atATime)
 	}
 }
