@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"testing"
 )
 
@@ -12,9 +13,12 @@ const namespaces = "/api/v1/namespaces"
 // A read beyond --max-requests-inflight is answered 429.
 func TestReadsInFlightAreBounded(t *testing.T) {
 	come, may := make(chan struct{}), make(chan struct{})
+	var lists atomic.Int32
 	g := start(t, &others{list: func(string) {
-		come <- struct{}{}
-		<-may
+		if lists.Add(1) == 1 { // the first one lasts
+			close(come)
+			<-may
+		}
 	}}, "--max-requests-inflight=1")
 	await(t, func() bool { return g.catalog.View() != nil })
 	first := make(chan int)
