@@ -45,6 +45,9 @@ func (c codec) Marshal(v any) (mem.BufferSlice, error) {
 	case *Tracked:
 		out, err := c.marshalFrame(m.WatchFrame)
 		return append(out, m.end()), err
+	case *Held:
+		out, err := c.Marshal(m.Message)
+		return append(out, m.end()), err
 	}
 	return c.CodecV2.Marshal(v)
 }

@@ -183,6 +183,10 @@ func share(dst, src any) {
 		m.Done()
 		src = m.WatchFrame
 	}
+	if m, ok := src.(*Held); ok {
+		m.Release()
+		src = m.Message
+	}
 	d := dst.(proto.Message).ProtoReflect()
 	src.(proto.Message).ProtoReflect().Range(func(f protoreflect.FieldDescriptor, v protoreflect.Value) bool {
 		d.Set(f, v)
