@@ -2,99 +2,207 @@ package source
 
 import (
 	"context"
+	"net"
+	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/rpc"
 )
 
-// stalledAfter is how long a caller may take nothing of its call before another call may have its place.
-const stalledAfter = time.Second
+const (
+	// stalledAfter is how long a caller may take nothing of its call until that call is the first of its peer to end.
+	stalledAfter = time.Second
+	// stuckAfter is how long a caller may take nothing of its call until any other call may have its place. It is long,
+	// because 32 healthy snapshots send 4 MB each at a time.
+	stuckAfter = 10 * time.Second
+	// lookAgain is how often calls that wait for a place look for a stuck call.
+	lookAgain = time.Second
+	// maxWaiting bounds the calls that wait for a place.
+	maxWaiting = 256
+)
 
-var errStalled = status.Error(codes.ResourceExhausted, "the caller stalls, and another call needs the room")
+var (
+	errEnded = status.Error(codes.ResourceExhausted, "another caller needs the place of this call")
+	errFull  = status.Error(codes.Unavailable, "too many calls wait")
+)
 
 // calls bounds the streaming calls of one method that run at a time, and so the memory that they hold. Further calls
-// wait. A call whose caller stalls ends when another waits.
+// wait. The peer that runs the fewest calls has the next place, and its calls have places in the order in which they
+// came. If a peer runs at least two calls more than the peer of a waiting call, its oldest call ends for that one.
 type calls struct {
 	most int
 
-	mu  sync.Mutex
-	all map[*call]struct{}
-	// freed is closed when a call ends, if another waits.
-	freed chan struct{}
+	mu sync.Mutex
+	// all have a place, and waiting have none yet, each in the order in which they came.
+	all, waiting []*call
+	// ended counts the calls without a place that have not returned yet. There are most of them at most.
+	ended int
+	timer *time.Timer
 }
 
-// call is one of them. sending is when it began to send a message that its caller has not taken yet, or zero. The lock
-// of its calls guards it.
+// call is one of them. The lock of its calls guards what changes.
 type call struct {
-	of      *calls
+	of   *calls
+	peer string
+	end  context.CancelCauseFunc
+	// begun is closed when the call has a place, or is refused.
+	begun   chan struct{}
+	refused bool
+	// ended is true if the call has lost its place to another one.
+	ended bool
+	// sending is when the call began to send a message that its caller has not taken yet, or zero.
 	sending time.Time
-	end     context.CancelCauseFunc
 }
 
-// run calls serve once there is room. It returns when serve has returned or the call is ended: a Send that stalls
-// returns only after that.
+// run calls serve once there is a place. It returns when serve has returned or the call is ended: a Send that stalls
+// returns only after that. A call that is canceled keeps its place until serve returns.
 func (c *calls) run(ctx context.Context, serve func(context.Context, *call) error) error {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
-	one := &call{of: c, end: end}
+	one := &call{of: c, peer: peerOf(ctx), end: end, begun: make(chan struct{})}
 	if err := c.begin(ctx, one); err != nil {
 		return rpc.ToStatus(err)
 	}
-	defer c.finish(one)
 	done := make(chan error, 1)
-	go func() { done <- serve(ctx, one) }()
+	go func() {
+		err := serve(ctx, one)
+		c.finish(one)
+		done <- err
+	}()
 	select {
 	case err := <-done:
+		if err != nil && ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		return err
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
 }
 
-// begin adds a call when there is room. If there is none, begin ends the call that has been stalled for the longest
-// time.
-func (c *calls) begin(ctx context.Context, one *call) error {
-	again := time.NewTimer(stalledAfter)
-	defer again.Stop()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for len(c.all) >= c.most {
-		if stalled := c.stalled(); stalled != nil {
-			delete(c.all, stalled)
-			stalled.end(errStalled)
-			break
-		}
-		if c.freed == nil {
-			c.freed = make(chan struct{})
-		}
-		freed := c.freed
-		c.mu.Unlock()
-		again.Reset(stalledAfter / 10)
-		select {
-		case <-freed:
-		case <-again.C:
-		case <-ctx.Done():
-		}
-		c.mu.Lock()
-		if ctx.Err() != nil {
-			return ctx.Err()
-		}
+// peerOf returns the machine that a call comes from: its address, or the /64 of an IPv6 address. All calls by Unix
+// sockets, and all of this process, are of one peer.
+func peerOf(ctx context.Context) string {
+	p, ok := peer.FromContext(ctx)
+	if !ok {
+		return ""
 	}
-	if c.all == nil {
-		c.all = map[*call]struct{}{}
+	a, ok := p.Addr.(*net.TCPAddr)
+	if !ok {
+		return ""
 	}
-	c.all[one] = struct{}{}
-	return nil
+	ip := a.AddrPort().Addr().Unmap()
+	if ip.Is6() {
+		return netip.PrefixFrom(ip.WithZone(""), 64).Masked().String()
+	}
+	return ip.String()
 }
 
-// stalled returns the call that has been stalled for the longest time, or nil. The lock is held.
-func (c *calls) stalled() (longest *call) {
-	for one := range c.all {
-		if !one.sending.IsZero() && time.Since(one.sending) > stalledAfter &&
+// begin waits until the call has a place.
+func (c *calls) begin(ctx context.Context, one *call) error {
+	c.mu.Lock()
+	c.waiting = append(c.waiting, one)
+	c.admit()
+	if len(c.waiting) > maxWaiting {
+		c.refuse()
+	}
+	c.mu.Unlock()
+	select {
+	case <-one.begun:
+	case <-ctx.Done():
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case one.refused:
+		return errFull
+	case ctx.Err() == nil:
+		return nil
+	}
+	if waits := slices.Index(c.waiting, one); waits >= 0 {
+		c.waiting = slices.Delete(c.waiting, waits, waits+1)
+	} else {
+		c.leave(one)
+	}
+	return context.Cause(ctx)
+}
+
+// admit gives places to waiting calls. The lock is held.
+func (c *calls) admit() {
+	for len(c.waiting) > 0 {
+		running := count(c.all)
+		next := 0
+		for i, w := range c.waiting {
+			if running[w.peer] < running[c.waiting[next].peer] {
+				next = i
+			}
+		}
+		one := c.waiting[next]
+		if len(c.all) >= c.most {
+			victim := c.victim(running, one.peer)
+			if victim == nil || c.ended >= c.most {
+				break
+			}
+			c.all = slices.DeleteFunc(c.all, func(a *call) bool { return a == victim })
+			c.ended++
+			victim.ended = true
+			victim.end(errEnded)
+		}
+		c.waiting = slices.Delete(c.waiting, next, next+1)
+		c.all = append(c.all, one)
+		close(one.begun)
+	}
+	if len(c.waiting) > 0 && c.timer == nil {
+		c.timer = time.AfterFunc(lookAgain, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.timer = nil
+			c.admit()
+		})
+	}
+}
+
+func count(all []*call) map[string]int {
+	n := map[string]int{}
+	for _, one := range all {
+		n[one.peer]++
+	}
+	return n
+}
+
+// largest returns the peer with the most calls.
+func largest(all []*call, counts map[string]int) (of string) {
+	for n, one := range all {
+		if n == 0 || counts[one.peer] > counts[of] {
+			of = one.peer
+		}
+	}
+	return of
+}
+
+// victim returns the call that ends for a waiting call of a peer, or nil. Peers whose numbers differ by one end no
+// calls of each other, or they would do so for ever.
+func (c *calls) victim(running map[string]int, waits string) *call {
+	if from := largest(c.all, running); running[from] > running[waits]+1 {
+		calls := slices.DeleteFunc(slices.Clone(c.all), func(a *call) bool { return a.peer != from })
+		if stalled := stalledFor(calls, stalledAfter); stalled != nil {
+			return stalled
+		}
+		return calls[0]
+	}
+	return stalledFor(c.all, stuckAfter)
+}
+
+// stalledFor returns the call that has been stalled for the longest time, if that is more than least.
+func stalledFor(all []*call, least time.Duration) (longest *call) {
+	for _, one := range all {
+		if !one.sending.IsZero() && time.Since(one.sending) >= least &&
 			(longest == nil || one.sending.Before(longest.sending)) {
 			longest = one
 		}
@@ -102,14 +210,33 @@ func (c *calls) stalled() (longest *call) {
 	return longest
 }
 
+// refuse removes the last waiting call of the peer of which most calls wait. The lock is held.
+func (c *calls) refuse() {
+	of := largest(c.waiting, count(c.waiting))
+	for i, one := range slices.Backward(c.waiting) {
+		if one.peer == of {
+			c.waiting = slices.Delete(c.waiting, i, i+1)
+			one.refused = true
+			close(one.begun)
+			return
+		}
+	}
+}
+
 func (c *calls) finish(one *call) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	delete(c.all, one)
-	if c.freed != nil {
-		close(c.freed)
-		c.freed = nil
+	c.leave(one)
+}
+
+// leave gives back the place of a call. The lock is held.
+func (c *calls) leave(one *call) {
+	if one.ended {
+		c.ended--
+	} else {
+		c.all = slices.DeleteFunc(c.all, func(a *call) bool { return a == one })
 	}
+	c.admit()
 }
 
 // send calls f, which sends one message.

@@ -14,8 +14,8 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// ReadLog sends messages that the event log's stream holds. The call ends early if its caller stalls and another call
-// needs the room.
+// ReadLog sends messages that the event log's stream holds. The call ends early if another caller needs its place
+// (calls).
 func (s *Source) ReadLog(r *logv1.ReadRequest, stream grpc.ServerStreamingServer[logv1.Chunk]) error {
 	err := s.logReads.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
 		defer guard.Error("reading the event log", &err)

@@ -2,17 +2,24 @@ package source_test
 
 import (
 	"context"
+	"net"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/eventlog"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/source"
 )
+
+// mostReads is how many calls of ReadLog run at a time.
+const mostReads = 128
 
 // endless is a log without end.
 type endless struct{}
@@ -26,59 +33,230 @@ func (endless) Messages(ctx context.Context, _ *logv1.ReadRequest, each func(*lo
 	return ctx.Err()
 }
 
-// caller takes some chunks of a call, and then stalls or leaves.
+// caller takes a chunk of a call each time that its pause has passed. Without a pause, it takes none.
 type caller struct {
 	grpc.ServerStreamingServer[logv1.Chunk]
 	ctx   context.Context
-	takes int
-	// stalled receives a message when the caller stalls. If it is nil, the caller leaves.
-	stalled chan<- struct{}
-	leave   context.CancelFunc
+	pause time.Duration
 }
 
 func (c *caller) Context() context.Context { return c.ctx }
 
 func (c *caller) Send(*logv1.Chunk) error {
-	if c.takes--; c.takes >= 0 {
+	var after <-chan time.Time
+	if c.pause > 0 {
+		after = time.After(c.pause)
+	}
+	select {
+	case <-after:
 		return nil
+	case <-c.ctx.Done():
+		return c.ctx.Err()
 	}
-	if c.stalled == nil {
-		c.leave()
-	} else {
-		c.stalled <- struct{}{}
-	}
-	<-c.ctx.Done()
-	return c.ctx.Err()
 }
 
-// Stalled calls of ReadLog make room for other calls: the call that has been stalled for the longest time ends (N3).
-func TestStalledCallsMakeRoom(t *testing.T) {
-	s := source.New(nil, nil, endless{})
-	ctx, cancel := context.WithCancel(t.Context())
-	const most, more = 128, 3
-	ended, stalled := make(chan error, most+more), make(chan struct{})
-	var all sync.WaitGroup
-	defer all.Wait()
-	defer cancel()
-	for range most {
-		all.Go(func() { ended <- s.ReadLog(&logv1.ReadRequest{}, &caller{ctx: ctx, takes: 1, stalled: stalled}) })
-		<-stalled
+// callers are the calls of one peer. ended holds the error of each call that has ended.
+type callers struct {
+	source *source.Source
+	ctx    context.Context
+	pause  time.Duration
+	mu     sync.Mutex
+	begun  int
+	ended  []error
+}
+
+func newCallers(ctx context.Context, s *source.Source, ip string, pause time.Duration) *callers {
+	from := &peer.Peer{Addr: &net.TCPAddr{IP: net.ParseIP(ip), Port: 1234}}
+	return &callers{source: s, ctx: peer.NewContext(ctx, from), pause: pause}
+}
+
+// call begins calls, each a millisecond after the other.
+func (c *callers) call(n int) {
+	for range n {
+		c.begun++
+		go func() {
+			// The server's context ends with the call.
+			ctx, end := context.WithCancel(c.ctx)
+			defer end()
+			err := c.source.ReadLog(&logv1.ReadRequest{}, &caller{ctx: ctx, pause: c.pause})
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.ended = append(c.ended, err)
+		}()
+		time.Sleep(time.Millisecond)
 	}
-	for range more {
-		mine, leave := context.WithCancel(t.Context())
-		c := &caller{ctx: mine, takes: 1000, leave: leave}
-		if err := s.ReadLog(&logv1.ReadRequest{}, c); status.Code(err) != codes.Canceled || c.takes >= 0 {
-			t.Errorf("a caller that takes chunks has %d to take when it ends with %v", c.takes, err)
+}
+
+// have fails the test unless so many calls have ended, all with the code.
+func (c *callers) have(t *testing.T, ended int, code codes.Code) {
+	t.Helper()
+	synctest.Wait()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if n := len(c.ended); n != ended {
+		t.Errorf("of %d calls %d have ended, want %d", c.begun, n, ended)
+	}
+	for _, err := range c.ended {
+		if status.Code(err) != code {
+			t.Fatal("a call ended with", err)
 		}
-		leave()
 	}
-	// The first caller ended a stalled call. The others found its room.
-	if err := <-ended; status.Code(err) != codes.ResourceExhausted {
-		t.Errorf("a stalled call ended with %v", err)
-	}
-	if n := len(ended); n != 0 {
-		t.Errorf("%d calls more were ended", n)
-	}
+}
+
+// A peer that takes chunks slowly cannot hold all places: its calls end until another peer runs half of all (N3).
+func TestPeersShareThePlaces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer synctest.Wait()
+		defer cancel()
+		s := source.New(nil, nil, endless{})
+		thief := newCallers(ctx, s, "10.0.0.1", 900*time.Millisecond)
+		thief.call(mostReads + 100)
+		time.Sleep(time.Minute)
+		thief.have(t, 0, codes.OK)
+		healthy := newCallers(ctx, s, "10.0.0.2", 2*time.Second)
+		healthy.call(mostReads)
+		time.Sleep(time.Minute)
+		healthy.have(t, 0, codes.OK)
+		thief.have(t, mostReads/2, codes.ResourceExhausted)
+		// Both run 64 calls now, and each has calls that wait. No call ends for another one.
+		thief.call(10)
+		healthy.call(10)
+		time.Sleep(time.Minute)
+		healthy.have(t, 0, codes.OK)
+	})
+}
+
+// A call takes a place only when the bound of all others allows it: a waiting call does not end equal peers' calls.
+func TestEqualPeersEndNoCalls(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer synctest.Wait()
+		defer cancel()
+		s := source.New(nil, nil, endless{})
+		var peers []*callers
+		for _, ip := range []string{"10.0.0.1", "10.0.0.2", "2001:db8::1", "fd00::1"} {
+			peers = append(peers, newCallers(ctx, s, ip, 2*time.Second))
+		}
+		for range mostReads / 4 {
+			for _, p := range peers {
+				p.call(1)
+			}
+		}
+		for _, p := range peers { // all of them wait
+			p.call(20)
+		}
+		time.Sleep(10 * time.Minute)
+		for _, p := range peers {
+			p.have(t, 0, codes.OK)
+		}
+	})
+}
+
+// Addresses of one /64 network are one peer, because one machine may have them all.
+func TestANetworkIsOnePeer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer synctest.Wait()
+		defer cancel()
+		s := source.New(nil, nil, endless{})
+		one := newCallers(ctx, s, "2001:db8::1", 900*time.Millisecond)
+		other := newCallers(ctx, s, "2001:db8::2", 900*time.Millisecond)
+		one.call(mostReads)
+		other.call(1)
+		time.Sleep(time.Minute)
+		one.have(t, 0, codes.OK)
+	})
+}
+
+// Calls that have taken nothing for 10 s end for other calls of their peer, and calls that take a chunk in 9 s do not.
+func TestStuckCallsMakeRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer synctest.Wait()
+		defer cancel()
+		s := source.New(nil, nil, endless{})
+		stuck, slow := newCallers(ctx, s, "10.0.0.1", 0), newCallers(ctx, s, "10.0.0.1", 9*time.Second)
+		stuck.call(3)
+		slow.call(mostReads - 3)
+		slow.call(5)
+		time.Sleep(8 * time.Second)
+		stuck.have(t, 0, codes.OK)
+		time.Sleep(time.Minute)
+		stuck.have(t, 3, codes.ResourceExhausted)
+		slow.have(t, 0, codes.OK)
+	})
+}
+
+// At most 256 calls wait. The last one of the peer with the most waiting calls is refused.
+func TestWaitingCallsAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer synctest.Wait()
+		defer cancel()
+		s := source.New(nil, nil, endless{})
+		healthy := newCallers(ctx, s, "10.0.0.2", 500*time.Millisecond)
+		healthy.call(mostReads / 2)
+		thief := newCallers(ctx, s, "10.0.0.1", 500*time.Millisecond)
+		thief.call(mostReads/2 + 256)
+		thief.have(t, 0, codes.OK)
+		thief.call(7)
+		thief.have(t, 7, codes.Unavailable)
+		healthy.call(10)
+		healthy.have(t, 0, codes.OK)
+		thief.have(t, 17, codes.Unavailable)
+	})
+}
+
+// deaf is a log whose reading goes on for an hour after its call is canceled. running counts these.
+type deaf struct {
+	mu      sync.Mutex
+	running int
+	most    int
+}
+
+func (d *deaf) Messages(context.Context, *logv1.ReadRequest, func(*logv1.Chunk) error) error {
+	d.add(1)
+	defer d.add(-1)
+	time.Sleep(time.Hour)
+	return nil
+}
+
+func (d *deaf) add(n int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.running += n
+	d.most = max(d.most, d.running)
+}
+
+// A call that is canceled keeps its place until its work has ended. Calls that ended for others count against a bound
+// of their own.
+func TestCanceledCallsKeepTheirPlaces(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		defer synctest.Wait()
+		log := &deaf{}
+		s := source.New(nil, nil, log)
+		for range 10 {
+			ctx, cancel := context.WithCancel(t.Context())
+			newCallers(ctx, s, "10.0.0.1", time.Second).call(50)
+			cancel()
+		}
+		if log.most != mostReads {
+			t.Errorf("%d reads of the log ran at a time", log.most)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		for n := range 5 { // each of these peers ends calls of the ones before it
+			newCallers(ctx, s, net.IPv4(10, 0, 1, byte(n)).String(), time.Second).call(40)
+		}
+		if log.most != 2*mostReads {
+			t.Errorf("%d reads of the log ran at a time", log.most)
+		}
+		cancel()
+		time.Sleep(2 * time.Hour)
+		if log.running != 0 {
+			t.Errorf("%d reads of the log have not ended", log.running)
+		}
+	})
 }
 
 // expired is a log that no longer holds the requested messages.
