@@ -32,7 +32,7 @@ var (
 	errFull  = status.Error(codes.Unavailable, "too many calls wait")
 )
 
-// calls bounds the streaming calls of one method that run at a time, and so the memory that they hold. Further calls
+// calls bounds the streaming calls of one method that run at a time, and the bytes of their messages. Further calls
 // wait. The peer that runs the fewest calls has the next place, and its calls have places in the order in which they
 // came. If a peer runs at least two calls more than the peer of a waiting call, its oldest call ends for that one.
 type calls struct {
@@ -44,6 +44,11 @@ type calls struct {
 	// ended counts the calls without a place that have not returned yet. There are most of them at most.
 	ended int
 	timer *time.Timer
+
+	// messages wait for the transport, in the order in which they came. unsent are the bytes of these, and unread the
+	// bytes that the transport holds. A message that may not wait ends its call.
+	messages       []*message
+	unsent, unread weights
 }
 
 // call is one of them. The lock of its calls guards what changes.
@@ -56,11 +61,13 @@ type call struct {
 	refused bool
 	// ended is true if the call has lost its place to another one.
 	ended bool
-	// sending is when the call began to send a message that its caller has not taken yet, or zero.
-	sending time.Time
+	// unread counts the messages that the transport holds. If there are any, taken is when their number last fell, or
+	// when the first of them came.
+	unread int
+	taken  time.Time
 }
 
-// run calls serve once there is a place. It returns when serve has returned or the call is ended: a Send that stalls
+// run calls serve once there is a place. It returns when serve has returned or the call is ended: a SendMsg that stalls
 // returns only after that. A call that is canceled keeps its place until serve returns.
 func (c *calls) run(ctx context.Context, serve func(context.Context, *call) error) error {
 	ctx, end := context.WithCancelCause(ctx)
@@ -202,8 +209,7 @@ func (c *calls) victim(running map[string]int, waits string) *call {
 // stalledFor returns the call that has been stalled for the longest time, if that is more than least.
 func stalledFor(all []*call, least time.Duration) (longest *call) {
 	for _, one := range all {
-		if !one.sending.IsZero() && time.Since(one.sending) >= least &&
-			(longest == nil || one.sending.Before(longest.sending)) {
+		if one.unread > 0 && time.Since(one.taken) >= least && (longest == nil || one.taken.Before(longest.taken)) {
 			longest = one
 		}
 	}
@@ -237,17 +243,4 @@ func (c *calls) leave(one *call) {
 		c.all = slices.DeleteFunc(c.all, func(a *call) bool { return a == one })
 	}
 	c.admit()
-}
-
-// send calls f, which sends one message.
-func (one *call) send(f func() error) error {
-	one.set(time.Now())
-	defer one.set(time.Time{})
-	return f()
-}
-
-func (one *call) set(sending time.Time) {
-	one.of.mu.Lock()
-	defer one.of.mu.Unlock()
-	one.sending = sending
 }

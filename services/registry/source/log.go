@@ -20,7 +20,7 @@ func (s *Source) ReadLog(r *logv1.ReadRequest, stream grpc.ServerStreamingServer
 	err := s.logReads.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
 		defer guard.Error("reading the event log", &err)
 		return s.stored.Messages(ctx, r, func(c *logv1.Chunk) error {
-			return one.send(func() error { return stream.Send(c) })
+			return one.send(ctx, c, stream.SendMsg)
 		})
 	})
 	if errors.Is(err, eventlog.ErrExpired) {

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/source"
 )
@@ -25,8 +26,12 @@ const mostReads = 128
 type endless struct{}
 
 func (endless) Messages(ctx context.Context, _ *logv1.ReadRequest, each func(*logv1.Chunk) error) error {
+	return endlessOf(ctx, each, &logv1.Chunk{})
+}
+
+func endlessOf(ctx context.Context, each func(*logv1.Chunk) error, c *logv1.Chunk) error {
 	for ctx.Err() == nil {
-		if err := each(&logv1.Chunk{}); err != nil {
+		if err := each(c); err != nil {
 			return err
 		}
 	}
@@ -42,13 +47,14 @@ type caller struct {
 
 func (c *caller) Context() context.Context { return c.ctx }
 
-func (c *caller) Send(*logv1.Chunk) error {
+func (c *caller) SendMsg(m any) error {
 	var after <-chan time.Time
 	if c.pause > 0 {
 		after = time.After(c.pause)
 	}
 	select {
 	case <-after:
+		m.(*rpc.Held).Release()
 		return nil
 	case <-c.ctx.Done():
 		return c.ctx.Err()
@@ -255,6 +261,90 @@ func TestCanceledCallsKeepTheirPlaces(t *testing.T) {
 		time.Sleep(2 * time.Hour)
 		if log.running != 0 {
 			t.Errorf("%d reads of the log have not ended", log.running)
+		}
+	})
+}
+
+// large is an endless log of chunks of 6 MB.
+type large struct{}
+
+func (large) Messages(ctx context.Context, _ *logv1.ReadRequest, each func(*logv1.Chunk) error) error {
+	data := make([]byte, 6<<20)
+	return endlessOf(ctx, each, &logv1.Chunk{Messages: []*logv1.StoredMessage{{Data: data}}})
+}
+
+// queue is a caller whose transport takes messages without end. It keeps them.
+type queue struct {
+	grpc.ServerStreamingServer[logv1.Chunk]
+	ctx  context.Context
+	held []*rpc.Held
+}
+
+func (q *queue) Context() context.Context { return q.ctx }
+
+func (q *queue) SendMsg(m any) error {
+	q.held = append(q.held, m.(*rpc.Held))
+	return nil
+}
+
+// The messages that the transport holds unread take 64 MB at most, and 32 MB of one peer, also after their calls have
+// ended. A peer whose messages are all read has one at least.
+func TestUnreadBytesAreBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := source.New(nil, nil, large{})
+		ctx, cancel := context.WithCancel(t.Context())
+		var ended []error
+		open := func(ip string) *queue {
+			q := &queue{ctx: peer.NewContext(ctx, &peer.Peer{Addr: &net.TCPAddr{IP: net.ParseIP(ip)}})}
+			go func() { ended = append(ended, s.ReadLog(&logv1.ReadRequest{}, q)) }()
+			synctest.Wait()
+			return q
+		}
+		var thief []*queue
+		held := func() (n int) {
+			synctest.Wait()
+			for _, q := range thief {
+				n += len(q.held)
+			}
+			return n
+		}
+		for range 5 {
+			thief = append(thief, open("10.0.0.1"))
+		}
+		if n := held(); n != 5 {
+			t.Errorf("a peer has %d unread messages of 6 MB", n)
+		}
+		healthy := open("10.0.0.2")
+		if n := len(healthy.held); n != 5 {
+			t.Errorf("another peer has %d unread messages of 6 MB", n)
+		}
+		last := open("10.0.0.3")
+		if n := len(last.held); n != 1 {
+			t.Errorf("a third peer has %d unread messages of 6 MB", n)
+		}
+		healthy.held[0].Release()
+		healthy.held[1].Release() // three peers had 66 MB
+		synctest.Wait()
+		if n := len(healthy.held); n != 6 || held() != 5 || len(last.held) != 1 {
+			t.Errorf("a peer that reads two messages is sent %d, others %d and %d", n, held(), len(last.held))
+		}
+		// Further messages of the peer wait: five do, and the sixth ends its call.
+		for len(ended) == 0 && len(thief) < 20 {
+			thief = append(thief, open("10.0.0.1"))
+		}
+		if len(thief) != 6 || status.Code(ended[0]) != codes.Unavailable {
+			t.Errorf("after %d calls: %v", len(thief), ended)
+		}
+		cancel()
+		synctest.Wait()
+		ctx = t.Context()
+		if n := len(open("10.0.0.1").held); n != 0 {
+			t.Errorf("a peer has %d messages while those of ended calls are unread", n)
+		}
+		for _, q := range append(thief, healthy, last) {
+			for _, h := range q.held {
+				h.Release()
+			}
 		}
 	})
 }

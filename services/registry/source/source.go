@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"runtime"
 	"strings"
 	"sync"
@@ -36,7 +37,8 @@ const (
 	// rowsBytes is about how many bytes of rows one message holds: one row at least, whatever it takes.
 	rowsBytes = 4 << 20
 	// maxSnapshots and maxLogReads bound the calls of Snapshot and of ReadLog that run at a time. A snapshot holds a
-	// page of objects and a message's rows in two encodings. A call of ReadLog holds two chunks of the log.
+	// page of objects and a message's rows in two encodings. A call of ReadLog holds a chunk of the log. mostUnread
+	// bounds what the transport holds.
 	maxSnapshots = 32
 	maxLogReads  = 128
 )
@@ -59,8 +61,16 @@ func New(r *resources.Resources, keys *storage.LogKeys, stored eventlog.Stored) 
 		keys:      keys,
 		revisions: coalesce.Group[int64]{Timeout: readTimeout},
 		stored:    stored,
-		snapshots: calls{most: maxSnapshots},
-		logReads:  calls{most: maxLogReads},
+		snapshots: calls{
+			most:   maxSnapshots,
+			unread: weights{most: mostUnread},
+			unsent: weights{most: math.MaxInt}, // a snapshot that ends has to begin again
+		},
+		logReads: calls{
+			most:   maxLogReads,
+			unread: weights{most: mostUnread},
+			unsent: weights{most: mostUnread},
+		},
 	}
 }
 
@@ -118,7 +128,7 @@ func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 	return rpc.ToStatus(s.snapshots.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
 		defer guard.Error("a snapshot", &err)
 		return s.snapshot(ctx, r, func(m *registryv1.SnapshotChunk) error {
-			return one.send(func() error { return stream.Send(m) })
+			return one.send(ctx, m, stream.SendMsg)
 		})
 	}))
 }

@@ -9,6 +9,7 @@ import (
 
 	"google.golang.org/grpc"
 
+	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/internal/world"
@@ -23,8 +24,10 @@ type chunks struct {
 
 func (c *chunks) Context() context.Context { return c.ctx }
 
-func (c *chunks) Send(m *registryv1.SnapshotChunk) error {
-	c.all = append(c.all, m)
+func (c *chunks) SendMsg(m any) error {
+	held := m.(*rpc.Held)
+	held.Release()
+	c.all = append(c.all, held.Message.(*registryv1.SnapshotChunk))
 	return nil
 }
 
