@@ -28,8 +28,9 @@ const (
 	// chunkMessages and chunkBytes bound one chunk. A chunk may exceed chunkBytes by its last message.
 	chunkMessages = 256
 	chunkBytes    = 256 << 10
-	// directTimeout bounds the wait for the next message of a direct get.
-	directTimeout = 2 * time.Second
+	// directTimeout bounds the wait for the next message of a direct get. It is short beside compareTimeout, because the
+	// leader answers after it.
+	directTimeout = 500 * time.Millisecond
 )
 
 // Direct is the stream as JetStream serves it, by batched direct gets (ADR-31). Any replica of the stream answers them.
@@ -156,7 +157,8 @@ func (d Direct) info(ctx context.Context) (*jetstream.StreamInfo, error) {
 	return stream.CachedInfo(), nil
 }
 
-// batch returns the answer of one direct get. It may end early, or hold nothing.
+// batch returns the answer of one direct get. It may end early, or hold nothing. Each message names the sequence of the
+// message before it in the batch, so the answer has no gap, also on one subject.
 func (d Direct) batch(ctx context.Context, subject string, sequence uint64) ([]*logv1.StoredMessage, error) {
 	nc := d.JS.Conn()
 	body, err := json.Marshal(map[string]any{
@@ -177,21 +179,31 @@ func (d Direct) batch(ctx context.Context, subject string, sequence uint64) ([]*
 		return nil, err
 	}
 	var got []*logv1.StoredMessage
-	for ctx.Err() == nil {
-		m, err := inbox.NextMsg(directTimeout)
-		if errors.Is(err, nats.ErrTimeout) || errors.Is(err, nats.ErrNoResponders) {
+	before := "0"
+	for {
+		m, err := nextMsg(ctx, inbox)
+		switch {
+		case ctx.Err() != nil:
+			return nil, ctx.Err()
+		case errors.Is(err, context.DeadlineExceeded), errors.Is(err, nats.ErrNoResponders):
 			return got, nil
-		}
-		if err != nil {
+		case errors.Is(err, nats.ErrSlowConsumer): // the next message shows the gap
+			continue
+		case err != nil:
 			return nil, err
 		}
 		of, err := sequenceOf(m)
-		if err != nil { // a status: the end, or no message
+		if err != nil || m.Header.Get(jetstream.LastSequenceHeader) != before { // a status, or a message was lost
 			return got, nil
 		}
-		got = append(got, storedMessage(m.Header, of, m.Data))
+		got, before = append(got, storedMessage(m.Header, of, m.Data)), strconv.FormatUint(of, 10)
 	}
-	return nil, ctx.Err()
+}
+
+func nextMsg(ctx context.Context, inbox *nats.Subscription) (*nats.Msg, error) {
+	ctx, cancel := context.WithTimeout(ctx, directTimeout)
+	defer cancel()
+	return inbox.NextMsgWithContext(ctx)
 }
 
 // sequenceOf returns the sequence of a message that NATS has published again, or has answered to a direct get.

@@ -95,27 +95,30 @@ func (r *reader) read(ctx context.Context) error {
 	if err := r.catchUp(ctx); err != nil {
 		return err
 	}
-	compared, at := time.Now(), r.sequence
+	compared, at, due := time.Now(), r.sequence, false
 	for {
 		m, err := sub.NextMsg(wake)
+		if err == nil {
+			err = r.next(m)
+		}
 		switch {
-		case err == nil:
-			if err = r.next(m); errors.Is(err, errMissed) {
-				err = r.catchUp(ctx)
-			}
-		case errors.Is(err, nats.ErrTimeout), errors.Is(err, nats.ErrSlowConsumer): // the next message shows a gap
+		case errors.Is(err, errMissed), errors.Is(err, nats.ErrSlowConsumer): // messages were dropped, maybe the last
+			err = r.catchUp(ctx)
+		case errors.Is(err, nats.ErrTimeout):
 			err = nil
 		}
+		due = received(connected) || due
 		switch {
 		case err != nil:
 			return err
 		case r.sequence != at:
 			compared, at = time.Now(), r.sequence
-		case time.Since(compared) > watchdog || received(connected):
-			if err := r.compare(ctx); err != nil {
+		case due || time.Since(compared) > watchdog:
+			ok, err := r.compare(ctx)
+			if err != nil {
 				return err
 			}
-			compared = time.Now()
+			compared, due = time.Now(), due && !ok
 		}
 	}
 }
@@ -141,18 +144,18 @@ func (r *reader) next(m *nats.Msg) error {
 	return r.deliver(storedMessage(m.Header, sequence, m.Data), false)
 }
 
-// compare reads what the stream has and the subscription has not brought. If the stream cannot be read, the
-// subscription goes on.
-func (r *reader) compare(ctx context.Context) error {
+// compare reads what the stream has and the subscription has not brought. If the stream cannot be read, compare returns
+// false and the subscription goes on.
+func (r *reader) compare(ctx context.Context) (ok bool, err error) {
 	one, cancel := context.WithTimeout(ctx, compareTimeout)
 	defer cancel()
-	err := r.catchUp(one)
+	err = r.catchUp(one)
 	var h *handlerError
 	if err == nil || errors.As(err, &h) {
-		return err
+		return true, err
 	}
 	slog.Warn("The event log cannot be compared with what was read", "error", err)
-	return ctx.Err()
+	return false, ctx.Err()
 }
 
 // catchUp reads from the stream up to its end.
@@ -194,8 +197,8 @@ func (r *reader) moved(c *logv1.Chunk) bool {
 	case c.Created != was: // another stream: from its beginning, which is a reset
 		r.sequence, r.id, r.lost = 0, "", true
 		return true
-	case c.Last < r.sequence: // its end is lost: the publisher will publish it again
-		r.sequence, r.id = c.Last, ""
+	case c.Last < r.sequence: // its end is lost, and the messages up to Last may be others
+		r.sequence, r.id, r.lost = c.Last, "", true
 		return true
 	}
 	return false

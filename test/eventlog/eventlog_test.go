@@ -177,15 +177,19 @@ func (c *cluster) read() *reading {
 	go func() {
 		defer close(done)
 		_ = eventlog.Read(ctx, c.nc, c.stored(), func(e *logv1.Event) error {
-			r.mu.Lock()
-			defer r.mu.Unlock()
-			mark := map[logv1.Type]string{logv1.Type_TYPE_RESET: "!", logv1.Type_TYPE_UNSPECIFIED: "-"}[e.Type]
-			r.seen += fmt.Sprintf("%s%d ", mark, e.Revision)
+			r.add(e)
 			return nil
 		})
 	}()
 	c.t.Cleanup(func() { cancel(); <-done })
 	return r
+}
+
+func (r *reading) add(e *logv1.Event) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	mark := map[logv1.Type]string{logv1.Type_TYPE_RESET: "!", logv1.Type_TYPE_UNSPECIFIED: "-"}[e.Type]
+	r.seen += fmt.Sprintf("%s%d ", mark, e.Revision)
 }
 
 func (r *reading) is(t *testing.T, want string) {

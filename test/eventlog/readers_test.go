@@ -2,6 +2,7 @@ package eventlog
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"testing"
@@ -159,37 +160,97 @@ func TestALostLastMessageIsFound(t *testing.T) {
 	t.Logf("found in %v", time.Since(began))
 }
 
-// A replica of the stream that lags answers too few messages. Direct reads the others from the leader.
+// A replica of the stream that lags answers too few messages, and a message of its answer may be lost. Direct reads the
+// others from the leader.
 func TestALaggingReplicaHidesNothing(t *testing.T) {
-	for name, answer := range map[string]func(m *nats.Msg){
-		"it has no message": func(m *nats.Msg) {
+	for name, answer := range map[string]func(c *cluster, m *nats.Msg){
+		"it has no message": func(_ *cluster, m *nats.Msg) {
 			_ = m.RespondMsg(&nats.Msg{Header: nats.Header{"Status": {"404"}, "Description": {"Message Not Found"}}})
 		},
-		"it answers none": func(m *nats.Msg) {
-			_ = m.RespondMsg(&nats.Msg{Header: nats.Header{"Status": {"204"}, "Description": {"EOB"}}})
-		},
+		"it answers none":              func(_ *cluster, m *nats.Msg) { endOfBatch(m) },
+		"it is silent":                 func(*cluster, *nats.Msg) {},
+		"its first message is lost":    func(c *cluster, m *nats.Msg) { c.directGet(m, 0) },
+		"its second message is lost":   func(c *cluster, m *nats.Msg) { c.directGet(m, 1) },
+		"none of its messages is lost": func(c *cluster, m *nats.Msg) { c.directGet(m, -1) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := start(t)
-			c.write(reset(10), added(11, "pods"), added(12, "nodes"), added(13, "pods"), added(14, "nodes"))
+			c.write(reset(10), added(11, "pods"), added(12, "nodes"), added(13, "pods"), added(14, "nodes"),
+				added(15, "nodes"), added(16, "nodes"))
 			c.withoutDirectGets()
-			sub, err := c.nc.Subscribe("$JS.API.DIRECT.GET."+eventlog.StreamName, answer)
+			sub, err := c.nc.Subscribe("$JS.API.DIRECT.GET."+eventlog.StreamName, func(m *nats.Msg) { answer(c, m) })
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer func() { _ = sub.Unsubscribe() }()
-			c.read().is(t, "!10 11 12 13 14 ")
+			began := time.Now()
+			c.read().is(t, "!10 11 12 13 14 15 16 ")
+			if took := time.Since(began); took > 8*time.Second {
+				t.Errorf("it took %v to read seven messages", took)
+			}
 			got := ""
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 			defer cancel()
 			if err := eventlog.Replay(ctx, c.stored(), "nodes", 10, func(e *logv1.Event) (bool, error) {
 				got += fmt.Sprintf("%d ", e.Revision)
-				return e.Revision < 14, nil
-			}); err != nil || got != "12 14 " {
+				return e.Revision < 16, nil
+			}); err != nil || got != "12 14 15 16 " {
 				t.Errorf("%q, %v", got, err)
 			}
 		})
 	}
+}
+
+// A read that is canceled does not wait for the answer to its direct get.
+func TestACanceledReadEndsAtOnce(t *testing.T) {
+	c := start(t)
+	c.write(reset(10), added(11, "pods"))
+	c.withoutDirectGets()
+	ctx, cancel := context.WithCancel(t.Context())
+	canceled := make(chan time.Time, 1)
+	sub, err := c.nc.Subscribe("$JS.API.DIRECT.GET."+eventlog.StreamName, func(*nats.Msg) {
+		cancel()
+		canceled <- time.Now()
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = sub.Unsubscribe() }()
+	err = c.stored().Messages(ctx, &logv1.ReadRequest{}, func(*logv1.Chunk) error { return nil })
+	if took := time.Since(<-canceled); took > 250*time.Millisecond || !errors.Is(err, context.Canceled) {
+		t.Errorf("after %v: %v", took, err)
+	}
+}
+
+// directGet answers a direct get as NATS does, except that the lost message does not arrive.
+func (c *cluster) directGet(m *nats.Msg, lost int) {
+	var request struct {
+		Sequence uint64 `json:"seq"`
+		Subject  string `json:"next_by_subj"`
+	}
+	if err := json.Unmarshal(m.Data, &request); err != nil {
+		c.t.Error(err)
+	}
+	stream, err := c.js.Stream(c.t.Context(), eventlog.StreamName)
+	before := uint64(0)
+	for n := 0; err == nil; n++ {
+		var got *jetstream.RawStreamMsg
+		got, err = stream.GetMsg(c.t.Context(), request.Sequence, jetstream.WithGetMsgSubject(request.Subject))
+		if err != nil {
+			break
+		}
+		if n != lost {
+			got.Header.Set(jetstream.SequenceHeader, fmt.Sprint(got.Sequence))
+			got.Header.Set(jetstream.LastSequenceHeader, fmt.Sprint(before))
+			_ = m.RespondMsg(&nats.Msg{Header: got.Header, Data: got.Data})
+		}
+		before, request.Sequence = got.Sequence, got.Sequence+1
+	}
+	endOfBatch(m)
+}
+
+func endOfBatch(m *nats.Msg) {
+	_ = m.RespondMsg(&nats.Msg{Header: nats.Header{"Status": {"204"}, "Description": {"EOB"}}})
 }
 
 // withoutDirectGets has the stream answer no direct get.
