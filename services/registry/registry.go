@@ -101,6 +101,8 @@ type Service struct {
 	out  egress.Selector
 	nats *nats.Conn
 	js   jetstream.JetStream
+	// logNATS is the connection of ReadLog. Its answers do not delay what the publisher receives on nats.
+	logNATS *nats.Conn
 
 	resources *resources.Resources
 	objects   *objects.Objects
@@ -164,6 +166,11 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		s.nats.Close()
 		return nil, err
 	}
+	logNATS, logJS, err := c.Log.Connect("registry", d.ID)
+	if err != nil {
+		return nil, err
+	}
+	s.logNATS = logNATS
 	s.publisher = &publisher.Publisher{
 		Storage:            store,
 		Log:                &c.Log,
@@ -179,7 +186,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	s.resources = &resources.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
-	s.source = source.New(s.resources, s.keys, eventlog.Direct{JS: s.js})
+	s.source = source.New(s.resources, s.keys, eventlog.Direct{JS: logJS})
 	s.catalog = catalog.New(s.resources)
 	s.policy = policy.New(s.resources, s.source, s.tail)
 	if err := s.reachable(ctx); err != nil {
@@ -324,6 +331,7 @@ func (s *Service) askEtcd(ctx context.Context) error {
 func (s *Service) Run(ctx context.Context) error {
 	defer s.resources.Storage.Close()
 	defer s.nats.Close()
+	defer s.logNATS.Close()
 	defer s.informers.Shutdown()
 	defer s.extensions.Shutdown()
 	defer s.catalog.APIServices.Informers.Shutdown()
