@@ -307,6 +307,73 @@ func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 	n.expect(seen, 13)
 }
 
+// A stolen key of watchfanout has few subscriptions and connections, and small messages. What the other replicas do goes
+// on.
+func TestReadersHaveLimits(t *testing.T) {
+	n := newTenants(t)
+	n.publish(11)
+	seen := n.read()
+	n.expect(seen, 11)
+	registry, _ := n.connect("registry")
+	asked, err := registry.SubscribeSync(eventlog.AskProgress)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := registry.Flush(); err != nil {
+		t.Fatal(err)
+	}
+
+	thief, _ := n.connect("watchfanout")
+	for range 100 {
+		if _, err := thief.SubscribeSync("watershed.stored.>"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := thief.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	if err := thief.LastError(); !errors.Is(err, nats.ErrMaxSubscriptionsExceeded) {
+		t.Errorf("100 subscriptions: %v", err)
+	}
+
+	conf, err := n.ids("watchfanout").ClientConfig("nats")
+	if err != nil {
+		t.Fatal(err)
+	}
+	large, err := nats.Connect(n.url, nats.Secure(conf), nats.NoReconnect())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer large.Close()
+	err = large.Publish(eventlog.AskProgress, make([]byte, 1<<20))
+	if err == nil {
+		err = large.Flush()
+	}
+	if err == nil {
+		t.Error("watchfanout may publish 1 MB")
+	}
+	if m, err := asked.NextMsg(200 * time.Millisecond); err == nil {
+		t.Errorf("the publisher receives %d bytes", len(m.Data))
+	}
+
+	connected := 0
+	for range 100 {
+		nc, err := nats.Connect(n.url, nats.Secure(conf), nats.NoReconnect())
+		if err != nil {
+			continue
+		}
+		defer nc.Close()
+		if nc.Flush() == nil {
+			connected++
+		}
+	}
+	if connected < 32 || connected > 64 {
+		t.Errorf("watchfanout has %d connections", connected)
+	}
+	n.publish(12)
+	n.expect(seen, 12)
+}
+
 // Registry may not create a consumer either, or do to the stream what it never does.
 func TestRegistryDoesWhatItNeeds(t *testing.T) {
 	n := newTenants(t)
