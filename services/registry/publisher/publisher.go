@@ -170,7 +170,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if p.customs, err = customresources.DefinitionsAt(ctx, p.Storage, from-1); err == nil {
 		watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
 			clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
-		err = p.watch(ctx, w, watch, asked)
+		err = p.watch(ctx, w, watch, paced(ctx, asked))
 	}
 	compacted := errors.Is(err, rpctypes.ErrCompacted)
 	if !compacted && !errors.Is(err, errUnknownPast) {
