@@ -53,15 +53,7 @@ func (s *Server) Chain(api http.Handler, p Parts) http.Handler {
 	h := step("authorization", api, func(h http.Handler) http.Handler {
 		return genericapifilters.WithAuthorization(h, p.Authz, answer.Codecs)
 	})
-	limited := counted(h, p.Labelled, func(h http.Handler) http.Handler {
-		if p.Fairness == nil {
-			return genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, LongRunning)
-		}
-		return step("priorityandfairness", h, func(h http.Handler) http.Handler {
-			return p.Fairness.Filter(h, LongRunning, c.RequestTimeout)
-		})
-	})
-	h = unlimited(limited, h)
+	h = unlimited(s.limited(h, p), h)
 	bodies := new(body.Reader) // one, which bounds all
 	h = step("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, p.Buffered) })
 	h = step("bounds", h, s.bounds.filter)
@@ -96,6 +88,22 @@ func (s *Server) Chain(api http.Handler, p Parts) http.Handler {
 	h = genericapifilters.WithRequestReceivedTimestamp(h)
 	h = recovered(h, p.Labelled)
 	return genericapifilters.WithAuditInit(h)
+}
+
+// limited bounds the requests that next answers: by flow, or those in flight.
+func (s *Server) limited(next http.Handler, p Parts) http.Handler {
+	c := s.config
+	longRunning := func(req *http.Request, info *request.RequestInfo) bool {
+		return LongRunning(req, ownInfo(req.Context(), info))
+	}
+	return counted(next, p.Labelled, func(h http.Handler) http.Handler {
+		if p.Fairness == nil {
+			return genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, longRunning)
+		}
+		return step("priorityandfairness", h, func(h http.Handler) http.Handler {
+			return p.Fairness.Filter(h, longRunning, ownInfo, c.RequestTimeout)
+		})
+	})
 }
 
 // Inside is api for a client within the process, which may do what authz says. It is audited, and passes none of the
@@ -147,19 +155,18 @@ func (labelled infoOf) NewRequestInfo(req *http.Request) (*request.RequestInfo, 
 	return labelled(info), nil
 }
 
-// counted wraps next in filters that label metrics by the RequestInfo in the context. They get labelled's; next gets
-// the request's own.
+// counted wraps next in filters that label metrics by the RequestInfo in the context: a request that they refuse leaves
+// its resource, or its path, as a label for good. They get labelled's. Where a filter decides, it takes ownInfo. next
+// gets the request's own.
 func counted(next http.Handler, labelled Labelled, filters func(http.Handler) http.Handler) http.Handler {
-	type ownKey struct{}
 	limited := filters(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if own, ok := req.Context().Value(ownKey{}).(*request.RequestInfo); ok {
+		if own := ownInfo(req.Context(), nil); own != nil {
 			req = req.WithContext(request.WithRequestInfo(req.Context(), own))
 		}
 		next.ServeHTTP(w, req)
 	}))
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		info, ok := request.RequestInfoFrom(req.Context())
-		if ok && info.IsResourceRequest { // these filters do not label by the path of other requests
+		if info, ok := request.RequestInfoFrom(req.Context()); ok {
 			if shown := labelled(info); shown != info {
 				ctx := context.WithValue(req.Context(), ownKey{}, info)
 				req = req.WithContext(request.WithRequestInfo(ctx, shown))
@@ -167,6 +174,17 @@ func counted(next http.Handler, labelled Labelled, filters func(http.Handler) ht
 		}
 		limited.ServeHTTP(w, req)
 	})
+}
+
+// ownKey is the context's key of a request's own RequestInfo within filters that get another.
+type ownKey struct{}
+
+// ownInfo returns a request's own RequestInfo: info, unless counted has put another in its place.
+func ownInfo(ctx context.Context, info *request.RequestInfo) *request.RequestInfo {
+	if own, ok := ctx.Value(ownKey{}).(*request.RequestInfo); ok {
+		return own
+	}
+	return info
 }
 
 // failClosed turns an authn that cannot be asked into an answer that a client retries, rather than a 401.

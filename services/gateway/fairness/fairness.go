@@ -190,20 +190,28 @@ func (f *Fairness) Run(ctx context.Context) {
 // drain is how long a controller goes on that has been replaced.
 const drain = time.Minute
 
+// InfoOf returns a request's own RequestInfo. shown is the one in ctx, which metrics take their labels from: it may
+// lack the path and the resource, by which a FlowSchema matches.
+type InfoOf func(ctx context.Context, shown *request.RequestInfo) *request.RequestInfo
+
 // Filter bounds the requests that next answers, as upstream's filter does. A request waits for its turn for a quarter
 // of timeout at most.
-func (f *Fairness) Filter(next http.Handler, longRunning request.LongRunningRequestCheck,
+func (f *Fairness) Filter(next http.Handler, longRunning request.LongRunningRequestCheck, own InfoOf,
 	timeout time.Duration) http.Handler {
-	return genericfilters.WithPriorityAndFairness(next, longRunning, current{f}, f.estimate, timeout/4)
+	return genericfilters.WithPriorityAndFairness(next, longRunning, current{f, own}, f.estimate, timeout/4)
 }
 
 // current is the controller of now, to upstream's filter.
-type current struct{ *Fairness }
+type current struct {
+	*Fairness
+	own InfoOf
+}
 
 // Handle implements flowcontrol.Interface. A request stays with the controller that let it in.
 func (c current) Handle(ctx context.Context, r flowcontrol.RequestDigest,
 	note func(*flowcontrolv1.FlowSchema, *flowcontrolv1.PriorityLevelConfiguration, string),
 	estimate func() fcrequest.WorkEstimate, queued fairqueuing.QueueNoteFn, run func()) {
+	r.RequestInfo = c.own(ctx, r.RequestInfo)
 	c.now.Load().Handle(ctx, r, note, estimate, queued, run)
 }
 

@@ -1,14 +1,20 @@
 package fairness
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"net/http/httptest"
 	"strings"
 	"testing"
+	"time"
 
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/util/flowcontrol"
+	"k8s.io/apiserver/pkg/util/flowcontrol/fairqueuing"
+	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
 	"k8s.io/client-go/kubernetes/fake"
 
 	"watershed.dev/platform/paths"
@@ -130,4 +136,33 @@ func TestAWriteTakesOneSeat(t *testing.T) {
 			t.Errorf("%s %s takes %v", r[0], r[1], got)
 		}
 	}
+}
+
+// Flow control matches a request by its own RequestInfo, not by the one that labels its metrics.
+func TestFlowsAreOfTheRequestsOwnInfo(t *testing.T) {
+	seen := &handled{}
+	f := fairnessOf(1)
+	f.now.Store(&controller{Interface: seen})
+	own := &request.RequestInfo{IsResourceRequest: true, Verb: "get", Resource: "builds"}
+	h := f.Filter(http.NotFoundHandler(), nil, func(context.Context, *request.RequestInfo) *request.RequestInfo {
+		return own
+	}, time.Minute)
+	h.ServeHTTP(httptest.NewRecorder(), asked(t, "GET", "/"))
+	if seen.info != own {
+		t.Errorf("it matches %+v", seen.info)
+	}
+}
+
+// handled is flow control that lets every request in.
+type handled struct {
+	flowcontrol.Interface
+	info *request.RequestInfo
+}
+
+func (h *handled) Handle(_ context.Context, r flowcontrol.RequestDigest,
+	note func(*flowcontrolv1.FlowSchema, *flowcontrolv1.PriorityLevelConfiguration, string),
+	_ func() fcrequest.WorkEstimate, _ fairqueuing.QueueNoteFn, run func()) {
+	h.info = r.RequestInfo
+	note(&flowcontrolv1.FlowSchema{}, &flowcontrolv1.PriorityLevelConfiguration{}, "")
+	run()
 }
