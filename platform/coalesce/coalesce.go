@@ -22,6 +22,9 @@ type Group[T any] struct {
 	Queue int
 	// Timeout bounds one reading, which is nobody's own: whoever asked may have left. 0: a minute.
 	Timeout time.Duration
+	// Finish: a reading that has begun goes on, within Timeout, after all its callers have left. It is for answers that
+	// read keeps: callers that leave and return do not make it begin again.
+	Finish bool
 
 	mu      sync.Mutex
 	names   map[string]*readings[T]
@@ -118,7 +121,7 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 	return r, nil
 }
 
-// leave gives up a reading; the last to do so ends it.
+// leave gives up a reading; the last to do so ends it, unless it has begun and Finish is set.
 func (g *Group[T]) leave(r *reading[T]) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -126,7 +129,9 @@ func (g *Group[T]) leave(r *reading[T]) {
 		return
 	}
 	if r.cancel != nil { // it has begun
-		r.cancel()
+		if !g.Finish {
+			r.cancel()
+		}
 		return
 	}
 	all := g.names[r.name]

@@ -132,6 +132,33 @@ func TestReadingsThatNobodyWaitsForEnd(t *testing.T) {
 	})
 }
 
+// With Finish a reading that has begun goes on without callers, within its time; one that has not begun is not made.
+func TestABegunReadingFinishes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &Group[int]{Finish: true, Timeout: 10 * time.Second}
+		var begun, finished atomic.Int32
+		for range 5 {
+			ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+			_, _ = g.Get(ctx, "k", func(ctx context.Context) (int, error) {
+				begun.Add(1)
+				<-ctx.Done()
+				finished.Add(1)
+				return 0, ctx.Err()
+			})
+			cancel()
+		}
+		synctest.Wait()
+		if b, f := begun.Load(), finished.Load(); b != 1 || f != 0 {
+			t.Errorf("%d readings have begun, %d have finished", b, f)
+		}
+		time.Sleep(10 * time.Second)
+		synctest.Wait()
+		if b, f := begun.Load(), finished.Load(); b != 1 || f != 1 {
+			t.Errorf("in the end %d readings have begun, %d have finished", b, f)
+		}
+	})
+}
+
 // Turns go round among the owners: one who asks for much waits behind itself, and may not ask for any number.
 func TestTurnsGoRoundAmongOwners(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -26,7 +26,7 @@ func newViews(address string, registry registryv1.CatalogClient, remotes *aggreg
 	v := &views{remotes: remotes}
 	v.learner = aggregation.NewLearner(remotes, v.learned)
 	v.discovery = &discovery.Handler{Address: address, Aggregated: v.learner}
-	v.openapi = &openapi.Handler{Registry: registry, Aggregated: v.learner}
+	v.openapi = openapi.New(registry, v.learner)
 	return v
 }
 

@@ -35,15 +35,26 @@ import (
 
 // Handler serves the documents.
 type Handler struct {
-	Registry registryv1.CatalogClient
-	// Aggregated knows what other servers say of themselves.
-	Aggregated *aggregation.Learner
+	registry registryv1.CatalogClient
+	// aggregated knows what other servers say of themselves.
+	aggregated *aggregation.Learner
 
 	mu   sync.Mutex
 	view *catalog.View
 	made map[string]*document
-	// making shares the making of a document among those who ask for it, and ends with the last of them.
+	// making shares the making of a document among the requests for it.
 	making coalesce.Group[*document]
+}
+
+// New returns a handler of the documents that registry and other servers have. A document that is being made is
+// finished, within a minute, after all clients that asked for it have left: clients that give up and return would
+// otherwise have it made from the beginning each time.
+func New(registry registryv1.CatalogClient, aggregated *aggregation.Learner) *Handler {
+	return &Handler{
+		registry:   registry,
+		aggregated: aggregated,
+		making:     coalesce.Group[*document]{Finish: true, Timeout: time.Minute},
+	}
 }
 
 // document is what registry or another server has made. Its protobuf is made when a client asks for that: what another
@@ -79,8 +90,8 @@ func (h *Handler) etag(path string) string {
 	}
 	depends := h.view.Openapi[path]
 	if path == "v2" {
-		for _, gv := range h.Aggregated.Groups() {
-			if learned := h.Aggregated.Of(gv); learned != nil {
+		for _, gv := range h.aggregated.Groups() {
+			if learned := h.aggregated.Of(gv); learned != nil {
 				depends += fmt.Sprintf(" %x", sha256.Sum256(learned.OpenAPIV2))
 			}
 		}
@@ -95,7 +106,7 @@ func (h *Handler) remote(path string) *aggregation.Learned {
 	if !ok || err != nil {
 		return nil
 	}
-	if learned := h.Aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
+	if learned := h.aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
 		return learned
 	}
 	return nil
@@ -192,8 +203,8 @@ func (h *Handler) index(w http.ResponseWriter) {
 			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(hash, path)}
 		}
 	}
-	for _, gv := range h.Aggregated.Groups() {
-		if learned := h.Aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
+	for _, gv := range h.aggregated.Groups() {
+		if learned := h.aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
 			p := "apis/" + gv.String()
 			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(string(learned.OpenAPI), "v3/"+p)}
 		}
@@ -256,7 +267,7 @@ func (h *Handler) known(path string) (*document, string, error) {
 // read has registry make a document, within a minute; that of v2 holds what others serve too.
 func (h *Handler) read(ctx context.Context, path string) ([]byte, error) {
 	var data []byte
-	stream, err := h.Registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
+	stream, err := h.registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
 	if err == nil {
 		err = rpc.Each(stream, func(c *registryv1.OpenAPIChunk) error { data = append(data, c.Data...); return nil })
 	}
@@ -273,8 +284,8 @@ func (h *Handler) read(ctx context.Context, path string) ([]byte, error) {
 // the rest, is left out.
 func (h *Handler) merged(data []byte) ([]byte, error) {
 	var all *spec.Swagger
-	for _, gv := range h.Aggregated.Groups() {
-		learned := h.Aggregated.Of(gv)
+	for _, gv := range h.aggregated.Groups() {
+		learned := h.aggregated.Of(gv)
 		if learned == nil || learned.OpenAPIV2 == nil {
 			continue
 		}

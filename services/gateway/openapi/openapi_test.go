@@ -24,17 +24,20 @@ import (
 type documents struct {
 	registryv1.UnimplementedCatalogServer
 	asked atomic.Int32
-	// ended is closed when the making of "v3/apis/hangs/v1", which does not come to an end by itself, has ended.
-	ended chan struct{}
+	// finish lets the making of "v3/apis/slow/v1" go on.
+	finish chan struct{}
 }
 
 func (d *documents) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
 	d.asked.Add(1)
 	switch r.Path {
-	case "v3/apis/hangs/v1":
-		<-s.Context().Done()
-		close(d.ended)
-		return s.Context().Err()
+	case "v3/apis/slow/v1":
+		select {
+		case <-s.Context().Done():
+			return s.Context().Err()
+		case <-d.finish:
+			return s.Send(&registryv1.OpenAPIChunk{Data: []byte(`{"openapi":"3.0.0"}`)})
+		}
 	case "v2":
 		return s.Send(&registryv1.OpenAPIChunk{Data: []byte(`{"swagger":"2.0","info":{"title":"Kubernetes"},"paths":{}}`)})
 	case "v3/apis/apps/v1":
@@ -50,16 +53,13 @@ func (d *documents) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreaming
 
 func handler(t *testing.T) (*Handler, *documents) {
 	t.Helper()
-	d, p := &documents{ended: make(chan struct{})}, rpc.NewInProcess(false)
+	d, p := &documents{finish: make(chan struct{})}, rpc.NewInProcess(false)
 	registryv1.RegisterCatalogServer(p, d)
 	proxy, err := aggregation.New(&aggregation.Config{}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := &Handler{
-		Registry:   registryv1.NewCatalogClient(p.Client("gateway")),
-		Aggregated: aggregation.NewLearner(proxy, func() {}),
-	}
+	h := New(registryv1.NewCatalogClient(p.Client("gateway")), aggregation.NewLearner(proxy, func() {}))
 	h.Set(catalog.NewView(&registryv1.CatalogResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
 	return h, d
 }
@@ -118,25 +118,30 @@ func TestWhatThereIsNoDocumentOf(t *testing.T) {
 	}
 }
 
-// The making of a document ends with the last client that waits for it, and no client waits longer than its request.
-func TestMakingADocumentEndsWithItsLastClient(t *testing.T) {
+// A client that leaves does not wait for a document. The document is made all the same, once, for those that return.
+func TestADocumentIsFinishedWithoutClients(t *testing.T) {
+	const path = "/openapi/v3/apis/slow/v1"
 	h, d := handler(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	answered := make(chan struct{})
 	go func() {
 		defer close(answered)
-		req := httptest.NewRequestWithContext(ctx, "GET", "/openapi/v3/apis/hangs/v1", nil)
-		h.ServeHTTP(httptest.NewRecorder(), req)
+		h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, "GET", path, nil))
 	}()
 	for d.asked.Load() == 0 {
 		runtime.Gosched()
 	}
 	cancel()
-	for what, c := range map[string]chan struct{}{"the client waits": answered, "registry goes on": d.ended} {
-		select {
-		case <-c:
-		case <-time.After(10 * time.Second):
-			t.Error(what)
-		}
+	select {
+	case <-answered:
+	case <-time.After(10 * time.Second):
+		t.Fatal("the client waits")
+	}
+	close(d.finish)
+	if w := get(h, path); w.Code != 200 {
+		t.Errorf("a client that returns gets %d %s", w.Code, w.Body)
+	}
+	if n := d.asked.Load(); n != 1 {
+		t.Errorf("registry is called %d times", n)
 	}
 }

@@ -43,10 +43,10 @@ func TestALargeRemoteDocumentHasNoProtobuf(t *testing.T) {
 			InsecureSkipTlsVerify: true,
 		}}}))
 		learned := make(chan struct{}, 10)
-		h.Aggregated = aggregation.NewLearner(proxy, func() { learned <- struct{}{} })
+		h.aggregated = aggregation.NewLearner(proxy, func() { learned <- struct{}{} })
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan struct{})
-		go func() { defer close(ended); h.Aggregated.Run(ctx) }()
+		go func() { defer close(ended); h.aggregated.Run(ctx) }()
 		<-learned
 		cancel()
 		<-ended

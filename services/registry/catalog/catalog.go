@@ -40,11 +40,13 @@ type Catalog struct {
 
 	dirty   chan struct{}
 	current watchable.Value[*registryv1.CatalogResponse]
+	// making holds a value while a document of OpenAPI is made: each takes many times its size in memory.
+	making chan struct{}
 }
 
 // New returns the catalog of what is served. It is empty until Renew.
 func New(r *resources.Resources) *Catalog {
-	return &Catalog{resources: r, dirty: make(chan struct{}, 1)}
+	return &Catalog{resources: r, dirty: make(chan struct{}, 1), making: make(chan struct{}, 1)}
 }
 
 // Touch has the catalog made anew soon.

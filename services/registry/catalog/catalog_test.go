@@ -4,8 +4,11 @@ import (
 	"context"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
@@ -122,5 +125,36 @@ func TestALargeCatalogComesInParts(t *testing.T) {
 	}
 	if one := parts(&registryv1.CatalogResponse{}); len(one) != 1 || one[0].Delta || one[0].More {
 		t.Errorf("of an empty one: %v", one)
+	}
+}
+
+// documents is a client of OpenAPI.
+type documents struct {
+	grpc.ServerStreamingServer[registryv1.OpenAPIChunk]
+	ctx context.Context
+}
+
+func (d documents) Context() context.Context { return d.ctx }
+
+// One document is made at a time. A call that waits for its turn ends with its client, and nothing is made for it.
+func TestADocumentOfALeftClientIsNotMade(t *testing.T) {
+	cat := New(nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	cat.making <- struct{}{}
+	ended := make(chan error, 1)
+	v2 := &registryv1.OpenAPIRequest{Path: "v2"}
+	go func() { ended <- cat.OpenAPI(v2, documents{ctx: ctx}) }()
+	select {
+	case err := <-ended:
+		t.Fatalf("it does not wait: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	cancel()
+	if err := <-ended; status.Code(err) != codes.Canceled {
+		t.Error(err)
+	}
+	<-cat.making
+	if err := cat.OpenAPI(v2, documents{ctx: ctx}); status.Code(err) != codes.Canceled {
+		t.Error(err)
 	}
 }

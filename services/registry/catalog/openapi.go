@@ -1,6 +1,7 @@
 package catalog
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"strings"
@@ -16,17 +17,10 @@ import (
 	"watershed.dev/services/registry/resources"
 )
 
-// OpenAPI sends one document in JSON.
+// OpenAPI sends one document in JSON. The gateways keep it.
 func (c *Catalog) OpenAPI(r *registryv1.OpenAPIRequest,
 	stream grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
-	doc, err := c.document(r.Path)
-	if err != nil {
-		return rpc.ToStatus(apierrors.NewInternalError(err))
-	}
-	if doc == nil {
-		return rpc.ToStatus(resources.NotServed(nil))
-	}
-	data, err := json.Marshal(doc)
+	data, err := c.encoded(stream.Context(), r.Path)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
@@ -35,7 +29,29 @@ func (c *Catalog) OpenAPI(r *registryv1.OpenAPIRequest,
 	})
 }
 
-func (c *Catalog) document(path string) (any, error) {
+// encoded makes one document at a time. It stops between two steps once ctx has ended.
+func (c *Catalog) encoded(ctx context.Context, path string) ([]byte, error) {
+	select {
+	case c.making <- struct{}{}:
+		defer func() { <-c.making }()
+	case <-ctx.Done():
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	doc, err := c.document(ctx, path)
+	switch {
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
+	case err != nil:
+		return nil, apierrors.NewInternalError(err)
+	case doc == nil:
+		return nil, resources.NotServed(nil)
+	}
+	return json.Marshal(doc)
+}
+
+func (c *Catalog) document(ctx context.Context, path string) (any, error) {
 	doc, ok, err := c.resources.BuiltIn.OpenAPI(path)
 	switch {
 	case err != nil:
@@ -45,7 +61,7 @@ func (c *Catalog) document(path string) (any, error) {
 		if !ok {
 			return nil, fmt.Errorf("the document of v2 is a %T", doc)
 		}
-		return c.resources.Custom.OpenAPIV2(builtIn)
+		return c.resources.Custom.OpenAPIV2(ctx, builtIn)
 	case ok:
 		return doc, nil
 	}
@@ -53,7 +69,7 @@ func (c *Catalog) document(path string) (any, error) {
 	if err != nil {
 		return nil, nil
 	}
-	v3, err := c.resources.Custom.OpenAPIV3(gv)
+	v3, err := c.resources.Custom.OpenAPIV3(ctx, gv)
 	if v3 == nil {
 		return nil, err
 	}

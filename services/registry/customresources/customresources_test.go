@@ -1,12 +1,16 @@
 package customresources_test
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"strings"
 	"testing"
 
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/kube-openapi/pkg/validation/spec"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -189,5 +193,19 @@ func TestARestoredEtcdSetsDefinitionsBack(t *testing.T) {
 	h.OnAdd(older, false)
 	if n := len(w.Resources.Custom.Entries()); n != 0 {
 		t.Errorf("what was read before it went brings back %d entries", n)
+	}
+}
+
+// Documents of OpenAPI are not built or merged for a request that has ended.
+func TestDocumentsEndWithTheirRequest(t *testing.T) {
+	custom := defined(t).Resources.Custom
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := custom.OpenAPIV2(ctx, &spec.Swagger{}); !errors.Is(err, context.Canceled) {
+		t.Errorf("v2: %v", err)
+	}
+	gv := schema.GroupVersion{Group: widgets.Group, Version: widgets.Version}
+	if _, err := custom.OpenAPIV3(ctx, gv); !errors.Is(err, context.Canceled) {
+		t.Errorf("v3: %v", err)
 	}
 }

@@ -1,6 +1,7 @@
 package customresources
 
 import (
+	"context"
 	"crypto/sha256"
 	"fmt"
 	"sync"
@@ -34,12 +35,15 @@ func (t *Set) Hashes() map[schema.GroupVersion]string {
 	return parts
 }
 
-// OpenAPIV3 is the document of one group version; nil where no definition has it.
-func (t *Set) OpenAPIV3(gv schema.GroupVersion) (*spec3.OpenAPI, error) {
+// OpenAPIV3 is the document of one group version; nil where no definition has it. It fails once ctx has ended.
+func (t *Set) OpenAPIV3(ctx context.Context, gv schema.GroupVersion) (*spec3.OpenAPI, error) {
 	var all []*spec3.OpenAPI
 	err := t.eachServed(func(s *served, version string) error {
 		if s.Kind(version).GroupVersion() != gv {
 			return nil
+		}
+		if err := ctx.Err(); err != nil {
+			return err
 		}
 		s.docs.mu.Lock()
 		defer s.docs.mu.Unlock()
@@ -60,13 +64,19 @@ func (t *Set) OpenAPIV3(gv schema.GroupVersion) (*spec3.OpenAPI, error) {
 	if err != nil || len(all) == 0 {
 		return nil, err
 	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
 	return openapibuilder.MergeSpecsV3(all...)
 }
 
-// OpenAPIV2 adds what the definitions have to the document of what is built in.
-func (t *Set) OpenAPIV2(builtIn *spec.Swagger) (*spec.Swagger, error) {
+// OpenAPIV2 adds what the definitions have to the document of what is built in. It fails once ctx has ended.
+func (t *Set) OpenAPIV2(ctx context.Context, builtIn *spec.Swagger) (*spec.Swagger, error) {
 	var all []*spec.Swagger
 	err := t.eachServed(func(s *served, version string) error {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
 		s.docs.mu.Lock()
 		defer s.docs.mu.Unlock()
 		if s.docs.v2 == nil {
@@ -88,6 +98,9 @@ func (t *Set) OpenAPIV2(builtIn *spec.Swagger) (*spec.Swagger, error) {
 	})
 	if err != nil || len(all) == 0 {
 		return builtIn, err
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
 	}
 	return openapibuilder.MergeSpecs(builtIn, all...)
 }
