@@ -147,13 +147,18 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	}
 	at := r.at(req.URL.Path)
 	at.RawQuery = req.URL.Query().Encode()
+	upgrades := httpstream.IsUpgradeRequest(req)
+	if upgrades {
+		var cancel func()
+		w, req, cancel = upgrade.Until(w, req)
+		defer cancel()
+	}
 	out, cancel := proxyutil.NewRequestForProxy(at, req)
 	defer cancel()
-	upgrades := httpstream.IsUpgradeRequest(req)
 	h := proxy.NewUpgradeAwareHandler(at, as(u, r.transport), true, upgrades, unavailable{})
 	if upgrades { // it is dialled past the transport that names the user
 		transport.SetAuthProxyHeaders(out, u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra())
-		upgraded, err := upgrade.Transport(out.Context(), r.transport)
+		upgraded, err := upgrade.Transport(req.Context(), r.transport)
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 			return

@@ -114,7 +114,7 @@ func (k *Carrier) Serve(w http.ResponseWriter, req *http.Request, name string, c
 		return
 	}
 	if httpstream.IsUpgradeRequest(req) {
-		var cancel context.CancelFunc
+		var cancel func()
 		w, req, cancel = upgrade.Until(w, req)
 		defer cancel()
 	}

@@ -10,6 +10,8 @@ import (
 // taken is a ResponseWriter whose connection, once it is taken over, ends a context when it is closed.
 type taken struct {
 	http.ResponseWriter
+	// untie has the request's context end the other one no longer.
+	untie  func() bool
 	cancel context.CancelFunc
 }
 
@@ -25,6 +27,7 @@ func (t *taken) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	t.untie()
 	return &closing{conn, t.cancel}, buffered, nil
 }
 

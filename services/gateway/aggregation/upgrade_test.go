@@ -1,0 +1,91 @@
+package aggregation
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"testing"
+	"time"
+
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/endpoints/request"
+)
+
+// upgraded is a client's connection through p, whose request has a deadline, and the end of the request's handler.
+func upgraded(t *testing.T, p *Proxy, deadline time.Duration) (conn net.Conn, ended <-chan struct{}) {
+	t.Helper()
+	done := make(chan struct{})
+	front := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		defer close(done)
+		ctx, cancel := context.WithTimeout(req.Context(), deadline)
+		defer cancel()
+		ctx = request.WithUser(request.WithRequestInfo(ctx, &request.RequestInfo{}), &user.DefaultInfo{Name: "bob"})
+		p.Serve(w, req.WithContext(ctx), "metrics.k8s.io", "v1")
+	}))
+	t.Cleanup(func() { front.CloseClientConnections(); front.Close() })
+	conn, err := new(net.Dialer).DialContext(t.Context(), "tcp", front.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	if err := conn.SetDeadline(time.Now().Add(20 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	fmt.Fprint(conn, "GET /apis/metrics.k8s.io/v1/nodes/n/console HTTP/1.1\r\nHost: x\r\n"+
+		"Connection: Upgrade\r\nUpgrade: echo\r\n\r\n")
+	return conn, done
+}
+
+func await(t *testing.T, end <-chan struct{}, failure string) {
+	t.Helper()
+	select {
+	case <-end:
+	case <-time.After(10 * time.Second):
+		t.Error(failure)
+	}
+}
+
+// A connection that the other server has upgraded outlives the request's deadline, and ends with its client.
+func TestAnUpgradeOutlivesTheRequestsDeadline(t *testing.T) {
+	gone := make(chan struct{})
+	p := proxyTo(t, other(t, func(w http.ResponseWriter, _ *http.Request) {
+		defer close(gone)
+		conn, rw, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			return
+		}
+		defer conn.Close()
+		fmt.Fprint(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: echo\r\n\r\n")
+		_, _ = io.Copy(conn, rw)
+	}))
+	conn, ended := upgraded(t, p, 100*time.Millisecond)
+	from := bufio.NewReader(conn)
+	resp, err := http.ReadResponse(from, nil)
+	if err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
+		t.Fatalf("%v, %v", resp, err)
+	}
+	time.Sleep(300 * time.Millisecond)
+	fmt.Fprintln(conn, "still here")
+	if text, err := from.ReadString('\n'); err != nil || text != "still here\n" {
+		t.Errorf("%q, %v", text, err)
+	}
+	conn.Close()
+	await(t, gone, "the other server's connection stays")
+	await(t, ended, "the handler goes on")
+}
+
+// Another server that accepts the connection and answers nothing loses it at the request's deadline.
+func TestAnUpgradeWithoutAnAnswerEndsAtTheDeadline(t *testing.T) {
+	gone := make(chan struct{})
+	p := proxyTo(t, other(t, func(_ http.ResponseWriter, req *http.Request) {
+		defer close(gone)
+		<-req.Context().Done()
+	}))
+	_, ended := upgraded(t, p, 100*time.Millisecond)
+	await(t, gone, "the other server's connection stays")
+	await(t, ended, "the handler goes on")
+}
