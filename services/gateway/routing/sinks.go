@@ -34,19 +34,48 @@ func (s *httpSink) SendHeaders() {
 	_ = s.control.Flush()
 }
 
-func (s *httpSink) Write(ctx context.Context, frames ...[]byte) error {
-	if until, ok := ctx.Deadline(); ok {
-		_ = s.control.SetWriteDeadline(until)
-		defer func() { _ = s.control.SetWriteDeadline(time.Time{}) }()
-	}
+// writeAtOnce is how many bytes a client takes within its patience.
+const writeAtOnce = 64 << 10
+
+// Write implements watch.Sink.
+func (s *httpSink) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
+	defer func() { _ = s.control.SetWriteDeadline(time.Time{}) }()
+	var until time.Time
+	left := 0
 	for _, f := range frames {
-		n, err := s.call.w.Write(f)
-		s.written += int64(n)
-		if err != nil {
-			return err
+		for len(f) > 0 {
+			if left == 0 {
+				if err := ctx.Err(); err != nil {
+					return err
+				}
+				until, left = time.Now().Add(patience), writeAtOnce
+				_ = s.control.SetWriteDeadline(earlier(ctx, until))
+			}
+			n, err := s.call.w.Write(f[:min(len(f), left)])
+			s.written += int64(n)
+			if err != nil {
+				return slow(err, until)
+			}
+			f, left = f[n:], left-n
 		}
 	}
-	return s.control.Flush()
+	return slow(s.control.Flush(), until)
+}
+
+// earlier returns until, or the end of ctx if that is earlier.
+func earlier(ctx context.Context, until time.Time) time.Time {
+	if end, ok := ctx.Deadline(); ok && end.Before(until) {
+		return end
+	}
+	return until
+}
+
+// slow returns the error of a write that had time until then.
+func slow(err error, until time.Time) error {
+	if err != nil && !time.Now().Before(until) {
+		return wire.ErrSlow
+	}
+	return err
 }
 
 func (s *httpSink) Fail(err error) { s.call.fail(err) }
@@ -84,17 +113,18 @@ func (s *socketSink) SendHeaders()                        {}
 func (s *socketSink) Fail(error)                          {}
 func (s *socketSink) Hijack(context.Context) *wire.Stream { return nil }
 
-func (s *socketSink) Write(ctx context.Context, frames ...[]byte) error {
-	until, _ := ctx.Deadline()
-	_ = s.ws.SetWriteDeadline(until)
+// Write implements watch.Sink. A client takes one event within its patience.
+func (s *socketSink) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
 	for _, f := range frames {
 		for len(f) > 0 {
 			one, rest, err := s.split(f)
 			if err != nil {
 				return err
 			}
+			until := time.Now().Add(patience)
+			_ = s.ws.SetWriteDeadline(earlier(ctx, until))
 			if err := websocket.Message.Send(s.ws, one); err != nil {
-				return err
+				return slow(err, until)
 			}
 			f = rest
 		}

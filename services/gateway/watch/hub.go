@@ -87,8 +87,6 @@ const (
 	// aloneFor is how long a client whose feed has ended stays away from the next one: what ended it may end that as
 	// well.
 	aloneFor = 10 * time.Second
-	// writeAtOnce is about how many bytes are written before a client's patience counts anew.
-	writeAtOnce = 64 << 10
 	// retryAfter is the pause before the next replica is tried, and retryMost what it grows to while none answers.
 	retryAfter = 20 * time.Millisecond
 	retryMost  = 500 * time.Millisecond
@@ -103,8 +101,8 @@ func pauseAfter(lost time.Time) time.Duration {
 type Sink interface {
 	// SendHeaders sends the head, once.
 	SendHeaders()
-	// Write sends whole frames, and gives up after a while.
-	Write(ctx context.Context, frames ...[]byte) error
+	// Write sends whole frames. It is wire.ErrSlow when the client takes nothing for as long as patience.
+	Write(ctx context.Context, patience time.Duration, frames ...[]byte) error
 	// Fail answers an error; only before SendHeaders.
 	Fail(error)
 	// Hijack makes the response one that others may write as well; nil where that is impossible. Only after

@@ -278,9 +278,9 @@ func (s *session) allowed(ctx context.Context) bool {
 }
 
 // write sends frames; a client that takes nothing for too long is cut off, alone. If its user holds too much of what
-// clients have not taken, the client is cut off as soon as the frames are overdue.
+// clients have not taken, that is overdueAfter.
 func (s *session) write(ctx context.Context, frames ...[]byte) error {
-	patience := s.hub.Config.WriteTimeout
+	patience, hijacking, cancel := s.hub.Config.WriteTimeout, ctx, context.CancelFunc(func() {})
 	n := 0
 	for _, f := range frames {
 		n += len(f)
@@ -288,36 +288,17 @@ func (s *session) write(ctx context.Context, frames ...[]byte) error {
 	defer s.unsent.hold(-n)
 	if s.unsent.hold(n) {
 		patience = min(patience, overdueAfter)
-		timed, cancel := context.WithTimeoutCause(ctx, overdueAfter, wire.ErrSlow)
-		defer cancel()
-		ctx = timed
+		hijacking, cancel = context.WithTimeout(ctx, patience)
 	}
-	s.hijack(ctx)
+	s.hijack(hijacking)
+	cancel()
+	var err error
 	if s.stream != nil {
-		return s.written(ctx, s.stream.Write(ctx, patience, frames...))
+		err = s.stream.Write(ctx, patience, frames...)
+	} else {
+		err = s.out.Write(ctx, patience, frames...)
 	}
-	for len(frames) > 0 {
-		n, bytes := 1, len(frames[0])
-		for ; n < len(frames) && bytes < writeAtOnce; n++ {
-			bytes += len(frames[n])
-		}
-		timed, cancel := context.WithTimeout(ctx, patience)
-		failed := s.out.Write(timed, frames[:n]...)
-		if timed.Err() != nil && ctx.Err() == nil {
-			failed = wire.ErrSlow
-		}
-		cancel()
-		if failed != nil {
-			return s.written(ctx, failed)
-		}
-		frames = frames[n:]
-	}
-	return nil
-}
-
-// written returns errDone if a write with ctx failed. It counts clients that were cut off.
-func (s *session) written(ctx context.Context, err error) error {
-	if errors.Is(err, wire.ErrSlow) || err != nil && errors.Is(context.Cause(ctx), wire.ErrSlow) {
+	if errors.Is(err, wire.ErrSlow) {
 		cutOff.Inc()
 	}
 	if err != nil {

@@ -13,7 +13,7 @@ const (
 	unsentBytes = 256 << 20
 	unsentShare = 32 << 20
 	leastShare  = 2 << 20
-	// overdueAfter is how long a write may take while its user is over the share.
+	// overdueAfter is how long a client may take nothing of a write while its user is over the share.
 	overdueAfter = 250 * time.Millisecond
 )
 
@@ -23,9 +23,10 @@ var heldUnsent = prometheus.NewGauge(prometheus.GaugeOpts{
 })
 
 // Unsent counts the bytes that watches hold while they write them to their clients, by user. A watch whose user is over
-// the share ends if a write takes longer than overdueAfter. The zero value is ready to use.
+// the share ends if its client takes nothing for overdueAfter. The zero value is ready to use.
 type Unsent struct {
-	mu    sync.Mutex
+	mu sync.Mutex
+	// total counts at most unsentShare of each user: what one holds beyond it does not take from the others' shares.
 	total int64
 	of    map[string]*unsent
 }
@@ -86,8 +87,9 @@ func (o *unsent) hold(n int) (over bool) {
 	u := o.all
 	u.mu.Lock()
 	defer u.mu.Unlock()
+	u.total -= min(o.bytes, unsentShare)
 	o.bytes += int64(n)
-	u.total += int64(n)
-	heldUnsent.Set(float64(u.total))
+	u.total += min(o.bytes, unsentShare)
+	heldUnsent.Add(float64(n))
 	return o.bytes > u.share()
 }

@@ -167,13 +167,18 @@ type screen struct {
 func newScreen() *screen { return &screen{changed: make(chan struct{}, 100000)} }
 
 func (s *screen) SendHeaders()                        {}
-func (s *screen) Fail(err error)                      { _ = s.Write(context.Background(), []byte(err.Error())) }
 func (s *screen) Hijack(context.Context) *wire.Stream { return nil }
 
-func (s *screen) Write(ctx context.Context, frames ...[]byte) error {
+func (s *screen) Fail(err error) {
+	_ = s.Write(context.Background(), time.Hour, []byte(err.Error()))
+}
+
+func (s *screen) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
 	if s.block != nil {
 		select {
 		case <-s.block:
+		case <-time.After(patience):
+			return wire.ErrSlow
 		case <-ctx.Done():
 			return ctx.Err()
 		}

@@ -1,0 +1,68 @@
+package routing
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"os"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"watershed.dev/services/gateway/wire"
+)
+
+// taker is a client that takes a write of up to 64 KB each pace.
+type taker struct {
+	http.ResponseWriter
+	pace  time.Duration
+	until time.Time
+	taken int
+}
+
+func (c *taker) SetWriteDeadline(until time.Time) error { c.until = until; return nil }
+func (c *taker) FlushError() error                      { return nil }
+
+func (c *taker) Write(p []byte) (int, error) {
+	if left := time.Until(c.until); left < c.pace {
+		time.Sleep(left)
+		return 0, os.ErrDeadlineExceeded
+	}
+	time.Sleep(c.pace)
+	c.taken += len(p)
+	return len(p), nil
+}
+
+// A client that takes a large write slowly gets it all. A client that takes nothing of it is slow after its patience.
+func TestAWatchIsCutOffIfItsClientTakesNothing(t *testing.T) {
+	const patience, bytes = 250 * time.Millisecond, 1 << 20
+	for pace, want := range map[time.Duration]error{patience / 2: nil, time.Hour: wire.ErrSlow} {
+		synctest.Test(t, func(t *testing.T) {
+			c, began := &taker{pace: pace}, time.Now()
+			s := &httpSink{call: &call{w: c}, control: http.NewResponseController(c)}
+			err := s.Write(t.Context(), patience, make([]byte, bytes/2), make([]byte, bytes/2))
+			if !errors.Is(err, want) {
+				t.Errorf("a write of 64 KB each %s: %v", pace, err)
+			}
+			if took := time.Since(began); err == nil && c.taken != bytes || err != nil && took != patience {
+				t.Errorf("%d bytes are taken in %s", c.taken, took)
+			}
+			if !c.until.IsZero() {
+				t.Error("a deadline stays")
+			}
+		})
+	}
+}
+
+// A write ends with the watch's time, and then its client is not slow.
+func TestAWriteEndsWithItsWatch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		c := &taker{pace: time.Hour}
+		s := &httpSink{call: &call{w: c}, control: http.NewResponseController(c)}
+		if err := s.Write(ctx, time.Minute, []byte("x")); err == nil || errors.Is(err, wire.ErrSlow) {
+			t.Error(err)
+		}
+	})
+}
