@@ -20,6 +20,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apiserver/pkg/authentication/user"
 	genericapi "k8s.io/apiserver/pkg/endpoints"
+
+	"watershed.dev/platform/egress"
 )
 
 const (
@@ -46,18 +48,7 @@ func (b bound) check(path string, data []byte) error {
 	if len(data) > b.bytes {
 		return fmt.Errorf("%s is larger than %d bytes", path, b.bytes)
 	}
-	values, quoted := 0, false
-	for i := 0; i < len(data); i++ {
-		switch c := data[i]; {
-		case quoted && c == '\\':
-			i++ // what it escapes
-		case c == '"':
-			quoted = !quoted
-		case !quoted && (c == ',' || c == '[' || c == '{'):
-			values++
-		}
-	}
-	if values > b.values {
+	if egress.ValuesOf(data) > b.values {
 		return fmt.Errorf("%s has more than %d values", path, b.values)
 	}
 	return nil
