@@ -81,7 +81,10 @@ type Learned struct {
 	// OpenAPI and OpenAPIV2 are its documents in JSON, if it has any: of the group version in v3, of all that it serves
 	// in v2.
 	OpenAPI, OpenAPIV2 []byte
-	hash               string
+	// OpenAPIDigest and OpenAPIV2Digest name the documents. Every request for a document compares them, and a document
+	// has up to 16 MB.
+	OpenAPIDigest, OpenAPIV2Digest string
+	hash                           string
 }
 
 // Wake asks again soon: the servers have changed.
@@ -159,7 +162,8 @@ func (l *Learner) one(ctx context.Context, gv schema.GroupVersion, r *server) bo
 	if err != nil {
 		return false
 	}
-	now.hash = fmt.Sprintf("%x %x %x", sha256.Sum256(data), sha256.Sum256(now.OpenAPI), sha256.Sum256(now.OpenAPIV2))
+	now.OpenAPIDigest, now.OpenAPIV2Digest = digest(now.OpenAPI), digest(now.OpenAPIV2)
+	now.hash = digest(data) + " " + now.OpenAPIDigest + " " + now.OpenAPIV2Digest
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.known == nil {
@@ -168,6 +172,8 @@ func (l *Learner) one(ctx context.Context, gv schema.GroupVersion, r *server) bo
 	l.known[gv] = now
 	return before == nil || before.hash != now.hash || before.Stale != now.Stale
 }
+
+func digest(data []byte) string { return fmt.Sprintf("%x", sha256.Sum256(data)) }
 
 // document is one of the server's in JSON, or nil.
 func (r *server) document(ctx context.Context, path string) []byte {

@@ -5,7 +5,6 @@ package openapi
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	"crypto/sha512"
 	"encoding/json"
 	"errors"
@@ -86,13 +85,13 @@ func (h *Handler) Set(v *catalog.View) {
 // etag names what a document is made of. The caller holds the lock.
 func (h *Handler) etag(path string) string {
 	if learned := h.remote(path); learned != nil {
-		return hashOf(string(learned.OpenAPI), path)
+		return hashOf(learned.OpenAPIDigest, path)
 	}
 	depends := h.view.Openapi[path]
 	if path == "v2" {
 		for _, gv := range h.aggregated.Groups() {
 			if learned := h.aggregated.Of(gv); learned != nil {
-				depends += fmt.Sprintf(" %x", sha256.Sum256(learned.OpenAPIV2))
+				depends += " " + learned.OpenAPIV2Digest
 			}
 		}
 	}
@@ -206,7 +205,7 @@ func (h *Handler) index(w http.ResponseWriter) {
 	for _, gv := range h.aggregated.Groups() {
 		if learned := h.aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
 			p := "apis/" + gv.String()
-			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(string(learned.OpenAPI), "v3/"+p)}
+			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(learned.OpenAPIDigest, "v3/"+p)}
 		}
 	}
 	data, err := json.Marshal(map[string]any{"paths": paths})
