@@ -307,8 +307,7 @@ func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
 	n.expect(seen, 13)
 }
 
-// A stolen key of watchfanout has few subscriptions and connections, and small messages. What the other replicas do goes
-// on.
+// A stolen key of watchfanout has few subscriptions and connections, and small messages. Other replicas read on.
 func TestReadersHaveLimits(t *testing.T) {
 	n := newTenants(t)
 	n.publish(11)

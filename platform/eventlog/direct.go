@@ -28,8 +28,8 @@ const (
 	// chunkMessages and chunkBytes bound one chunk. A chunk may exceed chunkBytes by its last message.
 	chunkMessages = 256
 	chunkBytes    = 256 << 10
-	// directTimeout bounds the wait for the next message of a direct get. It is short beside compareTimeout, because the
-	// leader answers after it.
+	// directTimeout bounds the wait for the next message of a direct get. It is short beside compareTimeout, because
+	// the leader answers after it.
 	directTimeout = 500 * time.Millisecond
 )
 

@@ -122,7 +122,8 @@ func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
 }
 
 // Snapshot sends every object of a stored resource, as it was at one revision. An object that cannot be read is a row
-// that says so: it is the matter of those who ask for it. The call ends early if another caller needs its place (calls).
+// that says so: it is the matter of those who ask for it. The call ends early if another caller needs its place
+// (calls).
 func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 	stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	return rpc.ToStatus(s.snapshots.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
