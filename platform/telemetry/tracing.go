@@ -155,7 +155,7 @@ func (o *Tracing) start(ctx context.Context, service string) (stop func(), err e
 	batch := sdktrace.NewBatchSpanProcessor(export)
 	provider := func(root sdktrace.Sampler) *sdktrace.TracerProvider {
 		return sdktrace.NewTracerProvider(
-			sdktrace.WithSpanProcessor(batch),
+			sdktrace.WithSpanProcessor(smallSpans{batch}),
 			sdktrace.WithSampler(sdktrace.ParentBased(root)),
 			sdktrace.WithResource(resource.NewSchemaless(semconv.ServiceName(service), semconv.ServiceInstanceID(host),
 				semconv.ServiceVersion(version.Release()))),
