@@ -166,11 +166,13 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		s.nats.Close()
 		return nil, err
 	}
-	logNATS, logJS, err := c.Log.Connect("registry", d.ID)
+	if s.logNATS, err = c.Log.Connect("registry", d.ID); err != nil {
+		return nil, err
+	}
+	logJS, err := eventlog.JetStream(s.logNATS)
 	if err != nil {
 		return nil, err
 	}
-	s.logNATS = logNATS
 	s.publisher = &publisher.Publisher{
 		Storage:            store,
 		Log:                &c.Log,
