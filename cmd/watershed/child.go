@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -65,9 +66,11 @@ func (p *child) start(s spawner) {
 	p.done = make(chan struct{})
 	go func() {
 		defer close(p.done)
+		log := p.logs.open(filepath.Join(p.dir, p.name+".log"))
+		defer log.Close()
 		var before string
 		for {
-			said, err := p.once(s)
+			said, err := p.once(s, log)
 			p.mu.Lock()
 			stopped := p.stopped
 			p.mu.Unlock()
@@ -85,9 +88,7 @@ func (p *child) start(s spawner) {
 }
 
 // once runs the process until it ends. said is why it does not run, if that is what it told.
-func (p *child) once(s spawner) (said string, err error) {
-	log := p.logs.open(filepath.Join(p.dir, p.name+".log"))
-	defer log.Close()
+func (p *child) once(s spawner, log io.Writer) (said string, err error) {
 	out := &output{file: log}
 	cmd := exec.Command(p.program, p.args...)
 	cmd.Stdout, cmd.Stderr, cmd.WaitDelay = out, out, time.Second

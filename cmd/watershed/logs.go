@@ -3,7 +3,9 @@ package main
 import (
 	"fmt"
 	"io"
+	"os"
 	"strings"
+	"sync"
 
 	"github.com/spf13/pflag"
 	"gopkg.in/natefinch/lumberjack.v2"
@@ -31,13 +33,44 @@ func (f *logFiles) validate() error {
 	return nil
 }
 
-// open returns the log file at path. It is made with the first write, and appended to if it exists.
-func (f *logFiles) open(path string) *lumberjack.Logger {
+// open returns the log file at path. It is made with the first write, and appended to if it exists. A file that is
+// larger than the maximum is removed: it would remain as one of the older files.
+func (f *logFiles) open(path string) *logFile {
 	size := f.maxSize
 	if size == 0 {
 		size = unlimited
 	}
-	return &lumberjack.Logger{Filename: path, MaxSize: size, MaxBackups: oldLogFiles}
+	log := &logFile{
+		Logger: &lumberjack.Logger{Filename: path, MaxSize: size, MaxBackups: oldLogFiles},
+		faults: os.Stderr,
+	}
+	if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Size() > int64(size)<<20 {
+		if err := os.Remove(path); err != nil {
+			log.fault(err)
+		}
+	}
+	return log
+}
+
+// logFile is a log file of a bounded size. Its Logger keeps a goroutine for as long as the process lasts.
+type logFile struct {
+	*lumberjack.Logger
+	// faults is where the first error is printed.
+	faults io.Writer
+	once   sync.Once
+}
+
+// Write implements io.Writer.
+func (f *logFile) Write(p []byte) (int, error) {
+	n, err := f.Logger.Write(p)
+	if err != nil {
+		f.fault(err)
+	}
+	return n, err
+}
+
+func (f *logFile) fault(err error) {
+	f.once.Do(func() { fmt.Fprintf(f.faults, "The log file %s has failed, and may lack lines: %v\n", f.Filename, err) })
 }
 
 // output is what a child process writes: into its log file, with the end of it in memory.
