@@ -28,8 +28,8 @@ import (
 // handler runs on another goroutine, since it may go on: on one that has run
 // handlers before, whose stack has grown to what they need.
 //
-// A client that leaves ends its request as well. Upstream counts and logs that as a timeout; timely does neither,
-// because a client can leave as often as it likes.
+// A client that leaves ends its request as well. Upstream counts and logs that as a timeout. timely does neither,
+// because a client can leave as often as it likes. It counts handlers that go on after either.
 func timely(h http.Handler, labelled Labelled) http.Handler {
 	pool := &workers{}
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
@@ -89,18 +89,30 @@ func panicOf(f func()) (err any) {
 // afterTimeout waits for a handler that nobody waits for any more.
 func afterTimeout(req *http.Request, since time.Time, ended <-chan any) {
 	err := <-ended
-	status := metrics.PostTimeoutHandlerOK
-	if err != nil {
-		status = metrics.PostTimeoutHandlerPanic
-	}
-	metrics.RecordRequestPostTimeout(metrics.PostTimeoutSourceTimeoutHandler, status)
+	metrics.RecordRequestPostTimeout(metrics.PostTimeoutSourceTimeoutHandler, outcome(err))
 	slog.ErrorContext(req.Context(), "A request went on after its time", "for", time.Since(since), "method", req.Method,
 		"path", req.URL.Path, "panic", err)
 }
 
+// outcome is the metric's label of how a handler ended.
+func outcome(err any) string {
+	if err != nil {
+		return metrics.PostTimeoutHandlerPanic
+	}
+	return metrics.PostTimeoutHandlerOK
+}
+
+// sourceClientLeft is the metric's label of handlers that go on after their clients have left.
+const sourceClientLeft = "client-left"
+
 // afterLeaving waits for the handler of a request whose client has left, and logs its panic if it is a fault.
 func afterLeaving(req *http.Request, ended <-chan any) {
-	if err := <-ended; err != nil && err != http.ErrAbortHandler { //nolint:errorlint // a panic's value, not an error
+	err := <-ended
+	if err == http.ErrAbortHandler { //nolint:errorlint // a panic's value, not an error
+		err = nil
+	}
+	metrics.RecordRequestPostTimeout(sourceClientLeft, outcome(err))
+	if err != nil {
 		slog.ErrorContext(req.Context(), "A handler panicked after its client had left", "method", req.Method,
 			"path", req.URL.Path, "panic", err)
 	}

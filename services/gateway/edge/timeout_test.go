@@ -13,7 +13,9 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apiserver/pkg/endpoints/metrics"
 	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/component-base/metrics/legacyregistry"
 )
 
 // timed serves a handler for as long as the request says in its header Within.
@@ -98,6 +100,52 @@ func TestARequestHasItsTime(t *testing.T) {
 		_, _ = w.Write([]byte("ended by itself"))
 	}), "10ms"); err != nil || code != http.StatusOK || body != "ended by itself" {
 		t.Errorf("a watch: %d %s, %v", code, body, err)
+	}
+}
+
+// Handlers that go on after their clients have left are counted.
+func TestWorkAfterAClientHasLeftIsCounted(t *testing.T) {
+	metrics.Register()
+	count := func(status string) (n float64) {
+		families, err := legacyregistry.DefaultGatherer.Gather()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, f := range families {
+			for _, m := range f.GetMetric() {
+				l := m.GetLabel()
+				if f.GetName() == "apiserver_request_post_timeout_total" && len(l) == 2 &&
+					l[0].GetValue() == sourceClientLeft && l[1].GetValue() == status {
+					n += m.GetCounter().GetValue()
+				}
+			}
+		}
+		return n
+	}
+	for value, status := range map[any]string{
+		"":                    metrics.PostTimeoutHandlerOK,
+		http.ErrAbortHandler:  metrics.PostTimeoutHandlerOK,
+		"a fault of the test": metrics.PostTimeoutHandlerPanic,
+	} {
+		before := count(status)
+		ctx, leave := context.WithCancel(t.Context())
+		answered := make(chan struct{})
+		h := timely(http.HandlerFunc(func(http.ResponseWriter, *http.Request) {
+			leave()
+			<-answered
+			if value != "" {
+				panic(value)
+			}
+		}), served)
+		ctx = request.WithRequestInfo(ctx, &request.RequestInfo{Verb: "get"})
+		req := httptest.NewRequestWithContext(ctx, "GET", "/", nil)
+		h.ServeHTTP(httptest.NewRecorder(), req)
+		close(answered)
+		for until := time.Now().Add(10 * time.Second); count(status) != before+1; time.Sleep(time.Millisecond) {
+			if time.Now().After(until) {
+				t.Fatalf("%v counts %v as %s", value, count(status)-before, status)
+			}
+		}
 	}
 }
 
