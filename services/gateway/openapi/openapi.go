@@ -46,8 +46,8 @@ type Handler struct {
 }
 
 // New returns a handler of the documents that registry and other servers have. A document that is being made is
-// finished, within a minute, after all clients that asked for it have left: clients that give up and return would
-// otherwise have it made from the beginning each time.
+// finished, within a minute, after all its clients have left. Clients that give up and return would otherwise have it
+// made from the beginning each time.
 func New(registry registryv1.CatalogClient, aggregated *aggregation.Learner) *Handler {
 	return &Handler{
 		registry:   registry,
