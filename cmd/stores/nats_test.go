@@ -103,11 +103,11 @@ func (n *tenants) connect(name string) (*nats.Conn, jetstream.JetStream) {
 func (n *tenants) publish(revision int64) {
 	n.t.Helper()
 	m, err := eventlog.Message(&logv1.Event{
-		Type:     logv1.Type_TYPE_ADDED,
-		Revision: revision,
-		StoredAs: "pods",
-		Name:     "a",
-		Object:   &logv1.Object{},
+		Type:            logv1.Type_TYPE_ADDED,
+		Revision:        revision,
+		StorageResource: "pods",
+		Name:            "a",
+		Object:          &logv1.Object{},
 	})
 	if err != nil {
 		n.t.Fatal(err)

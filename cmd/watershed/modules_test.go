@@ -12,7 +12,7 @@ import (
 // comes after those that it calls.
 func TestModulesCallWhatTheyMay(t *testing.T) {
 	// offered is which service offers a contract, where the two names differ.
-	offered := map[string]string{"/watershed.watchfanout.v1.Policy": "registry"}
+	offered := map[string]string{"/watershed.watchfanout.v1.InternalWatch": "registry"}
 	allowed := map[string][]string{}
 	for method, callers := range rpc.Callers {
 		contract := method[:strings.LastIndexByte(method, '/')]

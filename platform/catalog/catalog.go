@@ -21,15 +21,15 @@ import (
 
 // View is what is served, at one moment. It does not change.
 type View struct {
-	*registryv1.CatalogResponse
-	entries map[entryKey]*registryv1.ResourceEntry
+	*registryv1.DiscoveryResponse
+	entries map[entryKey]*registryv1.APIResource
 	builtIn map[string]bool
 }
 
 type entryKey struct{ group, version, resource, subresource string }
 
 // Entry finds a resource or subresource.
-func (v *View) Entry(group, version, resource, subresource string) (*registryv1.ResourceEntry, bool) {
+func (v *View) Entry(group, version, resource, subresource string) (*registryv1.APIResource, bool) {
 	e, ok := v.entries[entryKey{group, version, resource, subresource}]
 	return e, ok
 }
@@ -39,7 +39,7 @@ func (v *View) BuiltIn(group string) bool { return v.builtIn[group] }
 
 // Catalog follows registry's catalog.
 type Catalog struct {
-	Registry registryv1.CatalogClient
+	Registry registryv1.DiscoveryClient
 	// Changed is called with every new view, before it is used.
 	Changed func(*View)
 
@@ -54,11 +54,11 @@ const followPause = 200 * time.Millisecond
 
 // Run follows until ctx is done. While no registry answers, the last view stays.
 func (c *Catalog) Run(ctx context.Context) {
-	open := func(ctx context.Context) (grpc.ServerStreamingClient[registryv1.CatalogResponse], error) {
-		return c.Registry.Follow(ctx, &registryv1.CatalogRequest{})
+	open := func(ctx context.Context) (grpc.ServerStreamingClient[registryv1.DiscoveryResponse], error) {
+		return c.Registry.Watch(ctx, &registryv1.DiscoveryRequest{})
 	}
-	var full *registryv1.CatalogResponse
-	rpc.Follow(ctx, followPause, open, func(m *registryv1.CatalogResponse, first bool) {
+	var full *registryv1.DiscoveryResponse
+	rpc.Follow(ctx, followPause, open, func(m *registryv1.DiscoveryResponse, first bool) {
 		if first {
 			full = nil
 		}
@@ -72,14 +72,14 @@ func (c *Catalog) Run(ctx context.Context) {
 }
 
 // applied is a catalog with what has changed. Neither is changed itself.
-func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogResponse {
-	out := &registryv1.CatalogResponse{
+func applied(full, delta *registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse {
+	out := &registryv1.DiscoveryResponse{
 		Groups:      delta.Groups,
 		ApiServices: delta.ApiServices,
 		More:        delta.More,
 		Openapi:     maps.Clone(full.GetOpenapi()),
 	}
-	gone, changed := map[entryKey]bool{}, map[entryKey]*registryv1.ResourceEntry{}
+	gone, changed := map[entryKey]bool{}, map[entryKey]*registryv1.APIResource{}
 	for _, r := range delta.Removed {
 		gone[keyOf(r)] = true
 	}
@@ -103,7 +103,7 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 		}
 	}
 	// Custom resources stand where a full catalog has them, whichever was defined first.
-	slices.SortStableFunc(out.Resources, func(a, b *registryv1.ResourceEntry) int {
+	slices.SortStableFunc(out.Resources, func(a, b *registryv1.APIResource) int {
 		if !a.Unstructured || !b.Unstructured {
 			return cmp.Compare(afterBuiltIn(a), afterBuiltIn(b))
 		}
@@ -121,7 +121,7 @@ func applied(full, delta *registryv1.CatalogResponse) *registryv1.CatalogRespons
 }
 
 // afterBuiltIn puts custom resources after what is built in.
-func afterBuiltIn(e *registryv1.ResourceEntry) int {
+func afterBuiltIn(e *registryv1.APIResource) int {
 	if e.Unstructured {
 		return 1
 	}
@@ -133,8 +133,8 @@ func keyOf(r *commonv1.Resource) entryKey {
 }
 
 // NewView is the view that a whole catalog gives.
-func NewView(m *registryv1.CatalogResponse) *View {
-	v := &View{m, map[entryKey]*registryv1.ResourceEntry{}, map[string]bool{}}
+func NewView(m *registryv1.DiscoveryResponse) *View {
+	v := &View{m, map[entryKey]*registryv1.APIResource{}, map[string]bool{}}
 	for _, e := range m.Resources {
 		if !e.Unstructured {
 			v.builtIn[e.Resource.Group] = true
@@ -144,8 +144,8 @@ func NewView(m *registryv1.CatalogResponse) *View {
 	return v
 }
 
-func (c *Catalog) set(m *registryv1.CatalogResponse) {
-	if old := c.View(); old != nil && proto.Equal(old.CatalogResponse, m) {
+func (c *Catalog) set(m *registryv1.DiscoveryResponse) {
+	if old := c.View(); old != nil && proto.Equal(old.DiscoveryResponse, m) {
 		return // the same, from another replica
 	}
 	v := NewView(m)

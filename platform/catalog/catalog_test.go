@@ -9,28 +9,28 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-func entry(resource, singular string) *registryv1.ResourceEntry {
-	return &registryv1.ResourceEntry{
+func entry(resource, singular string) *registryv1.APIResource {
+	return &registryv1.APIResource{
 		Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: resource},
 		Singular: singular,
 	}
 }
 
 func TestACatalogIsPutTogetherFromChanges(t *testing.T) {
-	full := &registryv1.CatalogResponse{
-		Resources: []*registryv1.ResourceEntry{entry("a", "1"), entry("b", "1"), entry("c", "1")},
+	full := &registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{entry("a", "1"), entry("b", "1"), entry("c", "1")},
 		Openapi:   map[string]string{"v2": "x", "v3/a": "y"},
 	}
 	before := proto.Clone(full)
-	got := applied(full, &registryv1.CatalogResponse{
+	got := applied(full, &registryv1.DiscoveryResponse{
 		Delta:          true,
-		Resources:      []*registryv1.ResourceEntry{entry("d", "1"), entry("b", "2")},
+		Resources:      []*registryv1.APIResource{entry("d", "1"), entry("b", "2")},
 		Removed:        []*commonv1.Resource{entry("a", "").Resource},
 		Openapi:        map[string]string{"v2": "z"},
 		OpenapiRemoved: []string{"v3/a"},
 	})
-	want := &registryv1.CatalogResponse{
-		Resources: []*registryv1.ResourceEntry{entry("b", "2"), entry("c", "1"), entry("d", "1")},
+	want := &registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{entry("b", "2"), entry("c", "1"), entry("d", "1")},
 		Openapi:   map[string]string{"v2": "z"},
 	}
 	if !proto.Equal(got, want) {
@@ -45,13 +45,13 @@ func TestACatalogIsPutTogetherFromChanges(t *testing.T) {
 func TestCustomResourcesStandByName(t *testing.T) {
 	builtIn, widgets, globals := entry("z", "1"), entry("widgets", "1"), entry("globals", "1")
 	widgets.Unstructured, globals.Unstructured = true, true
-	got := applied(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{builtIn, widgets}},
-		&registryv1.CatalogResponse{
+	got := applied(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{builtIn, widgets}},
+		&registryv1.DiscoveryResponse{
 			Delta:     true,
-			Resources: []*registryv1.ResourceEntry{globals},
+			Resources: []*registryv1.APIResource{globals},
 		})
-	want := &registryv1.CatalogResponse{
-		Resources: []*registryv1.ResourceEntry{builtIn, globals, widgets},
+	want := &registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{builtIn, globals, widgets},
 		Openapi:   map[string]string{},
 	}
 	if !proto.Equal(got, want) {

@@ -8,7 +8,7 @@ import (
 
 // APIResource is an entry as discovery tells of it, field by field what kube-apiserver's installer fills in
 // (k8s.io/apiserver/pkg/endpoints/installer.go).
-func APIResource(e *registryv1.ResourceEntry) metav1.APIResource {
+func APIResource(e *registryv1.APIResource) metav1.APIResource {
 	name := e.Resource.Resource
 	if e.Resource.Subresource != "" {
 		name += "/" + e.Resource.Subresource
@@ -33,6 +33,6 @@ func APIResource(e *registryv1.ResourceEntry) metav1.APIResource {
 }
 
 // Foreign says whether an entry's kind is of another group version than its resource, as a scale's is.
-func Foreign(e *registryv1.ResourceEntry) bool {
+func Foreign(e *registryv1.APIResource) bool {
 	return e.Kind.Group != e.Resource.Group || e.Kind.Version != e.Resource.Version
 }

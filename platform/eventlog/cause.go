@@ -14,7 +14,7 @@ const CauseSubject = "watershed.cause"
 
 // TellCause tells the publisher of a write that is traced, and waits until it knows or ctx is done. Where it does not
 // come to know, nothing but a part of a trace is lost.
-func TellCause(ctx context.Context, nc *nats.Conn, c *logv1.Cause) error {
+func TellCause(ctx context.Context, nc *nats.Conn, c *logv1.TraceContext) error {
 	data, err := proto.Marshal(c)
 	if err == nil {
 		_, err = nc.RequestWithContext(ctx, CauseSubject, data)
@@ -23,9 +23,9 @@ func TellCause(ctx context.Context, nc *nats.Conn, c *logv1.Cause) error {
 }
 
 // HearCauses calls each with the writes that registries tell of, until the subscription ends.
-func HearCauses(nc *nats.Conn, each func(*logv1.Cause)) (*nats.Subscription, error) {
+func HearCauses(nc *nats.Conn, each func(*logv1.TraceContext)) (*nats.Subscription, error) {
 	return nc.Subscribe(CauseSubject, func(m *nats.Msg) {
-		c := &logv1.Cause{}
+		c := &logv1.TraceContext{}
 		if err := proto.Unmarshal(m.Data, c); err == nil {
 			each(c)
 			_ = m.Respond(nil)

@@ -44,7 +44,7 @@ func (d Direct) Messages(ctx context.Context, r *logv1.ReadRequest, each func(*l
 	if err != nil {
 		return err
 	}
-	from, filtered := r.Sequence, r.StoredAs != ""
+	from, filtered := r.Sequence, r.StorageResource != ""
 	switch {
 	case from == 0 && filtered:
 		if from, err = d.startAfter(ctx, begun.State, r.After); err != nil {
@@ -55,7 +55,7 @@ func (d Direct) Messages(ctx context.Context, r *logv1.ReadRequest, each func(*l
 	}
 	subjects := []string{">"}
 	if filtered {
-		subjects = []string{Subject(r.StoredAs), ProgressSubject}
+		subjects = []string{Subject(r.StorageResource), ProgressSubject}
 	}
 	var cursors []*cursor
 	for _, s := range subjects {
@@ -213,11 +213,11 @@ func sequenceOf(m *nats.Msg) (uint64, error) {
 
 func storedMessage(header nats.Header, sequence uint64, data []byte) *logv1.StoredMessage {
 	return &logv1.StoredMessage{
-		Sequence: sequence,
-		Id:       header.Get(jetstream.MsgIDHeader),
-		Follows:  header.Get(jetstream.ExpectedLastMsgIDHeader),
-		Encoding: header.Get(encodingHeader),
-		Data:     data,
+		Sequence:          sequence,
+		Id:                header.Get(jetstream.MsgIDHeader),
+		ExpectedLastMsgId: header.Get(jetstream.ExpectedLastMsgIDHeader),
+		Encoding:          header.Get(encodingHeader),
+		Data:              data,
 	}
 }
 

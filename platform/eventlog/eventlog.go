@@ -133,7 +133,7 @@ type ID struct {
 
 // IDOf is e's id as the publisher with the nonce gives it.
 func IDOf(e *logv1.Event, nonce string) ID {
-	mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET && e.StoredAs == ""
+	mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET && e.StorageResource == ""
 	return ID{e.Revision, e.Index, mark, nonce}
 }
 
@@ -187,8 +187,8 @@ func Message(e *logv1.Event) (*nats.Msg, error) {
 		return nil, fmt.Errorf("it takes %d bytes, more than the %d of a message", len(data), maxEventBytes)
 	}
 	subject := ProgressSubject
-	if e.StoredAs != "" {
-		subject = Subject(e.StoredAs)
+	if e.StorageResource != "" {
+		subject = Subject(e.StorageResource)
 	}
 	m := &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}
 	if packed, ok := pack(data); ok {

@@ -11,7 +11,7 @@ func TestIDsComeBackAsTheyWere(t *testing.T) {
 		{Type: logv1.Type_TYPE_ADDED, Revision: 12, Index: 3},
 		{Revision: 13},
 		{Type: logv1.Type_TYPE_RESET, Revision: 14},
-		{Type: logv1.Type_TYPE_RESET, Revision: 15, Index: 4, StoredAs: "secrets"},
+		{Type: logv1.Type_TYPE_RESET, Revision: 15, Index: 4, StorageResource: "secrets"},
 	} {
 		id := IDOf(e, "ABC-1")
 		got, err := ParseID(id.String())
@@ -19,7 +19,7 @@ func TestIDsComeBackAsTheyWere(t *testing.T) {
 			t.Errorf("%+v came back as %+v (%v)", id, got, err)
 		}
 		if mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET &&
-			e.StoredAs == ""; got.Mark != mark {
+			e.StorageResource == ""; got.Mark != mark {
 			t.Errorf("%v: mark is %v", e, got.Mark)
 		}
 	}

@@ -11,10 +11,10 @@ import (
 // Whatever a message holds, it is an event or an error, and no more than an event may be.
 func FuzzEvent(f *testing.F) {
 	m, err := Message(&logv1.Event{
-		Type:     logv1.Type_TYPE_ADDED,
-		Revision: 1,
-		StoredAs: "pods",
-		Object:   &logv1.Object{Json: make([]byte, 100_000)},
+		Type:            logv1.Type_TYPE_ADDED,
+		Revision:        1,
+		StorageResource: "pods",
+		Object:          &logv1.Object{Json: make([]byte, 100_000)},
 	})
 	if err != nil {
 		f.Fatal(err)

@@ -213,7 +213,7 @@ func (r *reader) deliver(m *logv1.StoredMessage, fromStream bool) error {
 		id, _ := ParseID(m.Id)
 		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
 	}
-	if (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "") && (r.lost || r.id != "" && m.Follows != r.id) {
+	if (e.Type != logv1.Type_TYPE_RESET || e.StorageResource != "") && (r.lost || r.id != "" && m.ExpectedLastMsgId != r.id) {
 		if !fromStream {
 			return errMissed
 		}

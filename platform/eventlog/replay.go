@@ -23,7 +23,7 @@ const replayPause = 100 * time.Millisecond
 func Replay(ctx context.Context, stored Stored, storedAs string, after int64,
 	each func(*logv1.Event) (bool, error)) error {
 	r := &replay{after: after, each: each}
-	request := &logv1.ReadRequest{StoredAs: storedAs, After: after}
+	request := &logv1.ReadRequest{StorageResource: storedAs, After: after}
 	for {
 		if err := stored.Messages(ctx, request, r.take); err != nil {
 			if errors.Is(err, errEnough) {
@@ -36,7 +36,7 @@ func Replay(ctx context.Context, stored Stored, storedAs string, after int64,
 			return ctx.Err()
 		case <-time.After(replayPause):
 		}
-		request = &logv1.ReadRequest{StoredAs: storedAs, Sequence: r.through + 1}
+		request = &logv1.ReadRequest{StorageResource: storedAs, Sequence: r.through + 1}
 	}
 }
 

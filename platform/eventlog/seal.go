@@ -29,14 +29,14 @@ func Seal(e *logv1.Event, key string, secret []byte) error {
 	if err != nil {
 		return err
 	}
-	sealed := &logv1.Sealed{Key: key}
+	sealed := &logv1.Encrypted{Key: key}
 	if packed, ok := pack(data); ok {
-		data, sealed.Packed = packed, true
+		data, sealed.Compressed = packed, true
 	}
 	nonce := make([]byte, sealer.NonceSize(), sealer.NonceSize()+len(data)+sealer.Overhead())
 	_, _ = rand.Read(nonce) // it does not fail
 	sealed.Data = sealer.Seal(nonce, nonce, data, placeOf(e))
-	e.Object, e.Previous, e.Sealed = nil, nil, sealed
+	e.Object, e.Previous, e.Encrypted = nil, nil, sealed
 	return nil
 }
 
@@ -46,14 +46,14 @@ func Open(e *logv1.Event, secret []byte) error {
 	if err != nil {
 		return err
 	}
-	data, n := e.Sealed.Data, sealer.NonceSize()
+	data, n := e.Encrypted.Data, sealer.NonceSize()
 	if len(data) < n {
 		return errors.New("a sealed event is cut short")
 	}
 	if data, err = sealer.Open(nil, data[:n], data[n:], placeOf(e)); err != nil {
 		return err
 	}
-	if e.Sealed.Packed {
+	if e.Encrypted.Compressed {
 		if data, err = unpack(data); err != nil {
 			return err
 		}
@@ -62,7 +62,7 @@ func Open(e *logv1.Event, secret []byte) error {
 	if err := proto.Unmarshal(data, contents); err != nil {
 		return err
 	}
-	e.Object, e.Previous, e.Sealed = contents.Object, contents.Previous, nil
+	e.Object, e.Previous, e.Encrypted = contents.Object, contents.Previous, nil
 	return nil
 }
 
@@ -77,7 +77,7 @@ func newSealer(secret []byte) (cipher.AEAD, error) {
 // placeOf binds what is sealed to where it is: it cannot be another object's or another event's.
 func placeOf(e *logv1.Event) []byte {
 	return fmt.Appendf(nil, "%s\x00%s\x00%s\x00%d\x00%d\x00%d",
-		e.StoredAs, e.Namespace, e.Name, e.Revision, e.Index, e.Type)
+		e.StorageResource, e.Namespace, e.Name, e.Revision, e.Index, e.Type)
 }
 
 // Keys answers the secret of a key that events of a stored resource are sealed with. An error of ErrNoKey is final; any
@@ -135,24 +135,24 @@ const keyPause = 200 * time.Millisecond
 // is to be read anew, from where its objects are.
 func Opened(ctx context.Context, keys Keys, handle func(*logv1.Event) error) func(*logv1.Event) error {
 	return func(e *logv1.Event) error {
-		for e.Sealed != nil {
+		for e.Encrypted != nil {
 			err := openWith(ctx, keys, e)
 			switch {
 			case ctx.Err() != nil:
 				return ctx.Err()
 			case errors.Is(err, ErrNoKey):
-				slog.Error("An event cannot be opened; its resource is to be read anew", "resource", e.StoredAs,
-					"revision", e.Revision, "key", e.Sealed.Key, "error", err)
+				slog.Error("An event cannot be opened; its resource is to be read anew", "resource", e.StorageResource,
+					"revision", e.Revision, "key", e.Encrypted.Key, "error", err)
 				e = &logv1.Event{
-					Type:     logv1.Type_TYPE_RESET,
-					Revision: e.Revision,
-					Index:    e.Index,
-					StoredAs: e.StoredAs,
-					More:     e.More,
-					History:  e.History,
+					Type:            logv1.Type_TYPE_RESET,
+					Revision:        e.Revision,
+					Index:           e.Index,
+					StorageResource: e.StorageResource,
+					More:            e.More,
+					Epoch:           e.Epoch,
 				}
 			case err != nil:
-				slog.Warn("A key of the event log cannot be asked for; trying again", "resource", e.StoredAs, "error", err)
+				slog.Warn("A key of the event log cannot be asked for; trying again", "resource", e.StorageResource, "error", err)
 				select {
 				case <-ctx.Done():
 				case <-time.After(keyPause):
@@ -164,7 +164,7 @@ func Opened(ctx context.Context, keys Keys, handle func(*logv1.Event) error) fun
 }
 
 func openWith(ctx context.Context, keys Keys, e *logv1.Event) error {
-	secret, err := keys(ctx, e.StoredAs, e.Sealed.Key)
+	secret, err := keys(ctx, e.StorageResource, e.Encrypted.Key)
 	if err != nil {
 		return err
 	}

@@ -18,7 +18,7 @@ import (
 func secretEvent(text string) *logv1.Event {
 	return &logv1.Event{
 		Type: logv1.Type_TYPE_MODIFIED, Revision: 7, Index: 1, More: true,
-		StoredAs: "secrets", Namespace: "x", Name: "n",
+		StorageResource: "secrets", Namespace: "x", Name: "n",
 		Object:   &logv1.Object{Json: []byte(text), Labels: map[string]string{"l": text}},
 		Previous: &logv1.Object{Json: []byte(text + text)},
 	}
@@ -40,8 +40,8 @@ func TestASealedEventIsOpenedWhereItWas(t *testing.T) {
 			"name":     func(e *logv1.Event) { e.Name = "other" },
 			"revision": func(e *logv1.Event) { e.Revision++ },
 			"type":     func(e *logv1.Event) { e.Type = logv1.Type_TYPE_ADDED },
-			"data":     func(e *logv1.Event) { e.Sealed.Data[20] ^= 1 },
-			"all":      func(e *logv1.Event) { e.Sealed.Data = nil },
+			"data":     func(e *logv1.Event) { e.Encrypted.Data[20] ^= 1 },
+			"all":      func(e *logv1.Event) { e.Encrypted.Data = nil },
 		} {
 			moved := proto.Clone(e).(*logv1.Event)
 			change(moved)
@@ -86,7 +86,7 @@ func TestAnEventThatCannotBeOpenedResetsItsResource(t *testing.T) {
 	if len(got) != 4 || !proto.Equal(got[0], secretEvent("text")) || !proto.Equal(got[1], got[0]) || got[3].Revision != 9 {
 		t.Errorf("%v", got)
 	}
-	if r := got[2]; r.Type != logv1.Type_TYPE_RESET || r.StoredAs != "secrets" || r.Revision != 7 || r.Index != 1 || !r.More {
+	if r := got[2]; r.Type != logv1.Type_TYPE_RESET || r.StorageResource != "secrets" || r.Revision != 7 || r.Index != 1 || !r.More {
 		t.Errorf("%v", r)
 	}
 	ctx, cancel := context.WithCancel(t.Context())

@@ -117,7 +117,7 @@ func (w *Writer) Append(e *logv1.Event) error {
 	}
 	w.last, w.anew = id, false
 	w.newest = &settlement{done: make(chan struct{})}
-	go w.settle(ack, id, w.newest, e.Trace, time.Now())
+	go w.settle(ack, id, w.newest, e.Traceparent, time.Now())
 	return nil
 }
 

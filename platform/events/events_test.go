@@ -56,7 +56,7 @@ func TestPositions(t *testing.T) {
 	if got := FromProto(p.Proto()); got != p {
 		t.Errorf("%v on the wire is %v", p, got)
 	}
-	if got := PositionOf(&logv1.Event{Revision: 7, Index: 3, History: "h"}); got != p {
+	if got := PositionOf(&logv1.Event{Revision: 7, Index: 3, Epoch: "h"}); got != p {
 		t.Errorf("an event at %v", got)
 	}
 }

@@ -21,16 +21,16 @@ type Position struct {
 }
 
 // PositionOf is an event's place.
-func PositionOf(e *logv1.Event) Position { return Position{e.Revision, e.Index, e.History} }
+func PositionOf(e *logv1.Event) Position { return Position{e.Revision, e.Index, e.Epoch} }
 
 // FromProto is a place as the contracts have it.
 func FromProto(p *watchfanoutv1.Position) Position {
-	return Position{p.GetRevision(), p.GetIndex(), p.GetHistory()}
+	return Position{p.GetRevision(), p.GetIndex(), p.GetEpoch()}
 }
 
 // Proto is the place for the contracts.
 func (p Position) Proto() *watchfanoutv1.Position {
-	return &watchfanoutv1.Position{Revision: p.Revision, Index: p.Index, History: p.History}
+	return &watchfanoutv1.Position{Revision: p.Revision, Index: p.Index, Epoch: p.History}
 }
 
 // Before says whether p comes before q, in one history.

@@ -34,7 +34,7 @@ const (
 // Gateway is the gateway's name on the inner network, by which authn, authz and admission ask for it.
 const Gateway = "gateway"
 
-// GenerationLease is for how long a message of Authz.Generations is good: a gateway that has heard nothing for so long
+// GenerationLease is for how long a message of Authz.PolicyRevisions is good: a gateway that has heard nothing for so long
 // keeps no decision, since the replica that it listens to may be frozen.
 const GenerationLease = 3 * time.Second
 

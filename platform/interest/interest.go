@@ -17,8 +17,8 @@ func Own(u *commonv1.User, object string) bool { return object != "" && u.GetNam
 
 // Operations are those that somebody looks at of a user's request on an object of r, each as often as somebody does.
 // flagged are those at which nobody looks but with an interest that has a flag, and others are the others.
-func Operations(all []*admissionv1.Interest, r *commonv1.Resource, namespace, name string, u *commonv1.User,
-	flag func(*admissionv1.Interest) bool) (others, flagged []admissionv1.Operation) {
+func Operations(all []*admissionv1.AdmissionRule, r *commonv1.Resource, namespace, name string, u *commonv1.User,
+	flag func(*admissionv1.AdmissionRule) bool) (others, flagged []admissionv1.Operation) {
 	for _, in := range all {
 		if !matches(in, r, namespace, name, u) {
 			continue
@@ -33,7 +33,7 @@ func Operations(all []*admissionv1.Interest, r *commonv1.Resource, namespace, na
 	return others, flagged
 }
 
-func matches(in *admissionv1.Interest, r *commonv1.Resource, namespace, name string, u *commonv1.User) bool {
+func matches(in *admissionv1.AdmissionRule, r *commonv1.Resource, namespace, name string, u *commonv1.User) bool {
 	if (in.Group != "*" && in.Group != r.Group) || (in.Resource != "*" && in.Resource != r.Resource) ||
 		(in.Subresource != "*" && in.Subresource != r.Subresource) {
 		return false
@@ -44,5 +44,5 @@ func matches(in *admissionv1.Interest, r *commonv1.Resource, namespace, name str
 		}
 	}
 	return (in.UserGroup == "" || slices.Contains(u.GetGroups(), in.UserGroup)) &&
-		(in.UnlessOwnIn == "" || in.UnlessOwnIn != namespace || !Own(u, name))
+		(in.ExceptOwnObjectIn == "" || in.ExceptOwnObjectIn != namespace || !Own(u, name))
 }

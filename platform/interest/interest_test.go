@@ -13,13 +13,13 @@ import (
 func TestAnInterestIsInWhatItNames(t *testing.T) {
 	create := []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE}
 	update := []admissionv1.Operation{admissionv1.Operation_OPERATION_UPDATE}
-	all := []*admissionv1.Interest{
+	all := []*admissionv1.AdmissionRule{
 		{Resource: "pods", Operations: create},
 		{Group: "*", Resource: "*", Subresource: "*", UserGroup: "watched", Operations: update},
-		{Group: "coordination.k8s.io", Resource: "leases", UserGroup: "system:nodes", UnlessOwnIn: "kube-node-lease",
+		{Group: "coordination.k8s.io", Resource: "leases", UserGroup: "system:nodes", ExceptOwnObjectIn: "kube-node-lease",
 			Operations: update},
 		{Group: "*", Resource: "*", Namespaces: []string{"counted", "full"}, Operations: create},
-		{Group: "*", Resource: "*", Subresource: "*", InRegistry: true, Operations: append(create, update...)},
+		{Group: "*", Resource: "*", Subresource: "*", NamespaceLifecycleOnly: true, Operations: append(create, update...)},
 	}
 	pods := &commonv1.Resource{Version: "v1", Resource: "pods"}
 	leases := &commonv1.Resource{Group: "coordination.k8s.io", Version: "v1", Resource: "leases"}
@@ -46,7 +46,7 @@ func TestAnInterestIsInWhatItNames(t *testing.T) {
 		"of a node that is only called so": {leases, "kube-node-lease", "n", &commonv1.User{Name: "n", Groups: node.Groups}, update},
 	} {
 		got, own := interest.Operations(all, c.of, c.namespace, c.name, c.user,
-			(*admissionv1.Interest).GetInRegistry)
+			(*admissionv1.AdmissionRule).GetNamespaceLifecycleOnly)
 		if !slices.Equal(got, c.want) {
 			t.Errorf("%s: admission is asked about %v, not %v", what, got, c.want)
 		}

@@ -18,7 +18,7 @@ import (
 
 // What is told beside an error crosses a hop with it, whatever the error is, and does not change what it is.
 func TestWhatIsToldBesideAnErrorCrosses(t *testing.T) {
-	trail := &commonv1.AuditTrail{Annotations: map[string]string{"a": "b"}}
+	trail := &commonv1.AuditContext{Annotations: map[string]string{"a": "b"}}
 	for what, c := range map[string]struct {
 		err error
 		is  func(error) bool
@@ -58,9 +58,9 @@ func TestAnErrorFitsItsHeaders(t *testing.T) {
 		"a long message":  errors.New(long),
 		"a long cause":    apierrors.NewInvalid(kind, "n", field.ErrorList{field.Invalid(field.NewPath("a"), long, long)}),
 		"many causes":     apierrors.NewInvalid(kind, "n", causes),
-		"a long object":   WithTrail(errors.New("e"), &commonv1.AuditTrail{RequestObject: []byte(long + long)}),
+		"a long object":   WithTrail(errors.New("e"), &commonv1.AuditContext{RequestObject: []byte(long + long)}),
 		"a long status":   status.Error(codes.Unavailable, long),
-		"a status beside": WithTrail(status.Error(codes.Unavailable, "e"), &commonv1.AuditTrail{RequestObject: []byte(long + long)}),
+		"a status beside": WithTrail(status.Error(codes.Unavailable, "e"), &commonv1.AuditContext{RequestObject: []byte(long + long)}),
 	} {
 		st, _ := status.FromError(ToStatus(err))
 		if n := proto.Size(st.Proto()); n > maxDetails+(64<<10) {

@@ -12,34 +12,34 @@ var Callers = map[string][]string{
 
 	"/watershed.authz.v1.Authz/Authorize":   {"gateway"},
 	"/watershed.authz.v1.Authz/Rules":       {"gateway"},
-	"/watershed.authz.v1.Authz/Generations": {"gateway"},
+	"/watershed.authz.v1.Authz/PolicyRevisions": {"gateway"},
 
 	"/watershed.admission.v1.Admission/Admit":     {"gateway"},
 	"/watershed.admission.v1.Admission/Validate":  {"gateway"},
-	"/watershed.admission.v1.Admission/Interests": {"gateway"},
+	"/watershed.admission.v1.Admission/AdmissionRules": {"gateway"},
 
 	"/watershed.registry.v1.Objects/Get":         {"gateway"},
 	"/watershed.registry.v1.Objects/List":        {"gateway"},
 	"/watershed.registry.v1.Objects/Write":       {"gateway"},
-	"/watershed.registry.v1.Objects/WriteDirect": {"gateway"},
+	"/watershed.registry.v1.Objects/WriteUnary": {"gateway"},
 	"/watershed.registry.v1.Objects/Connect":     {"gateway"},
 
-	"/watershed.registry.v1.Catalog/Follow":   {"gateway", "watchfanout"},
-	"/watershed.registry.v1.Catalog/OpenAPI":  {"gateway"},
-	"/watershed.registry.v1.Catalog/Gateways": {"gateway"},
+	"/watershed.registry.v1.Discovery/Watch":   {"gateway", "watchfanout"},
+	"/watershed.registry.v1.Discovery/OpenAPI":  {"gateway"},
+	"/watershed.registry.v1.Discovery/Gateways": {"gateway"},
 
 	"/watershed.registry.v1.Source/Snapshot": {"watchfanout"},
 	"/watershed.registry.v1.Source/Encode":   {"watchfanout"},
 	"/watershed.registry.v1.Source/Revision": {"watchfanout", "gateway"},
-	"/watershed.registry.v1.Source/LogKey":   {"watchfanout"},
+	"/watershed.registry.v1.Source/DataKey":   {"watchfanout"},
 	"/watershed.registry.v1.Source/ReadLog":  {"watchfanout"},
 
 	"/watershed.watchfanout.v1.Watch/Get":   {"gateway"},
 	"/watershed.watchfanout.v1.Watch/List":  {"gateway"},
 	"/watershed.watchfanout.v1.Watch/Watch": {"gateway"},
 
-	"/watershed.watchfanout.v1.Policy/List":  {"gateway"},
-	"/watershed.watchfanout.v1.Policy/Watch": {"gateway"},
+	"/watershed.watchfanout.v1.InternalWatch/List":  {"gateway"},
+	"/watershed.watchfanout.v1.InternalWatch/Watch": {"gateway"},
 
 	discovery.AggregatedDiscoveryService_StreamAggregatedResources_FullMethodName: {"gateway", "watchfanout"},
 }
@@ -48,15 +48,15 @@ var Callers = map[string][]string{
 // All others may be sent again.
 var Once = []string{
 	"/watershed.registry.v1.Objects/Write",
-	"/watershed.registry.v1.Objects/WriteDirect",
+	"/watershed.registry.v1.Objects/WriteUnary",
 }
 
 // EndedByDrain names the streams that a server ends as soon as it drains: they would go on for as long as their caller
 // wants, and lose nothing when another replica goes on with them. A watch of the watch tier is none: it says first how
 // far it has come.
 var EndedByDrain = []string{
-	"/watershed.authz.v1.Authz/Generations",
-	"/watershed.admission.v1.Admission/Interests",
-	"/watershed.registry.v1.Catalog/Follow",
-	"/watershed.watchfanout.v1.Policy/Watch",
+	"/watershed.authz.v1.Authz/PolicyRevisions",
+	"/watershed.admission.v1.Admission/AdmissionRules",
+	"/watershed.registry.v1.Discovery/Watch",
+	"/watershed.watchfanout.v1.InternalWatch/Watch",
 }

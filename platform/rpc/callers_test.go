@@ -111,7 +111,7 @@ func TestOnlyWhatMayBeRepeatedIsRetried(t *testing.T) {
 		}
 	}
 	want := map[string]bool{"//": true, "/watershed.registry.v1.Objects/Write": false,
-		"/watershed.registry.v1.Objects/WriteDirect": false}
+		"/watershed.registry.v1.Objects/WriteUnary": false}
 	if !maps.Equal(retried, want) {
 		t.Errorf("%v", retried)
 	}

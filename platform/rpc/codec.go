@@ -91,7 +91,7 @@ func (c codec) marshalFrame(m *watchfanoutv1.WatchFrame) (mem.BufferSlice, error
 		Position:          m.Position,
 		InitialEventsDone: m.InitialEventsDone,
 		End:               m.End,
-		Marks:             m.Marks,
+		Boundaries:        m.Boundaries,
 		ColumnsSent:       m.ColumnsSent,
 	})
 	if err != nil {

@@ -81,10 +81,10 @@ func TestFramesCrossAsTheyAre(t *testing.T) {
 	large, small := bytes.Repeat([]byte("x"), 5000), []byte("small")
 	full := &watchfanoutv1.WatchFrame{
 		Data:              large,
-		Position:          &watchfanoutv1.Position{Revision: 7, Index: 3, History: "h"},
+		Position:          &watchfanoutv1.Position{Revision: 7, Index: 3, Epoch: "h"},
 		InitialEventsDone: true,
 		End:               true,
-		Marks:             []*watchfanoutv1.Mark{{End: 5000, Bookmark: true, Trace: "t"}},
+		Boundaries:        []*watchfanoutv1.EventBoundary{{End: 5000, Bookmark: true, Traceparent: "t"}},
 		ColumnsSent:       true,
 		Initial:           [][]byte{small, large, {}, small},
 	}
@@ -97,7 +97,7 @@ func TestFramesCrossAsTheyAre(t *testing.T) {
 	for _, m := range []*watchfanoutv1.WatchFrame{
 		{},
 		full,
-		{Data: small, Marks: full.Marks},
+		{Data: small, Boundaries: full.Boundaries},
 		{Data: large},
 		{Initial: [][]byte{small}},
 		{Data: small, Initial: full.Initial},

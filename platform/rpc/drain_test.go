@@ -17,12 +17,12 @@ import (
 
 // news has something to say once, and then nothing more.
 type news struct {
-	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedDiscoveryServer
 }
 
-func (news) Follow(_ *registryv1.CatalogRequest,
-	stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
-	if err := stream.Send(&registryv1.CatalogResponse{}); err != nil {
+func (news) Watch(_ *registryv1.DiscoveryRequest,
+	stream grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+	if err := stream.Send(&registryv1.DiscoveryResponse{}); err != nil {
 		return err
 	}
 	<-stream.Context().Done()
@@ -36,7 +36,7 @@ func TestADrainEndsWhatLosesNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	registryv1.RegisterCatalogServer(server, news{})
+	registryv1.RegisterDiscoveryServer(server, news{})
 	server.SetReady(true)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -51,7 +51,7 @@ func TestADrainEndsWhatLosesNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	stream, err := registryv1.NewCatalogClient(conn).Follow(t.Context(), &registryv1.CatalogRequest{})
+	stream, err := registryv1.NewDiscoveryClient(conn).Watch(t.Context(), &registryv1.DiscoveryRequest{})
 	if err != nil {
 		t.Fatal(err)
 	}

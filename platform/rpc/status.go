@@ -143,13 +143,13 @@ func Warnings(err error) []string {
 // trailedError is an API error with what the audit event says of what came before it.
 type trailedError struct {
 	error
-	trail *commonv1.AuditTrail
+	trail *commonv1.AuditContext
 }
 
 func (t *trailedError) Unwrap() error { return t.error }
 
 // WithTrail attaches what is to be audited, if anything.
-func WithTrail(err error, trail *commonv1.AuditTrail) error {
+func WithTrail(err error, trail *commonv1.AuditContext) error {
 	if err == nil || trail == nil {
 		return err
 	}
@@ -157,7 +157,7 @@ func WithTrail(err error, trail *commonv1.AuditTrail) error {
 }
 
 // Trail is what is to be audited of a request that ended with an error.
-func Trail(err error) *commonv1.AuditTrail {
+func Trail(err error) *commonv1.AuditContext {
 	var trailed *trailedError
 	if errors.As(err, &trailed) {
 		return trailed.trail

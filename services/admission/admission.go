@@ -237,10 +237,10 @@ func (s *Service) Run(ctx context.Context) error {
 // interestsCheck is how often a stream of interests looks whether what it told is still known to be so.
 const interestsCheck = time.Second
 
-// Interests implements admissionv1.AdmissionServer. It ends where what it told may be too old: then everything is
+// AdmissionRules implements admissionv1.AdmissionServer. It ends where what it told may be too old: then everything is
 // asked, and refused here.
-func (s *Service) Interests(_ *admissionv1.InterestsRequest,
-	stream grpc.ServerStreamingServer[admissionv1.InterestSet]) error {
+func (s *Service) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
+	stream grpc.ServerStreamingServer[admissionv1.AdmissionRuleSet]) error {
 	check := time.NewTicker(interestsCheck)
 	defer check.Stop()
 	for {

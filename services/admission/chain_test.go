@@ -203,12 +203,12 @@ func TestAPolicyRefuses(t *testing.T) {
 	if err := ask(`{"good":""}`); err != nil {
 		t.Errorf("%v", err)
 	}
-	stream, err := a.Interests(t.Context(), &admissionv1.InterestsRequest{})
+	stream, err := a.AdmissionRules(t.Context(), &admissionv1.AdmissionRulesRequest{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	asked := func(set *admissionv1.InterestSet) bool {
-		return slices.ContainsFunc(set.GetValidate(), func(i *admissionv1.Interest) bool {
+	asked := func(set *admissionv1.AdmissionRuleSet) bool {
+		return slices.ContainsFunc(set.GetValidate(), func(i *admissionv1.AdmissionRule) bool {
 			return i.Resource == "configmaps" || i.Resource == "*" && i.Group == "*" && len(i.Operations) == 4
 		})
 	}
@@ -237,9 +237,9 @@ func TestAChainThatHasReadNothingDecidesNothing(t *testing.T) {
 	}
 	p := rpc.NewInProcess(false)
 	s.Register(p)
-	var stream grpc.ServerStreamingClient[admissionv1.InterestSet]
-	if stream, err = admissionv1.NewAdmissionClient(p.Client("gateway")).Interests(t.Context(),
-		&admissionv1.InterestsRequest{}); err == nil {
+	var stream grpc.ServerStreamingClient[admissionv1.AdmissionRuleSet]
+	if stream, err = admissionv1.NewAdmissionClient(p.Client("gateway")).AdmissionRules(t.Context(),
+		&admissionv1.AdmissionRulesRequest{}); err == nil {
 		_, err = stream.Recv()
 	}
 	if status.Code(err) != codes.Unavailable {

@@ -24,14 +24,14 @@ import (
 // Above all that is ConfigMaps, Secrets, Events, EndpointSlices, Leases and their heartbeats, and most status updates:
 // at them NamespaceLifecycle alone looks, which registry runs itself. What ResourceQuota looks at beside, compute adds:
 // everything that is created where a namespace has a quota.
-func builtIn() (admit, validate []*admissionv1.Interest) {
+func builtIn() (admit, validate []*admissionv1.AdmissionRule) {
 	const (
 		create = admissionv1.Operation_OPERATION_CREATE
 		update = admissionv1.Operation_OPERATION_UPDATE
 		remove = admissionv1.Operation_OPERATION_DELETE
 	)
-	in := func(group, resource, subresource string, ops ...admissionv1.Operation) *admissionv1.Interest {
-		return &admissionv1.Interest{
+	in := func(group, resource, subresource string, ops ...admissionv1.Operation) *admissionv1.AdmissionRule {
+		return &admissionv1.AdmissionRule{
 			Group:       group,
 			Resource:    resource,
 			Subresource: subresource,
@@ -39,23 +39,23 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 		}
 	}
 	// ofNodes is what NodeRestriction looks at: what nodes do.
-	ofNodes := func(i *admissionv1.Interest) *admissionv1.Interest {
+	ofNodes := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
 		i.UserGroup = user.NodesGroup
 		return i
 	}
 	heartbeats := ofNodes(in("coordination.k8s.io", "leases", "", update, remove))
-	heartbeats.UnlessOwnIn = corev1.NamespaceNodeLease // a node's own, which it may write
-	inRegistry := func(i *admissionv1.Interest) *admissionv1.Interest {
-		i.InRegistry = true
+	heartbeats.ExceptOwnObjectIn = corev1.NamespaceNodeLease // a node's own, which it may write
+	inRegistry := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
+		i.NamespaceLifecycleOnly = true
 		return i
 	}
 	// atOnce is what may be validated as soon as it is admitted: registry sets a pod's status in between, and copies
 	// AppArmor's annotations and fields into each other, of which PodSecurity reads both.
-	atOnce := func(i *admissionv1.Interest) *admissionv1.Interest {
-		i.AtOnce = true
+	atOnce := func(i *admissionv1.AdmissionRule) *admissionv1.AdmissionRule {
+		i.ValidateInAdmit = true
 		return i
 	}
-	admit = []*admissionv1.Interest{
+	admit = []*admissionv1.AdmissionRule{
 		inRegistry(in("*", "*", "*", create, update)),
 		in("", "namespaces", "", remove),   // NamespaceLifecycle, which looks twice at a namespace that it saw deleted
 		in("", "pods", "", create, update), // ServiceAccount, Priority, DefaultTolerationSeconds and more
@@ -80,7 +80,7 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 		ofNodes(in("resource.k8s.io", "resourceslices", "", create, remove)),
 		ofNodes(in("storage.k8s.io", "csinodes", "", create, update, remove)),
 	}
-	validate = []*admissionv1.Interest{
+	validate = []*admissionv1.AdmissionRule{
 		// PodSecurity: pods, and what holds a template of one
 		in("", "namespaces", "", create, update),
 		atOnce(in("", "pods", "", create)),
@@ -109,11 +109,11 @@ func builtIn() (admit, validate []*admissionv1.Interest) {
 const quotaNamespaces = 1000
 
 // counted is what ResourceQuota looks at where there are quotas: whatever is created there.
-func counted(namespaces []string) []*admissionv1.Interest {
+func counted(namespaces []string) []*admissionv1.AdmissionRule {
 	if len(namespaces) == 0 {
 		return nil
 	}
-	in := &admissionv1.Interest{
+	in := &admissionv1.AdmissionRule{
 		Group:      "*",
 		Resource:   "*",
 		Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE},
@@ -122,7 +122,7 @@ func counted(namespaces []string) []*admissionv1.Interest {
 		slices.Sort(namespaces)
 		in.Namespaces = slices.Compact(namespaces)
 	}
-	return []*admissionv1.Interest{in}
+	return []*admissionv1.AdmissionRule{in}
 }
 
 // interests is the built-in list and what quotas, webhooks and policies add to it.
@@ -137,12 +137,12 @@ type interests struct {
 	synced []cache.InformerSynced
 	dirty  chan struct{}
 
-	current watchable.Value[*admissionv1.InterestSet]
+	current watchable.Value[*admissionv1.AdmissionRuleSet]
 }
 
 // everything is asked until the webhooks and policies are known.
-func everything() *admissionv1.InterestSet {
-	all := []*admissionv1.Interest{{
+func everything() *admissionv1.AdmissionRuleSet {
+	all := []*admissionv1.AdmissionRule{{
 		Group:       "*",
 		Resource:    "*",
 		Subresource: "*",
@@ -150,7 +150,7 @@ func everything() *admissionv1.InterestSet {
 			admissionv1.Operation_OPERATION_CREATE, admissionv1.Operation_OPERATION_UPDATE,
 			admissionv1.Operation_OPERATION_DELETE, admissionv1.Operation_OPERATION_CONNECT},
 	}}
-	return &admissionv1.InterestSet{Admit: all, Validate: all}
+	return &admissionv1.AdmissionRuleSet{Admit: all, Validate: all}
 }
 
 func newInterests(f informers.SharedInformerFactory, all bool) *interests {
@@ -205,11 +205,11 @@ func (i *interests) run(ctx context.Context) {
 	}
 }
 
-func (i *interests) compute() *admissionv1.InterestSet {
+func (i *interests) compute() *admissionv1.AdmissionRuleSet {
 	if i.all {
 		return everything()
 	}
-	s := &admissionv1.InterestSet{}
+	s := &admissionv1.AdmissionRuleSet{}
 	s.Admit, s.Validate = builtIn()
 	var namespaces []string
 	quotas, _ := i.quotas.List(labels.Everything())
@@ -239,9 +239,9 @@ func (i *interests) compute() *admissionv1.InterestSet {
 }
 
 // rules widens a webhook's rules to interests: any resource of its groups.
-func rules(all []admissionregistrationv1.RuleWithOperations) (out []*admissionv1.Interest) {
+func rules(all []admissionregistrationv1.RuleWithOperations) (out []*admissionv1.AdmissionRule) {
 	for _, r := range all {
-		in := &admissionv1.Interest{Resource: "*", Subresource: "*"}
+		in := &admissionv1.AdmissionRule{Resource: "*", Subresource: "*"}
 		for _, op := range r.Operations {
 			switch op {
 			case admissionregistrationv1.OperationAll:

@@ -348,12 +348,12 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 }
 
 // asked says whether the gateway asks admission, or registry runs the plugin itself.
-func asked(plugin, phase string, all []*admissionv1.Interest, r served, op admission.Operation,
+func asked(plugin, phase string, all []*admissionv1.AdmissionRule, r served, op admission.Operation,
 	namespace, object string, u user.Info) bool {
 	of := &commonv1.Resource{Group: r.resource.Group, Resource: r.resource.Resource, Subresource: r.subresource}
-	flag := (*admissionv1.Interest).GetAtOnce // of which Validate is asked as well
+	flag := (*admissionv1.AdmissionRule).GetValidateInAdmit // of which Validate is asked as well
 	if phase == admits {
-		flag = (*admissionv1.Interest).GetInRegistry
+		flag = (*admissionv1.AdmissionRule).GetNamespaceLifecycleOnly
 	}
 	asked, flagged := interest.Operations(all, of, namespace, object, identity.UserProto(u), flag)
 	if plugin == lifecycle.PluginName || phase == validates {
@@ -413,7 +413,7 @@ func everyInterest(t *testing.T) {
 		if c["/api/v1/resourcequotas"] != nil {
 			validate = append(validate, counted([]string{"x"})...)
 		}
-		interests := map[string][]*admissionv1.Interest{admits: admit, validates: validate}
+		interests := map[string][]*admissionv1.AdmissionRule{admits: admit, validates: validate}
 		for _, r := range all {
 			namespaces := []string{""}
 			if r.namespaced {

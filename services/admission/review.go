@@ -121,7 +121,7 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason
 			err = rpc.Plain(err)
 		}
-		err = rpc.WithTrail(err, &commonv1.AuditTrail{Annotations: trail.GetEventAnnotations()})
+		err = rpc.WithTrail(err, &commonv1.AuditContext{Annotations: trail.GetEventAnnotations()})
 		return nil, rpc.WithWarnings(err, warned.List())
 	}
 	v := &admissionv1.Verdict{Warnings: warned.List(), AuditAnnotations: trail.GetEventAnnotations()}

@@ -68,7 +68,7 @@ func TestADecisionSaysWhatItDependsOn(t *testing.T) {
 			d, err := serviceOf(t, c.chain, 0).Authorize(t.Context(),
 				&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by(c.user, c.groups...))})
 			if err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW || d.Transient != c.transient ||
-				(d.Generation == 0) != c.anywhere {
+				(d.PolicyRevision == 0) != c.anywhere {
 				t.Errorf("%v, %v", d, err)
 			}
 			if c.transient && d.CacheMilliseconds > 1 || c.anywhere && d.CacheMilliseconds == 0 {
@@ -93,14 +93,14 @@ func TestStrangersMayNothingWhereEverythingIsAllowed(t *testing.T) {
 
 // tellsNobody is a stream that nothing is to be sent on.
 type tellsNobody struct {
-	grpc.ServerStreamingServer[authzv1.Generation]
+	grpc.ServerStreamingServer[authzv1.PolicyRevision]
 	ctx context.Context
 	t   *testing.T
 }
 
 func (s *tellsNobody) Context() context.Context { return s.ctx }
 
-func (s *tellsNobody) Send(g *authzv1.Generation) error {
+func (s *tellsNobody) Send(g *authzv1.PolicyRevision) error {
 	s.t.Errorf("told %v", g)
 	return nil
 }
@@ -119,7 +119,7 @@ func TestStalePolicyDecidesNothing(t *testing.T) {
 			user.SystemPrivilegedGroup))}); err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW {
 		t.Errorf("a master: %v, %v", d, err)
 	}
-	if err := s.Generations(nil, &tellsNobody{ctx: t.Context(), t: t}); status.Code(err) != codes.Unavailable {
+	if err := s.PolicyRevisions(nil, &tellsNobody{ctx: t.Context(), t: t}); status.Code(err) != codes.Unavailable {
 		t.Errorf("generations are told of: %v", err)
 	}
 }

@@ -200,15 +200,15 @@ func (s *Service) Run(ctx context.Context) error {
 func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*authzv1.AuthorizeResponse, error) {
 	generation := s.generations.current() // before deciding: a change meanwhile voids the decision
 	attrs := identity.Attributes(r.Attributes)
-	out := &authzv1.AuthorizeResponse{Replica: s.generations.replica, Generation: generation}
+	out := &authzv1.AuthorizeResponse{Replica: s.generations.replica, PolicyRevision: generation}
 	if d, reason, _ := s.privileged.Authorize(ctx, attrs); d == authorizer.DecisionAllow {
 		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, reason
-		out.AnyName, out.AnyNamespace = attrs.ResourceRequest, attrs.ResourceRequest
+		out.WildcardName, out.WildcardNamespace = attrs.ResourceRequest, attrs.ResourceRequest
 		return always(out), nil
 	}
 	if allowed, known := mayDo(attrs); allowed {
 		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, "a service of the system"
-		out.AnyName, out.AnyNamespace = attrs.ResourceRequest, attrs.ResourceRequest // the rights name neither
+		out.WildcardName, out.WildcardNamespace = attrs.ResourceRequest, attrs.ResourceRequest // the rights name neither
 		return always(out), nil
 	} else if known {
 		out.Reason = "not among the rights of this service of the system"
@@ -231,7 +231,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 		// and who does not know Transient keeps it for as good as nothing
 		out.Transient, out.CacheMilliseconds = true, 1
 	} else if d == authorizer.DecisionAllow {
-		out.AnyName, out.AnyNamespace = s.chain.wide(ctx, attrs)
+		out.WildcardName, out.WildcardNamespace = s.chain.wide(ctx, attrs)
 	}
 	return out, nil
 }
@@ -240,7 +240,7 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 const alwaysKept = time.Minute
 
 func always(d *authzv1.AuthorizeResponse) *authzv1.AuthorizeResponse {
-	d.Generation, d.CacheMilliseconds = 0, alwaysKept.Milliseconds()
+	d.PolicyRevision, d.CacheMilliseconds = 0, alwaysKept.Milliseconds()
 	return d
 }
 

@@ -31,7 +31,7 @@ type generations struct {
 
 	mu     sync.Mutex
 	count  uint64
-	recent []*authzv1.Generation // the newest last
+	recent []*authzv1.PolicyRevision // the newest last
 	moved  watchable.Signal
 }
 
@@ -45,14 +45,14 @@ func (g *generations) change(namespace string, revokes bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.count++
-	g.recent = append(g.recent, &authzv1.Generation{
-		Generation: g.count,
-		Replica:    g.replica,
-		Namespace:  namespace,
-		MayRevoke:  revokes,
+	g.recent = append(g.recent, &authzv1.PolicyRevision{
+		Revision:  g.count,
+		Replica:   g.replica,
+		Namespace: namespace,
+		MayRevoke: revokes,
 	})
 	if len(g.recent) > maxChanges {
-		g.recent = append([]*authzv1.Generation(nil), g.recent[maxChanges/2:]...)
+		g.recent = append([]*authzv1.PolicyRevision(nil), g.recent[maxChanges/2:]...)
 	}
 	g.moved.Notify()
 }
@@ -65,12 +65,12 @@ func (g *generations) current() uint64 {
 
 // after are the changes after a count; whole is set instead where they are not all known any more.
 func (g *generations) after(
-	count uint64) (changes []*authzv1.Generation, whole *authzv1.Generation, moved <-chan struct{}) {
+	count uint64) (changes []*authzv1.PolicyRevision, whole *authzv1.PolicyRevision, moved <-chan struct{}) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	n := int(g.count - count)
 	if n > len(g.recent) {
-		return nil, &authzv1.Generation{Generation: g.count, Replica: g.replica, MayRevoke: true}, g.moved.C()
+		return nil, &authzv1.PolicyRevision{Revision: g.count, Replica: g.replica, MayRevoke: true}, g.moved.C()
 	}
 	return g.recent[len(g.recent)-n:], nil, g.moved.C()
 }
@@ -111,17 +111,17 @@ func revisionOf(obj any) string {
 	return m.GetResourceVersion()
 }
 
-// Generations implements authzv1.AuthzServer. It ends where the policy is not known to be fresh: nothing may be kept
+// PolicyRevisions implements authzv1.AuthzServer. It ends where the policy is not known to be fresh: nothing may be kept
 // then.
-func (s *Service) Generations(_ *authzv1.GenerationsRequest,
-	stream grpc.ServerStreamingServer[authzv1.Generation]) error {
+func (s *Service) PolicyRevisions(_ *authzv1.PolicyRevisionsRequest,
+	stream grpc.ServerStreamingServer[authzv1.PolicyRevision]) error {
 	ctx := stream.Context()
 	g := s.generations
 	if err := s.fresh(); err != nil {
 		return status.Error(codes.Unavailable, err.Error())
 	}
 	sent := g.current()
-	if err := stream.Send(&authzv1.Generation{Generation: sent, Replica: g.replica, MayRevoke: true}); err != nil {
+	if err := stream.Send(&authzv1.PolicyRevision{Revision: sent, Replica: g.replica, MayRevoke: true}); err != nil {
 		return err
 	}
 	beat := time.NewTicker(heartbeat)
@@ -132,21 +132,21 @@ func (s *Service) Generations(_ *authzv1.GenerationsRequest,
 		}
 		changes, whole, moved := g.after(sent)
 		if whole != nil {
-			changes = []*authzv1.Generation{whole}
+			changes = []*authzv1.PolicyRevision{whole}
 		}
 		for _, c := range changes {
 			if err := stream.Send(c); err != nil {
 				return err
 			}
-			sent = c.Generation
+			sent = c.Revision
 		}
 		select {
 		case <-moved:
 		case <-beat.C:
-			if err := stream.Send(&authzv1.Generation{
-				Generation: sent,
-				Replica:    g.replica,
-				Heartbeat:  true,
+			if err := stream.Send(&authzv1.PolicyRevision{
+				Revision:  sent,
+				Replica:   g.replica,
+				Heartbeat: true,
 			}); err != nil {
 				return err
 			}

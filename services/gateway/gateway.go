@@ -118,10 +118,10 @@ type Deps struct {
 	Authz     authzv1.AuthzClient
 	Admission admissionv1.AdmissionClient
 	Objects   registryv1.ObjectsClient
-	Catalog   registryv1.CatalogClient
+	Catalog   registryv1.DiscoveryClient
 	Source    registryv1.SourceClient
 	Watch     watchfanoutv1.WatchClient
-	Policy    watchfanoutv1.PolicyClient
+	Policy    watchfanoutv1.InternalWatchClient
 }
 
 const (

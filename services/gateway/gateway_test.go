@@ -33,7 +33,7 @@ type others struct {
 	authzv1.UnimplementedAuthzServer
 	admissionv1.UnimplementedAdmissionServer
 	registryv1.UnimplementedObjectsServer
-	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedDiscoveryServer
 	registryv1.UnimplementedSourceServer
 	// away is who does not answer.
 	away atomic.Value
@@ -89,27 +89,27 @@ func (o *others) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesRe
 	return &authzv1.RulesResponse{}, o.answers("authz")
 }
 
-func (o *others) Interests(_ *admissionv1.InterestsRequest,
-	s grpc.ServerStreamingServer[admissionv1.InterestSet]) error {
+func (o *others) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
+	s grpc.ServerStreamingServer[admissionv1.AdmissionRuleSet]) error {
 	if err := o.answers("admission"); err != nil {
 		return err
 	}
-	if err := s.Send(&admissionv1.InterestSet{}); err != nil {
+	if err := s.Send(&admissionv1.AdmissionRuleSet{}); err != nil {
 		return err
 	}
 	<-s.Context().Done()
 	return s.Context().Err()
 }
 
-func (o *others) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
-	if err := s.Send(&registryv1.CatalogResponse{
+func (o *others) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+	if err := s.Send(&registryv1.DiscoveryResponse{
 		Groups: []*registryv1.Group{{Versions: []string{"v1"}}, {Name: "apps", Versions: []string{"v1"}}},
-		Resources: []*registryv1.ResourceEntry{{
-			Resource:   &commonv1.Resource{Version: "v1", Resource: "namespaces"},
-			Kind:       &commonv1.Kind{Version: "v1", Kind: "Namespace"},
-			Verbs:      []string{"get", "list", "watch"},
-			StoredAs:   "namespaces",
-			MediaTypes: []string{"application/json"},
+		Resources: []*registryv1.APIResource{{
+			Resource:        &commonv1.Resource{Version: "v1", Resource: "namespaces"},
+			Kind:            &commonv1.Kind{Version: "v1", Kind: "Namespace"},
+			Verbs:           []string{"get", "list", "watch"},
+			StorageResource: "namespaces",
+			MediaTypes:      []string{"application/json"},
 		}},
 	}); err != nil {
 		return err
@@ -157,7 +157,7 @@ func start(t *testing.T, o *others, flags ...string) *Service {
 	authzv1.RegisterAuthzServer(p, o)
 	admissionv1.RegisterAdmissionServer(p, o)
 	registryv1.RegisterObjectsServer(p, o)
-	registryv1.RegisterCatalogServer(p, o)
+	registryv1.RegisterDiscoveryServer(p, o)
 	registryv1.RegisterSourceServer(p, o)
 	watchfanoutv1.RegisterWatchServer(p, tier{of: o})
 	conn := p.Client("gateway")
@@ -173,9 +173,9 @@ func start(t *testing.T, o *others, flags ...string) *Service {
 		Authz:     authzv1.NewAuthzClient(conn),
 		Admission: admissionv1.NewAdmissionClient(conn),
 		Objects:   registryv1.NewObjectsClient(conn),
-		Catalog:   registryv1.NewCatalogClient(conn),
+		Catalog:   registryv1.NewDiscoveryClient(conn),
 		Source:    registryv1.NewSourceClient(conn),
-		Policy:    watchfanoutv1.NewPolicyClient(conn),
+		Policy:    watchfanoutv1.NewInternalWatchClient(conn),
 		Watch:     watchfanoutv1.NewWatchClient(conn),
 	})
 	if err != nil {

@@ -131,7 +131,7 @@ func (g *Service) checks() map[string]*check {
 			return err
 		}},
 		"admission": {ask: func(ctx context.Context) error {
-			stream, err := g.deps.Admission.Interests(ctx, &admissionv1.InterestsRequest{})
+			stream, err := g.deps.Admission.AdmissionRules(ctx, &admissionv1.AdmissionRulesRequest{})
 			if err == nil {
 				_, err = stream.Recv()
 			}

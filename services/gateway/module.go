@@ -41,9 +41,9 @@ func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, er
 		Authz:     authzv1.NewAuthzClient(authzConn),
 		Admission: admissionv1.NewAdmissionClient(admissionConn),
 		Objects:   registryv1.NewObjectsClient(registryConn),
-		Catalog:   registryv1.NewCatalogClient(registryConn),
+		Catalog:   registryv1.NewDiscoveryClient(registryConn),
 		Source:    registryv1.NewSourceClient(registryConn),
-		Policy:    watchfanoutv1.NewPolicyClient(registryConn),
+		Policy:    watchfanoutv1.NewInternalWatchClient(registryConn),
 		Watch:     watchfanoutv1.NewWatchClient(watchfanoutConn),
 	})
 }

@@ -22,7 +22,7 @@ type views struct {
 	latest *catalog.View
 }
 
-func newViews(address string, registry registryv1.CatalogClient, remotes *aggregation.Proxy) *views {
+func newViews(address string, registry registryv1.DiscoveryClient, remotes *aggregation.Proxy) *views {
 	v := &views{remotes: remotes}
 	v.learner = aggregation.NewLearner(remotes, v.learned)
 	v.discovery = &discovery.Handler{Address: address, Aggregated: v.learner}

@@ -295,9 +295,9 @@ const reachPause = 200 * time.Millisecond
 // Register offers the service on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) {
 	registryv1.RegisterObjectsServer(g, s.objects)
-	registryv1.RegisterCatalogServer(g, s.catalog)
+	registryv1.RegisterDiscoveryServer(g, s.catalog)
 	registryv1.RegisterSourceServer(g, s.source)
-	watchfanoutv1.RegisterPolicyServer(g, s.policy)
+	watchfanoutv1.RegisterInternalWatchServer(g, s.policy)
 }
 
 // Drain ends the watches of those who decide, so that they go on at another registry.

@@ -24,6 +24,6 @@ func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, er
 	return New(ctx, c, Deps{
 		ID:      d.ID,
 		Source:  registryv1.NewSourceClient(conn),
-		Catalog: registryv1.NewCatalogClient(conn),
+		Catalog: registryv1.NewDiscoveryClient(conn),
 	})
 }

@@ -81,7 +81,7 @@ type Deps struct {
 	// ID is its identity on the inner network.
 	ID      rpc.TLS
 	Source  registryv1.SourceClient
-	Catalog registryv1.CatalogClient
+	Catalog registryv1.DiscoveryClient
 }
 
 // New builds a replica. It begins to serve when it has read the log to its end and knows what is served.

@@ -28,13 +28,13 @@ func (away) InProcessConn() (net.Conn, error) { return nil, errors.New("away") }
 // registry tells of pods.
 type registry struct {
 	registryv1.UnimplementedSourceServer
-	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedDiscoveryServer
 }
 
-func (registry) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
-	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{{
-		Resource: &commonv1.Resource{Version: "v1", Resource: "pods"},
-		StoredAs: "pods",
+func (registry) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+	if err := s.Send(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{{
+		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
+		StorageResource: "pods",
 	}}}); err != nil {
 		return err
 	}
@@ -47,7 +47,7 @@ func replica(t *testing.T, flags ...string) *Service {
 	t.Helper()
 	p := rpc.NewInProcess(false)
 	registryv1.RegisterSourceServer(p, registry{})
-	registryv1.RegisterCatalogServer(p, registry{})
+	registryv1.RegisterDiscoveryServer(p, registry{})
 	c := NewConfig()
 	fs := pflag.NewFlagSet("watchfanout", pflag.ContinueOnError)
 	c.AddFlags(fs)
@@ -57,7 +57,7 @@ func replica(t *testing.T, flags ...string) *Service {
 	c.Log.Conn = away{}
 	s, err := New(t.Context(), c, Deps{
 		Source:  registryv1.NewSourceClient(p.Client("watchfanout")),
-		Catalog: registryv1.NewCatalogClient(p.Client("watchfanout")),
+		Catalog: registryv1.NewDiscoveryClient(p.Client("watchfanout")),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -90,15 +90,15 @@ func TestWhatAReplicaWaitsFor(t *testing.T) {
 // What an operator sees of a replica, as text, as JSON and as metrics.
 func TestAReplicasPage(t *testing.T) {
 	s := replica(t)
-	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, History: "h"})
+	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, Epoch: "h"})
 	s.cache.Apply(&logv1.Event{
-		Type:      logv1.Type_TYPE_ADDED,
-		Revision:  11,
-		StoredAs:  "pods",
-		Namespace: "x",
-		Name:      "a",
-		History:   "h",
-		Object:    &logv1.Object{Json: []byte(`{"metadata":{"name":"a","namespace":"x"}}`)},
+		Type:            logv1.Type_TYPE_ADDED,
+		Revision:        11,
+		StorageResource: "pods",
+		Namespace:       "x",
+		Name:            "a",
+		Epoch:           "h",
+		Object:          &logv1.Object{Json: []byte(`{"metadata":{"name":"a","namespace":"x"}}`)},
 	})
 	w := httptest.NewRecorder()
 	s.ServeHTTP(w, httptest.NewRequest("GET", "/", nil))

@@ -182,8 +182,8 @@ func TestARequestIsOneTrace(t *testing.T) {
 		for trace, spans := range map[string][]string{
 			write: {
 				"gateway: POST /api/v1/namespaces/{:namespace}/configmaps",
-				"gateway: watershed.registry.v1.Objects/WriteDirect",
-				"registry: watershed.registry.v1.Objects/WriteDirect",
+				"gateway: watershed.registry.v1.Objects/WriteUnary",
+				"registry: watershed.registry.v1.Objects/WriteUnary",
 				"gateway: authorization",
 				"registry: Create",
 				"registry: Create etcd3",
@@ -208,8 +208,8 @@ func TestARequestIsOneTrace(t *testing.T) {
 		}
 		for name, above := range map[string]string{
 			"authz: watershed.authz.v1.Authz/Authorize":          "gateway: authorization",
-			"gateway: watershed.registry.v1.Objects/WriteDirect": "gateway: POST /api/v1/namespaces/{:namespace}/configmaps",
-			"registry: Create":             "gateway: watershed.registry.v1.Objects/WriteDirect",
+			"gateway: watershed.registry.v1.Objects/WriteUnary": "gateway: POST /api/v1/namespaces/{:namespace}/configmaps",
+			"registry: Create":             "gateway: watershed.registry.v1.Objects/WriteUnary",
 			"registry: publish configmaps": "registry: Create etcd3",
 			"gateway: deliver":             "registry: publish configmaps",
 			"registry: SerializeObject":    "registry: Create",
@@ -222,7 +222,7 @@ func TestARequestIsOneTrace(t *testing.T) {
 	})
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.below("gateway: watershed.registry.v1.Objects/WriteDirect", "gateway: authorization") {
+	if c.below("gateway: watershed.registry.v1.Objects/WriteUnary", "gateway: authorization") {
 		t.Error("the request goes on within a filter's span")
 	}
 	if len(c.traces) != 2 {

@@ -152,11 +152,11 @@ func (c *cluster) writer() (*eventlog.Writer, error) {
 
 func added(revision int64, of string) *logv1.Event {
 	return &logv1.Event{
-		Type:     logv1.Type_TYPE_ADDED,
-		Revision: revision,
-		StoredAs: of,
-		Name:     fmt.Sprint("o", revision),
-		Object:   &logv1.Object{Json: []byte("{}")},
+		Type:            logv1.Type_TYPE_ADDED,
+		Revision:        revision,
+		StorageResource: of,
+		Name:            fmt.Sprint("o", revision),
+		Object:          &logv1.Object{Json: []byte("{}")},
 	}
 }
 

@@ -39,7 +39,7 @@ func (m *memory) append(events ...*logv1.Event) {
 			Data:     message.Data,
 		}
 		if n := len(m.messages); n > 0 {
-			stored.Follows = m.messages[n-1].Id
+			stored.ExpectedLastMsgId = m.messages[n-1].Id
 		}
 		m.messages = append(m.messages, stored)
 	}

@@ -23,13 +23,13 @@ var mistakes = []breakage{
 		name:    "drop",
 		file:    "services/watchfanout/cache/cache.go",
 		code:    "	c.pending = append(c.pending, e)\n",
-		instead: "	if e.StoredAs == \"configmaps\" && e.Revision%97 == 0 {\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n",
+		instead: "	if e.StorageResource == \"configmaps\" && e.Revision%97 == 0 {\n		c.advance(e.Revision)\n		return\n	}\n	c.pending = append(c.pending, e)\n",
 	},
 	{
 		name:    "repeat",
 		file:    "services/watchfanout/streams/watch.go",
-		code:    "		if err := out.event(data, false, e.Trace); err != nil {\n",
-		instead: "		if e.Revision%97 == 0 {\n			_ = out.event(data, false, \"\")\n		}\n		if err := out.event(data, false, e.Trace); err != nil {\n",
+		code:    "		if err := out.event(data, false, e.Traceparent); err != nil {\n",
+		instead: "		if e.Revision%97 == 0 {\n			_ = out.event(data, false, \"\")\n		}\n		if err := out.event(data, false, e.Traceparent); err != nil {\n",
 	},
 	{
 		name:    "reorder",

@@ -61,8 +61,8 @@ type scope struct {
 	any, revoked uint64
 }
 
-func (s scope) moved(g *authzv1.Generation) scope {
-	s.any = max(s.any, g.Generation)
+func (s scope) moved(g *authzv1.PolicyRevision) scope {
+	s.any = max(s.any, g.Revision)
 	if g.MayRevoke {
 		s.revoked = s.any
 	}
@@ -90,9 +90,9 @@ func (a *Authorizer) cache() *cache[decision] {
 // Run learns of the policy's changes until ctx is done.
 func (a *Authorizer) Run(ctx context.Context) {
 	go a.checkSilence(ctx)
-	open := func(ctx context.Context) (grpc.ServerStreamingClient[authzv1.Generation], error) {
+	open := func(ctx context.Context) (grpc.ServerStreamingClient[authzv1.PolicyRevision], error) {
 		// It must not wait for an authz that is away: nobody is heard of meanwhile.
-		return a.Client.Generations(ctx, &authzv1.GenerationsRequest{}, grpc.WaitForReady(false))
+		return a.Client.PolicyRevisions(ctx, &authzv1.PolicyRevisionsRequest{}, grpc.WaitForReady(false))
 	}
 	rpc.Follow(ctx, followPause, open, a.moved, func(error) { a.moved(nil, false) })
 	a.moved(nil, false)
@@ -131,7 +131,7 @@ func (a *Authorizer) expireSilence() {
 
 // moved takes note of a generation; nil means that nobody tells of them. The first of a stream is where its replica
 // stands.
-func (a *Authorizer) moved(g *authzv1.Generation, first bool) {
+func (a *Authorizer) moved(g *authzv1.PolicyRevision, first bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if g == nil {
@@ -140,7 +140,7 @@ func (a *Authorizer) moved(g *authzv1.Generation, first bool) {
 	}
 	a.lastMessage = time.Now()
 	if first || g.Replica != a.replica {
-		a.replica, a.all, a.spaces = g.Replica, scope{g.Generation, g.Generation}, map[string]scope{}
+		a.replica, a.all, a.spaces = g.Replica, scope{g.Revision, g.Revision}, map[string]scope{}
 		a.wake("")
 		return
 	}
@@ -152,7 +152,7 @@ func (a *Authorizer) moved(g *authzv1.Generation, first bool) {
 	case g.Namespace == "":
 		a.all = a.all.moved(g)
 	case !known && len(a.spaces) >= maxScopes: // too many to tell apart: everything is void, and it begins anew
-		a.all, a.spaces = scope{g.Generation, g.Generation}, map[string]scope{}
+		a.all, a.spaces = scope{g.Revision, g.Revision}, map[string]scope{}
 		a.wake("")
 		return
 	default:
@@ -283,9 +283,9 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 		key := k.this
 		if k.resource && d.decision == authorizer.DecisionAllow { // others than this one may have the same answer
 			switch {
-			case resp.AnyNamespace:
+			case resp.WildcardNamespace:
 				key, d.namespace = k.everywhere, "" // no namespace's policy has a part in it
-			case resp.AnyName:
+			case resp.WildcardName:
 				key = k.everyName
 			}
 		}
@@ -308,7 +308,7 @@ func decisionOf(resp *authzv1.AuthorizeResponse, attrs authorizer.Attributes) de
 		decision:   identity.Decision(resp.Decision),
 		reason:     resp.Reason,
 		replica:    resp.Replica,
-		generation: resp.Generation,
+		generation: resp.PolicyRevision,
 		transient:  resp.Transient,
 	}
 	if attrs.IsResourceRequest() {

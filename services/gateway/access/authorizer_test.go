@@ -44,9 +44,9 @@ func asking(name, verb string) authorizer.Attributes {
 
 func TestDecisionsAreKeptUntilThePolicyMoves(t *testing.T) {
 	p := &policy{answer: &authzv1.AuthorizeResponse{
-		Decision:   authzv1.Decision_DECISION_ALLOW,
-		Generation: 5,
-		Replica:    "a",
+		Decision:       authzv1.Decision_DECISION_ALLOW,
+		PolicyRevision: 5,
+		Replica:        "a",
 	}}
 	a := &Authorizer{Client: p}
 	ask := func(want int, why string) {
@@ -60,13 +60,13 @@ func TestDecisionsAreKeptUntilThePolicyMoves(t *testing.T) {
 	}
 	ask(1, "the first")
 	ask(2, "nothing is kept before the generation is known")
-	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+	a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 	ask(3, "the first of the generation")
 	ask(3, "kept")
-	a.moved(&authzv1.Generation{Generation: 6, Replica: "a", MayRevoke: true}, false)
+	a.moved(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
 	ask(4, "the policy moved")
 	ask(5, "made at an older generation, so not kept")
-	p.answer.Generation, p.answer.Replica = 9, "b"
+	p.answer.PolicyRevision, p.answer.Replica = 9, "b"
 	ask(6, "another replica's")
 	ask(7, "another replica's generations mean nothing here")
 	a.moved(nil, false)
@@ -101,8 +101,8 @@ func TestDecisionsAreOfOneRequestAlone(t *testing.T) {
 func TestADecisionHoldsAsFarAsItSays(t *testing.T) {
 	allow := func(anyName, anyNamespace bool) *authzv1.AuthorizeResponse {
 		return &authzv1.AuthorizeResponse{
-			Decision: authzv1.Decision_DECISION_ALLOW, Generation: 5, Replica: "a",
-			AnyName: anyName, AnyNamespace: anyNamespace,
+			Decision: authzv1.Decision_DECISION_ALLOW, PolicyRevision: 5, Replica: "a",
+			WildcardName: anyName, WildcardNamespace: anyNamespace,
 		}
 	}
 	of := func(verb, namespace, name string) authorizer.Attributes {
@@ -122,7 +122,7 @@ func TestADecisionHoldsAsFarAsItSays(t *testing.T) {
 	} {
 		p := &policy{answer: x.answer}
 		a := &Authorizer{Client: p}
-		a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+		a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 		for _, r := range []authorizer.Attributes{of("get", "x", "one"), of("get", "x", "two"), of("get", "x", ""),
 			of("get", "y", "one"), of("delete", "x", "one"), of("get", "x", "two")} {
 			if d, _, err := a.Authorize(t.Context(), r); d != authorizer.DecisionAllow || err != nil {
@@ -132,14 +132,14 @@ func TestADecisionHoldsAsFarAsItSays(t *testing.T) {
 		if p.asked != x.asked {
 			t.Errorf("%s: asked %d times, want %d", x.what, p.asked, x.asked)
 		}
-		a.moved(&authzv1.Generation{Generation: 6, Replica: "a", Namespace: "x", MayRevoke: true}, false)
+		a.moved(&authzv1.PolicyRevision{Revision: 6, Replica: "a", Namespace: "x", MayRevoke: true}, false)
 		before := p.asked
-		p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, Generation: 6, Replica: "a"})
+		p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, PolicyRevision: 6, Replica: "a"})
 		d, _, _ := a.Authorize(t.Context(), of("get", "x", "one"))
-		if x.answer.AnyNamespace != (d == authorizer.DecisionAllow && p.asked == before) {
+		if x.answer.WildcardNamespace != (d == authorizer.DecisionAllow && p.asked == before) {
 			t.Errorf("%s: a namespace's policy has moved: %v, asked %d times", x.what, d, p.asked-before)
 		}
-		a.moved(&authzv1.Generation{Generation: 7, Replica: "a", MayRevoke: true}, false)
+		a.moved(&authzv1.PolicyRevision{Revision: 7, Replica: "a", MayRevoke: true}, false)
 		if d, _, _ := a.Authorize(t.Context(), of("get", "x", "one")); d == authorizer.DecisionAllow {
 			t.Errorf("%s: everybody's policy has moved, and it is still allowed", x.what)
 		}
@@ -177,20 +177,20 @@ func TestNoNameStandsForAll(t *testing.T) {
 // A watch that is opened under a decision that is kept costs no second question; once the policy has moved it does.
 func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
 	p := &policy{answer: &authzv1.AuthorizeResponse{
-		Decision:   authzv1.Decision_DECISION_ALLOW,
-		Generation: 5,
-		Replica:    "a",
+		Decision:       authzv1.Decision_DECISION_ALLOW,
+		PolicyRevision: 5,
+		Replica:        "a",
 	}}
 	a := &Authorizer{Client: p}
-	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+	a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 	if _, _, err := a.Authorize(t.Context(), asking("bob", "watch")); err != nil {
 		t.Fatal(err)
 	}
 	if !a.Still(t.Context(), asking("bob", "watch")) || p.asked != 1 {
 		t.Errorf("asked %d times", p.asked)
 	}
-	p.answer = &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, Generation: 6, Replica: "a"}
-	a.moved(&authzv1.Generation{Generation: 6, Replica: "a", MayRevoke: true}, false)
+	p.answer = &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, PolicyRevision: 6, Replica: "a"}
+	a.moved(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
 	if a.Still(t.Context(), asking("bob", "watch")) {
 		t.Error("a revoked permission is still allowed")
 	}
@@ -199,11 +199,11 @@ func TestWhetherItIsStillAllowedIsAskedOncePerGeneration(t *testing.T) {
 // BenchmarkKept is what a decision that is kept costs each request.
 func BenchmarkKept(b *testing.B) {
 	a := &Authorizer{Client: &policy{answer: &authzv1.AuthorizeResponse{
-		Decision:   authzv1.Decision_DECISION_ALLOW,
-		Generation: 5,
-		Replica:    "a",
+		Decision:       authzv1.Decision_DECISION_ALLOW,
+		PolicyRevision: 5,
+		Replica:        "a",
 	}}}
-	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+	a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 	r := asking("system:serviceaccount:kube-system:deployment-controller", "get").(authorizer.AttributesRecord)
 	r.User.(*user.DefaultInfo).Groups = []string{"system:serviceaccounts", "system:authenticated"}
 	r.Namespace, r.Name = "x", "one"

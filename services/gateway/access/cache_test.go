@@ -230,7 +230,7 @@ func TestADecisionIsKeptOnlyAsLongAsItSays(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &policy{answer: &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Replica: "a"}}
 		a := &Authorizer{Client: p}
-		a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+		a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 		ask := func(attrs authorizer.Attributes) int {
 			before := p.asked
 			_, _, _ = a.Authorize(t.Context(), attrs)
@@ -249,8 +249,8 @@ func TestADecisionIsKeptOnlyAsLongAsItSays(t *testing.T) {
 		if ask(asking("timed", "get")) != 1 {
 			t.Error("one that may be kept for a second is kept for longer")
 		}
-		p.answer.CacheMilliseconds, p.answer.Generation = 0, 5
-		a.moved(&authzv1.Generation{Generation: 5, Replica: "a", Heartbeat: true}, false)
+		p.answer.CacheMilliseconds, p.answer.PolicyRevision = 0, 5
+		a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a", Heartbeat: true}, false)
 		stranger := authorizer.AttributesRecord{
 			User: &user.DefaultInfo{Name: user.Anonymous, Groups: []string{user.AllUnauthenticated}},
 			Verb: "get",
@@ -272,12 +272,12 @@ func TestADecisionIsKeptOnlyAsLongAsItSays(t *testing.T) {
 func TestNothingIsKeptOfAReplicaThatIsNotHeard(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &policy{answer: &authzv1.AuthorizeResponse{
-			Decision:   authzv1.Decision_DECISION_ALLOW,
-			Generation: 5,
-			Replica:    "a",
+			Decision:       authzv1.Decision_DECISION_ALLOW,
+			PolicyRevision: 5,
+			Replica:        "a",
 		}}
 		a := &Authorizer{Client: p}
-		a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+		a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 		_, _, _ = a.Authorize(t.Context(), asking("bob", "get"))
 		time.Sleep(2 * time.Second)
 		if _, _, _ = a.Authorize(t.Context(), asking("bob", "get")); p.asked != 1 {
@@ -303,12 +303,12 @@ func in(namespace, name, verb string) authorizer.Attributes {
 // What changes in one namespace touches no other's decisions and watches; what is only given voids no permission (S12).
 func TestOneNamespacesPolicyIsItsOwn(t *testing.T) {
 	p := &policy{answer: &authzv1.AuthorizeResponse{
-		Decision:   authzv1.Decision_DECISION_ALLOW,
-		Generation: 5,
-		Replica:    "a",
+		Decision:       authzv1.Decision_DECISION_ALLOW,
+		PolicyRevision: 5,
+		Replica:        "a",
 	}}
 	a := &Authorizer{Client: p}
-	a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+	a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 	asked := func(attrs authorizer.Attributes) bool {
 		before := p.asked
 		_, _, _ = a.Authorize(t.Context(), attrs)
@@ -325,26 +325,26 @@ func TestOneNamespacesPolicyIsItsOwn(t *testing.T) {
 	asked(in("mine", "bob", "get"))
 	asked(in("other", "bob", "get"))
 	mine, other, cluster := a.Moved("mine"), a.Moved("other"), a.Moved("")
-	a.moved(&authzv1.Generation{Generation: 6, Replica: "a", Namespace: "mine"}, false)
+	a.moved(&authzv1.PolicyRevision{Revision: 6, Replica: "a", Namespace: "mine"}, false)
 	if asked(in("mine", "bob", "get")) || woken(mine) {
 		t.Error("a permission that was given voids another")
 	}
-	p.answer.Generation = 7
-	a.moved(&authzv1.Generation{Generation: 7, Replica: "a", Namespace: "mine", MayRevoke: true}, false)
+	p.answer.PolicyRevision = 7
+	a.moved(&authzv1.PolicyRevision{Revision: 7, Replica: "a", Namespace: "mine", MayRevoke: true}, false)
 	if !asked(in("mine", "bob", "get")) || !woken(mine) {
 		t.Error("a permission that was taken away stands")
 	}
 	if asked(in("other", "bob", "get")) || woken(other) || woken(cluster) {
 		t.Error("another namespace is touched")
 	}
-	p.answer.Generation = 8
-	a.moved(&authzv1.Generation{Generation: 8, Replica: "a", MayRevoke: true}, false)
+	p.answer.PolicyRevision = 8
+	a.moved(&authzv1.PolicyRevision{Revision: 8, Replica: "a", MayRevoke: true}, false)
 	if !asked(in("mine", "bob", "get")) || !asked(in("other", "bob", "get")) || !woken(other) || !woken(cluster) {
 		t.Error("what is everybody's is not")
 	}
 	p.answer.Decision = authzv1.Decision_DECISION_UNSPECIFIED
 	asked(in("mine", "eve", "get"))
-	a.moved(&authzv1.Generation{Generation: 9, Replica: "a", Namespace: "mine"}, false)
+	a.moved(&authzv1.PolicyRevision{Revision: 9, Replica: "a", Namespace: "mine"}, false)
 	if !asked(in("mine", "eve", "get")) {
 		t.Error("a refusal stands though a permission was given")
 	}
@@ -354,12 +354,12 @@ func TestOneNamespacesPolicyIsItsOwn(t *testing.T) {
 func TestAWatchThatNobodyCanSettleEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &policy{answer: &authzv1.AuthorizeResponse{
-			Decision:   authzv1.Decision_DECISION_ALLOW,
-			Generation: 5,
-			Replica:    "another",
+			Decision:       authzv1.Decision_DECISION_ALLOW,
+			PolicyRevision: 5,
+			Replica:        "another",
 		}}
 		a := &Authorizer{Client: p}
-		a.moved(&authzv1.Generation{Generation: 6, Replica: "a"}, true)
+		a.moved(&authzv1.PolicyRevision{Revision: 6, Replica: "a"}, true)
 		began := time.Now()
 		if a.Still(t.Context(), asking("bob", "watch")) {
 			t.Error("it goes on")
@@ -371,8 +371,8 @@ func TestAWatchThatNobodyCanSettleEnds(t *testing.T) {
 		}
 		go func() {
 			time.Sleep(time.Second)
-			a.moved(&authzv1.Generation{Generation: 6, Replica: "a", Heartbeat: true}, false)
-			p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, Generation: 6, Replica: "a"})
+			a.moved(&authzv1.PolicyRevision{Revision: 6, Replica: "a", Heartbeat: true}, false)
+			p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, PolicyRevision: 6, Replica: "a"})
 		}()
 		if !a.Still(t.Context(), asking("bob", "watch")) {
 			t.Error("it ends though it is allowed")
@@ -387,8 +387,8 @@ type silent struct {
 	waits  bool
 }
 
-func (s *silent) Generations(_ context.Context, _ *authzv1.GenerationsRequest,
-	opts ...grpc.CallOption) (grpc.ServerStreamingClient[authzv1.Generation], error) {
+func (s *silent) PolicyRevisions(_ context.Context, _ *authzv1.PolicyRevisionsRequest,
+	opts ...grpc.CallOption) (grpc.ServerStreamingClient[authzv1.PolicyRevision], error) {
 	s.opened++
 	s.waits = true
 	for _, o := range opts {
@@ -405,7 +405,7 @@ func TestOpenWatchesAreAskedAboutWhileAuthzIsAway(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &silent{}
 		a := &Authorizer{Client: s}
-		a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+		a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 		moved := a.Moved("x")
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan struct{})
@@ -433,13 +433,13 @@ func TestOpenWatchesAreAskedAboutWhileAuthzIsAway(t *testing.T) {
 func TestATransientDecisionIsNotKept(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := &policy{answer: &authzv1.AuthorizeResponse{
-			Decision:   authzv1.Decision_DECISION_ALLOW,
-			Generation: 5,
-			Replica:    "a",
-			Transient:  true,
+			Decision:       authzv1.Decision_DECISION_ALLOW,
+			PolicyRevision: 5,
+			Replica:        "a",
+			Transient:      true,
 		}}
 		a := &Authorizer{Client: p}
-		a.moved(&authzv1.Generation{Generation: 5, Replica: "a"}, true)
+		a.moved(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
 		for want := 1; want < 3; want++ {
 			if _, _, err := a.Authorize(t.Context(), asking("bob", "get")); err != nil || p.asked != want {
 				t.Errorf("asked %d times: %v", p.asked, err)
@@ -449,12 +449,12 @@ func TestATransientDecisionIsNotKept(t *testing.T) {
 			t.Error("it ends though it is allowed")
 		}
 		p.set(&authzv1.AuthorizeResponse{
-			Decision:   authzv1.Decision_DECISION_ALLOW,
-			Generation: 90,
-			Replica:    "b",
-			Transient:  true,
+			Decision:       authzv1.Decision_DECISION_ALLOW,
+			PolicyRevision: 90,
+			Replica:        "b",
+			Transient:      true,
 		})
-		a.moved(&authzv1.Generation{Generation: 6, Replica: "a", MayRevoke: true}, false)
+		a.moved(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
 		if a.Still(t.Context(), asking("bob", "watch")) {
 			t.Error("a replica is believed that may not have seen what has changed")
 		}

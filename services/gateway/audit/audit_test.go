@@ -131,7 +131,7 @@ func TestASmallQueueOfLargeBatchesLosesNothing(t *testing.T) {
 }
 
 func TestWhatRegistrySaysIsRecorded(t *testing.T) {
-	trail := &commonv1.AuditTrail{
+	trail := &commonv1.AuditContext{
 		Annotations:   map[string]string{"a": "b"},
 		Object:        &commonv1.ObjectReference{Name: "n", Namespace: "x", Uid: "u", ResourceVersion: "7"},
 		RequestObject: []byte(`{"metadata":{"name":"n","managedFields":[{"manager":"m"}]}}`),

@@ -49,7 +49,7 @@ func Annotate(ctx context.Context, annotations map[string]string) {
 }
 
 // Follow takes over what registry says of a write's request. body is the request's.
-func Follow(ctx context.Context, trail *commonv1.AuditTrail, body []byte) {
+func Follow(ctx context.Context, trail *commonv1.AuditContext, body []byte) {
 	if trail == nil || Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED {
 		return
 	}

@@ -47,7 +47,7 @@ type lazy struct{ make func() *documents }
 func (h *Handler) documents(v *catalog.View) *documents {
 	d := &documents{view: v, versions: map[string][]metav1.APIResource{}}
 	for _, e := range v.Resources {
-		if e.Hidden {
+		if e.NotEstablished {
 			continue
 		}
 		gv := groupVersion(e.Resource.Group, e.Resource.Version)

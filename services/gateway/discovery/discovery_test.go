@@ -16,8 +16,8 @@ import (
 	"watershed.dev/services/gateway/aggregation"
 )
 
-func entry(group, version, resource, kind string, custom bool) *registryv1.ResourceEntry {
-	return &registryv1.ResourceEntry{
+func entry(group, version, resource, kind string, custom bool) *registryv1.APIResource {
+	return &registryv1.APIResource{
 		Resource:     &commonv1.Resource{Group: group, Version: version, Resource: resource},
 		Kind:         &commonv1.Kind{Group: group, Version: version, Kind: kind},
 		Namespaced:   true,
@@ -33,9 +33,9 @@ func handler(t *testing.T) *Handler {
 		t.Fatal(err)
 	}
 	hidden := entry("example.com", "v1", "secrets", "Hidden", true)
-	hidden.Hidden = true
-	view := catalog.NewView(&registryv1.CatalogResponse{
-		Resources: []*registryv1.ResourceEntry{
+	hidden.NotEstablished = true
+	view := catalog.NewView(&registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{
 			entry("", "v1", "pods", "Pod", false),
 			entry("apps", "v1", "deployments", "Deployment", false),
 			entry("example.com", "v1", "widgets", "Widget", true),

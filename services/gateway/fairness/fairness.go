@@ -94,7 +94,7 @@ func (c *controller) digest(ctx context.Context, levels flowcontrollisters.Prior
 
 // New returns the flow control of a gateway that calls the API by config; registry counts the gateways. seats are the
 // cluster's concurrency limit.
-func New(config *rest.Config, registry registryv1.CatalogClient, seats int) (*Fairness, error) {
+func New(config *rest.Config, registry registryv1.DiscoveryClient, seats int) (*Fairness, error) {
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {
 		return nil, err

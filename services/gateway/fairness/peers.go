@@ -13,7 +13,7 @@ const renewPeriod = 10 * time.Second
 
 // peers counts the gateways that live.
 type peers struct {
-	registry registryv1.CatalogClient
+	registry registryv1.DiscoveryClient
 	name     string
 }
 

@@ -14,7 +14,7 @@ import (
 )
 
 // three is a registry that counts three gateways.
-type three struct{ registryv1.CatalogClient }
+type three struct{ registryv1.DiscoveryClient }
 
 func (three) Gateways(context.Context, *registryv1.GatewaysRequest,
 	...grpc.CallOption) (*registryv1.GatewaysResponse, error) {

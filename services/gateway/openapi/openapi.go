@@ -34,7 +34,7 @@ import (
 
 // Handler serves the documents.
 type Handler struct {
-	registry registryv1.CatalogClient
+	registry registryv1.DiscoveryClient
 	// aggregated knows what other servers say of themselves.
 	aggregated *aggregation.Learner
 
@@ -48,7 +48,7 @@ type Handler struct {
 // New returns a handler of the documents that registry and other servers have. A document that is being made is
 // finished, within a minute, after all its clients have left. Clients that give up and return would otherwise have it
 // made from the beginning each time.
-func New(registry registryv1.CatalogClient, aggregated *aggregation.Learner) *Handler {
+func New(registry registryv1.DiscoveryClient, aggregated *aggregation.Learner) *Handler {
 	return &Handler{
 		registry:   registry,
 		aggregated: aggregated,

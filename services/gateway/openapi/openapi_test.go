@@ -22,7 +22,7 @@ import (
 
 // documents is registry's part.
 type documents struct {
-	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedDiscoveryServer
 	asked atomic.Int32
 	// finish lets the making of "v3/apis/slow/v1" go on.
 	finish chan struct{}
@@ -54,13 +54,13 @@ func (d *documents) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreaming
 func handler(t *testing.T) (*Handler, *documents) {
 	t.Helper()
 	d, p := &documents{finish: make(chan struct{})}, rpc.NewInProcess(false)
-	registryv1.RegisterCatalogServer(p, d)
+	registryv1.RegisterDiscoveryServer(p, d)
 	proxy, err := aggregation.New(&aggregation.Config{}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := New(registryv1.NewCatalogClient(p.Client("gateway")), aggregation.NewLearner(proxy, func() {}))
-	h.Set(catalog.NewView(&registryv1.CatalogResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
+	h := New(registryv1.NewDiscoveryClient(p.Client("gateway")), aggregation.NewLearner(proxy, func() {}))
+	h.Set(catalog.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
 	return h, d
 }
 
@@ -102,7 +102,7 @@ func TestDocumentsAreMadeOnceAndNamedByTheirHash(t *testing.T) {
 		w.Header().Get("Etag")); again.Code != http.StatusNotModified {
 		t.Errorf("what the client has: %d", again.Code)
 	}
-	h.Set(catalog.NewView(&registryv1.CatalogResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}))
+	h.Set(catalog.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}))
 	get(h, "/openapi/v3/apis/apps/v1")
 	if n := d.asked.Load(); n != 2 {
 		t.Errorf("registry is asked %d times for two documents", n)

@@ -52,7 +52,7 @@ func aggregated(t *testing.T, s *httptest.Server) *Handler {
 	if err != nil {
 		t.Fatal(err)
 	}
-	proxy.Set(catalog.NewView(&registryv1.CatalogResponse{ApiServices: []*registryv1.APIService{{
+	proxy.Set(catalog.NewView(&registryv1.DiscoveryResponse{ApiServices: []*registryv1.APIService{{
 		Group:                 "metrics.k8s.io",
 		Version:               "v1",
 		Addresses:             []string{strings.TrimPrefix(s.URL, "https://")},

@@ -20,10 +20,10 @@ import (
 // handler directly.
 type dialect interface {
 	// has says whether the request's path is one that the resource has.
-	has(*registryv1.ResourceEntry, *request.RequestInfo, *http.Request) bool
+	has(*registryv1.APIResource, *request.RequestInfo, *http.Request) bool
 	// lacks is the answer to a subresource that the resource does not have; nil where its path is one that nothing
 	// serves.
-	lacks(*registryv1.ResourceEntry, *request.RequestInfo) error
+	lacks(*registryv1.APIResource, *request.RequestInfo) error
 	// supports is nil where the request's verb and, of a patch, its media type are ones that the resource takes.
 	supports(*call) error
 	// accepts is nil where the answer may be in what the client accepts, as far as is seen before it is negotiated.
@@ -34,7 +34,7 @@ type dialect interface {
 	deprecated(*call) bool
 }
 
-func dialectOf(e *registryv1.ResourceEntry) dialect {
+func dialectOf(e *registryv1.APIResource) dialect {
 	if e.Unstructured {
 		return custom{}
 	}
@@ -54,11 +54,11 @@ var patchTypes = []string{string(types.JSONPatchType), string(types.MergePatchTy
 // builtIn is the dialect of the resources of Go's types.
 type builtIn struct{}
 
-func (builtIn) lacks(*registryv1.ResourceEntry, *request.RequestInfo) error { return nil }
+func (builtIn) lacks(*registryv1.APIResource, *request.RequestInfo) error { return nil }
 
 // has follows the routes that k8s.io/apiserver/pkg/endpoints/installer.go registers: a cluster's own objects have no
 // namespace, a namespaced object has one, and what can only be created has neither lists nor names.
-func (builtIn) has(e *registryv1.ResourceEntry, info *request.RequestInfo, req *http.Request) bool {
+func (builtIn) has(e *registryv1.APIResource, info *request.RequestInfo, req *http.Request) bool {
 	takes := func(verbs ...string) bool {
 		return slices.ContainsFunc(verbs, func(v string) bool { return slices.Contains(e.Verbs, v) })
 	}
@@ -145,7 +145,7 @@ func (d builtIn) deprecated(c *call) bool {
 type custom struct{}
 
 // lacks is the CRD handler's answer where the object might be there.
-func (custom) lacks(main *registryv1.ResourceEntry, info *request.RequestInfo) error {
+func (custom) lacks(main *registryv1.APIResource, info *request.RequestInfo) error {
 	if !scoped(main, info) {
 		return nil
 	}
@@ -153,11 +153,11 @@ func (custom) lacks(main *registryv1.ResourceEntry, info *request.RequestInfo) e
 }
 
 // has looks at the path's namespace alone.
-func (custom) has(e *registryv1.ResourceEntry, info *request.RequestInfo, _ *http.Request) bool {
+func (custom) has(e *registryv1.APIResource, info *request.RequestInfo, _ *http.Request) bool {
 	return scoped(e, info)
 }
 
-func scoped(e *registryv1.ResourceEntry, info *request.RequestInfo) bool {
+func scoped(e *registryv1.APIResource, info *request.RequestInfo) bool {
 	if !e.Namespaced {
 		return info.Namespace == ""
 	}

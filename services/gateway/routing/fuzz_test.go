@@ -13,9 +13,9 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-func entryOf() *registryv1.ResourceEntry {
-	return &registryv1.ResourceEntry{
-		StoredAs:         "pods",
+func entryOf() *registryv1.APIResource {
+	return &registryv1.APIResource{
+		StorageResource:  "pods",
 		Namespaced:       true,
 		Table:            true,
 		Verbs:            []string{"get", "list", "watch"},

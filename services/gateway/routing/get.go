@@ -46,6 +46,6 @@ func (c *call) getRequest() *registryv1.GetRequest {
 func (c *call) getFromTier(r *watchfanoutv1.GetRequest) (body []byte, ok bool) {
 	ctx, cancel := context.WithTimeout(c.req.Context(), answersWithin)
 	defer cancel()
-	resp, err := c.router.TierGets.Get(rpc.Routed(ctx, c.entry.StoredAs), r, grpc.WaitForReady(false))
+	resp, err := c.router.TierGets.Get(rpc.Routed(ctx, c.entry.StorageResource), r, grpc.WaitForReady(false))
 	return resp.GetBody(), err == nil
 }

@@ -16,7 +16,7 @@ import (
 // Interests follows what the admission chain looks at. Until admission has said so, it looks at everything.
 type Interests struct {
 	Client  admissionv1.AdmissionClient
-	current atomic.Pointer[admissionv1.InterestSet]
+	current atomic.Pointer[admissionv1.AdmissionRuleSet]
 }
 
 // interestsPause is how long to wait before admission is asked again what it looks at.
@@ -25,11 +25,11 @@ const interestsPause = 100 * time.Millisecond
 // Run follows until ctx is done. When the stream breaks, what admission may since have become interested in is not
 // known: everything goes there again.
 func (i *Interests) Run(ctx context.Context) {
-	open := func(ctx context.Context) (grpc.ServerStreamingClient[admissionv1.InterestSet], error) {
-		return i.Client.Interests(ctx, &admissionv1.InterestsRequest{})
+	open := func(ctx context.Context) (grpc.ServerStreamingClient[admissionv1.AdmissionRuleSet], error) {
+		return i.Client.AdmissionRules(ctx, &admissionv1.AdmissionRulesRequest{})
 	}
 	rpc.Follow(ctx, interestsPause, open,
-		func(m *admissionv1.InterestSet, _ bool) { i.current.Store(m) },
+		func(m *admissionv1.AdmissionRuleSet, _ bool) { i.current.Store(m) },
 		func(error) { i.current.Store(nil) })
 }
 
@@ -45,9 +45,9 @@ func (i *Interests) Name(w *registryv1.WriteRequest) {
 		return
 	}
 	others, lifecycle := interest.Operations(set.Admit, w.Resource, w.Namespace, w.Name, w.User,
-		(*admissionv1.Interest).GetInRegistry)
-	w.Admit, w.Lifecycle = append(others, lifecycle...), lifecycle
+		(*admissionv1.AdmissionRule).GetNamespaceLifecycleOnly)
+	w.Admit, w.NamespaceLifecycleOnly = append(others, lifecycle...), lifecycle
 	others, atOnce := interest.Operations(set.Validate, w.Resource, w.Namespace, w.Name, w.User,
-		(*admissionv1.Interest).GetAtOnce)
-	w.Validate, w.AtOnce = append(others, atOnce...), atOnce
+		(*admissionv1.AdmissionRule).GetValidateInAdmit)
+	w.Validate, w.ValidateInAdmit = append(others, atOnce...), atOnce
 }

@@ -60,7 +60,7 @@ func (c *call) listFrom(p *plan) {
 	if p.deciding && !c.ofOne(p.query) {
 		silent.Stop()
 	}
-	stream, err := p.from.Lists.List(rpc.Routed(listing, c.entry.StoredAs), &watchfanoutv1.ListRequest{
+	stream, err := p.from.Lists.List(rpc.Routed(listing, c.entry.StorageResource), &watchfanoutv1.ListRequest{
 		Query:                p.query,
 		ResourceVersion:      p.opts.ResourceVersion,
 		ResourceVersionMatch: string(p.opts.ResourceVersionMatch),

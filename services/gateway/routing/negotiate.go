@@ -51,7 +51,7 @@ func (c *call) serializers() []runtime.SerializerInfo {
 // restrictions is which conversions an endpoint offers.
 type restrictions struct {
 	dialect dialect
-	entry   *registryv1.ResourceEntry
+	entry   *registryv1.APIResource
 }
 
 func (r restrictions) AllowsMediaTypeTransform(mimeType, mimeSubType string, gvk *schema.GroupVersionKind) bool {

@@ -51,7 +51,7 @@ func (c *call) plan() (*plan, error) {
 	}
 	q := &watchfanoutv1.Query{
 		Resource:       c.entry.Resource,
-		DefinedAt:      c.entry.DefinedAt,
+		CrdRevision:    c.entry.CrdRevision,
 		Digest:         c.entry.Digest,
 		Namespace:      c.namespace(),
 		FieldSelector:  selector.String(),
@@ -75,7 +75,7 @@ func (c *call) plan() (*plan, error) {
 
 // planGet is what the watch tier is asked for one object; nil where registry answers.
 func (c *call) planGet() *watchfanoutv1.GetRequest {
-	if c.router.TierGets == nil || c.decides() || c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" ||
+	if c.router.TierGets == nil || c.decides() || c.entry.StorageResource == "" || c.entry.Resource.Subresource != "" ||
 		!c.hasVerb("watch") {
 		return nil
 	}
@@ -84,11 +84,11 @@ func (c *call) planGet() *watchfanoutv1.GetRequest {
 	}
 	r := &watchfanoutv1.GetRequest{
 		Query: &watchfanoutv1.Query{
-			Resource:  c.entry.Resource,
-			DefinedAt: c.entry.DefinedAt,
-			Digest:    c.entry.Digest,
-			Namespace: c.namespace(),
-			Output:    c.out,
+			Resource:    c.entry.Resource,
+			CrdRevision: c.entry.CrdRevision,
+			Digest:      c.entry.Digest,
+			Namespace:   c.namespace(),
+			Output:      c.out,
 		},
 		Name: c.info.Name,
 	}
@@ -120,7 +120,7 @@ func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
 
 // encoded says whether the answer is made of the bytes that a source holds.
 func (c *call) encoded() bool {
-	if c.entry.StoredAs == "" || c.entry.Resource.Subresource != "" ||
+	if c.entry.StorageResource == "" || c.entry.Resource.Subresource != "" ||
 		len(content.IsPathSegmentName(c.namespace())) > 0 {
 		return false
 	}

@@ -20,7 +20,7 @@ func TestWhoDecidesIsAnsweredByRegistry(t *testing.T) {
 	var nowhere grpc.ClientConnInterface
 	r := &Router{
 		Tier:     Source{watchfanoutv1.NewWatchClient(nowhere), &watch.Hub{}},
-		Policy:   Source{watchfanoutv1.NewPolicyClient(nowhere), &watch.Hub{}},
+		Policy:   Source{watchfanoutv1.NewInternalWatchClient(nowhere), &watch.Hub{}},
 		TierGets: watchfanoutv1.NewWatchClient(nowhere),
 	}
 	e := entryOf()

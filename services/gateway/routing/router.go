@@ -75,7 +75,7 @@ type call struct {
 	w       http.ResponseWriter
 	req     *http.Request
 	info    *request.RequestInfo
-	entry   *registryv1.ResourceEntry
+	entry   *registryv1.APIResource
 	dialect dialect
 	user    *commonv1.User
 	// out is what was negotiated.
@@ -136,7 +136,7 @@ func starting() error {
 var errNoPath = errors.New("nothing serves the path")
 
 // find is the entry of the resource that a path names, or the error that there is none.
-func find(view *catalog.View, info *request.RequestInfo, req *http.Request) (*registryv1.ResourceEntry, error) {
+func find(view *catalog.View, info *request.RequestInfo, req *http.Request) (*registryv1.APIResource, error) {
 	entry, ok := view.Entry(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
 	if ok && dialectOf(entry).has(entry, info, req) {
 		return entry, nil

@@ -35,32 +35,32 @@ import (
 // behind is registry and the watch tier, which say who was asked.
 type behind struct {
 	registryv1.UnimplementedObjectsServer
-	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedDiscoveryServer
 	watchfanoutv1.UnimplementedWatchServer
 	tier error // what the tier answers lists with
 	// list answers registry's lists in place of List's own answer.
 	list func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error
 }
 
-func (b *behind) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
+func (b *behind) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
 	pods := entryOf()
 	pods.Verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
-	exec := &registryv1.ResourceEntry{
+	exec := &registryv1.APIResource{
 		Namespaced:     true,
 		Resource:       &commonv1.Resource{Version: "v1", Resource: "pods", Subresource: "exec"},
 		Kind:           &commonv1.Kind{Version: "v1", Kind: "PodExecOptions"},
 		ConnectMethods: []string{"GET", "POST"},
 	}
-	widgets := &registryv1.ResourceEntry{
-		StoredAs:     "widgets.example.com",
-		Namespaced:   true,
-		Unstructured: true,
-		Verbs:        []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"},
-		Resource:     &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"},
-		Kind:         &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
-		MediaTypes:   []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"},
+	widgets := &registryv1.APIResource{
+		StorageResource: "widgets.example.com",
+		Namespaced:      true,
+		Unstructured:    true,
+		Verbs:           []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"},
+		Resource:        &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"},
+		Kind:            &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
+		MediaTypes:      []string{"application/json", "application/yaml", "application/vnd.kubernetes.protobuf"},
 	}
-	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{pods,
+	if err := s.Send(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{pods,
 		exec, widgets}}); err != nil {
 		return err
 	}
@@ -90,20 +90,20 @@ func (b *behind) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registry
 	return s.Send(&registryv1.WriteReply{Reply: &registryv1.WriteReply_Result{Result: result}})
 }
 
-// WriteDirect answers but where the body says that something is to be asked, or that it is refused.
-func (b *behind) WriteDirect(_ context.Context, r *registryv1.WriteRequest) (*registryv1.DirectReply, error) {
+// WriteUnary answers but where the body says that something is to be asked, or that it is refused.
+func (b *behind) WriteUnary(_ context.Context, r *registryv1.WriteRequest) (*registryv1.WriteUnaryReply, error) {
 	switch string(r.Body) {
 	case "asks":
-		return &registryv1.DirectReply{Asks: true}, nil
+		return &registryv1.WriteUnaryReply{CallbackRequired: true}, nil
 	case "refused":
 		err := rpc.ToStatus(apierrors.NewConflict(schema.GroupResource{Resource: "pods"}, r.Name, errors.New("newer")))
 		data, _ := proto.Marshal(status.Convert(err).Proto())
-		return &registryv1.DirectReply{Error: data}, nil
+		return &registryv1.WriteUnaryReply{Error: data}, nil
 	case "older":
 		return nil, status.Error(codes.Unimplemented, "unknown method WriteDirect")
 	}
 	result := &registryv1.ObjectResponse{Code: 200, Body: []byte("direct " + r.Verb + " " + r.Name)}
-	return &registryv1.DirectReply{Result: result}, nil
+	return &registryv1.WriteUnaryReply{Result: result}, nil
 }
 
 // What nobody is to be asked about is written in one call; all else in a stream, also where the call says so.
@@ -113,12 +113,12 @@ func TestWritesAskedAbout(t *testing.T) {
 	if code, got := ask(t, r, "PUT", pods+"/a", "plain"); got != "registry update a plain" { // admission is not heard
 		t.Errorf("%d %s", code, got)
 	}
-	r.Interests.current.Store(&admissionv1.InterestSet{
-		Admit: []*admissionv1.Interest{
+	r.Interests.current.Store(&admissionv1.AdmissionRuleSet{
+		Admit: []*admissionv1.AdmissionRule{
 			{Resource: "pods", Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE}},
-			{Group: "*", Resource: "*", InRegistry: true, Operations: allOperations},
+			{Group: "*", Resource: "*", NamespaceLifecycleOnly: true, Operations: allOperations},
 		},
-		Validate: []*admissionv1.Interest{{
+		Validate: []*admissionv1.AdmissionRule{{
 			Group:      "example.com",
 			Resource:   "*",
 			Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_DELETE},
@@ -147,6 +147,10 @@ type tier struct {
 	*behind
 }
 
+func (t tier) Watch(r *watchfanoutv1.WatchRequest, s grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+	return t.UnimplementedWatchServer.Watch(r, s)
+}
+
 func (t tier) Get(context.Context, *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
 	return nil, status.Error(codes.FailedPrecondition, "not here")
 }
@@ -163,13 +167,13 @@ func routerOver(t *testing.T, b *behind) *Router {
 	t.Helper()
 	p := rpc.NewInProcess(false)
 	registryv1.RegisterObjectsServer(p, b)
-	registryv1.RegisterCatalogServer(p, b)
+	registryv1.RegisterDiscoveryServer(p, b)
 	watchfanoutv1.RegisterWatchServer(p, tier{behind: b})
 	conn := p.Client("gateway")
 	watches := &watch.Hub{Config: &watch.Config{}}
 	lists := func() *coalesce.Group[[]byte] { return &coalesce.Group[[]byte]{Limit: 1, Timeout: time.Minute} }
 	r := &Router{
-		Catalog:    &catalog.Catalog{Registry: registryv1.NewCatalogClient(conn)},
+		Catalog:    &catalog.Catalog{Registry: registryv1.NewDiscoveryClient(conn)},
 		Interests:  &Interests{Client: admissionv1.NewAdmissionClient(conn)},
 		Objects:    registryv1.NewObjectsClient(conn),
 		Tier:       Source{watchfanoutv1.NewWatchClient(conn), watches},

@@ -78,7 +78,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 			SendInitialEvents: p.opts.SendInitialEvents,
 			Owner:             identity.Share(c.user, c.req.RemoteAddr),
 		},
-		StoredAs:       c.entry.StoredAs,
+		StoredAs:       c.entry.StorageResource,
 		Deadline:       time.Now().Add(timeout),
 		BookmarkPeriod: bookmarks,
 		Stopping:       c.router.Stopping(),

@@ -74,14 +74,14 @@ func (c *call) mayAsk(r *registryv1.WriteRequest) bool {
 	ops, ok := operationsOf[r.Verb]
 	return !ok || slices.Contains(asking, c.entry.Resource.GetGroup()) ||
 		slices.ContainsFunc(ops, func(op admissionv1.Operation) bool {
-			return slices.Contains(r.Validate, op) || slices.Contains(r.Admit, op) && !slices.Contains(r.Lifecycle, op)
+			return slices.Contains(r.Validate, op) || slices.Contains(r.Admit, op) && !slices.Contains(r.NamespaceLifecycleOnly, op)
 		})
 }
 
 // writeDirect carries a write to registry that nothing is expected to be asked about. asks: it has to be, and nothing
 // was written.
 func (c *call) writeDirect(r *registryv1.WriteRequest) (result *registryv1.ObjectResponse, asks bool, err error) {
-	reply, err := c.router.Objects.WriteDirect(c.preferring(c.req.Context(), r.Namespace, r.Name), r)
+	reply, err := c.router.Objects.WriteUnary(c.preferring(c.req.Context(), r.Namespace, r.Name), r)
 	if status.Code(err) == codes.Unimplemented { // by an older release
 		return nil, true, nil
 	}
@@ -95,7 +95,7 @@ func (c *call) writeDirect(r *registryv1.WriteRequest) (result *registryv1.Objec
 		}
 		return nil, false, rpc.WithTrail(rpc.FromStatus(status.ErrorProto(of)), reply.Audit)
 	}
-	return reply.Result, reply.Asks, nil
+	return reply.Result, reply.CallbackRequired, nil
 }
 
 // preferring sends what is about one object to one registry, which knows what it has written and answered last.
@@ -103,7 +103,7 @@ func (c *call) preferring(ctx context.Context, namespace, name string) context.C
 	if name == "" {
 		return ctx
 	}
-	return rpc.Preferring(ctx, c.entry.StoredAs+"/"+namespace+"/"+name)
+	return rpc.Preferring(ctx, c.entry.StorageResource+"/"+namespace+"/"+name)
 }
 
 func (c *call) writeRequest() *registryv1.WriteRequest {
@@ -159,7 +159,7 @@ func (c *call) converse(r *registryv1.WriteRequest,
 		asking, done = context.WithTimeout(ctx, questionsWithin)
 		defer done()
 	}
-	var trail *commonv1.AuditTrail
+	var trail *commonv1.AuditContext
 	for err == nil || errors.Is(err, io.EOF) {
 		var m *registryv1.WriteReply
 		if m, err = stream.Recv(); err != nil {
@@ -175,7 +175,7 @@ func (c *call) converse(r *registryv1.WriteRequest,
 			}
 			return m, nil
 		}
-		err = stream.Send(c.resolve(telemetry.WithTrace(asking, m.Trace), m))
+		err = stream.Send(c.resolve(telemetry.WithTrace(asking, m.Traceparent), m))
 	}
 	return nil, rpc.WithTrail(rpc.FromStatus(err), trail)
 }
@@ -208,7 +208,7 @@ func (c *call) resolve(ctx context.Context, q *registryv1.WriteReply) *registryv
 	return &registryv1.WriteCall{}
 }
 
-func (c *call) review(ctx context.Context, q *registryv1.AdmissionNeeded) *registryv1.AdmissionResult {
+func (c *call) review(ctx context.Context, q *registryv1.AdmissionCallback) *registryv1.AdmissionResult {
 	ask := c.router.Admission.Validate
 	if q.Phase == registryv1.Phase_PHASE_ADMIT {
 		ask = c.router.Admission.Admit

@@ -288,7 +288,7 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 	var traces []string
 	begin := int32(0)
 	marked := false
-	for _, mark := range m.Marks {
+	for _, mark := range m.Boundaries {
 		e := entry{m.Data[begin:mark.End], events.FromProto(mark.Position)}
 		begin = mark.End
 		if e.at.Before(f.high) || !mark.Bookmark && !f.high.Before(e.at) {
@@ -301,8 +301,8 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 		}
 		f.entries.Add(e)
 		f.hold(len(e.data) + entryBytes)
-		if mark.Trace != "" {
-			traces = append(traces, mark.Trace)
+		if mark.Traceparent != "" {
+			traces = append(traces, mark.Traceparent)
 		}
 	}
 	if p := events.FromProto(m.Position); !p.Before(f.high) {

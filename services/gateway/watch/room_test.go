@@ -29,9 +29,9 @@ func (f *feed) keeps() int {
 // frameOf is one event of n bytes.
 func frameOf(revision int64, n int) *watchfanoutv1.WatchFrame {
 	return &watchfanoutv1.WatchFrame{
-		Data:     make([]byte, n),
-		Position: &watchfanoutv1.Position{Revision: revision},
-		Marks:    []*watchfanoutv1.Mark{{End: int32(n), Position: &watchfanoutv1.Position{Revision: revision}}},
+		Data:       make([]byte, n),
+		Position:   &watchfanoutv1.Position{Revision: revision},
+		Boundaries: []*watchfanoutv1.EventBoundary{{End: int32(n), Position: &watchfanoutv1.Position{Revision: revision}}},
 	}
 }
 

@@ -399,7 +399,7 @@ func (s *session) forward(ctx context.Context, m *watchfanoutv1.WatchFrame) erro
 			return err
 		}
 		if len(m.Initial) == 0 && s.placed { // initial events are flow control's
-			s.budget.spend(costOf(len(m.Marks), len(data)))
+			s.budget.spend(costOf(len(m.Boundaries), len(data)))
 			if s.budget.wait(ctx) != nil {
 				return errDone
 			}
@@ -430,12 +430,12 @@ func (s *session) initial() bool {
 
 // wanted is a frame without the bookmarks that are not due.
 func (s *session) wanted(m *watchfanoutv1.WatchFrame) []byte {
-	if !slices.ContainsFunc(m.Marks, func(k *watchfanoutv1.Mark) bool { return k.Bookmark }) {
+	if !slices.ContainsFunc(m.Boundaries, func(k *watchfanoutv1.EventBoundary) bool { return k.Bookmark }) {
 		return m.Data
 	}
 	var data []byte
 	begin := int32(0)
-	for _, k := range m.Marks {
+	for _, k := range m.Boundaries {
 		part := m.Data[begin:k.End]
 		begin = k.End
 		if k.Bookmark {

@@ -130,7 +130,7 @@ func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
 				s.tier.mu.Unlock()
 				data := []byte(fmt.Sprintf("e%d\n", r))
 				p := &watchfanoutv1.Position{Revision: r}
-				mark := &watchfanoutv1.Mark{End: int32(len(data)), Position: p}
+				mark := &watchfanoutv1.EventBoundary{End: int32(len(data)), Position: p}
 				if r%10 == 0 { // every tenth is a bookmark
 					copy(data, "b")
 					mark.Bookmark = true
@@ -139,7 +139,7 @@ func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
 				return &watchfanoutv1.WatchFrame{
 					Data:        data,
 					Position:    p,
-					Marks:       []*watchfanoutv1.Mark{mark},
+					Boundaries:  []*watchfanoutv1.EventBoundary{mark},
 					ColumnsSent: s.columns,
 				}, nil
 			}
@@ -633,7 +633,7 @@ func TestJoiningAFeedThatIsBehindRepeatsNothing(t *testing.T) {
 	}
 	s := f.join(events.Position{Revision: 100, Index: events.LastIndex})
 	f.broadcast(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
-		Marks: []*watchfanoutv1.Mark{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}})
+		Boundaries: []*watchfanoutv1.EventBoundary{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}})
 	if parts, err := f.next(s); len(parts) > 0 || err != nil {
 		t.Errorf("%q %v", parts, err)
 	}

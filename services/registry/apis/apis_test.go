@@ -31,7 +31,7 @@ func TestEveryResourceIsDescribed(t *testing.T) {
 		}
 		if slices.Contains(e.Verbs, "watch") {
 			stored++
-			if e.StoredAs == "" || e.StoredKind.GetKind() == "" || e.ListKind == "" ||
+			if e.StorageResource == "" || e.StoredKind.GetKind() == "" || e.ListKind == "" ||
 				e.SelectableFields["metadata.name"] == "" || !e.Table {
 				t.Errorf("%s is watched: %v", name, e)
 			}

@@ -166,7 +166,7 @@ func newEndpoint(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, re
 
 // describe writes the endpoint's catalog entry, as upstream's installer fills an APIResource.
 func describe(e *verbs.Endpoint, store *storage.Storage) error {
-	entry := &registryv1.ResourceEntry{
+	entry := &registryv1.APIResource{
 		Resource: &commonv1.Resource{
 			Group:       e.Resource.Group,
 			Version:     e.Resource.Version,
@@ -182,7 +182,7 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 		return err
 	}
 	if st, ok := storedAs(e, store); ok && e.Subresource == "" {
-		entry.StoredAs, entry.StoredKind = st.Name(), kindProto(st.Kind)
+		entry.StorageResource, entry.StoredKind = st.Name(), kindProto(st.Kind)
 		entry.SelectableFields = fieldLabels(e, st)
 		if st.Kind == e.Kind {
 			e.Answers = store.Answers(st)
@@ -196,7 +196,7 @@ func describe(e *verbs.Endpoint, store *storage.Storage) error {
 }
 
 // describeStorage says what the storage says of itself.
-func describeStorage(entry *registryv1.ResourceEntry, e *verbs.Endpoint) {
+func describeStorage(entry *registryv1.APIResource, e *verbs.Endpoint) {
 	for _, m := range e.Serializer.SupportedMediaTypes() {
 		entry.MediaTypes = append(entry.MediaTypes, m.MediaType)
 	}
@@ -221,7 +221,7 @@ func describeStorage(entry *registryv1.ResourceEntry, e *verbs.Endpoint) {
 }
 
 // describeVersion says what depends on the version that is served.
-func describeVersion(entry *registryv1.ResourceEntry, e *verbs.Endpoint) error {
+func describeVersion(entry *registryv1.APIResource, e *verbs.Endpoint) error {
 	versioned, err := e.Creater.New(e.Kind)
 	if err != nil {
 		return err
@@ -342,8 +342,8 @@ func verbsOf(st rest.Storage) []string {
 }
 
 // Entries is what the catalog says of all endpoints.
-func (s *Set) Entries() []*registryv1.ResourceEntry {
-	var all []*registryv1.ResourceEntry
+func (s *Set) Entries() []*registryv1.APIResource {
+	var all []*registryv1.APIResource
 	for _, e := range s.ordered {
 		all = append(all, e.Entry)
 	}

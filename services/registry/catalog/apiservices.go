@@ -115,7 +115,7 @@ func (r *APIServices) uses(namespace, service string) bool {
 }
 
 // add tells of them in a catalog.
-func (r *APIServices) add(c *registryv1.CatalogResponse, into *groups) {
+func (r *APIServices) add(c *registryv1.DiscoveryResponse, into *groups) {
 	for _, a := range r.all() {
 		into.add(schema.GroupVersion{
 			Group:   a.Spec.Group,

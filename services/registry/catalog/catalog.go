@@ -33,13 +33,13 @@ const (
 
 // Catalog tells what is served, and whenever that changes.
 type Catalog struct {
-	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedDiscoveryServer
 	resources *resources.Resources
 	// APIServices are the group versions that other servers answer for.
 	APIServices *APIServices
 
 	dirty   chan struct{}
-	current watchable.Value[*registryv1.CatalogResponse]
+	current watchable.Value[*registryv1.DiscoveryResponse]
 	// making holds a value while a document of OpenAPI is made: each takes many times its size in memory.
 	making chan struct{}
 }
@@ -77,10 +77,10 @@ func (c *Catalog) Run(ctx context.Context) error {
 // Renew makes the catalog anew.
 func (c *Catalog) Renew() { c.current.Set(c.make()) }
 
-// Follow sends what is served now and whenever it changes.
-func (c *Catalog) Follow(_ *registryv1.CatalogRequest,
-	stream grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
-	var sent *registryv1.CatalogResponse
+// Watch sends what is served now and whenever it changes.
+func (c *Catalog) Watch(_ *registryv1.DiscoveryRequest,
+	stream grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+	var sent *registryv1.DiscoveryResponse
 	for {
 		now, changed := c.current.Get()
 		if now != nil {
@@ -108,7 +108,7 @@ func (c *Catalog) Follow(_ *registryv1.CatalogRequest,
 const partBytes = 4 << 20
 
 // parts are m in messages that are within gRPC's bound: those after the first are deltas.
-func parts(m *registryv1.CatalogResponse) (out []*registryv1.CatalogResponse) {
+func parts(m *registryv1.DiscoveryResponse) (out []*registryv1.DiscoveryResponse) {
 	begin, bytes := 0, 0
 	for i, e := range m.Resources {
 		n := proto.Size(e)
@@ -117,7 +117,7 @@ func parts(m *registryv1.CatalogResponse) (out []*registryv1.CatalogResponse) {
 		}
 	}
 	if len(out) == 0 {
-		return []*registryv1.CatalogResponse{m}
+		return []*registryv1.DiscoveryResponse{m}
 	}
 	out = append(out, part(m, begin, len(m.Resources), false))
 	for _, p := range out[:len(out)-1] {
@@ -127,8 +127,8 @@ func parts(m *registryv1.CatalogResponse) (out []*registryv1.CatalogResponse) {
 }
 
 // part is m with some of its entries. What is not an entry comes with the first.
-func part(m *registryv1.CatalogResponse, begin, end int, first bool) *registryv1.CatalogResponse {
-	p := &registryv1.CatalogResponse{
+func part(m *registryv1.DiscoveryResponse, begin, end int, first bool) *registryv1.DiscoveryResponse {
+	p := &registryv1.DiscoveryResponse{
 		Groups:      m.Groups,
 		ApiServices: m.ApiServices,
 		Resources:   m.Resources[begin:end],
@@ -141,8 +141,8 @@ func part(m *registryv1.CatalogResponse, begin, end int, first bool) *registryv1
 }
 
 // delta is what makes now out of before. Entries do not change, so that those that are the same are so by identity.
-func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse {
-	d := &registryv1.CatalogResponse{
+func delta(before, now *registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse {
+	d := &registryv1.DiscoveryResponse{
 		Delta:       true,
 		Groups:      now.Groups,
 		ApiServices: now.ApiServices,
@@ -150,7 +150,7 @@ func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse 
 	}
 	type key struct{ group, version, resource, subresource string }
 	of := func(r *commonv1.Resource) key { return key{r.Group, r.Version, r.Resource, r.Subresource} }
-	old := make(map[key]*registryv1.ResourceEntry, len(before.Resources))
+	old := make(map[key]*registryv1.APIResource, len(before.Resources))
 	for _, e := range before.Resources {
 		old[of(e.Resource)] = e
 	}
@@ -178,10 +178,10 @@ func delta(before, now *registryv1.CatalogResponse) *registryv1.CatalogResponse 
 }
 
 // make puts together what is built in, what definitions define and what other servers answer for.
-func (c *Catalog) make() *registryv1.CatalogResponse {
+func (c *Catalog) make() *registryv1.DiscoveryResponse {
 	builtIn, customs := c.resources.BuiltIn, c.resources.Custom
 	entries := customs.Entries()
-	out := &registryv1.CatalogResponse{
+	out := &registryv1.DiscoveryResponse{
 		Resources: slices.Concat(builtIn.Entries(), entries),
 		Openapi:   map[string]string{},
 	}
@@ -195,7 +195,7 @@ func (c *Catalog) make() *registryv1.CatalogResponse {
 		}
 	}
 	for _, e := range entries {
-		if !e.Hidden {
+		if !e.NotEstablished {
 			all.add(schema.GroupVersion{
 				Group:   e.Resource.Group,
 				Version: e.Resource.Version,

@@ -42,20 +42,20 @@ func TestGroupsAreInKubeAggregatorsOrder(t *testing.T) {
 	}
 }
 
-func entry(name string) *registryv1.ResourceEntry {
-	return &registryv1.ResourceEntry{Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: name}}
+func entry(name string) *registryv1.APIResource {
+	return &registryv1.APIResource{Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: name}}
 }
 
 // told is a follower of the catalog.
 type told struct {
-	grpc.ServerStreamingServer[registryv1.CatalogResponse]
+	grpc.ServerStreamingServer[registryv1.DiscoveryResponse]
 	ctx context.Context
-	c   chan *registryv1.CatalogResponse
+	c   chan *registryv1.DiscoveryResponse
 }
 
 func (s *told) Context() context.Context { return s.ctx }
 
-func (s *told) Send(m *registryv1.CatalogResponse) error {
+func (s *told) Send(m *registryv1.DiscoveryResponse) error {
 	s.c <- m
 	return nil
 }
@@ -66,24 +66,24 @@ func TestFollowersAreToldWhatChanges(t *testing.T) {
 	b2.Singular = "changed"
 	cat := New(nil)
 	ctx, cancel := context.WithCancel(t.Context())
-	s := &told{ctx: ctx, c: make(chan *registryv1.CatalogResponse)}
+	s := &told{ctx: ctx, c: make(chan *registryv1.DiscoveryResponse)}
 	ended := make(chan error, 1)
-	go func() { ended <- cat.Follow(nil, s) }()
-	whole := &registryv1.CatalogResponse{
-		Resources: []*registryv1.ResourceEntry{a, b},
+	go func() { ended <- cat.Watch(nil, s) }()
+	whole := &registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{a, b},
 		Openapi:   map[string]string{"v2": "1", "v3/apis/g/v1": "1"},
 	}
 	cat.current.Set(whole)
 	if m := <-s.c; m != whole {
 		t.Errorf("first %v", m)
 	}
-	cat.current.Set(&registryv1.CatalogResponse{
-		Resources: []*registryv1.ResourceEntry{b2, c},
+	cat.current.Set(&registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{b2, c},
 		Openapi:   map[string]string{"v2": "2"},
 	})
-	want := &registryv1.CatalogResponse{
+	want := &registryv1.DiscoveryResponse{
 		Delta:          true,
-		Resources:      []*registryv1.ResourceEntry{b2, c},
+		Resources:      []*registryv1.APIResource{b2, c},
 		Removed:        []*commonv1.Resource{a.Resource},
 		Openapi:        map[string]string{"v2": "2"},
 		OpenapiRemoved: []string{"v3/apis/g/v1"},
@@ -97,7 +97,7 @@ func TestFollowersAreToldWhatChanges(t *testing.T) {
 
 // A catalog that is larger than a message comes in several, which a follower puts together.
 func TestALargeCatalogComesInParts(t *testing.T) {
-	whole := &registryv1.CatalogResponse{
+	whole := &registryv1.DiscoveryResponse{
 		Groups:  []*registryv1.Group{{Name: "g"}},
 		Openapi: map[string]string{"v2": "x"},
 	}
@@ -123,7 +123,7 @@ func TestALargeCatalogComesInParts(t *testing.T) {
 	if strings.Join(got, "") != "abcdef" || len(all[0].Openapi) != 1 || len(all[1].Openapi) != 0 {
 		t.Errorf("%q", got)
 	}
-	if one := parts(&registryv1.CatalogResponse{}); len(one) != 1 || one[0].Delta || one[0].More {
+	if one := parts(&registryv1.DiscoveryResponse{}); len(one) != 1 || one[0].Delta || one[0].More {
 		t.Errorf("of an empty one: %v", one)
 	}
 }

@@ -49,7 +49,7 @@ type builder struct {
 	terminating func() bool
 	// open opens a version's storages; safe converts what they read.
 	open    map[string]func(safe runtime.ObjectConvertor) (customresource.CustomResourceStorage, error)
-	entries []*registryv1.ResourceEntry
+	entries []*registryv1.APIResource
 }
 
 func (s *served) build(t *Set) {
@@ -79,7 +79,7 @@ func (b *builder) within(ctx context.Context, r *commonv1.Resource) (*verbs.Endp
 	if err != nil {
 		return nil, err
 	}
-	i := slices.IndexFunc(b.entries, func(e *registryv1.ResourceEntry) bool {
+	i := slices.IndexFunc(b.entries, func(e *registryv1.APIResource) bool {
 		return e.Resource.Version == r.GetVersion() && e.Resource.Subresource == r.GetSubresource()
 	})
 	return b.endpoint(b.entries[i], st, safe, unsafe)
@@ -263,7 +263,7 @@ func scaleColumns(sub *apiextensionsv1.CustomResourceSubresources) []apiextensio
 }
 
 // endpoint makes what answers requests for one entry.
-func (b *builder) endpoint(entry *registryv1.ResourceEntry, st customresource.CustomResourceStorage,
+func (b *builder) endpoint(entry *registryv1.APIResource, st customresource.CustomResourceStorage,
 	safe, unsafe runtime.ObjectConvertor) (*verbs.Endpoint, error) {
 	v := entry.Resource.Version
 	parameters := b.Parameters(v)

@@ -132,7 +132,7 @@ func TestACustomResourceIsServed(t *testing.T) {
 func TestACustomResourceIsToldOf(t *testing.T) {
 	w := defined(t)
 	entries := w.Resources.Custom.Entries()
-	if len(entries) != 2 || entries[0].StoredAs != "widgets.example.com" || !entries[0].Unstructured || entries[0].Hidden ||
+	if len(entries) != 2 || entries[0].StorageResource != "widgets.example.com" || !entries[0].Unstructured || entries[0].NotEstablished ||
 		entries[1].Resource.Subresource != "status" {
 		t.Fatalf("%v", entries)
 	}
@@ -149,9 +149,9 @@ func TestACustomResourceIsToldOf(t *testing.T) {
 // read is the truth, whatever its revision. An entry that says the same has the same digest.
 func TestARestoredEtcdSetsDefinitionsBack(t *testing.T) {
 	w := defined(t)
-	entry := func() *registryv1.ResourceEntry { return w.Resources.Custom.Entries()[0] }
+	entry := func() *registryv1.APIResource { return w.Resources.Custom.Entries()[0] }
 	before := entry()
-	if before.DefinedAt == 0 || before.Digest == 0 {
+	if before.CrdRevision == 0 || before.Digest == 0 {
 		t.Fatalf("%+v", before)
 	}
 	older := &apiextensionsv1.CustomResourceDefinition{}
@@ -166,13 +166,13 @@ func TestARestoredEtcdSetsDefinitionsBack(t *testing.T) {
 	older.ResourceVersion = "1"
 	h := w.Resources.Custom.Handler()
 	h.OnUpdate(nil, older)
-	if got := entry(); got.DefinedAt != before.DefinedAt {
-		t.Errorf("it is set back to %d", got.DefinedAt)
+	if got := entry(); got.CrdRevision != before.CrdRevision {
+		t.Errorf("it is set back to %d", got.CrdRevision)
 	}
 	w.Resources.Custom.HistoryChanged()
 	h.OnUpdate(nil, older)
-	if got := entry(); got.DefinedAt != 1 || got.Digest != before.Digest {
-		t.Errorf("at %d with digest %x, before at %d with %x", got.DefinedAt, got.Digest, before.DefinedAt, before.Digest)
+	if got := entry(); got.CrdRevision != 1 || got.Digest != before.Digest {
+		t.Errorf("at %d with digest %x, before at %d with %x", got.CrdRevision, got.Digest, before.CrdRevision, before.Digest)
 	}
 	// the backup is from before it was made: a list tells that it is gone, and then it is made again
 	newer := older.DeepCopy()

@@ -30,11 +30,11 @@ var (
 var mediaTypes = []string{runtime.ContentTypeJSON, runtime.ContentTypeYAML, runtime.ContentTypeProtobuf}
 
 // sign gives an entry its digest.
-func sign(e *registryv1.ResourceEntry) *registryv1.ResourceEntry {
-	at := e.DefinedAt
-	e.DefinedAt, e.Digest = 0, 0
+func sign(e *registryv1.APIResource) *registryv1.APIResource {
+	at := e.CrdRevision
+	e.CrdRevision, e.Digest = 0, 0
 	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(e)
-	e.DefinedAt = at
+	e.CrdRevision = at
 	if err == nil {
 		sum := sha256.Sum256(data)
 		e.Digest = binary.BigEndian.Uint64(sum[:])
@@ -43,8 +43,8 @@ func sign(e *registryv1.ResourceEntry) *registryv1.ResourceEntry {
 }
 
 // entriesOf writes a definition's catalog entries, one for each served version and subresource.
-func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntry {
-	var all []*registryv1.ResourceEntry
+func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.APIResource {
+	var all []*registryv1.APIResource
 	for _, v := range d.Spec.Versions {
 		if !v.Served {
 			continue
@@ -56,22 +56,22 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 			continue
 		}
 		add := func(name string, k *commonv1.Kind) {
-			all = append(all, sign(&registryv1.ResourceEntry{
+			all = append(all, sign(&registryv1.APIResource{
 				Resource: &commonv1.Resource{
 					Group:       d.Spec.Group,
 					Version:     v.Name,
 					Resource:    main.Resource.Resource,
 					Subresource: name,
 				},
-				Namespaced:   main.Namespaced,
-				Kind:         k,
-				Verbs:        subresourceVerbs,
-				Table:        true,
-				MediaTypes:   mediaTypes,
-				Unstructured: true,
-				Hidden:       main.Hidden,
-				Warnings:     main.Warnings,
-				DefinedAt:    main.DefinedAt,
+				Namespaced:     main.Namespaced,
+				Kind:           k,
+				Verbs:          subresourceVerbs,
+				Table:          true,
+				MediaTypes:     mediaTypes,
+				Unstructured:   true,
+				NotEstablished: main.NotEstablished,
+				Warnings:       main.Warnings,
+				CrdRevision:    main.CrdRevision,
 			}))
 		}
 		if sub.Status != nil {
@@ -86,27 +86,27 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.ResourceEntr
 
 // entryOf is the entry of one version.
 func entryOf(d *crd.Definition, st *storage.Stored,
-	v apiextensionsv1.CustomResourceDefinitionVersion) *registryv1.ResourceEntry {
+	v apiextensionsv1.CustomResourceDefinitionVersion) *registryv1.APIResource {
 	definedAt, _ := storage.Revision(d) // it has one, or it would not be served
 	names := d.Status.AcceptedNames
 	verbs := allVerbs
 	if apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Terminating) {
 		verbs = terminatingVerbs
 	}
-	main := &registryv1.ResourceEntry{
+	main := &registryv1.APIResource{
 		Resource: &commonv1.Resource{
 			Group:    d.Spec.Group,
 			Version:  v.Name,
 			Resource: names.Plural,
 		},
-		Namespaced: d.Namespaced(),
-		Kind:       &commonv1.Kind{Group: d.Spec.Group, Version: v.Name, Kind: names.Kind},
-		Verbs:      verbs,
-		ShortNames: names.ShortNames,
-		Categories: names.Categories,
-		Singular:   names.Singular,
-		ListKind:   names.ListKind,
-		StoredAs:   st.Name(),
+		Namespaced:      d.Namespaced(),
+		Kind:            &commonv1.Kind{Group: d.Spec.Group, Version: v.Name, Kind: names.Kind},
+		Verbs:           verbs,
+		ShortNames:      names.ShortNames,
+		Categories:      names.Categories,
+		Singular:        names.Singular,
+		ListKind:        names.ListKind,
+		StorageResource: st.Name(),
 		StoredKind: &commonv1.Kind{
 			Group:   d.Spec.Group,
 			Version: d.StorageVersion,
@@ -116,11 +116,11 @@ func entryOf(d *crd.Definition, st *storage.Stored,
 		Table:              true,
 		MediaTypes:         mediaTypes,
 		Unstructured:       true,
-		Hidden:             !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established),
+		NotEstablished:     !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established),
 		StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
 		Warnings:           warningsOf(d, v),
 		ConvertedFields:    d.Webhook() && len(v.SelectableFields) > 0,
-		DefinedAt:          int64(definedAt),
+		CrdRevision:        int64(definedAt),
 	}
 	if main.Namespaced {
 		main.SelectableFields["metadata.namespace"] = "metadata.namespace"

@@ -50,7 +50,7 @@ type served struct {
 	// foreign: its revision is of another history of etcd, and whatever is read now is newer.
 	foreign bool
 	stored  *storage.Stored
-	entries []*registryv1.ResourceEntry
+	entries []*registryv1.APIResource
 	*built
 }
 
@@ -227,7 +227,7 @@ func (t *Set) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoi
 
 // has says whether the definition serves a resource or subresource in a version.
 func (s *served) has(r *commonv1.Resource) bool {
-	return slices.ContainsFunc(s.entries, func(e *registryv1.ResourceEntry) bool {
+	return slices.ContainsFunc(s.entries, func(e *registryv1.APIResource) bool {
 		return e.Resource.Version == r.GetVersion() && e.Resource.Subresource == r.GetSubresource()
 	})
 }
@@ -294,8 +294,8 @@ func (t *Set) all() []*served {
 }
 
 // Entries is what the catalog says of the definitions.
-func (t *Set) Entries() []*registryv1.ResourceEntry {
-	var all []*registryv1.ResourceEntry
+func (t *Set) Entries() []*registryv1.APIResource {
+	var all []*registryv1.APIResource
 	for _, s := range t.all() {
 		all = append(all, s.entries...)
 	}

@@ -85,10 +85,10 @@ func TestWhatOfARowFollowsTheClock(t *testing.T) {
 	kinds := 0
 	for _, entry := range w.Resources.BuiltIn.Entries() {
 		e, ok := w.Resources.BuiltIn.Endpoint(entry.Resource)
-		if !ok || entry.StoredAs == "" || !entry.Table || entry.Resource.Subresource != "" {
+		if !ok || entry.StorageResource == "" || !entry.Table || entry.Resource.Subresource != "" {
 			continue
 		}
-		st, err := w.Resources.Stored(t.Context(), entry.StoredAs)
+		st, err := w.Resources.Stored(t.Context(), entry.StorageResource)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -101,7 +101,7 @@ func TestWhatOfARowFollowsTheClock(t *testing.T) {
 		if lasting > 0 {
 			kinds++
 		} else {
-			t.Logf("no row of %s lasts", entry.StoredAs)
+			t.Logf("no row of %s lasts", entry.StorageResource)
 		}
 	}
 	if kinds < 45 {
@@ -250,9 +250,9 @@ func TestAgesOfCustomResources(t *testing.T) {
 func rowOf(t *testing.T, e *verbs.Endpoint, st *storage.Stored, body []byte) (string, *registryv1.RowAges) {
 	t.Helper()
 	resp, err := encoder.Encode(t.Context(), e, st, &registryv1.EncodeRequest{
-		StoredAs:      e.Entry.StoredAs,
-		Json:          [][]byte{body},
-		IncludeObject: "None",
+		StorageResource: e.Entry.StorageResource,
+		Json:            [][]byte{body},
+		IncludeObject:   "None",
 		Output: &registryv1.Output{
 			MediaType: runtime.ContentTypeJSON,
 			As:        &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"},

@@ -32,7 +32,7 @@ func Encode(ctx context.Context, e *verbs.Endpoint, st *storage.Stored,
 			return storage.SchemeFor(e.Storage.New()).New(k)
 		})
 		if err != nil {
-			return nil, fmt.Errorf("decode %s: %w", r.StoredAs, err)
+			return nil, fmt.Errorf("decode %s: %w", r.StorageResource, err)
 		}
 		objects[i] = obj
 	}

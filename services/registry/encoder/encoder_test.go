@@ -29,10 +29,10 @@ func encode(t *testing.T, w *world.World, version, object string,
 	t.Helper()
 	e, st := endpoint(t, w, version)
 	return encoder.Encode(t.Context(), e, st, &registryv1.EncodeRequest{
-		StoredAs:      stored,
-		Json:          [][]byte{[]byte(object)},
-		Output:        output,
-		IncludeObject: "Object",
+		StorageResource: stored,
+		Json:            [][]byte{[]byte(object)},
+		Output:          output,
+		IncludeObject:   "Object",
 	})
 }
 

@@ -28,7 +28,7 @@ func EncodeUnstructured(ctx context.Context, e *verbs.Endpoint,
 	for i, data := range r.Json {
 		u := &list.Items[i]
 		if err := json.Unmarshal(data, &u.Object); err != nil {
-			return nil, fmt.Errorf("decode %s: %w", r.StoredAs, err)
+			return nil, fmt.Errorf("decode %s: %w", r.StorageResource, err)
 		}
 		version := e.Kind.Version
 		if i < len(r.Versions) && r.Versions[i] != "" {

@@ -39,7 +39,7 @@ type Registry interface {
 	// Endpoint finds a resource; an error is the API's own.
 	Endpoint(context.Context, *commonv1.Resource) (*verbs.Endpoint, error)
 	// Entries are what is served.
-	Entries() []*registryv1.ResourceEntry
+	Entries() []*registryv1.APIResource
 }
 
 // Loopback is a transport to a registry's own verbs.

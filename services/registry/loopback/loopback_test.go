@@ -60,11 +60,11 @@ func TestAWatchReadsTheTail(t *testing.T) {
 	w := world.New(t)
 	event := func(revision int64, name, team string) *logv1.Event {
 		return &logv1.Event{
-			Type:      logv1.Type_TYPE_ADDED,
-			Revision:  revision,
-			StoredAs:  "configmaps",
-			Namespace: "x",
-			Name:      name,
+			Type:            logv1.Type_TYPE_ADDED,
+			Revision:        revision,
+			StorageResource: "configmaps",
+			Namespace:       "x",
+			Name:            name,
 			Object: &logv1.Object{
 				Json:   []byte(`{"metadata":{"name":"` + name + `","namespace":"x"}}`),
 				Labels: map[string]string{"team": team},

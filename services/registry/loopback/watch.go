@@ -24,7 +24,7 @@ import (
 )
 
 // watch streams events of the log that come after the resource version asked for.
-func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, entry *registryv1.ResourceEntry,
+func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, entry *registryv1.APIResource,
 	info *request.RequestInfo) *http.Response {
 	q := req.URL.Query()
 	if q.Get("sendInitialEvents") != "" { // a reflector then lists and watches
@@ -35,7 +35,7 @@ func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, en
 		}, "", nil))
 	}
 	after, err := strconv.ParseInt(q.Get("resourceVersion"), 10, 64)
-	if err != nil || entry.StoredAs == "" {
+	if err != nil || entry.StorageResource == "" {
 		done()
 		return failure(req, apierrors.NewBadRequest("a loopback watch needs a resourceVersion and a stored resource"))
 	}
@@ -51,7 +51,7 @@ func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, en
 	r, w := io.Pipe()
 	go func() {
 		defer done()
-		reading := l.tail.Read(entry.StoredAs, events.Position{Revision: after, Index: events.LastIndex})
+		reading := l.tail.Read(entry.StorageResource, events.Position{Revision: after, Index: events.LastIndex})
 		err := reading.Each(ctx, func(e *logv1.Event) error { return writeEvent(w, entry, e, selects) })
 		if errors.Is(err, tail.ErrExpired) {
 			err = expired(w, after)
@@ -88,7 +88,7 @@ func expired(w io.Writer, after int64) error {
 	return io.EOF
 }
 
-func writeEvent(w io.Writer, entry *registryv1.ResourceEntry, e *logv1.Event, selects tail.Selector) error {
+func writeEvent(w io.Writer, entry *registryv1.APIResource, e *logv1.Event, selects tail.Selector) error {
 	event, o := tail.Classify(e, selects)
 	if event == "" {
 		return nil

@@ -29,7 +29,7 @@ type streamGate struct {
 }
 
 func (g *streamGate) ask(ctx context.Context, q *registryv1.WriteReply) (*registryv1.WriteCall, error) {
-	q.Trace = telemetry.TraceOf(ctx)
+	q.Traceparent = telemetry.TraceOf(ctx)
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.stream.Send(q); err != nil {
@@ -44,7 +44,7 @@ func (g *streamGate) ask(ctx context.Context, q *registryv1.WriteReply) (*regist
 
 func (g *streamGate) Review(ctx context.Context, phase registryv1.Phase,
 	r *admissionv1.Review) (*admissionv1.Verdict, error) {
-	needed := &registryv1.AdmissionNeeded{Phase: phase, Review: r}
+	needed := &registryv1.AdmissionCallback{Phase: phase, Review: r}
 	a, err := g.ask(ctx, &registryv1.WriteReply{Reply: &registryv1.WriteReply_Admission{Admission: needed}})
 	if err != nil {
 		return nil, apierrors.NewInternalError(err)

@@ -109,10 +109,10 @@ func withoutTrail(err error) error {
 // error is no sign of a question there.
 var reviews = []string{"authentication.k8s.io", "authorization.k8s.io"}
 
-// WriteDirect runs one write about which nothing is to be asked.
-func (o *Objects) WriteDirect(ctx context.Context, r *registryv1.WriteRequest) (*registryv1.DirectReply, error) {
+// WriteUnary runs one write about which nothing is to be asked.
+func (o *Objects) WriteUnary(ctx context.Context, r *registryv1.WriteRequest) (*registryv1.WriteUnaryReply, error) {
 	if r.Verb == "deletecollection" || slices.Contains(reviews, r.Resource.GetGroup()) {
-		return &registryv1.DirectReply{Asks: true}, nil
+		return &registryv1.WriteUnaryReply{CallbackRequired: true}, nil
 	}
 	e, err := o.endpoint(ctx, r.Resource, r.Namespace)
 	if err != nil {
@@ -122,15 +122,15 @@ func (o *Objects) WriteDirect(ctx context.Context, r *registryv1.WriteRequest) (
 	resp, err := e.Write(resources.Within(ctx, r.Verb, r.Resource, r.User, r.Namespace, r.Name), r, gate)
 	switch {
 	case err == nil:
-		return &registryv1.DirectReply{Result: resp}, nil
+		return &registryv1.WriteUnaryReply{Result: resp}, nil
 	case gate.asked.Load():
-		return &registryv1.DirectReply{Asks: true}, nil
+		return &registryv1.WriteUnaryReply{CallbackRequired: true}, nil
 	}
 	of, merr := proto.Marshal(status.Convert(withoutTrail(err)).Proto())
 	if merr != nil {
 		return nil, merr
 	}
-	return &registryv1.DirectReply{Error: of, Audit: rpc.Trail(err)}, nil
+	return &registryv1.WriteUnaryReply{Error: of, Audit: rpc.Trail(err)}, nil
 }
 
 // Connect decides where a request that carries bytes goes, asking back in its own stream.

@@ -133,31 +133,31 @@ func TestAWriteAsksInItsStream(t *testing.T) {
 // A write about which nothing is asked is one call, and one about which something is leaves nothing behind.
 func TestAWriteThatNobodyIsAskedAbout(t *testing.T) {
 	o := gateway(t)
-	direct := func(r *registryv1.WriteRequest) *registryv1.DirectReply {
+	direct := func(r *registryv1.WriteRequest) *registryv1.WriteUnaryReply {
 		t.Helper()
-		reply, err := o.WriteDirect(t.Context(), r)
+		reply, err := o.WriteUnary(t.Context(), r)
 		if err != nil {
 			t.Fatal(err)
 		}
 		return reply
 	}
 	asked := create("asked")
-	if reply := direct(asked); !reply.Asks || reply.Result != nil || len(reply.Error) > 0 {
+	if reply := direct(asked); !reply.CallbackRequired || reply.Result != nil || len(reply.Error) > 0 {
 		t.Errorf("what admission looks at is answered: %v", reply)
 	}
-	asked.Lifecycle = asked.Admit // which this registry does not know
-	if reply := direct(asked); !reply.Asks {
+	asked.NamespaceLifecycleOnly = asked.Admit // which this registry does not know
+	if reply := direct(asked); !reply.CallbackRequired {
 		t.Errorf("what is known of no namespace is answered: %v", reply)
 	}
 	plain := create("plain")
 	plain.Admit = nil
-	if reply := direct(plain); !strings.Contains(string(reply.GetResult().GetBody()), `"plain"`) || reply.Asks {
+	if reply := direct(plain); !strings.Contains(string(reply.GetResult().GetBody()), `"plain"`) || reply.CallbackRequired {
 		t.Errorf("%v", reply)
 	}
 	plain.AuditLevel = commonv1.AuditLevel_AUDIT_LEVEL_REQUEST
 	reply := direct(plain)
 	st := &rpcstatus.Status{}
-	if err := proto.Unmarshal(reply.Error, st); err != nil || reply.Result != nil || reply.Asks {
+	if err := proto.Unmarshal(reply.Error, st); err != nil || reply.Result != nil || reply.CallbackRequired {
 		t.Errorf("%v, %v", reply, err)
 	}
 	if err := rpc.FromStatus(status.ErrorProto(st)); !apierrors.IsAlreadyExists(err) {
@@ -171,11 +171,11 @@ func TestAWriteThatNobodyIsAskedAbout(t *testing.T) {
 	role.Resource = &commonv1.Resource{Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "roles"}
 	role.Body = []byte(`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"made"},` +
 		`"rules":[{"apiGroups":[""],"resources":["pods"],"verbs":["get"]}]}`)
-	if reply := direct(role); !reply.Asks {
+	if reply := direct(role); !reply.CallbackRequired {
 		t.Errorf("who may grant what is not asked: %v", reply)
 	}
 	role.Verb, role.Name = "deletecollection", ""
-	if reply := direct(role); !reply.Asks {
+	if reply := direct(role); !reply.CallbackRequired {
 		t.Errorf("a collection is deleted without being asked about: %v", reply)
 	}
 	for _, r := range []*registryv1.GetRequest{{Resource: world.ConfigMaps, Name: "asked"}, {Resource: role.Resource,

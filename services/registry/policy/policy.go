@@ -31,7 +31,7 @@ import (
 
 // Policy answers them.
 type Policy struct {
-	watchfanoutv1.UnimplementedPolicyServer
+	watchfanoutv1.UnimplementedInternalWatchServer
 	resources *resources.Resources
 	source    *source.Source
 	tail      *tail.Tail
@@ -126,7 +126,7 @@ func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 // view is which objects are read, and in which form.
 type view struct {
 	policy  *Policy
-	entry   *registryv1.ResourceEntry
+	entry   *registryv1.APIResource
 	output  *registryv1.Output
 	form    frame.Form
 	stored  *storage.Stored
@@ -151,7 +151,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 		return nil, err
 	}
 	entry, as := e.Entry, q.GetOutput().GetAs()
-	if entry.GetStoredAs() == "" || !offered(q.GetOutput()) || q.GetNamespace() != "" && !entry.Namespaced {
+	if entry.GetStorageResource() == "" || !offered(q.GetOutput()) || q.GetNamespace() != "" && !entry.Namespaced {
 		return nil, rpc.ErrAskRegistry
 	}
 	v := &view{
@@ -164,7 +164,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 	v.form = frame.FormOf(entry.Kind, as, q.GetOutput().GetMediaType(), entry.Unstructured)
 	k, stored := entry.Kind, entry.StoredKind
 	v.native = k.Group == stored.Group && k.Version == stored.Version && k.Kind == stored.Kind
-	if v.stored, err = p.resources.Stored(ctx, entry.StoredAs); err != nil {
+	if v.stored, err = p.resources.Stored(ctx, entry.StorageResource); err != nil {
 		return nil, err
 	}
 	v.prefix = v.stored.Prefix

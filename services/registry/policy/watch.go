@@ -142,7 +142,7 @@ func (w *watch) initial(ctx context.Context) error {
 
 // sendEvents sends events, and now and then how far that is, until the caller goes away or the reading is at its end.
 func (w *watch) sendEvents(ctx context.Context) error {
-	f := w.tail.Read(w.entry.StoredAs, w.position)
+	f := w.tail.Read(w.entry.StorageResource, w.position)
 	bookmarks := time.NewTicker(policyBookmarks)
 	defer bookmarks.Stop()
 	for due := false; ; {
@@ -182,12 +182,12 @@ func (w *watch) sendProgress() error {
 		return w.send(nil, nil)
 	}
 	data := w.form.Bookmark(w.position.Revision, false)
-	return w.send(data, []*watchfanoutv1.Mark{{Bookmark: true, End: int32(len(data)), Position: w.position.Proto()}})
+	return w.send(data, []*watchfanoutv1.EventBoundary{{Bookmark: true, End: int32(len(data)), Position: w.position.Proto()}})
 }
 
 func (w *watch) deliver(ctx context.Context, came []*logv1.Event) error {
 	var data []byte
-	var marks []*watchfanoutv1.Mark
+	var marks []*watchfanoutv1.EventBoundary
 	for _, e := range came {
 		kind, o := tail.Classify(e, w.selects)
 		if kind == "" {
@@ -199,7 +199,7 @@ func (w *watch) deliver(ctx context.Context, came []*logv1.Event) error {
 		}
 		w.position.Revision, w.position.Index = e.Revision, e.Index
 		data = append(data, f...)
-		marks = append(marks, &watchfanoutv1.Mark{End: int32(len(data)), Position: w.position.Proto(), Trace: e.Trace})
+		marks = append(marks, &watchfanoutv1.EventBoundary{End: int32(len(data)), Position: w.position.Proto(), Traceparent: e.Traceparent})
 		if len(data) > messageBytes {
 			if err := w.send(data, marks); err != nil {
 				return err
@@ -214,8 +214,8 @@ func (w *watch) deliver(ctx context.Context, came []*logv1.Event) error {
 }
 
 // send sends frames that end at the watch's position.
-func (w *watch) send(data []byte, marks []*watchfanoutv1.Mark) error {
-	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, Marks: marks, Position: w.position.Proto()})
+func (w *watch) send(data []byte, marks []*watchfanoutv1.EventBoundary) error {
+	return w.stream.Send(&watchfanoutv1.WatchFrame{Data: data, Boundaries: marks, Position: w.position.Proto()})
 }
 
 // event is one event's frame.
@@ -224,12 +224,12 @@ func (v *view) event(ctx context.Context, kind string, o *logv1.Object) ([]byte,
 		return v.form.Event(kind, o.Json, o.Protobuf)
 	}
 	r := &registryv1.EncodeRequest{
-		StoredAs:  v.entry.StoredAs,
-		Resource:  v.entry.Resource,
-		Output:    v.output,
-		Json:      [][]byte{o.Json},
-		Versions:  []string{o.Version},
-		DefinedAt: v.policy.tail.DefinedAt(v.entry.StoredAs),
+		StorageResource: v.entry.StorageResource,
+		Resource:        v.entry.Resource,
+		Output:          v.output,
+		Json:            [][]byte{o.Json},
+		Versions:        []string{o.Version},
+		CrdRevision:     v.policy.tail.DefinedAt(v.entry.StorageResource),
 	}
 	if !v.entry.Unstructured {
 		r.Protobuf = [][]byte{o.Protobuf}

@@ -45,7 +45,7 @@ func (s *watching) shows(t *testing.T) string {
 	var out []string
 	for _, f := range s.frames {
 		begin := int32(0)
-		for _, m := range f.Marks {
+		for _, m := range f.Boundaries {
 			if !bytes.HasSuffix(f.Data[begin:m.End], []byte("}\n")) {
 				t.Errorf("a mark amid an event: %q", f.Data[begin:m.End])
 			}
@@ -90,18 +90,18 @@ func role(revision int64, index int32, kind logv1.Type, name string, labels map[
 
 func event(revision int64, index int32, storedAs string) *logv1.Event {
 	return &logv1.Event{
-		Type:     logv1.Type_TYPE_MODIFIED,
-		Revision: revision,
-		Index:    index,
-		StoredAs: storedAs,
-		History:  "h",
+		Type:            logv1.Type_TYPE_MODIFIED,
+		Revision:        revision,
+		Index:           index,
+		StorageResource: storedAs,
+		Epoch:           "h",
 	}
 }
 
-func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, History: "h"} }
+func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, Epoch: "h"} }
 
 func reset(revision int64, index int32, storedAs string) *logv1.Event {
-	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, Index: index, StoredAs: storedAs, History: "h"}
+	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, Index: index, StorageResource: storedAs, Epoch: "h"}
 }
 
 func tailOf(t *testing.T, all ...*logv1.Event) *tail.Tail {
@@ -128,7 +128,7 @@ func watchOf(t *testing.T, l *tail.Tail, r *watchfanoutv1.WatchRequest, labels s
 	return &watch{tail: l, draining: make(chan struct{}), request: r, stream: s,
 		view: &view{
 			policy:  &Policy{tail: l},
-			entry:   &registryv1.ResourceEntry{StoredAs: "roles", Kind: k, StoredKind: k},
+			entry:   &registryv1.APIResource{StorageResource: "roles", Kind: k, StoredKind: k},
 			form:    frame.FormOf(k, nil, frame.JSON, false),
 			selects: selects,
 			native:  true,
@@ -150,7 +150,7 @@ func TestAPolicyWatchTellsEveryChangeOnce(t *testing.T) {
 	}
 	at := func(revision int64, index int32, history string) *watchfanoutv1.WatchRequest {
 		return &watchfanoutv1.WatchRequest{ResourceVersion: "10", AllowBookmarks: true, InitialEventsDone: true,
-			ResumeAfter: &watchfanoutv1.Position{Revision: revision, Index: index, History: history}}
+			ResumeAfter: &watchfanoutv1.Position{Revision: revision, Index: index, Epoch: history}}
 	}
 	for name, c := range map[string]struct {
 		log     []*logv1.Event

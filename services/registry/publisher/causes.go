@@ -46,7 +46,7 @@ type cause struct {
 
 // Tell takes note of a write of this registry that is traced, before it is made: for itself, or with whoever publishes.
 // It takes tellTimeout at most, whatever NATS does.
-func (p *Publisher) Tell(c *logv1.Cause) {
+func (p *Publisher) Tell(c *logv1.TraceContext) {
 	if p.publishes.Load() {
 		p.causes.add(c)
 		return
@@ -67,7 +67,7 @@ func (p *Publisher) Tell(c *logv1.Cause) {
 
 // telling is a cause that somebody else is to be told of. told is closed once that is done or given up.
 type telling struct {
-	*logv1.Cause
+	*logv1.TraceContext
 	told chan struct{}
 }
 
@@ -79,7 +79,7 @@ func (p *Publisher) tellOthers(ctx context.Context) {
 			return
 		case t := <-p.causes.others():
 			one, cancel := context.WithTimeout(ctx, tellTimeout)
-			if err := eventlog.TellCause(one, p.NATS, t.Cause); err != nil {
+			if err := eventlog.TellCause(one, p.NATS, t.TraceContext); err != nil {
 				slog.Debug("The publisher is not told of a traced write", "error", err)
 			}
 			cancel()
@@ -94,7 +94,7 @@ func (c *causes) others() chan *telling {
 	return c.toTell
 }
 
-func (c *causes) add(told *logv1.Cause) {
+func (c *causes) add(told *logv1.TraceContext) {
 	now := time.Now()
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -109,7 +109,7 @@ func (c *causes) add(told *logv1.Cause) {
 		c.of = map[write]cause{}
 	}
 	if len(c.of) < maxCauses {
-		c.of[write{told.Key, told.ExpectedRevision}] = cause{told.Trace, now}
+		c.of[write{told.Key, told.ExpectedRevision}] = cause{told.Traceparent, now}
 	}
 	c.known.Store(int64(len(c.of)))
 }

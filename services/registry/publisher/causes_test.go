@@ -22,9 +22,9 @@ func over(key string, revision int64) *clientv3.Event {
 // An event belongs to the trace of the write over the same revision of the same key, once and for a while.
 func TestAnEventHasItsCause(t *testing.T) {
 	var c causes
-	c.add(&logv1.Cause{Key: "a", ExpectedRevision: 5, Trace: "update"})
-	c.add(&logv1.Cause{Key: "a", Trace: "create"})
-	c.add(&logv1.Cause{Key: "old", Trace: "failed"})
+	c.add(&logv1.TraceContext{Key: "a", ExpectedRevision: 5, Traceparent: "update"})
+	c.add(&logv1.TraceContext{Key: "a", Traceparent: "create"})
+	c.add(&logv1.TraceContext{Key: "old", Traceparent: "failed"})
 	c.of[write{"old", 0}] = cause{"failed", time.Now().Add(-2 * causeAge)}
 	for _, w := range []struct {
 		event *clientv3.Event
@@ -45,7 +45,7 @@ func TestAnEventHasItsCause(t *testing.T) {
 		t.Errorf("%d are kept", c.known.Load())
 	}
 	for i := range 3 * maxCauses {
-		c.add(&logv1.Cause{Key: fmt.Sprint(i)})
+		c.add(&logv1.TraceContext{Key: fmt.Sprint(i)})
 	}
 	if len(c.of) != maxCauses {
 		t.Errorf("%d are kept", len(c.of))

@@ -59,7 +59,7 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Ev
 func (p *Publisher) read(ctx context.Context, e *clientv3.Event,
 	st *storage.Stored) (*logv1.Event, runtime.Object, error) {
 	key := string(e.Kv.Key)
-	out := &logv1.Event{Revision: e.Kv.ModRevision, StoredAs: st.Name(), ObservedUnixNano: time.Now().UnixNano()}
+	out := &logv1.Event{Revision: e.Kv.ModRevision, StorageResource: st.Name(), ObservedUnixNano: time.Now().UnixNano()}
 	value := e.Kv.Value
 	switch {
 	case e.Type == mvccpb.DELETE:

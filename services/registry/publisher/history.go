@@ -92,9 +92,9 @@ func (p *Publisher) continues(ctx context.Context, last eventlog.ID, h history,
 	}
 	switch {
 	case mark == nil: // none within the log's retention: its events say the rest
-	case mark.History != h.ID:
-		return fmt.Sprintf("etcd's history is %q, the log's %q", h.ID, mark.History), nil
-	case h.Mark != mark.Marker && (mark.NextMarker == "" || h.Mark != mark.NextMarker):
+	case mark.Epoch != h.ID:
+		return fmt.Sprintf("etcd's history is %q, the log's %q", h.ID, mark.Epoch), nil
+	case h.Mark != mark.FencingToken && (mark.NextFencingToken == "" || h.Mark != mark.NextFencingToken):
 		return "etcd's mark is not the log's last", nil
 	}
 	same, err := p.holds(ctx)
@@ -152,7 +152,7 @@ type happening struct {
 // keyOf is where an event's object is in etcd; false for a custom resource's, whose definition would have to be known
 // as it was.
 func (p *Publisher) keyOf(e *logv1.Event) (string, bool) {
-	st, ok := p.Storage.ByName(e.StoredAs)
+	st, ok := p.Storage.ByName(e.StorageResource)
 	if !ok {
 		return "", false
 	}

@@ -65,8 +65,8 @@ func (j *journal) take(e *logv1.Event) error {
 		return nil
 	}
 	s := strings.ToLower(strings.TrimPrefix(e.Type.String(), "TYPE_"))
-	if e.StoredAs != "" {
-		s += " " + e.StoredAs + "/" + e.Name
+	if e.StorageResource != "" {
+		s += " " + e.StorageResource + "/" + e.Name
 	}
 	if e.Previous != nil {
 		s += fmt.Sprintf(" was %v", e.Previous.Labels)

@@ -27,9 +27,9 @@ type term struct {
 
 // stamp is an event with what the log says of etcd's history.
 func (w *term) stamp(e *logv1.Event) *logv1.Event {
-	e.History = w.history.ID
-	if e.StoredAs == "" {
-		e.Marker, e.NextMarker = w.marker, w.nextMarker
+	e.Epoch = w.history.ID
+	if e.StorageResource == "" {
+		e.FencingToken, e.NextFencingToken = w.marker, w.nextMarker
 	}
 	return e
 }

@@ -64,11 +64,11 @@ func (t *transaction) reset(i int, storedAs string, redefined bool) {
 		index++
 	}
 	t.resets = append(t.resets, &logv1.Event{
-		Type:      logv1.Type_TYPE_RESET,
-		Revision:  t.revision,
-		StoredAs:  storedAs,
-		Redefined: redefined,
-		Index:     int32(index),
+		Type:            logv1.Type_TYPE_RESET,
+		Revision:        t.revision,
+		StorageResource: storedAs,
+		CrdChanged:      redefined,
+		Index:           int32(index),
 	})
 }
 
@@ -96,7 +96,7 @@ func (p *Publisher) transaction(ctx context.Context, w *term, events []*clientv3
 			t.refuse(i, st.Name(), string(e.Kv.Key), err)
 		}
 		if err == nil && event != nil {
-			event.Index, event.Trace = int32(i), p.causes.take(e)
+			event.Index, event.Traceparent = int32(i), p.causes.take(e)
 			t.out = append(t.out, event)
 		}
 	}
@@ -110,7 +110,7 @@ func (t *transaction) append(ctx context.Context, w *term) error {
 		event.More = n < len(t.out)-1 || len(t.resets) > 0
 		var bad *eventlog.UnsendableError
 		if err := one(ctx, w, event); errors.As(err, &bad) {
-			t.refuse(int(event.Index), event.StoredAs, event.Namespace+"/"+event.Name, bad)
+			t.refuse(int(event.Index), event.StorageResource, event.Namespace+"/"+event.Name, bad)
 		} else if err != nil {
 			return err
 		}
@@ -135,12 +135,12 @@ func one(ctx context.Context, w *term, event *logv1.Event) error {
 		return w.log.Check(w.stamp(event))
 	}
 	began := time.Unix(0, event.ObservedUnixNano)
-	span, traced := telemetry.BeginEvent(ctx, event.Trace, event.StoredAs, event.Revision, began)
+	span, traced := telemetry.BeginEvent(ctx, event.Traceparent, event.StorageResource, event.Revision, began)
 	defer span.End()
-	event.Trace = traced
+	event.Traceparent = traced
 	if err := w.append(event); err != nil {
 		return err
 	}
-	published.WithLabelValues(event.StoredAs).Inc()
+	published.WithLabelValues(event.StorageResource).Inc()
 	return nil
 }

@@ -43,7 +43,7 @@ func (l *logged) says(t *testing.T) (out []string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		s := fmt.Sprintf("%s %d", e.StoredAs, e.Index)
+		s := fmt.Sprintf("%s %d", e.StorageResource, e.Index)
 		if e.Type == logv1.Type_TYPE_RESET {
 			s = "reset " + s
 		}
@@ -67,11 +67,11 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 				continue
 			}
 			e := &logv1.Event{
-				Type:     logv1.Type_TYPE_MODIFIED,
-				Revision: 20,
-				Index:    int32(i),
-				StoredAs: name,
-				Object:   &logv1.Object{Json: []byte("{}")},
+				Type:            logv1.Type_TYPE_MODIFIED,
+				Revision:        20,
+				Index:           int32(i),
+				StorageResource: name,
+				Object:          &logv1.Object{Json: []byte("{}")},
 			}
 			if name == "configmaps" {
 				e.Object.Json = append([]byte(nil), fmt.Sprintf("%01000d", 7)...)

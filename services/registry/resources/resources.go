@@ -49,7 +49,7 @@ func (r *Resources) Endpoint(ctx context.Context, of *commonv1.Resource) (*verbs
 }
 
 // Entries are the catalog's, built in first.
-func (r *Resources) Entries() []*registryv1.ResourceEntry {
+func (r *Resources) Entries() []*registryv1.APIResource {
 	return slices.Concat(r.BuiltIn.Entries(), r.Custom.Entries())
 }
 

@@ -74,16 +74,16 @@ func New(r *resources.Resources, keys *storage.LogKeys, stored eventlog.Stored) 
 	}
 }
 
-// LogKey answers a key that messages of the log are sealed with.
-func (s *Source) LogKey(ctx context.Context, r *registryv1.LogKeyRequest) (*registryv1.LogKeyResponse, error) {
-	secret, err := s.SealedWith(ctx, r.StoredAs, r.Key)
+// DataKey answers a key that messages of the log are sealed with.
+func (s *Source) DataKey(ctx context.Context, r *registryv1.DataKeyRequest) (*registryv1.DataKeyResponse, error) {
+	secret, err := s.SealedWith(ctx, r.StorageResource, r.Key)
 	if errors.Is(err, eventlog.ErrNoKey) {
 		return nil, status.Error(codes.FailedPrecondition, strings.ToValidUTF8(err.Error(), "\ufffd"))
 	}
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	return &registryv1.LogKeyResponse{Secret: secret}, nil
+	return &registryv1.DataKeyResponse{Secret: secret}, nil
 }
 
 // SealedWith implements eventlog.Keys for the registry's own reading of the log.
@@ -141,7 +141,7 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	if err != nil {
 		return err
 	}
-	st, err := s.resources.Stored(ctx, r.StoredAs)
+	st, err := s.resources.Stored(ctx, r.StorageResource)
 	if err != nil {
 		return err
 	}
@@ -252,7 +252,7 @@ func RowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) []*
 
 // Encode turns stored encodings into another version, or into Table rows.
 func (s *Source) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
-	if err := s.resources.Custom.NotBefore(ctx, r.StoredAs, r.DefinedAt); err != nil {
+	if err := s.resources.Custom.NotBefore(ctx, r.StorageResource, r.CrdRevision); err != nil {
 		return nil, rpc.ToStatus(err)
 	}
 	e, err := s.resources.Endpoint(ctx, r.Resource)
@@ -263,9 +263,9 @@ func (s *Source) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*regi
 		resp, err := encoder.EncodeUnstructured(ctx, e, r)
 		return resp, rpc.ToStatus(err)
 	}
-	st, ok := s.resources.Storage.ByName(r.StoredAs)
+	st, ok := s.resources.Storage.ByName(r.StorageResource)
 	if !ok {
-		return nil, status.Errorf(codes.NotFound, "no stored resource %q", r.StoredAs)
+		return nil, status.Errorf(codes.NotFound, "no stored resource %q", r.StorageResource)
 	}
 	resp, err := encoder.Encode(ctx, e, st, r)
 	return resp, rpc.ToStatus(err)

@@ -46,7 +46,7 @@ func TestASnapshotIsWhole(t *testing.T) {
 	snapshot := func() (rows []*registryv1.Row, messages int) {
 		t.Helper()
 		c := &chunks{ctx: t.Context()}
-		if err := w.Source.Snapshot(&registryv1.SnapshotRequest{StoredAs: "configmaps"}, c); err != nil {
+		if err := w.Source.Snapshot(&registryv1.SnapshotRequest{StorageResource: "configmaps"}, c); err != nil {
 			t.Fatal(err)
 		}
 		for _, m := range c.all {
@@ -95,17 +95,17 @@ func TestEncode(t *testing.T) {
 		"spec":{"maxReplicas":3,"scaleTargetRef":{"kind":"Deployment","name":"d","apiVersion":"apps/v1"}}}`)
 	c := &chunks{ctx: t.Context()}
 	name := "horizontalpodautoscalers.autoscaling"
-	if err := w.Source.Snapshot(&registryv1.SnapshotRequest{StoredAs: name}, c); err != nil {
+	if err := w.Source.Snapshot(&registryv1.SnapshotRequest{StorageResource: name}, c); err != nil {
 		t.Fatal(err)
 	}
 	row := c.all[0].Rows[0]
 	encode := func(version string, as *commonv1.Kind) (*registryv1.EncodeResponse, error) {
 		return w.Source.Encode(t.Context(), &registryv1.EncodeRequest{
-			StoredAs: name,
-			Resource: &commonv1.Resource{Group: "autoscaling", Version: version, Resource: "horizontalpodautoscalers"},
-			Output:   &registryv1.Output{MediaType: "application/json", As: as},
-			Json:     [][]byte{nil},
-			Protobuf: [][]byte{row.Protobuf},
+			StorageResource: name,
+			Resource:        &commonv1.Resource{Group: "autoscaling", Version: version, Resource: "horizontalpodautoscalers"},
+			Output:          &registryv1.Output{MediaType: "application/json", As: as},
+			Json:            [][]byte{nil},
+			Protobuf:        [][]byte{row.Protobuf},
 		})
 	}
 	old, err := encode("v1", nil)

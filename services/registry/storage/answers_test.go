@@ -35,7 +35,7 @@ func TestAnAnswerIsKeptWhileItsObjectStaysAsItIs(t *testing.T) {
 		}
 	}
 	written := func(revision int64) {
-		w.Resources.Storage.Written(&logv1.Event{StoredAs: "configmaps", Namespace: "x", Name: "a", Revision: revision})
+		w.Resources.Storage.Written(&logv1.Event{StorageResource: "configmaps", Namespace: "x", Name: "a", Revision: revision})
 	}
 	deleted := func() {
 		t.Helper()

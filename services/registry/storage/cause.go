@@ -10,14 +10,14 @@ import (
 )
 
 // TellCauses has tell called before each write of a traced request. It is set before anything is written.
-func (s *Storage) TellCauses(tell func(*logv1.Cause)) {
+func (s *Storage) TellCauses(tell func(*logv1.TraceContext)) {
 	s.Client.Kubernetes = &tracedWrites{s.Client.Kubernetes, tell}
 }
 
 // tracedWrites is etcd's client as upstream's storage uses it.
 type tracedWrites struct {
 	etcdkubernetes.Interface
-	tell func(*logv1.Cause)
+	tell func(*logv1.TraceContext)
 }
 
 // OptimisticPut implements etcd's client.
@@ -36,6 +36,6 @@ func (t *tracedWrites) OptimisticDelete(ctx context.Context, key string, expecte
 
 func (t *tracedWrites) cause(ctx context.Context, key string, expected int64) {
 	if traced := telemetry.TraceOf(ctx); traced != "" {
-		t.tell(&logv1.Cause{Key: key, ExpectedRevision: expected, Trace: traced})
+		t.tell(&logv1.TraceContext{Key: key, ExpectedRevision: expected, Traceparent: traced})
 	}
 }

@@ -74,7 +74,7 @@ func TestAnUpdateBeginsWithWhatWasWritten(t *testing.T) {
 		{"made anew by another", func() { behind(object(`"k":"6"`)) }, "patch", `{"data":{"m":"7"}}`, 0, `"k":"6","m":"7"`},
 		{"another has told of a change", func() {
 			behind(object(`"k":"8"`))
-			w.Resources.Storage.Written(&logv1.Event{StoredAs: "configmaps", Namespace: "x", Name: "a", Revision: 1 << 40})
+			w.Resources.Storage.Written(&logv1.Event{StorageResource: "configmaps", Namespace: "x", Name: "a", Revision: 1 << 40})
 		}, "patch", `{"data":{"m":"9"}}`, 1, `"k":"8","m":"9"`},
 		{"etcd has another history", w.Resources.Storage.Forget, "patch", `{"data":{"m":"10"}}`, 1, `"k":"8","m":"10"`},
 		{"what is unreadable is not kept", func() { behind("rubbish") }, "patch", `{"data":{"m":"11"}}`, 0, "illegal base64"},

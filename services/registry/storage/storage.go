@@ -205,7 +205,7 @@ func (s *Storage) Close() error {
 // Written is told of every event of the log: the value that this registry has written before, and what it has answered,
 // are forgotten.
 func (s *Storage) Written(e *logv1.Event) {
-	st, ok := s.ByName(e.StoredAs)
+	st, ok := s.ByName(e.StorageResource)
 	if !ok { // not known by name; what is kept of it may be old, which etcd finds out
 		return
 	}

@@ -102,8 +102,8 @@ func (t *Tail) ring(storedAs string) *ring {
 func (t *Tail) Append(e *logv1.Event) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	event := e.Type != logv1.Type_TYPE_UNSPECIFIED && (e.Type != logv1.Type_TYPE_RESET || e.StoredAs != "")
-	foreign := e.History != "" && t.history != "" && e.History != t.history
+	event := e.Type != logv1.Type_TYPE_UNSPECIFIED && (e.Type != logv1.Type_TYPE_RESET || e.StorageResource != "")
+	foreign := e.Epoch != "" && t.history != "" && e.Epoch != t.history
 	switch {
 	case t.started && events.Refills(e, t.history, t.high):
 	case e.Type == logv1.Type_TYPE_RESET && !event:
@@ -116,8 +116,8 @@ func (t *Tail) Append(e *logv1.Event) error {
 		t.drop(low)
 	}
 	t.started = true
-	if e.History != "" {
-		t.history = e.History
+	if e.Epoch != "" {
+		t.history = e.Epoch
 	}
 	if foreign {
 		for _, r := range t.rings {
@@ -145,8 +145,8 @@ func (t *Tail) add(e *logv1.Event) {
 	if t.Written != nil {
 		t.Written(e)
 	}
-	r := t.ring(e.StoredAs)
-	if e.Redefined {
+	r := t.ring(e.StorageResource)
+	if e.CrdChanged {
 		r.redefined = max(r.redefined, e.Revision)
 	}
 	r.Add(e)

@@ -13,18 +13,18 @@ import (
 
 func event(revision int64, index int32, storedAs string) *logv1.Event {
 	return &logv1.Event{
-		Type:     logv1.Type_TYPE_MODIFIED,
-		Revision: revision,
-		Index:    index,
-		StoredAs: storedAs,
-		History:  "h",
+		Type:            logv1.Type_TYPE_MODIFIED,
+		Revision:        revision,
+		Index:           index,
+		StorageResource: storedAs,
+		Epoch:           "h",
 	}
 }
 
-func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, History: "h"} }
+func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, Epoch: "h"} }
 
 func reset(revision int64, index int32, storedAs string) *logv1.Event {
-	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, Index: index, StoredAs: storedAs, History: "h"}
+	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, Index: index, StorageResource: storedAs, Epoch: "h"}
 }
 
 func tailOf(t *testing.T, all ...*logv1.Event) *Tail {
@@ -128,7 +128,7 @@ func TestAReadingGoesOn(t *testing.T) {
 		t.Error(got)
 	}
 	other := event(5, 0, "roles")
-	other.History = "restored"
+	other.Epoch = "restored"
 	_ = l.Append(other)
 	if got := told(f); got != " to 0 overrun" {
 		t.Errorf("a reading goes on in another history: %s", got)

@@ -59,7 +59,7 @@ type Endpoint struct {
 	Terminating func() bool
 
 	// Entry is what the catalog says of it.
-	Entry *registryv1.ResourceEntry
+	Entry *registryv1.APIResource
 }
 
 // Hub is the version that objects have in memory.

@@ -37,7 +37,7 @@ func TestAWriteHasItsTime(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			defer cancel()
 			began := time.Now()
-			e := &Endpoint{Storage: hanging{}, Entry: &registryv1.ResourceEntry{}}
+			e := &Endpoint{Storage: hanging{}, Entry: &registryv1.APIResource{}}
 			_, err := e.Write(ctx, &registryv1.WriteRequest{Verb: verb, Name: "n"}, nil)
 			if took := time.Since(began); !apierrors.IsTimeout(err) || took != want {
 				t.Errorf("%s: %v after %v, want a timeout after %v", verb, err, took, want)

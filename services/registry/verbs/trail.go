@@ -21,7 +21,7 @@ type trail struct {
 	level commonv1.AuditLevel
 	// annotations are what upstream's storages write.
 	annotations *audit.AuditContext
-	gathered    commonv1.AuditTrail
+	gathered    commonv1.AuditContext
 }
 
 // recordTrail returns a context in which annotations are gathered, and what gathers them.
@@ -83,7 +83,7 @@ func (t *trail) answered(result runtime.Object) {
 }
 
 // end is what has been gathered, or nil.
-func (t *trail) end() *commonv1.AuditTrail {
+func (t *trail) end() *commonv1.AuditContext {
 	if t == nil {
 		return nil
 	}

@@ -448,7 +448,7 @@ func TestAPodIsAskedAboutOnce(t *testing.T) {
 			Verb: "create",
 			Body: []byte(`{"apiVersion":"v1","kind":"Pod","metadata":{` + generated +
 				`},"spec":{"containers":[{"name":"c","image":"i"}]}}`),
-			AtOnce: c.atOnce,
+			ValidateInAdmit: c.atOnce,
 		}, gate)
 		if got := strings.Join(gate.Asked, ", "); err != nil || got != c.asks {
 			t.Errorf("%s: it asks %s, %v", what, got, err)

@@ -52,9 +52,9 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		gate:      gate,
 		endpoint:  e,
 		admit:     r.Admit,
-		lifecycle: r.Lifecycle,
+		lifecycle: r.NamespaceLifecycleOnly,
 		validate:  r.Validate,
-		atOnce:    r.AtOnce,
+		atOnce:    r.ValidateInAdmit,
 	}
 	c := &call{
 		Endpoint: e,

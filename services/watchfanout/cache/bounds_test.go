@@ -135,7 +135,7 @@ func TestWhatCannotBeReadIsItsOwnMatter(t *testing.T) {
 func TestAnotherHistoryOverrunsEveryCursor(t *testing.T) {
 	c := New(1<<20, 0)
 	first := reset(1000)
-	first.History = "a"
+	first.Epoch = "a"
 	c.Apply(first)
 	r := follow(c, "pods")
 	cur, _, ok := r.After(1000, lastOf)
@@ -143,7 +143,7 @@ func TestAnotherHistoryOverrunsEveryCursor(t *testing.T) {
 		t.Fatal(c.History())
 	}
 	second := reset(500)
-	second.History = "b"
+	second.Epoch = "b"
 	c.Apply(second)
 	if _, _, _, _, ok := r.Next(cur, 1); ok || c.History() != "b" || c.Progress() != 500 {
 		t.Errorf("a cursor goes on in history %q at %d", c.History(), c.Progress())
@@ -151,7 +151,7 @@ func TestAnotherHistoryOverrunsEveryCursor(t *testing.T) {
 	// Also where the reset itself has been forgotten by the log.
 	cur, _, _ = r.After(500, lastOf)
 	third := event(logv1.Type_TYPE_ADDED, 400, "x")
-	third.History = "c"
+	third.Epoch = "c"
 	c.Apply(third)
 	if _, _, _, _, ok := r.Next(cur, 1); ok || c.History() != "c" {
 		t.Errorf("a cursor goes on in history %q", c.History())
@@ -167,9 +167,9 @@ func TestWhatCannotBeAppliedIsNotAppliedAgain(t *testing.T) {
 	a, b := pods.Subscribe(Topic{}), nodes.Subscribe(Topic{})
 	fromA, _, _ := a.After(10, 1<<31-1)
 	fromB, _, _ := b.After(10, 1<<31-1)
-	broken := &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 11, StoredAs: "pods", More: true} // without an object
+	broken := &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 11, StorageResource: "pods", More: true} // without an object
 	sound := event(logv1.Type_TYPE_ADDED, 11, "n")
-	sound.StoredAs, sound.Index = "nodes", 1
+	sound.StorageResource, sound.Index = "nodes", 1
 	c.Apply(broken)
 	c.Apply(sound)
 	c.Apply(event(logv1.Type_TYPE_ADDED, 12, "a"))
@@ -227,7 +227,7 @@ func TestListsAreNeverOlderThanTheySay(t *testing.T) {
 	}
 	for i := range int64(3000) {
 		e := event(logv1.Type_TYPE_ADDED, 11+i, fmt.Sprint("p", i%20))
-		e.StoredAs = fmt.Sprint("r", i%2)
+		e.StorageResource = fmt.Sprint("r", i%2)
 		c.Apply(e)
 		if i%500 == 0 {
 			c.Sweep()

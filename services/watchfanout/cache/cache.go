@@ -84,11 +84,11 @@ func (c *Cache) each(f func(*Resource)) {
 // Apply takes the log's next message. The events of one transaction are applied together, at its last one.
 func (c *Cache) Apply(e *logv1.Event) {
 	switch {
-	case e.Type == logv1.Type_TYPE_RESET && e.StoredAs != "" && c.begun():
+	case e.Type == logv1.Type_TYPE_RESET && e.StorageResource != "" && c.begun():
 		c.applyPending() // it is of one resource, in its place among the events
 		// Published again, it must not say that what was not applied again is there.
-		c.Resource(e.StoredAs).forget(max(e.Revision, c.progress.Load()), e.Redefined, e.Revision)
-		if !e.Redefined {
+		c.Resource(e.StorageResource).forget(max(e.Revision, c.progress.Load()), e.CrdChanged, e.Revision)
+		if !e.CrdChanged {
 			c.resets.Add(1)
 		}
 		c.advance(e.Revision)
@@ -97,11 +97,11 @@ func (c *Cache) Apply(e *logv1.Event) {
 		c.pending = nil // an open transaction comes whole
 		return
 	case e.Type == logv1.Type_TYPE_RESET:
-		c.reset(e.Revision, e.History)
+		c.reset(e.Revision, e.Epoch)
 		c.resets.Add(1)
 		return
-	case e.History != "" && *c.history.Load() != "" && e.History != *c.history.Load():
-		c.reset(e.Revision, e.History) // the log was made anew, and its beginning is gone
+	case e.Epoch != "" && *c.history.Load() != "" && e.Epoch != *c.history.Load():
+		c.reset(e.Revision, e.Epoch) // the log was made anew, and its beginning is gone
 		c.resets.Add(1)
 	case !c.begun():
 		c.start(e)
@@ -133,7 +133,7 @@ func (c *Cache) start(e *logv1.Event) {
 	if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Index == 0 {
 		low--
 	}
-	c.history.Store(&e.History)
+	c.history.Store(&e.Epoch)
 	c.mu.Lock()
 	c.started, c.low = true, low
 	c.mu.Unlock()
@@ -145,11 +145,11 @@ func (c *Cache) applyPending() {
 	pending := c.pending
 	c.pending = nil
 	for len(pending) > 0 {
-		name := pending[0].StoredAs
+		name := pending[0].StorageResource
 		var own []*logv1.Event
 		rest := pending[:0:0]
 		for _, p := range pending {
-			if p.StoredAs == name {
+			if p.StorageResource == name {
 				own = append(own, p)
 			} else {
 				rest = append(rest, p)

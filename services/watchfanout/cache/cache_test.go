@@ -16,12 +16,12 @@ import (
 
 func event(kind logv1.Type, revision int64, name string) *logv1.Event {
 	return &logv1.Event{
-		Type:      kind,
-		Revision:  revision,
-		StoredAs:  "pods",
-		Namespace: "ns",
-		Name:      name,
-		Object:    &logv1.Object{Json: []byte(fmt.Sprintf(`{"metadata":{"name":%q}}`, name))},
+		Type:            kind,
+		Revision:        revision,
+		StorageResource: "pods",
+		Namespace:       "ns",
+		Name:            name,
+		Object:          &logv1.Object{Json: []byte(fmt.Sprintf(`{"metadata":{"name":%q}}`, name))},
 	}
 }
 
@@ -150,7 +150,7 @@ func TestAResetEndsEveryCursor(t *testing.T) {
 // known, and an open transaction comes whole.
 func TestALogThatBeginsAgainOverrunsNoCursor(t *testing.T) {
 	c := New(1<<20, 0)
-	of := func(e *logv1.Event, more bool) *logv1.Event { e.History, e.More = "h", more; return e }
+	of := func(e *logv1.Event, more bool) *logv1.Event { e.Epoch, e.More = "h", more; return e }
 	c.Apply(of(reset(10), false))
 	c.Apply(of(event(logv1.Type_TYPE_ADDED, 11, "a"), false))
 	r := follow(c, "pods")
@@ -406,7 +406,7 @@ func TestAResetOfOneResourceLeavesTheOthers(t *testing.T) {
 	pods, nodes := follow(c, "pods"), follow(c, "nodes")
 	p, _, _ := pods.After(10, lastOf)
 	n, _, _ := nodes.After(10, lastOf)
-	c.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, StoredAs: "pods", Revision: 12})
+	c.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, StorageResource: "pods", Revision: 12})
 	if _, _, _, _, ok := pods.Next(p, 1); ok {
 		t.Error("pods go on")
 	}

@@ -204,7 +204,7 @@ func EventOf(p *logv1.Event) *Event {
 		Type:     p.Type,
 		Revision: p.Revision,
 		Index:    p.Index,
-		Trace:    p.Trace,
+		Trace:    p.Traceparent,
 	}
 	e.Item = itemOf(p.Namespace, p.Name, p.Revision, p.Object)
 	if p.Previous != nil {

@@ -129,11 +129,11 @@ func (c *Converter) Converted(ctx context.Context, q *form.Query, items []*cache
 func (c *Converter) encode(ctx context.Context, q *form.Query,
 	items []*cache.Item) (*registryv1.EncodeResponse, error) {
 	r := &registryv1.EncodeRequest{
-		StoredAs:      q.Entry.StoredAs,
-		Resource:      q.Entry.Resource,
-		Output:        q.Output,
-		IncludeObject: q.IncludeObject,
-		DefinedAt:     c.definedAt(q),
+		StorageResource: q.Entry.StorageResource,
+		Resource:        q.Entry.Resource,
+		Output:          q.Output,
+		IncludeObject:   q.IncludeObject,
+		CrdRevision:     c.definedAt(q),
 	}
 	for _, i := range items {
 		if q.Form.Unstructured {
@@ -160,10 +160,10 @@ func (c *Converter) Fields(ctx context.Context, q *form.Query, items []*cache.It
 	ctx, cancel := context.WithTimeout(ctx, Timeout)
 	defer cancel()
 	r := &registryv1.EncodeRequest{
-		StoredAs:  q.Entry.StoredAs,
-		Resource:  q.Entry.Resource,
-		Output:    &registryv1.Output{MediaType: frame.JSON},
-		DefinedAt: c.definedAt(q),
+		StorageResource: q.Entry.StorageResource,
+		Resource:        q.Entry.Resource,
+		Output:          &registryv1.Output{MediaType: frame.JSON},
+		CrdRevision:     c.definedAt(q),
 	}
 	for _, i := range items {
 		r.Json, r.Versions = append(r.Json, i.JSON), append(r.Versions, i.Version)

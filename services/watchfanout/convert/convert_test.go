@@ -58,11 +58,11 @@ func query(t *testing.T, as string) *form.Query {
 	if as == "Table" {
 		stored = "v1"
 	}
-	q, err := form.NewQuery(&registryv1.ResourceEntry{
-		StoredAs:   "pods",
-		Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
-		Kind:       &commonv1.Kind{Version: "v1", Kind: "Pod"},
-		StoredKind: &commonv1.Kind{Version: stored, Kind: "Pod"},
+	q, err := form.NewQuery(&registryv1.APIResource{
+		StorageResource: "pods",
+		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
+		Kind:            &commonv1.Kind{Version: "v1", Kind: "Pod"},
+		StoredKind:      &commonv1.Kind{Version: stored, Kind: "Pod"},
 	}, &watchfanoutv1.Query{Output: &registryv1.Output{
 		MediaType: "application/json",
 		As:        &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: as},
@@ -203,7 +203,7 @@ func TestVersionsAreKept(t *testing.T) {
 	// The sleeps are synctest's: its clock moves, nobody waits.
 	synctest.Test(t, func(t *testing.T) {
 		r, held := &registry{}, cache.New(1<<20, 0)
-		held.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 5, History: "h"})
+		held.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 5, Epoch: "h"})
 		converter := convert.New(r, held)
 		all, q := items(3, 4), query(t, "")
 		for _, step := range []struct {
@@ -215,7 +215,7 @@ func TestVersionsAreKept(t *testing.T) {
 			{func() { time.Sleep(15 * time.Second) }, "[3 3]"},
 			{func() {
 				held.Apply(&logv1.Event{
-					Type: logv1.Type_TYPE_RESET, Revision: 7, StoredAs: "pods", History: "h", Redefined: true,
+					Type: logv1.Type_TYPE_RESET, Revision: 7, StorageResource: "pods", Epoch: "h", CrdChanged: true,
 				})
 			}, "[3 3 3]"},
 		} {

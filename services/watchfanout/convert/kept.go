@@ -106,5 +106,5 @@ func (c *Converter) keyOf(q *form.Query) key {
 // definedAt is where the resource's definition last changed, as far as the log and the catalog tell: a replica that has
 // just begun has seen no change in the log.
 func (c *Converter) definedAt(q *form.Query) int64 {
-	return max(c.cache.Resource(q.Entry.StoredAs).Redefined(), q.Entry.DefinedAt)
+	return max(c.cache.Resource(q.Entry.StorageResource).Redefined(), q.Entry.CrdRevision)
 }

@@ -16,12 +16,12 @@ func FuzzQuery(f *testing.F) {
 	f.Add("ns", "a=b,c in (d,e),!f", "metadata.name=x,spec.nodeName!=y")
 	f.Add("", "\xff=\xfe", "a\\,b=c")
 	f.Fuzz(func(t *testing.T, namespace, labels, fields string) {
-		q, err := NewQuery(&registryv1.ResourceEntry{
-			StoredAs:   "pods",
-			Namespaced: true,
-			Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
-			Kind:       &commonv1.Kind{Version: "v1", Kind: "Pod"},
-			StoredKind: &commonv1.Kind{Version: "v1", Kind: "Pod"},
+		q, err := NewQuery(&registryv1.APIResource{
+			StorageResource: "pods",
+			Namespaced:      true,
+			Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
+			Kind:            &commonv1.Kind{Version: "v1", Kind: "Pod"},
+			StoredKind:      &commonv1.Kind{Version: "v1", Kind: "Pod"},
 		}, &watchfanoutv1.Query{
 			Namespace:     namespace,
 			LabelSelector: labels,

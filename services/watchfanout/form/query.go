@@ -27,7 +27,7 @@ import (
 
 // Query is which objects, and in which form. It does not change.
 type Query struct {
-	Entry         *registryv1.ResourceEntry
+	Entry         *registryv1.APIResource
 	Output        *registryv1.Output
 	Namespace     string
 	Labels        labels.Selector
@@ -69,7 +69,7 @@ func Read(v *catalog.View, p *watchfanoutv1.Query) (*Query, error) {
 	r := p.GetResource()
 	e, ok := v.Entry(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
 	switch {
-	case !ok, e.DefinedAt < p.GetDefinedAt() && e.Digest != p.GetDigest():
+	case !ok, e.CrdRevision < p.GetCrdRevision() && e.Digest != p.GetDigest():
 		return nil, ErrNotInCatalog
 	case p.GetNamespace() != "" && !e.Namespaced: // it was defined anew, and the caller's permission is for a namespace
 		return nil, ErrNotInCatalog
@@ -78,7 +78,7 @@ func Read(v *catalog.View, p *watchfanoutv1.Query) (*Query, error) {
 }
 
 // NewQuery reads what a caller asks for of a resource; an error is rpc.ErrAskRegistry or the API's own.
-func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, error) {
+func NewQuery(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error) {
 	q := &Query{
 		SkipUnreadable: p.GetSkipUnreadable(),
 		Entry:          e,
@@ -86,7 +86,7 @@ func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, erro
 		IncludeObject:  p.GetIncludeObject(),
 		As:             p.GetOutput().GetAs(),
 	}
-	if q.Entry.GetStoredAs() == "" {
+	if q.Entry.GetStorageResource() == "" {
 		return nil, rpc.ErrAskRegistry
 	}
 	if q.Entry.Namespaced {
@@ -116,7 +116,7 @@ func NewQuery(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) (*Query, erro
 	q.Form = frame.FormOf(k, q.As, q.Output.MediaType, q.Entry.Unstructured)
 	q.native = proto.Equal(k, q.Entry.GetStoredKind()) || q.Form.Partial // metadata is the same in every version
 	q.Key = Key{
-		resource: q.Entry.StoredAs + " " + q.Entry.Resource.GetGroup() + " " + q.Entry.Resource.GetResource(),
+		resource: q.Entry.StorageResource + " " + q.Entry.Resource.GetGroup() + " " + q.Entry.Resource.GetResource(),
 		version:  frame.APIVersion(k),
 		// a key is kept longer than what it is a part of, which may be a header of a megabyte
 		mediaType: strings.Clone(q.Output.MediaType),

@@ -19,13 +19,13 @@ import (
 func TestByWhichEntryAQueryIsAnswered(t *testing.T) {
 	widgets := &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
 	entry := func(namespaced bool) *catalog.View {
-		return catalog.NewView(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{{
-			Resource:   widgets,
-			Kind:       &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
-			StoredAs:   "widgets.example.com",
-			Namespaced: namespaced,
-			DefinedAt:  10,
-			Digest:     7,
+		return catalog.NewView(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{{
+			Resource:        widgets,
+			Kind:            &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
+			StorageResource: "widgets.example.com",
+			Namespaced:      namespaced,
+			CrdRevision:     10,
+			Digest:          7,
 		}}})
 	}
 	for name, c := range map[string]struct {
@@ -48,11 +48,11 @@ func TestByWhichEntryAQueryIsAnswered(t *testing.T) {
 		"nothing, before the catalog is told":   {nil, widgets, 10, 7, "", false},
 	} {
 		q, err := Read(c.view, &watchfanoutv1.Query{
-			Resource:  c.resource,
-			DefinedAt: c.at,
-			Digest:    c.digest,
-			Namespace: c.namespace,
-			Output:    &registryv1.Output{MediaType: frame.JSON},
+			Resource:    c.resource,
+			CrdRevision: c.at,
+			Digest:      c.digest,
+			Namespace:   c.namespace,
+			Output:      &registryv1.Output{MediaType: frame.JSON},
 		})
 		if c.known != (err == nil) || !c.known && !errors.Is(err, ErrNotInCatalog) {
 			t.Errorf("%s: %v", name, err)
@@ -63,16 +63,16 @@ func TestByWhichEntryAQueryIsAnswered(t *testing.T) {
 	}
 }
 
-func pods(t *testing.T, change func(*registryv1.ResourceEntry, *watchfanoutv1.Query)) *Query {
+func pods(t *testing.T, change func(*registryv1.APIResource, *watchfanoutv1.Query)) *Query {
 	t.Helper()
 	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
-	e := &registryv1.ResourceEntry{
-		StoredAs:   "pods",
-		Namespaced: true,
-		Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
-		Kind:       pod,
-		StoredKind: pod,
-		ListKind:   "PodList",
+	e := &registryv1.APIResource{
+		StorageResource: "pods",
+		Namespaced:      true,
+		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
+		Kind:            pod,
+		StoredKind:      pod,
+		ListKind:        "PodList",
 	}
 	p := &watchfanoutv1.Query{Namespace: "x", Output: &registryv1.Output{MediaType: frame.JSON}}
 	if change != nil {
@@ -88,29 +88,29 @@ func pods(t *testing.T, change func(*registryv1.ResourceEntry, *watchfanoutv1.Qu
 // A query reads the smallest part of a resource's events that holds all that it selects.
 func TestTopics(t *testing.T) {
 	for name, c := range map[string]struct {
-		change func(*registryv1.ResourceEntry, *watchfanoutv1.Query)
+		change func(*registryv1.APIResource, *watchfanoutv1.Query)
 		want   cache.Topic
 	}{
 		"of a namespace": {nil, cache.Topic{Field: cache.ByNamespace, Value: "x"}},
-		"of everything": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		"of everything": {func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
 			p.Namespace = ""
 		}, cache.Topic{}},
-		"of one object": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		"of one object": {func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
 			p.FieldSelector = "metadata.name=a"
 		}, cache.Topic{Field: cache.ByKey, Value: "x/a"}},
-		"of a name in all namespaces": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		"of a name in all namespaces": {func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
 			p.Namespace, p.FieldSelector = "", "metadata.name=a"
 		}, cache.Topic{}},
-		"of a field": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		"of a field": {func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
 			p.FieldSelector = "spec.nodeName=n,status.phase!=Failed"
 		}, cache.Topic{Field: "spec.nodeName", Value: "n"}},
-		"of another field than one": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		"of another field than one": {func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
 			p.FieldSelector = "spec.nodeName!=n"
 		}, cache.Topic{Field: cache.ByNamespace, Value: "x"}},
-		"of an empty field": {func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		"of an empty field": {func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
 			p.FieldSelector = "spec.nodeName="
 		}, cache.Topic{Field: cache.ByNamespace, Value: "x"}},
-		"of a field that only converting tells": {func(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		"of a field that only converting tells": {func(e *registryv1.APIResource, p *watchfanoutv1.Query) {
 			e.ConvertedFields, p.FieldSelector = true, "spec.color=red"
 		}, cache.Topic{Field: cache.ByNamespace, Value: "x"}},
 	} {
@@ -124,21 +124,21 @@ func TestTopics(t *testing.T) {
 func TestWhoseBytesAreTheQuerysOwn(t *testing.T) {
 	item := &cache.Item{Version: "v1"}
 	for name, c := range map[string]struct {
-		change func(*registryv1.ResourceEntry, *watchfanoutv1.Query)
+		change func(*registryv1.APIResource, *watchfanoutv1.Query)
 		own    bool
 	}{
 		"the stored kind": {nil, true},
-		"another version": {func(e *registryv1.ResourceEntry, _ *watchfanoutv1.Query) {
+		"another version": {func(e *registryv1.APIResource, _ *watchfanoutv1.Query) {
 			e.StoredKind = &commonv1.Kind{Version: "v2", Kind: "Pod"}
 		}, false},
-		"metadata of another version": {func(e *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+		"metadata of another version": {func(e *registryv1.APIResource, p *watchfanoutv1.Query) {
 			e.StoredKind = &commonv1.Kind{Version: "v2", Kind: "Pod"}
 			p.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "PartialObjectMetadata"}
 		}, true},
-		"a custom resource in the object's version": {func(e *registryv1.ResourceEntry, _ *watchfanoutv1.Query) {
+		"a custom resource in the object's version": {func(e *registryv1.APIResource, _ *watchfanoutv1.Query) {
 			e.Unstructured, e.StoredKind = true, &commonv1.Kind{Version: "v2", Kind: "Pod"}
 		}, true},
-		"a custom resource in another": {func(e *registryv1.ResourceEntry, _ *watchfanoutv1.Query) {
+		"a custom resource in another": {func(e *registryv1.APIResource, _ *watchfanoutv1.Query) {
 			e.Unstructured, e.Kind = true, &commonv1.Kind{Version: "v2", Kind: "Pod"}
 		}, false},
 	} {
@@ -150,7 +150,7 @@ func TestWhoseBytesAreTheQuerysOwn(t *testing.T) {
 
 // A row's object is put in from the bytes at hand, and its columns come once.
 func TestRows(t *testing.T) {
-	q := pods(t, func(_ *registryv1.ResourceEntry, p *watchfanoutv1.Query) {
+	q := pods(t, func(_ *registryv1.APIResource, p *watchfanoutv1.Query) {
 		p.Output.As = &commonv1.Kind{Group: "meta.k8s.io", Version: "v1", Kind: "Table"}
 	})
 	made := []byte(`{"cells":["a"],"object":null}`)
@@ -192,7 +192,7 @@ func TestAKeyHoldsNothingOfItsRequest(t *testing.T) {
 	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
 	header := strings.Repeat("PartialObjectMetadataList", 2)
 	as := header[:len(header)/2]
-	q, err := NewQuery(&registryv1.ResourceEntry{StoredAs: "pods", Kind: pod, StoredKind: pod}, &watchfanoutv1.Query{
+	q, err := NewQuery(&registryv1.APIResource{StorageResource: "pods", Kind: pod, StoredKind: pod}, &watchfanoutv1.Query{
 		Output: &registryv1.Output{MediaType: frame.JSON, As: &commonv1.Kind{Version: as, Kind: as}},
 	})
 	if err != nil {

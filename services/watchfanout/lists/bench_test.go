@@ -35,8 +35,8 @@ func BenchmarkList(b *testing.B) {
 		o := world.Object(name, 11, "node-0")
 		o.Json = fmt.Appendf(o.Json[:len(o.Json)-1], `,"spec":%q}`, strings.Repeat("x", 7600))
 		w.Cache.Apply(&logv1.Event{
-			Type: logv1.Type_TYPE_ADDED, Revision: 11 + int64(i), StoredAs: "pods", Namespace: "x", Name: name,
-			History: "h", Object: o,
+			Type: logv1.Type_TYPE_ADDED, Revision: 11 + int64(i), StorageResource: "pods", Namespace: "x", Name: name,
+			Epoch: "h", Object: o,
 		})
 	}
 	for _, table := range []bool{false, true} {

@@ -85,8 +85,8 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	l.served.WithLabelValues(q.Entry.StoredAs).Inc()
-	if q.Converts() || q.Table && q.Entry.StoredAs == sortedTable {
+	l.served.WithLabelValues(q.Entry.StorageResource).Inc()
+	if q.Converts() || q.Table && q.Entry.StorageResource == sortedTable {
 		return rpc.ErrAskRegistry
 	}
 	page, err := l.page(ctx, q, r)
@@ -196,7 +196,7 @@ type page struct {
 func (l *Lists) page(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequest) (*page, error) {
 	limit := r.Limit
 	// kube-apiserver's cache knows no limit, and it has none of events
-	if r.ResourceVersion == "0" && q.Entry.StoredAs != "events" {
+	if r.ResourceVersion == "0" && q.Entry.StorageResource != "events" {
 		limit = 0
 	}
 	history := l.cache.History() // should it change now, the list goes on from registry
@@ -244,14 +244,14 @@ func (l *Lists) page(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRe
 		if q.Unselected() {
 			p.remaining = &total
 		}
-		l.keep(q.Entry.StoredAs, history, snapshot)
+		l.keep(q.Entry.StorageResource, history, snapshot)
 	}
 	return p, nil
 }
 
 // at is the snapshot that a list is answered from, and the key to begin at.
 func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequest) (*cache.Snapshot, string, error) {
-	res := l.cache.Resource(q.Entry.StoredAs)
+	res := l.cache.Resource(q.Entry.StorageResource)
 	if r.Continue != "" {
 		if r.ResourceVersion != "" && r.ResourceVersion != "0" {
 			return nil, "", rpc.ErrAskRegistry // which is an error
@@ -260,7 +260,7 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 		if err != nil {
 			return nil, "", err
 		}
-		if kept, ok := l.pageAt(q.Entry.StoredAs, revision); ok {
+		if kept, ok := l.pageAt(q.Entry.StorageResource, revision); ok {
 			return kept, q.Prefix() + start, nil
 		}
 		if err := l.log.Reach(ctx, revision); err != nil {
@@ -295,7 +295,7 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 	defer cancel()
 	snapshot, err := res.Snapshot(patient, q.Topic().Index(), l.log.Load, l.log.Wait)
 	if err != nil && ctx.Err() == nil { // it goes on being loaded, or cannot be
-		slog.Debug("Not loaded; registry is asked", "resource", q.Entry.StoredAs, "error", err)
+		slog.Debug("Not loaded; registry is asked", "resource", q.Entry.StorageResource, "error", err)
 		err = rpc.ErrAskRegistry
 	}
 	return snapshot, "", err

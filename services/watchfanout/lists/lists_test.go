@@ -104,7 +104,7 @@ func TestLists(t *testing.T) {
 			r.Query.LabelSelector = "==="
 		}, "", codes.InvalidArgument},
 		"of a resource that is defined later than this replica knows": {func(r *watchfanoutv1.ListRequest) {
-			r.Query.DefinedAt, r.Query.Digest = 1, 1
+			r.Query.CrdRevision, r.Query.Digest = 1, 1
 		}, "", codes.FailedPrecondition},
 		"of a resource that this replica does not know": {func(r *watchfanoutv1.ListRequest) {
 			r.Query.Resource = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}

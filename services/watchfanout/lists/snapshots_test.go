@@ -16,7 +16,7 @@ func TestKeptSnapshotsAreBoundedInBytes(t *testing.T) {
 	s := New(nil, cache.New(64<<20, 0), nil, nil, 0)
 	load := func(context.Context, string) ([]*registryv1.Row, int64, error) { return nil, 1, nil }
 	reached := func(context.Context, int64) error { return nil }
-	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 1, History: "h"})
+	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 1, Epoch: "h"})
 	configmaps, small := s.cache.Resource("configmaps"), s.cache.Resource("small")
 	snapshot := func(r *cache.Resource) *cache.Snapshot {
 		t.Helper()
@@ -31,13 +31,13 @@ func TestKeptSnapshotsAreBoundedInBytes(t *testing.T) {
 	body := make([]byte, 1<<20)
 	for revision := int64(2); revision < 200; revision++ { // a tenant who pages and writes
 		s.cache.Apply(&logv1.Event{
-			Type:      logv1.Type_TYPE_MODIFIED,
-			Revision:  revision,
-			StoredAs:  "configmaps",
-			Namespace: "x",
-			Name:      fmt.Sprint(revision % 3),
-			History:   "h",
-			Object:    &logv1.Object{Json: body},
+			Type:            logv1.Type_TYPE_MODIFIED,
+			Revision:        revision,
+			StorageResource: "configmaps",
+			Namespace:       "x",
+			Name:            fmt.Sprint(revision % 3),
+			Epoch:           "h",
+			Object:          &logv1.Object{Json: body},
 		})
 		if revision%10 == 0 {
 			s.keep("configmaps", "h", snapshot(configmaps))

@@ -22,7 +22,7 @@ func keysOf(source registryv1.SourceClient) eventlog.Keys {
 		return kept.Get(storedAs+"/"+key, func() ([]byte, error) {
 			ctx, cancel := context.WithTimeout(ctx, keyTimeout)
 			defer cancel()
-			resp, err := source.LogKey(ctx, &registryv1.LogKeyRequest{StoredAs: storedAs, Key: key})
+			resp, err := source.DataKey(ctx, &registryv1.DataKeyRequest{StorageResource: storedAs, Key: key})
 			switch status.Code(err) {
 			case codes.NotFound, codes.FailedPrecondition:
 				return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)

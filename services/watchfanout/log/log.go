@@ -105,12 +105,12 @@ func (l *Log) Sweep() { l.backfills.sweep() }
 func (l *Log) apply(e *logv1.Event) error {
 	began := time.Now()
 	if err := l.tryApply(e); err != nil {
-		slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StoredAs,
+		slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StorageResource,
 			"revision", e.Revision)
-		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StoredAs: e.StoredAs})
+		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StorageResource: e.StorageResource})
 		return nil
 	}
-	telemetry.EventSpan(e.Trace, "apply", began)
+	telemetry.EventSpan(e.Traceparent, "apply", began)
 	return nil
 }
 
@@ -230,7 +230,7 @@ func (l *Log) Reach(ctx context.Context, revision int64) error {
 
 // Load reads a whole resource from registry.
 func (l *Log) Load(ctx context.Context, storedAs string) ([]*registryv1.Row, int64, error) {
-	stream, err := l.source.Snapshot(ctx, &registryv1.SnapshotRequest{StoredAs: storedAs})
+	stream, err := l.source.Snapshot(ctx, &registryv1.SnapshotRequest{StorageResource: storedAs})
 	if err != nil {
 		return nil, 0, err
 	}

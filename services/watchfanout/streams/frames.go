@@ -69,7 +69,7 @@ func (w *watcher) bookmark(revision int64) error {
 type frames struct {
 	watcher     *watcher
 	buf         []byte
-	marks       []*watchfanoutv1.Mark
+	marks       []*watchfanoutv1.EventBoundary
 	initial     [][]byte
 	initialSize int
 	initialDone bool
@@ -135,11 +135,11 @@ func (f *frames) event(data []byte, bookmark bool, trace string) error {
 		f.since = time.Now()
 	}
 	f.append(data)
-	f.marks = append(f.marks, &watchfanoutv1.Mark{
-		End:      int32(len(f.buf)),
-		Position: f.watcher.position.Proto(),
-		Bookmark: bookmark,
-		Trace:    trace,
+	f.marks = append(f.marks, &watchfanoutv1.EventBoundary{
+		End:         int32(len(f.buf)),
+		Position:    f.watcher.position.Proto(),
+		Bookmark:    bookmark,
+		Traceparent: trace,
 	})
 	if large {
 		return f.flush()
@@ -173,7 +173,7 @@ func (f *frames) flush() error {
 	m := &watchfanoutv1.WatchFrame{
 		Data:              f.buf,
 		InitialEventsDone: f.initialDone,
-		Marks:             f.marks,
+		Boundaries:        f.marks,
 		ColumnsSent:       f.watcher.headers,
 		Initial:           f.initial,
 		Position:          position,
@@ -181,8 +181,8 @@ func (f *frames) flush() error {
 	f.buf, f.marks, f.initial, f.initialSize = nil, nil, make([][]byte, 0, len(f.initial)), 0
 	err := f.send(m)
 	if !f.since.IsZero() {
-		for _, mark := range m.Marks {
-			telemetry.EventSpan(mark.Trace, "send", f.since)
+		for _, mark := range m.Boundaries {
+			telemetry.EventSpan(mark.Traceparent, "send", f.since)
 		}
 		f.since = time.Time{}
 	}

@@ -105,7 +105,9 @@ func (f *inFlight) try(owner string, n int64) (release func()) {
 
 // fits reports whether an owner may have n bytes more in flight: as many as others have not, and one message in any
 // case. The lock is held.
-func (f *inFlight) fits(o *ownerInFlight, n int64) bool { return o.used == 0 || o.used+n <= f.most-f.used }
+func (f *inFlight) fits(o *ownerInFlight, n int64) bool {
+	return o.used == 0 || o.used+n <= f.most-f.used
+}
 
 // releaseOf returns the function that gives n bytes of an owner back, once.
 func (f *inFlight) releaseOf(owner string, o *ownerInFlight, n int64) func() {

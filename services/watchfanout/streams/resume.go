@@ -72,9 +72,9 @@ func (w *watcher) replay(ctx context.Context, low int64) error {
 		after-- // its transaction holds more; what was sent of it is left out
 	}
 	began := time.Now()
-	b, leave, err := w.log.Backfill(ctx, w.query.Entry.StoredAs, after, low)
+	b, leave, err := w.log.Backfill(ctx, w.query.Entry.StorageResource, after, low)
 	slog.Debug("Replayed from the log",
-		"resource", w.query.Entry.StoredAs, "after", after, "took", time.Since(began), "error", err)
+		"resource", w.query.Entry.StorageResource, "after", after, "took", time.Since(began), "error", err)
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return status.FromContextError(ctx.Err()).Err()

@@ -33,7 +33,7 @@ func (s *Streams) Slowest(n int) []Slow {
 	s.mu.Lock()
 	for w := range s.watchers {
 		if waiting := w.events.Behind(cache.Cursor(w.at.Load())); waiting > 0 {
-			all = append(all, Slow{w.query.Entry.StoredAs, w.query.Describe(), w.sent.Load(), waiting})
+			all = append(all, Slow{w.query.Entry.StorageResource, w.query.Describe(), w.sent.Load(), waiting})
 		}
 	}
 	s.mu.Unlock()

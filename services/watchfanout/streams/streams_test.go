@@ -131,8 +131,8 @@ func TestALargeEventIsSentAlone(t *testing.T) {
 	}{{10, 0}, {12, 2}, {13, 1}, {14, 1}} {
 		select {
 		case f := <-o.c:
-			if f.Position.GetRevision() != want.revision || len(f.Marks) != want.marks {
-				t.Errorf("a message of %d events is at %d, not one of %d at %d", len(f.Marks), f.Position.GetRevision(),
+			if f.Position.GetRevision() != want.revision || len(f.Boundaries) != want.marks {
+				t.Errorf("a message of %d events is at %d, not one of %d at %d", len(f.Boundaries), f.Position.GetRevision(),
 					want.marks, want.revision)
 			}
 		case <-time.After(10 * time.Second):
@@ -297,11 +297,11 @@ func TestADrainingReplicaEndsItsWatches(t *testing.T) {
 func TestAWatchOfWhatIsNotInTheCatalog(t *testing.T) {
 	w, s := tier(t)
 	w.Cache.Apply(&logv1.Event{
-		Type:      logv1.Type_TYPE_RESET,
-		Revision:  12,
-		StoredAs:  "widgets.example.com",
-		Redefined: true,
-		History:   "h",
+		Type:            logv1.Type_TYPE_RESET,
+		Revision:        12,
+		StorageResource: "widgets.example.com",
+		CrdChanged:      true,
+		Epoch:           "h",
 	})
 	for name, c := range map[string]struct {
 		revision int64

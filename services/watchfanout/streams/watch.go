@@ -101,7 +101,7 @@ func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
 		query:     q,
 		request:   r,
 		stream:    stream,
-		resource:  s.cache.Resource(q.Entry.StoredAs),
+		resource:  s.cache.Resource(q.Entry.StorageResource),
 		headers:   r.ColumnsSent,
 	}
 	w.events = w.resource.Subscribe(q.Topic())
@@ -271,7 +271,7 @@ func (w *watcher) deliver(ctx context.Context, all []*cache.Event) error {
 			return err
 		}
 		w.sent.Store(e.Revision)
-		w.streams.delivered.WithLabelValues(w.query.Entry.StoredAs).Inc()
+		w.streams.delivered.WithLabelValues(w.query.Entry.StorageResource).Inc()
 		w.streams.rate.count.Add(1)
 	}
 	return out.flush()

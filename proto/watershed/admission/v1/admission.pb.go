@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: watershed/admission/v1/admission.proto
 
-// admission answers one question: may this object be so? It may change the object on the way.
+// Package admission runs the admission chain. The mutating phase may change the object, and both phases may reject it.
 
 package admissionv1
 
@@ -24,6 +24,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Operation is the operation of an admission review (admission.Operation).
 type Operation int32
 
 const (
@@ -79,6 +80,7 @@ func (Operation) EnumDescriptor() ([]byte, []int) {
 	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{0}
 }
 
+// Review is the input of one phase (admission.Attributes).
 type Review struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Operation Operation              `protobuf:"varint,1,opt,name=operation,enum=watershed.admission.v1.Operation" json:"operation,omitempty"`
@@ -90,15 +92,15 @@ type Review struct {
 	DryRun    bool                   `protobuf:"varint,7,opt,name=dry_run,json=dryRun" json:"dry_run,omitempty"`
 	// CreateOptions, UpdateOptions, PatchOptions or DeleteOptions in JSON.
 	Options []byte `protobuf:"bytes,8,opt,name=options" json:"options,omitempty"`
-	// The objects, in the version of kind, encoded as media_type.
+	// The objects in the version of kind, encoded as media_type.
 	Object    []byte `protobuf:"bytes,9,opt,name=object" json:"object,omitempty"`
 	OldObject []byte `protobuf:"bytes,10,opt,name=old_object,json=oldObject" json:"old_object,omitempty"`
 	MediaType string `protobuf:"bytes,11,opt,name=media_type,json=mediaType" json:"media_type,omitempty"`
-	// The same resource in other versions, and their kinds: a webhook may ask for one of these.
+	// The same resource in other versions, with their kinds. A webhook may match one of these (matchPolicy: Equivalent).
 	Equivalents []*Equivalent `protobuf:"bytes,12,rep,name=equivalents" json:"equivalents,omitempty"`
-	// How much of the request is audited: some annotations are for the higher levels alone.
+	// The audit level of the request. Some annotations are for the higher levels only.
 	AuditLevel v1.AuditLevel `protobuf:"varint,13,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
-	// Of Admit: run the validating phase as well, on what the mutating one has left.
+	// Admit also runs the validating phase, on the object that the mutating phase returns.
 	Validate      bool `protobuf:"varint,14,opt,name=validate" json:"validate,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -232,6 +234,7 @@ func (x *Review) GetValidate() bool {
 	return false
 }
 
+// Equivalent is a resource in another version, with its kind (runtime.EquivalentResourceMapper).
 type Equivalent struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Resource      *v1.Resource           `protobuf:"bytes,1,opt,name=resource" json:"resource,omitempty"`
@@ -284,16 +287,18 @@ func (x *Equivalent) GetKind() *v1.Kind {
 	return nil
 }
 
+// Verdict is the result of a phase that does not reject the object.
 type Verdict struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The object as the chain left it; empty where nothing changed it.
+	// The object after the phase. Empty: the phase changed nothing.
 	Object           []byte            `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
 	Warnings         []string          `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
 	AuditAnnotations map[string]string `protobuf:"bytes,4,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Of Admit: the validating phase was run as well, and lets the object in without a word: no refusal, no warning, and no
-	// audit annotation about the object. Where it is not set, Validate is to be asked.
+	// Admit also ran the validating phase, which gave no rejection, no warning and no audit annotation about the object.
+	// If it is not set, the registry calls Validate.
 	Validated bool `protobuf:"varint,5,opt,name=validated" json:"validated,omitempty"`
-	// What is to be audited of the validating phase, once the object has come to where Validate would be asked.
+	// The audit annotations of the validating phase. The registry records them at the point where it would call
+	// Validate.
 	ValidatedAnnotations map[string]string `protobuf:"bytes,6,rep,name=validated_annotations,json=validatedAnnotations" json:"validated_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
@@ -364,26 +369,27 @@ func (x *Verdict) GetValidatedAnnotations() map[string]string {
 	return nil
 }
 
-type InterestsRequest struct {
+// AdmissionRulesRequest opens a stream of rule sets.
+type AdmissionRulesRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *InterestsRequest) Reset() {
-	*x = InterestsRequest{}
+func (x *AdmissionRulesRequest) Reset() {
+	*x = AdmissionRulesRequest{}
 	mi := &file_watershed_admission_v1_admission_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *InterestsRequest) String() string {
+func (x *AdmissionRulesRequest) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*InterestsRequest) ProtoMessage() {}
+func (*AdmissionRulesRequest) ProtoMessage() {}
 
-func (x *InterestsRequest) ProtoReflect() protoreflect.Message {
+func (x *AdmissionRulesRequest) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_admission_v1_admission_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -395,34 +401,34 @@ func (x *InterestsRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use InterestsRequest.ProtoReflect.Descriptor instead.
-func (*InterestsRequest) Descriptor() ([]byte, []int) {
+// Deprecated: Use AdmissionRulesRequest.ProtoReflect.Descriptor instead.
+func (*AdmissionRulesRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{3}
 }
 
-// InterestSet lists the requests that need the admission hop; every other one is spared it.
-type InterestSet struct {
+// AdmissionRuleSet lists the rules of both phases. A request that matches no rule of a phase skips that phase's call.
+type AdmissionRuleSet struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Admit         []*Interest            `protobuf:"bytes,1,rep,name=admit" json:"admit,omitempty"`
-	Validate      []*Interest            `protobuf:"bytes,2,rep,name=validate" json:"validate,omitempty"`
+	Admit         []*AdmissionRule       `protobuf:"bytes,1,rep,name=admit" json:"admit,omitempty"`
+	Validate      []*AdmissionRule       `protobuf:"bytes,2,rep,name=validate" json:"validate,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *InterestSet) Reset() {
-	*x = InterestSet{}
+func (x *AdmissionRuleSet) Reset() {
+	*x = AdmissionRuleSet{}
 	mi := &file_watershed_admission_v1_admission_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *InterestSet) String() string {
+func (x *AdmissionRuleSet) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*InterestSet) ProtoMessage() {}
+func (*AdmissionRuleSet) ProtoMessage() {}
 
-func (x *InterestSet) ProtoReflect() protoreflect.Message {
+func (x *AdmissionRuleSet) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_admission_v1_admission_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -434,63 +440,64 @@ func (x *InterestSet) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use InterestSet.ProtoReflect.Descriptor instead.
-func (*InterestSet) Descriptor() ([]byte, []int) {
+// Deprecated: Use AdmissionRuleSet.ProtoReflect.Descriptor instead.
+func (*AdmissionRuleSet) Descriptor() ([]byte, []int) {
 	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{4}
 }
 
-func (x *InterestSet) GetAdmit() []*Interest {
+func (x *AdmissionRuleSet) GetAdmit() []*AdmissionRule {
 	if x != nil {
 		return x.Admit
 	}
 	return nil
 }
 
-func (x *InterestSet) GetValidate() []*Interest {
+func (x *AdmissionRuleSet) GetValidate() []*AdmissionRule {
 	if x != nil {
 		return x.Validate
 	}
 	return nil
 }
 
-// Interest matches requests; "*" matches anything.
-type Interest struct {
+// AdmissionRule matches requests, as a Rule of admissionregistration/v1 does; "*" matches anything. A gateway that
+// does not know a field matches more requests than it must, never fewer.
+type AdmissionRule struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Group       string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
 	Resource    string                 `protobuf:"bytes,2,opt,name=resource" json:"resource,omitempty"`
 	Subresource string                 `protobuf:"bytes,3,opt,name=subresource" json:"subresource,omitempty"`
 	Operations  []Operation            `protobuf:"varint,4,rep,packed,name=operations,enum=watershed.admission.v1.Operation" json:"operations,omitempty"`
-	// Only requests of users in this group; empty: whoever asks. A caller that does not know the field asks more.
+	// The rule matches only requests of users in this group. Empty: requests of all users.
 	UserGroup string `protobuf:"bytes,5,opt,name=user_group,json=userGroup" json:"user_group,omitempty"`
-	// But for those of a node for the object of its own name in this namespace; empty: there is no such exception.
-	UnlessOwnIn string `protobuf:"bytes,6,opt,name=unless_own_in,json=unlessOwnIn" json:"unless_own_in,omitempty"`
-	// Only requests in these namespaces, in the order of their bytes; empty: in any, and in none. A caller that does not
-	// know the field asks more.
+	// The rule does not match a node's request for the object of its own name in this namespace. Empty: no exception.
+	ExceptOwnObjectIn string `protobuf:"bytes,6,opt,name=except_own_object_in,json=exceptOwnObjectIn" json:"except_own_object_in,omitempty"`
+	// The rule matches only requests in these namespaces, which are sorted by their bytes. Empty: requests in every
+	// namespace and in none.
 	Namespaces []string `protobuf:"bytes,7,rep,name=namespaces" json:"namespaces,omitempty"`
-	// Only NamespaceLifecycle looks, which registry runs itself where it is told so (WriteRequest.lifecycle). A caller
-	// that does not know the field asks.
-	InRegistry bool `protobuf:"varint,8,opt,name=in_registry,json=inRegistry" json:"in_registry,omitempty"`
-	// Of the validating phase: those that look here decide alike right after the mutating phase and right before the object
-	// is stored, so both phases may be run in one Admit (Review.validate). A caller that does not know the field asks twice.
-	AtOnce        bool `protobuf:"varint,9,opt,name=at_once,json=atOnce" json:"at_once,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// Only NamespaceLifecycle handles the matched requests. The registry runs that plugin itself for the operations in
+	// WriteRequest.namespace_lifecycle_only.
+	NamespaceLifecycleOnly bool `protobuf:"varint,8,opt,name=namespace_lifecycle_only,json=namespaceLifecycleOnly" json:"namespace_lifecycle_only,omitempty"`
+	// The validating phase may run inside Admit (Review.validate). The plugins of this rule decide alike right after the
+	// mutating phase and right before the write to etcd.
+	ValidateInAdmit bool `protobuf:"varint,9,opt,name=validate_in_admit,json=validateInAdmit" json:"validate_in_admit,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
-func (x *Interest) Reset() {
-	*x = Interest{}
+func (x *AdmissionRule) Reset() {
+	*x = AdmissionRule{}
 	mi := &file_watershed_admission_v1_admission_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Interest) String() string {
+func (x *AdmissionRule) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Interest) ProtoMessage() {}
+func (*AdmissionRule) ProtoMessage() {}
 
-func (x *Interest) ProtoReflect() protoreflect.Message {
+func (x *AdmissionRule) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_admission_v1_admission_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -502,70 +509,70 @@ func (x *Interest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Interest.ProtoReflect.Descriptor instead.
-func (*Interest) Descriptor() ([]byte, []int) {
+// Deprecated: Use AdmissionRule.ProtoReflect.Descriptor instead.
+func (*AdmissionRule) Descriptor() ([]byte, []int) {
 	return file_watershed_admission_v1_admission_proto_rawDescGZIP(), []int{5}
 }
 
-func (x *Interest) GetGroup() string {
+func (x *AdmissionRule) GetGroup() string {
 	if x != nil {
 		return x.Group
 	}
 	return ""
 }
 
-func (x *Interest) GetResource() string {
+func (x *AdmissionRule) GetResource() string {
 	if x != nil {
 		return x.Resource
 	}
 	return ""
 }
 
-func (x *Interest) GetSubresource() string {
+func (x *AdmissionRule) GetSubresource() string {
 	if x != nil {
 		return x.Subresource
 	}
 	return ""
 }
 
-func (x *Interest) GetOperations() []Operation {
+func (x *AdmissionRule) GetOperations() []Operation {
 	if x != nil {
 		return x.Operations
 	}
 	return nil
 }
 
-func (x *Interest) GetUserGroup() string {
+func (x *AdmissionRule) GetUserGroup() string {
 	if x != nil {
 		return x.UserGroup
 	}
 	return ""
 }
 
-func (x *Interest) GetUnlessOwnIn() string {
+func (x *AdmissionRule) GetExceptOwnObjectIn() string {
 	if x != nil {
-		return x.UnlessOwnIn
+		return x.ExceptOwnObjectIn
 	}
 	return ""
 }
 
-func (x *Interest) GetNamespaces() []string {
+func (x *AdmissionRule) GetNamespaces() []string {
 	if x != nil {
 		return x.Namespaces
 	}
 	return nil
 }
 
-func (x *Interest) GetInRegistry() bool {
+func (x *AdmissionRule) GetNamespaceLifecycleOnly() bool {
 	if x != nil {
-		return x.InRegistry
+		return x.NamespaceLifecycleOnly
 	}
 	return false
 }
 
-func (x *Interest) GetAtOnce() bool {
+func (x *AdmissionRule) GetValidateInAdmit() bool {
 	if x != nil {
-		return x.AtOnce
+		return x.ValidateInAdmit
 	}
 	return false
 }
@@ -609,12 +616,12 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1aG\n" +
 	"\x19ValidatedAnnotationsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x03\x10\x04\"\x12\n" +
-	"\x10InterestsRequest\"\x83\x01\n" +
-	"\vInterestSet\x126\n" +
-	"\x05admit\x18\x01 \x03(\v2 .watershed.admission.v1.InterestR\x05admit\x12<\n" +
-	"\bvalidate\x18\x02 \x03(\v2 .watershed.admission.v1.InterestR\bvalidate\"\xbe\x02\n" +
-	"\bInterest\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x03\x10\x04\"\x17\n" +
+	"\x15AdmissionRulesRequest\"\x92\x01\n" +
+	"\x10AdmissionRuleSet\x12;\n" +
+	"\x05admit\x18\x01 \x03(\v2%.watershed.admission.v1.AdmissionRuleR\x05admit\x12A\n" +
+	"\bvalidate\x18\x02 \x03(\v2%.watershed.admission.v1.AdmissionRuleR\bvalidate\"\xfc\x02\n" +
+	"\rAdmissionRule\x12\x14\n" +
 	"\x05group\x18\x01 \x01(\tR\x05group\x12\x1a\n" +
 	"\bresource\x18\x02 \x01(\tR\bresource\x12 \n" +
 	"\vsubresource\x18\x03 \x01(\tR\vsubresource\x12A\n" +
@@ -622,24 +629,23 @@ const file_watershed_admission_v1_admission_proto_rawDesc = "" +
 	"operations\x18\x04 \x03(\x0e2!.watershed.admission.v1.OperationR\n" +
 	"operations\x12\x1d\n" +
 	"\n" +
-	"user_group\x18\x05 \x01(\tR\tuserGroup\x12\"\n" +
-	"\runless_own_in\x18\x06 \x01(\tR\vunlessOwnIn\x12\x1e\n" +
+	"user_group\x18\x05 \x01(\tR\tuserGroup\x12/\n" +
+	"\x14except_own_object_in\x18\x06 \x01(\tR\x11exceptOwnObjectIn\x12\x1e\n" +
 	"\n" +
 	"namespaces\x18\a \x03(\tR\n" +
-	"namespaces\x12\x1f\n" +
-	"\vin_registry\x18\b \x01(\bR\n" +
-	"inRegistry\x12\x17\n" +
-	"\aat_once\x18\t \x01(\bR\x06atOnce*\x7f\n" +
+	"namespaces\x128\n" +
+	"\x18namespace_lifecycle_only\x18\b \x01(\bR\x16namespaceLifecycleOnly\x12*\n" +
+	"\x11validate_in_admit\x18\t \x01(\bR\x0fvalidateInAdmit*\x7f\n" +
 	"\tOperation\x12\x19\n" +
 	"\x15OPERATION_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10OPERATION_CREATE\x10\x01\x12\x14\n" +
 	"\x10OPERATION_UPDATE\x10\x02\x12\x14\n" +
 	"\x10OPERATION_DELETE\x10\x03\x12\x15\n" +
-	"\x11OPERATION_CONNECT\x10\x042\x80\x02\n" +
+	"\x11OPERATION_CONNECT\x10\x042\x8f\x02\n" +
 	"\tAdmission\x12H\n" +
 	"\x05Admit\x12\x1e.watershed.admission.v1.Review\x1a\x1f.watershed.admission.v1.Verdict\x12K\n" +
-	"\bValidate\x12\x1e.watershed.admission.v1.Review\x1a\x1f.watershed.admission.v1.Verdict\x12\\\n" +
-	"\tInterests\x12(.watershed.admission.v1.InterestsRequest\x1a#.watershed.admission.v1.InterestSet0\x01B?Z6watershed.dev/proto/watershed/admission/v1;admissionv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
+	"\bValidate\x12\x1e.watershed.admission.v1.Review\x1a\x1f.watershed.admission.v1.Verdict\x12k\n" +
+	"\x0eAdmissionRules\x12-.watershed.admission.v1.AdmissionRulesRequest\x1a(.watershed.admission.v1.AdmissionRuleSet0\x01B?Z6watershed.dev/proto/watershed/admission/v1;admissionv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_admission_v1_admission_proto_rawDescOnce sync.Once
@@ -656,19 +662,19 @@ func file_watershed_admission_v1_admission_proto_rawDescGZIP() []byte {
 var file_watershed_admission_v1_admission_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
 var file_watershed_admission_v1_admission_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_watershed_admission_v1_admission_proto_goTypes = []any{
-	(Operation)(0),           // 0: watershed.admission.v1.Operation
-	(*Review)(nil),           // 1: watershed.admission.v1.Review
-	(*Equivalent)(nil),       // 2: watershed.admission.v1.Equivalent
-	(*Verdict)(nil),          // 3: watershed.admission.v1.Verdict
-	(*InterestsRequest)(nil), // 4: watershed.admission.v1.InterestsRequest
-	(*InterestSet)(nil),      // 5: watershed.admission.v1.InterestSet
-	(*Interest)(nil),         // 6: watershed.admission.v1.Interest
-	nil,                      // 7: watershed.admission.v1.Verdict.AuditAnnotationsEntry
-	nil,                      // 8: watershed.admission.v1.Verdict.ValidatedAnnotationsEntry
-	(*v1.Kind)(nil),          // 9: watershed.common.v1.Kind
-	(*v1.Resource)(nil),      // 10: watershed.common.v1.Resource
-	(*v1.User)(nil),          // 11: watershed.common.v1.User
-	(v1.AuditLevel)(0),       // 12: watershed.common.v1.AuditLevel
+	(Operation)(0),                // 0: watershed.admission.v1.Operation
+	(*Review)(nil),                // 1: watershed.admission.v1.Review
+	(*Equivalent)(nil),            // 2: watershed.admission.v1.Equivalent
+	(*Verdict)(nil),               // 3: watershed.admission.v1.Verdict
+	(*AdmissionRulesRequest)(nil), // 4: watershed.admission.v1.AdmissionRulesRequest
+	(*AdmissionRuleSet)(nil),      // 5: watershed.admission.v1.AdmissionRuleSet
+	(*AdmissionRule)(nil),         // 6: watershed.admission.v1.AdmissionRule
+	nil,                           // 7: watershed.admission.v1.Verdict.AuditAnnotationsEntry
+	nil,                           // 8: watershed.admission.v1.Verdict.ValidatedAnnotationsEntry
+	(*v1.Kind)(nil),               // 9: watershed.common.v1.Kind
+	(*v1.Resource)(nil),           // 10: watershed.common.v1.Resource
+	(*v1.User)(nil),               // 11: watershed.common.v1.User
+	(v1.AuditLevel)(0),            // 12: watershed.common.v1.AuditLevel
 }
 var file_watershed_admission_v1_admission_proto_depIdxs = []int32{
 	0,  // 0: watershed.admission.v1.Review.operation:type_name -> watershed.admission.v1.Operation
@@ -681,15 +687,15 @@ var file_watershed_admission_v1_admission_proto_depIdxs = []int32{
 	9,  // 7: watershed.admission.v1.Equivalent.kind:type_name -> watershed.common.v1.Kind
 	7,  // 8: watershed.admission.v1.Verdict.audit_annotations:type_name -> watershed.admission.v1.Verdict.AuditAnnotationsEntry
 	8,  // 9: watershed.admission.v1.Verdict.validated_annotations:type_name -> watershed.admission.v1.Verdict.ValidatedAnnotationsEntry
-	6,  // 10: watershed.admission.v1.InterestSet.admit:type_name -> watershed.admission.v1.Interest
-	6,  // 11: watershed.admission.v1.InterestSet.validate:type_name -> watershed.admission.v1.Interest
-	0,  // 12: watershed.admission.v1.Interest.operations:type_name -> watershed.admission.v1.Operation
+	6,  // 10: watershed.admission.v1.AdmissionRuleSet.admit:type_name -> watershed.admission.v1.AdmissionRule
+	6,  // 11: watershed.admission.v1.AdmissionRuleSet.validate:type_name -> watershed.admission.v1.AdmissionRule
+	0,  // 12: watershed.admission.v1.AdmissionRule.operations:type_name -> watershed.admission.v1.Operation
 	1,  // 13: watershed.admission.v1.Admission.Admit:input_type -> watershed.admission.v1.Review
 	1,  // 14: watershed.admission.v1.Admission.Validate:input_type -> watershed.admission.v1.Review
-	4,  // 15: watershed.admission.v1.Admission.Interests:input_type -> watershed.admission.v1.InterestsRequest
+	4,  // 15: watershed.admission.v1.Admission.AdmissionRules:input_type -> watershed.admission.v1.AdmissionRulesRequest
 	3,  // 16: watershed.admission.v1.Admission.Admit:output_type -> watershed.admission.v1.Verdict
 	3,  // 17: watershed.admission.v1.Admission.Validate:output_type -> watershed.admission.v1.Verdict
-	5,  // 18: watershed.admission.v1.Admission.Interests:output_type -> watershed.admission.v1.InterestSet
+	5,  // 18: watershed.admission.v1.Admission.AdmissionRules:output_type -> watershed.admission.v1.AdmissionRuleSet
 	16, // [16:19] is the sub-list for method output_type
 	13, // [13:16] is the sub-list for method input_type
 	13, // [13:13] is the sub-list for extension type_name

@@ -4,7 +4,7 @@
 // - protoc             (unknown)
 // source: watershed/admission/v1/admission.proto
 
-// admission answers one question: may this object be so? It may change the object on the way.
+// Package admission runs the admission chain. The mutating phase may change the object, and both phases may reject it.
 
 package admissionv1
 
@@ -21,21 +21,23 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Admission_Admit_FullMethodName     = "/watershed.admission.v1.Admission/Admit"
-	Admission_Validate_FullMethodName  = "/watershed.admission.v1.Admission/Validate"
-	Admission_Interests_FullMethodName = "/watershed.admission.v1.Admission/Interests"
+	Admission_Admit_FullMethodName          = "/watershed.admission.v1.Admission/Admit"
+	Admission_Validate_FullMethodName       = "/watershed.admission.v1.Admission/Validate"
+	Admission_AdmissionRules_FullMethodName = "/watershed.admission.v1.Admission/AdmissionRules"
 )
 
 // AdmissionClient is the client API for Admission service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Admission runs admission plugins, webhooks and policies.
 type AdmissionClient interface {
-	// Admit runs the mutating phase. A refusal is a gRPC error that carries a metav1.Status.
+	// Admit runs the mutating phase. A rejection is a gRPC error that carries a metav1.Status.
 	Admit(ctx context.Context, in *Review, opts ...grpc.CallOption) (*Verdict, error)
-	// Validate runs the validating phase.
+	// Validate runs the validating phase. A rejection is a gRPC error that carries a metav1.Status.
 	Validate(ctx context.Context, in *Review, opts ...grpc.CallOption) (*Verdict, error)
-	// Interests sends, at once and whenever they change, the requests that anything in the chain looks at.
-	Interests(ctx context.Context, in *InterestsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[InterestSet], error)
+	// AdmissionRules sends the rules of the admission chain when the stream opens, and at every change.
+	AdmissionRules(ctx context.Context, in *AdmissionRulesRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[AdmissionRuleSet], error)
 }
 
 type admissionClient struct {
@@ -66,13 +68,13 @@ func (c *admissionClient) Validate(ctx context.Context, in *Review, opts ...grpc
 	return out, nil
 }
 
-func (c *admissionClient) Interests(ctx context.Context, in *InterestsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[InterestSet], error) {
+func (c *admissionClient) AdmissionRules(ctx context.Context, in *AdmissionRulesRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[AdmissionRuleSet], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Admission_ServiceDesc.Streams[0], Admission_Interests_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Admission_ServiceDesc.Streams[0], Admission_AdmissionRules_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
-	x := &grpc.GenericClientStream[InterestsRequest, InterestSet]{ClientStream: stream}
+	x := &grpc.GenericClientStream[AdmissionRulesRequest, AdmissionRuleSet]{ClientStream: stream}
 	if err := x.ClientStream.SendMsg(in); err != nil {
 		return nil, err
 	}
@@ -83,18 +85,20 @@ func (c *admissionClient) Interests(ctx context.Context, in *InterestsRequest, o
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Admission_InterestsClient = grpc.ServerStreamingClient[InterestSet]
+type Admission_AdmissionRulesClient = grpc.ServerStreamingClient[AdmissionRuleSet]
 
 // AdmissionServer is the server API for Admission service.
 // All implementations must embed UnimplementedAdmissionServer
 // for forward compatibility.
+//
+// Admission runs admission plugins, webhooks and policies.
 type AdmissionServer interface {
-	// Admit runs the mutating phase. A refusal is a gRPC error that carries a metav1.Status.
+	// Admit runs the mutating phase. A rejection is a gRPC error that carries a metav1.Status.
 	Admit(context.Context, *Review) (*Verdict, error)
-	// Validate runs the validating phase.
+	// Validate runs the validating phase. A rejection is a gRPC error that carries a metav1.Status.
 	Validate(context.Context, *Review) (*Verdict, error)
-	// Interests sends, at once and whenever they change, the requests that anything in the chain looks at.
-	Interests(*InterestsRequest, grpc.ServerStreamingServer[InterestSet]) error
+	// AdmissionRules sends the rules of the admission chain when the stream opens, and at every change.
+	AdmissionRules(*AdmissionRulesRequest, grpc.ServerStreamingServer[AdmissionRuleSet]) error
 	mustEmbedUnimplementedAdmissionServer()
 }
 
@@ -111,8 +115,8 @@ func (UnimplementedAdmissionServer) Admit(context.Context, *Review) (*Verdict, e
 func (UnimplementedAdmissionServer) Validate(context.Context, *Review) (*Verdict, error) {
 	return nil, status.Error(codes.Unimplemented, "method Validate not implemented")
 }
-func (UnimplementedAdmissionServer) Interests(*InterestsRequest, grpc.ServerStreamingServer[InterestSet]) error {
-	return status.Error(codes.Unimplemented, "method Interests not implemented")
+func (UnimplementedAdmissionServer) AdmissionRules(*AdmissionRulesRequest, grpc.ServerStreamingServer[AdmissionRuleSet]) error {
+	return status.Error(codes.Unimplemented, "method AdmissionRules not implemented")
 }
 func (UnimplementedAdmissionServer) mustEmbedUnimplementedAdmissionServer() {}
 func (UnimplementedAdmissionServer) testEmbeddedByValue()                   {}
@@ -171,16 +175,16 @@ func _Admission_Validate_Handler(srv interface{}, ctx context.Context, dec func(
 	return interceptor(ctx, in, info, handler)
 }
 
-func _Admission_Interests_Handler(srv interface{}, stream grpc.ServerStream) error {
-	m := new(InterestsRequest)
+func _Admission_AdmissionRules_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(AdmissionRulesRequest)
 	if err := stream.RecvMsg(m); err != nil {
 		return err
 	}
-	return srv.(AdmissionServer).Interests(m, &grpc.GenericServerStream[InterestsRequest, InterestSet]{ServerStream: stream})
+	return srv.(AdmissionServer).AdmissionRules(m, &grpc.GenericServerStream[AdmissionRulesRequest, AdmissionRuleSet]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Admission_InterestsServer = grpc.ServerStreamingServer[InterestSet]
+type Admission_AdmissionRulesServer = grpc.ServerStreamingServer[AdmissionRuleSet]
 
 // Admission_ServiceDesc is the grpc.ServiceDesc for Admission service.
 // It's only intended for direct use with grpc.RegisterService,
@@ -200,8 +204,8 @@ var Admission_ServiceDesc = grpc.ServiceDesc{
 	},
 	Streams: []grpc.StreamDesc{
 		{
-			StreamName:    "Interests",
-			Handler:       _Admission_Interests_Handler,
+			StreamName:    "AdmissionRules",
+			Handler:       _Admission_AdmissionRules_Handler,
 			ServerStreams: true,
 		},
 	},

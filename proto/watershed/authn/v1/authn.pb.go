@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: watershed/authn/v1/authn.proto
 
-// authn answers one question: who is this?
+// Package authn authenticates requests: it returns the user that a request is made as.
 
 package authnv1
 
@@ -24,13 +24,14 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// AuthenticateRequest is the part of an HTTP request that authenticators read.
 type AuthenticateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The client's certificate chain, which nobody has verified yet, in DER, leaf first, as the TLS handshake gave it.
+	// The client's certificate chain from the TLS handshake, in DER, leaf first. The gateway has not verified it.
 	PeerCertificates [][]byte `protobuf:"bytes,1,rep,name=peer_certificates,json=peerCertificates" json:"peer_certificates,omitempty"`
-	// The request's headers that an authenticator may look at, canonical names.
+	// The request's headers that an authenticator may read, by canonical name.
 	Headers map[string]*v1.Values `protobuf:"bytes,2,rep,name=headers" json:"headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// The URL path; anonymous access may be limited to some paths.
+	// The URL path. Anonymous access may be limited to some paths.
 	Path          string `protobuf:"bytes,3,opt,name=path" json:"path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -87,6 +88,7 @@ func (x *AuthenticateRequest) GetPath() string {
 	return ""
 }
 
+// ReviewTokenRequest is a TokenReview's spec.
 type ReviewTokenRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Token         string                 `protobuf:"bytes,1,opt,name=token" json:"token,omitempty"`
@@ -139,28 +141,28 @@ func (x *ReviewTokenRequest) GetAudiences() []string {
 	return nil
 }
 
+// AuthenticateResponse is the authenticated user, or the reason why there is none.
 type AuthenticateResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Authenticated bool                   `protobuf:"varint,1,opt,name=authenticated" json:"authenticated,omitempty"`
 	User          *v1.User               `protobuf:"bytes,2,opt,name=user" json:"user,omitempty"`
 	Audiences     []string               `protobuf:"bytes,3,rep,name=audiences" json:"audiences,omitempty"`
-	// Why no one was authenticated, for the log and for TokenReview.status.error; never sent to an unauthenticated
-	// client.
+	// Why authentication failed, for the log and for TokenReview.status.error. Unauthenticated clients never receive it.
 	Error string `protobuf:"bytes,4,opt,name=error" json:"error,omitempty"`
-	// How long, in milliseconds, the caller may reuse this answer for the same headers and certificates; 0: not at all,
-	// as for an anonymous user, who may be one for some paths only. It is the least of the configured time, what is left
-	// of the token's exp and what is left of the certificate.
+	// How long, in milliseconds, the gateway may reuse this response for the same headers and certificates. It is the
+	// least of the configured time and the remaining lifetimes of the token and the certificate. 0: the response is not
+	// cacheable. Responses for an anonymous user are not, because the user may be anonymous for some paths only.
 	CacheMilliseconds int64 `protobuf:"varint,5,opt,name=cache_milliseconds,json=cacheMilliseconds" json:"cache_milliseconds,omitempty"`
-	// What the request's headers are to be before it travels on, by canonical name; one without values is removed. A
-	// credential never travels on.
+	// New values of the request's headers, by canonical name; the gateway removes a header without values. A credential
+	// never reaches another service.
 	ReplacedHeaders map[string]*v1.Values `protobuf:"bytes,7,rep,name=replaced_headers,json=replacedHeaders" json:"replaced_headers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Of a request with a client certificate: the headers beside Authorization that an authenticator reads, by name or,
-	// with a final *, by how their names begin. A caller that has one of them and did not pass it on must not believe the
-	// answer: a user's groups or scopes may be missing.
+	// The headers beside Authorization that an authenticator reads, for a request with a client certificate. An entry is
+	// a name, or a prefix that ends in *. A gateway with such a header that it did not pass must not use the response:
+	// the user may lack groups or scopes.
 	ConsultedHeaders []string `protobuf:"bytes,8,rep,name=consulted_headers,json=consultedHeaders" json:"consulted_headers,omitempty"`
-	// What a client that nobody is authenticated for may be asked for (WWW-Authenticate); empty: nothing.
+	// The value of WWW-Authenticate in the response to an unauthenticated client. Empty: no header.
 	Challenge string `protobuf:"bytes,9,opt,name=challenge" json:"challenge,omitempty"`
-	// What the client is to be told beside the answer: that a token is about to end, or is of a kind that is.
+	// Warnings for the client, for example that its token expires soon.
 	Warnings         []string          `protobuf:"bytes,10,rep,name=warnings" json:"warnings,omitempty"`
 	AuditAnnotations map[string]string `protobuf:"bytes,11,rep,name=audit_annotations,json=auditAnnotations" json:"audit_annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields    protoimpl.UnknownFields
@@ -267,11 +269,13 @@ func (x *AuthenticateResponse) GetAuditAnnotations() map[string]string {
 	return nil
 }
 
+// IssuerDocumentRequest names one of the issuer's documents.
 type IssuerDocumentRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "/.well-known/openid-configuration" or "/openid/v1/jwks".
 	Path string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
-	// Where clients reach the gateway, as host:port: the keys lie there unless the configuration says otherwise.
+	// The host:port at which clients reach the gateway. The document refers to keys there, unless the configuration
+	// names another place.
 	ExternalAddress string `protobuf:"bytes,2,opt,name=external_address,json=externalAddress" json:"external_address,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -321,11 +325,12 @@ func (x *IssuerDocumentRequest) GetExternalAddress() string {
 	return ""
 }
 
+// IssuerDocumentResponse is the body and the headers of a document.
 type IssuerDocumentResponse struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Body        []byte                 `protobuf:"bytes,1,opt,name=body" json:"body,omitempty"`
 	ContentType string                 `protobuf:"bytes,2,opt,name=content_type,json=contentType" json:"content_type,omitempty"`
-	// How long, in seconds, a client may keep it.
+	// How long, in seconds, a client may cache the document.
 	MaxAgeSeconds int64 `protobuf:"varint,3,opt,name=max_age_seconds,json=maxAgeSeconds" json:"max_age_seconds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -4,7 +4,7 @@
 // - protoc             (unknown)
 // source: watershed/authn/v1/authn.proto
 
-// authn answers one question: who is this?
+// Package authn authenticates requests: it returns the user that a request is made as.
 
 package authnv1
 
@@ -29,12 +29,14 @@ const (
 // AuthnClient is the client API for Authn service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Authn runs the configured authenticators.
 type AuthnClient interface {
 	// Authenticate tries every configured authenticator, in kube-apiserver's order.
 	Authenticate(ctx context.Context, in *AuthenticateRequest, opts ...grpc.CallOption) (*AuthenticateResponse, error)
-	// ReviewToken answers a TokenReview: it looks at the token alone.
+	// ReviewToken authenticates a token for a TokenReview. It uses no other credential.
 	ReviewToken(ctx context.Context, in *ReviewTokenRequest, opts ...grpc.CallOption) (*AuthenticateResponse, error)
-	// IssuerDocument answers the service account issuer's OpenID documents.
+	// IssuerDocument returns an OpenID document of the service account issuer.
 	IssuerDocument(ctx context.Context, in *IssuerDocumentRequest, opts ...grpc.CallOption) (*IssuerDocumentResponse, error)
 }
 
@@ -79,12 +81,14 @@ func (c *authnClient) IssuerDocument(ctx context.Context, in *IssuerDocumentRequ
 // AuthnServer is the server API for Authn service.
 // All implementations must embed UnimplementedAuthnServer
 // for forward compatibility.
+//
+// Authn runs the configured authenticators.
 type AuthnServer interface {
 	// Authenticate tries every configured authenticator, in kube-apiserver's order.
 	Authenticate(context.Context, *AuthenticateRequest) (*AuthenticateResponse, error)
-	// ReviewToken answers a TokenReview: it looks at the token alone.
+	// ReviewToken authenticates a token for a TokenReview. It uses no other credential.
 	ReviewToken(context.Context, *ReviewTokenRequest) (*AuthenticateResponse, error)
-	// IssuerDocument answers the service account issuer's OpenID documents.
+	// IssuerDocument returns an OpenID document of the service account issuer.
 	IssuerDocument(context.Context, *IssuerDocumentRequest) (*IssuerDocumentResponse, error)
 	mustEmbedUnimplementedAuthnServer()
 }

@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: watershed/authz/v1/authz.proto
 
-// authz answers one question: may they?
+// Package authz authorizes requests.
 
 package authzv1
 
@@ -24,10 +24,11 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Decision is an authorizer's decision (authorizer.Decision).
 type Decision int32
 
 const (
-	// No authorizer had an opinion, which refuses the request.
+	// No authorizer has an opinion. The gateway rejects the request.
 	Decision_DECISION_UNSPECIFIED Decision = 0
 	Decision_DECISION_ALLOW       Decision = 1
 	Decision_DECISION_DENY        Decision = 2
@@ -74,6 +75,7 @@ func (Decision) EnumDescriptor() ([]byte, []int) {
 	return file_watershed_authz_v1_authz_proto_rawDescGZIP(), []int{0}
 }
 
+// AuthorizeRequest is one request to decide.
 type AuthorizeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Attributes    *v1.Attributes         `protobuf:"bytes,1,opt,name=attributes" json:"attributes,omitempty"`
@@ -118,25 +120,27 @@ func (x *AuthorizeRequest) GetAttributes() *v1.Attributes {
 	return nil
 }
 
+// AuthorizeResponse is a decision and how long the gateway may cache it.
 type AuthorizeResponse struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Decision        Decision               `protobuf:"varint,1,opt,name=decision,enum=watershed.authz.v1.Decision" json:"decision,omitempty"`
 	Reason          string                 `protobuf:"bytes,2,opt,name=reason" json:"reason,omitempty"`
 	EvaluationError string                 `protobuf:"bytes,3,opt,name=evaluation_error,json=evaluationError" json:"evaluation_error,omitempty"`
-	// The policy generation that the decision was made at. 0: no policy has a part in it; it is kept for
-	// cache_milliseconds, and not at all where that is 0 too.
-	Generation uint64 `protobuf:"varint,4,opt,name=generation" json:"generation,omitempty"`
-	// The replica that counted it: generations of different replicas cannot be compared.
+	// The policy revision of the decision. 0: the decision depends on no policy. It is then cacheable for
+	// cache_milliseconds, and not at all if that is 0 too.
+	PolicyRevision uint64 `protobuf:"varint,4,opt,name=policy_revision,json=policyRevision" json:"policy_revision,omitempty"`
+	// The replica that counted the policy revision. Revisions of different replicas cannot be compared.
 	Replica string `protobuf:"bytes,5,opt,name=replica" json:"replica,omitempty"`
-	// How long, in milliseconds, the decision may be kept at most. 0: for as long as its generation stands.
+	// The maximum time in milliseconds that the decision is cacheable. 0: as long as its policy revision is current.
 	CacheMilliseconds int64 `protobuf:"varint,6,opt,name=cache_milliseconds,json=cacheMilliseconds" json:"cache_milliseconds,omitempty"`
-	// The decision is not to be kept: something has a part in it whose changes no generation tells of.
+	// The decision is not cacheable, because it depends on state that no policy revision covers.
 	Transient bool `protobuf:"varint,7,opt,name=transient" json:"transient,omitempty"`
-	// What was decided holds for every name, in the same namespace, and for every namespace with every name.
-	AnyName       bool `protobuf:"varint,8,opt,name=any_name,json=anyName" json:"any_name,omitempty"`
-	AnyNamespace  bool `protobuf:"varint,9,opt,name=any_namespace,json=anyNamespace" json:"any_namespace,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The decision holds for every name in the same namespace.
+	WildcardName bool `protobuf:"varint,8,opt,name=wildcard_name,json=wildcardName" json:"wildcard_name,omitempty"`
+	// The decision holds for every name in every namespace.
+	WildcardNamespace bool `protobuf:"varint,9,opt,name=wildcard_namespace,json=wildcardNamespace" json:"wildcard_namespace,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *AuthorizeResponse) Reset() {
@@ -190,9 +194,9 @@ func (x *AuthorizeResponse) GetEvaluationError() string {
 	return ""
 }
 
-func (x *AuthorizeResponse) GetGeneration() uint64 {
+func (x *AuthorizeResponse) GetPolicyRevision() uint64 {
 	if x != nil {
-		return x.Generation
+		return x.PolicyRevision
 	}
 	return 0
 }
@@ -218,20 +222,21 @@ func (x *AuthorizeResponse) GetTransient() bool {
 	return false
 }
 
-func (x *AuthorizeResponse) GetAnyName() bool {
+func (x *AuthorizeResponse) GetWildcardName() bool {
 	if x != nil {
-		return x.AnyName
+		return x.WildcardName
 	}
 	return false
 }
 
-func (x *AuthorizeResponse) GetAnyNamespace() bool {
+func (x *AuthorizeResponse) GetWildcardNamespace() bool {
 	if x != nil {
-		return x.AnyNamespace
+		return x.WildcardNamespace
 	}
 	return false
 }
 
+// RulesRequest is a user and a namespace.
 type RulesRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	User          *v1.User               `protobuf:"bytes,1,opt,name=user" json:"user,omitempty"`
@@ -284,6 +289,7 @@ func (x *RulesRequest) GetNamespace() string {
 	return ""
 }
 
+// ResourceRule is an authorization/v1 ResourceRule.
 type ResourceRule struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Verbs         []string               `protobuf:"bytes,1,rep,name=verbs" json:"verbs,omitempty"`
@@ -352,6 +358,7 @@ func (x *ResourceRule) GetResourceNames() []string {
 	return nil
 }
 
+// NonResourceRule is an authorization/v1 NonResourceRule.
 type NonResourceRule struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Verbs           []string               `protobuf:"bytes,1,rep,name=verbs" json:"verbs,omitempty"`
@@ -404,6 +411,7 @@ func (x *NonResourceRule) GetNonResourceUrls() []string {
 	return nil
 }
 
+// RulesResponse is an authorization/v1 SubjectRulesReviewStatus.
 type RulesResponse struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	ResourceRules    []*ResourceRule        `protobuf:"bytes,1,rep,name=resource_rules,json=resourceRules" json:"resource_rules,omitempty"`
@@ -472,26 +480,27 @@ func (x *RulesResponse) GetEvaluationError() string {
 	return ""
 }
 
-type GenerationsRequest struct {
+// PolicyRevisionsRequest opens a stream of policy revisions.
+type PolicyRevisionsRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *GenerationsRequest) Reset() {
-	*x = GenerationsRequest{}
+func (x *PolicyRevisionsRequest) Reset() {
+	*x = PolicyRevisionsRequest{}
 	mi := &file_watershed_authz_v1_authz_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *GenerationsRequest) String() string {
+func (x *PolicyRevisionsRequest) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*GenerationsRequest) ProtoMessage() {}
+func (*PolicyRevisionsRequest) ProtoMessage() {}
 
-func (x *GenerationsRequest) ProtoReflect() protoreflect.Message {
+func (x *PolicyRevisionsRequest) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_authz_v1_authz_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -503,40 +512,41 @@ func (x *GenerationsRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use GenerationsRequest.ProtoReflect.Descriptor instead.
-func (*GenerationsRequest) Descriptor() ([]byte, []int) {
+// Deprecated: Use PolicyRevisionsRequest.ProtoReflect.Descriptor instead.
+func (*PolicyRevisionsRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_authz_v1_authz_proto_rawDescGZIP(), []int{6}
 }
 
-type Generation struct {
+// PolicyRevision is the current revision of a replica's policy.
+type PolicyRevision struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One count for all scopes.
-	Generation uint64 `protobuf:"varint,1,opt,name=generation" json:"generation,omitempty"`
-	Replica    string `protobuf:"bytes,2,opt,name=replica" json:"replica,omitempty"`
-	// What has changed: the policy of one namespace, or with an empty one the policy of all.
+	// The number of policy changes that the replica has counted, over all scopes.
+	Revision uint64 `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
+	Replica  string `protobuf:"bytes,2,opt,name=replica" json:"replica,omitempty"`
+	// The namespace whose policy changed. Empty: the policy of all namespaces changed.
 	Namespace string `protobuf:"bytes,3,opt,name=namespace" json:"namespace,omitempty"`
-	// The change may have taken a permission away. Without it, only refusals are void.
+	// The change may have revoked a permission. If it is not set, only cached denials are invalid.
 	MayRevoke bool `protobuf:"varint,4,opt,name=may_revoke,json=mayRevoke" json:"may_revoke,omitempty"`
-	// Nothing has changed since the message before.
+	// The policy has not changed since the previous message.
 	Heartbeat     bool `protobuf:"varint,5,opt,name=heartbeat" json:"heartbeat,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Generation) Reset() {
-	*x = Generation{}
+func (x *PolicyRevision) Reset() {
+	*x = PolicyRevision{}
 	mi := &file_watershed_authz_v1_authz_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Generation) String() string {
+func (x *PolicyRevision) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Generation) ProtoMessage() {}
+func (*PolicyRevision) ProtoMessage() {}
 
-func (x *Generation) ProtoReflect() protoreflect.Message {
+func (x *PolicyRevision) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_authz_v1_authz_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -548,40 +558,40 @@ func (x *Generation) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Generation.ProtoReflect.Descriptor instead.
-func (*Generation) Descriptor() ([]byte, []int) {
+// Deprecated: Use PolicyRevision.ProtoReflect.Descriptor instead.
+func (*PolicyRevision) Descriptor() ([]byte, []int) {
 	return file_watershed_authz_v1_authz_proto_rawDescGZIP(), []int{7}
 }
 
-func (x *Generation) GetGeneration() uint64 {
+func (x *PolicyRevision) GetRevision() uint64 {
 	if x != nil {
-		return x.Generation
+		return x.Revision
 	}
 	return 0
 }
 
-func (x *Generation) GetReplica() string {
+func (x *PolicyRevision) GetReplica() string {
 	if x != nil {
 		return x.Replica
 	}
 	return ""
 }
 
-func (x *Generation) GetNamespace() string {
+func (x *PolicyRevision) GetNamespace() string {
 	if x != nil {
 		return x.Namespace
 	}
 	return ""
 }
 
-func (x *Generation) GetMayRevoke() bool {
+func (x *PolicyRevision) GetMayRevoke() bool {
 	if x != nil {
 		return x.MayRevoke
 	}
 	return false
 }
 
-func (x *Generation) GetHeartbeat() bool {
+func (x *PolicyRevision) GetHeartbeat() bool {
 	if x != nil {
 		return x.Heartbeat
 	}
@@ -596,19 +606,17 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\x10AuthorizeRequest\x12?\n" +
 	"\n" +
 	"attributes\x18\x01 \x01(\v2\x1f.watershed.common.v1.AttributesR\n" +
-	"attributes\"\xd7\x02\n" +
+	"attributes\"\xf4\x02\n" +
 	"\x11AuthorizeResponse\x128\n" +
 	"\bdecision\x18\x01 \x01(\x0e2\x1c.watershed.authz.v1.DecisionR\bdecision\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12)\n" +
-	"\x10evaluation_error\x18\x03 \x01(\tR\x0fevaluationError\x12\x1e\n" +
-	"\n" +
-	"generation\x18\x04 \x01(\x04R\n" +
-	"generation\x12\x18\n" +
+	"\x10evaluation_error\x18\x03 \x01(\tR\x0fevaluationError\x12'\n" +
+	"\x0fpolicy_revision\x18\x04 \x01(\x04R\x0epolicyRevision\x12\x18\n" +
 	"\areplica\x18\x05 \x01(\tR\areplica\x12-\n" +
 	"\x12cache_milliseconds\x18\x06 \x01(\x03R\x11cacheMilliseconds\x12\x1c\n" +
-	"\ttransient\x18\a \x01(\bR\ttransient\x12\x19\n" +
-	"\bany_name\x18\b \x01(\bR\aanyName\x12#\n" +
-	"\rany_namespace\x18\t \x01(\bR\fanyNamespace\"[\n" +
+	"\ttransient\x18\a \x01(\bR\ttransient\x12#\n" +
+	"\rwildcard_name\x18\b \x01(\bR\fwildcardName\x12-\n" +
+	"\x12wildcard_namespace\x18\t \x01(\bR\x11wildcardNamespace\"[\n" +
 	"\fRulesRequest\x12-\n" +
 	"\x04user\x18\x01 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\"\x88\x01\n" +
@@ -627,13 +635,10 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\n" +
 	"incomplete\x18\x03 \x01(\bR\n" +
 	"incomplete\x12)\n" +
-	"\x10evaluation_error\x18\x04 \x01(\tR\x0fevaluationError\"\x14\n" +
-	"\x12GenerationsRequest\"\xa1\x01\n" +
-	"\n" +
-	"Generation\x12\x1e\n" +
-	"\n" +
-	"generation\x18\x01 \x01(\x04R\n" +
-	"generation\x12\x18\n" +
+	"\x10evaluation_error\x18\x04 \x01(\tR\x0fevaluationError\"\x18\n" +
+	"\x16PolicyRevisionsRequest\"\xa1\x01\n" +
+	"\x0ePolicyRevision\x12\x1a\n" +
+	"\brevision\x18\x01 \x01(\x04R\brevision\x12\x18\n" +
 	"\areplica\x18\x02 \x01(\tR\areplica\x12\x1c\n" +
 	"\tnamespace\x18\x03 \x01(\tR\tnamespace\x12\x1d\n" +
 	"\n" +
@@ -642,11 +647,11 @@ const file_watershed_authz_v1_authz_proto_rawDesc = "" +
 	"\bDecision\x12\x18\n" +
 	"\x14DECISION_UNSPECIFIED\x10\x00\x12\x12\n" +
 	"\x0eDECISION_ALLOW\x10\x01\x12\x11\n" +
-	"\rDECISION_DENY\x10\x022\x88\x02\n" +
+	"\rDECISION_DENY\x10\x022\x94\x02\n" +
 	"\x05Authz\x12X\n" +
 	"\tAuthorize\x12$.watershed.authz.v1.AuthorizeRequest\x1a%.watershed.authz.v1.AuthorizeResponse\x12L\n" +
-	"\x05Rules\x12 .watershed.authz.v1.RulesRequest\x1a!.watershed.authz.v1.RulesResponse\x12W\n" +
-	"\vGenerations\x12&.watershed.authz.v1.GenerationsRequest\x1a\x1e.watershed.authz.v1.Generation0\x01B7Z.watershed.dev/proto/watershed/authz/v1;authzv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
+	"\x05Rules\x12 .watershed.authz.v1.RulesRequest\x1a!.watershed.authz.v1.RulesResponse\x12c\n" +
+	"\x0fPolicyRevisions\x12*.watershed.authz.v1.PolicyRevisionsRequest\x1a\".watershed.authz.v1.PolicyRevision0\x01B7Z.watershed.dev/proto/watershed/authz/v1;authzv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
 	file_watershed_authz_v1_authz_proto_rawDescOnce sync.Once
@@ -663,17 +668,17 @@ func file_watershed_authz_v1_authz_proto_rawDescGZIP() []byte {
 var file_watershed_authz_v1_authz_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
 var file_watershed_authz_v1_authz_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_watershed_authz_v1_authz_proto_goTypes = []any{
-	(Decision)(0),              // 0: watershed.authz.v1.Decision
-	(*AuthorizeRequest)(nil),   // 1: watershed.authz.v1.AuthorizeRequest
-	(*AuthorizeResponse)(nil),  // 2: watershed.authz.v1.AuthorizeResponse
-	(*RulesRequest)(nil),       // 3: watershed.authz.v1.RulesRequest
-	(*ResourceRule)(nil),       // 4: watershed.authz.v1.ResourceRule
-	(*NonResourceRule)(nil),    // 5: watershed.authz.v1.NonResourceRule
-	(*RulesResponse)(nil),      // 6: watershed.authz.v1.RulesResponse
-	(*GenerationsRequest)(nil), // 7: watershed.authz.v1.GenerationsRequest
-	(*Generation)(nil),         // 8: watershed.authz.v1.Generation
-	(*v1.Attributes)(nil),      // 9: watershed.common.v1.Attributes
-	(*v1.User)(nil),            // 10: watershed.common.v1.User
+	(Decision)(0),                  // 0: watershed.authz.v1.Decision
+	(*AuthorizeRequest)(nil),       // 1: watershed.authz.v1.AuthorizeRequest
+	(*AuthorizeResponse)(nil),      // 2: watershed.authz.v1.AuthorizeResponse
+	(*RulesRequest)(nil),           // 3: watershed.authz.v1.RulesRequest
+	(*ResourceRule)(nil),           // 4: watershed.authz.v1.ResourceRule
+	(*NonResourceRule)(nil),        // 5: watershed.authz.v1.NonResourceRule
+	(*RulesResponse)(nil),          // 6: watershed.authz.v1.RulesResponse
+	(*PolicyRevisionsRequest)(nil), // 7: watershed.authz.v1.PolicyRevisionsRequest
+	(*PolicyRevision)(nil),         // 8: watershed.authz.v1.PolicyRevision
+	(*v1.Attributes)(nil),          // 9: watershed.common.v1.Attributes
+	(*v1.User)(nil),                // 10: watershed.common.v1.User
 }
 var file_watershed_authz_v1_authz_proto_depIdxs = []int32{
 	9,  // 0: watershed.authz.v1.AuthorizeRequest.attributes:type_name -> watershed.common.v1.Attributes
@@ -683,10 +688,10 @@ var file_watershed_authz_v1_authz_proto_depIdxs = []int32{
 	5,  // 4: watershed.authz.v1.RulesResponse.non_resource_rules:type_name -> watershed.authz.v1.NonResourceRule
 	1,  // 5: watershed.authz.v1.Authz.Authorize:input_type -> watershed.authz.v1.AuthorizeRequest
 	3,  // 6: watershed.authz.v1.Authz.Rules:input_type -> watershed.authz.v1.RulesRequest
-	7,  // 7: watershed.authz.v1.Authz.Generations:input_type -> watershed.authz.v1.GenerationsRequest
+	7,  // 7: watershed.authz.v1.Authz.PolicyRevisions:input_type -> watershed.authz.v1.PolicyRevisionsRequest
 	2,  // 8: watershed.authz.v1.Authz.Authorize:output_type -> watershed.authz.v1.AuthorizeResponse
 	6,  // 9: watershed.authz.v1.Authz.Rules:output_type -> watershed.authz.v1.RulesResponse
-	8,  // 10: watershed.authz.v1.Authz.Generations:output_type -> watershed.authz.v1.Generation
+	8,  // 10: watershed.authz.v1.Authz.PolicyRevisions:output_type -> watershed.authz.v1.PolicyRevision
 	8,  // [8:11] is the sub-list for method output_type
 	5,  // [5:8] is the sub-list for method input_type
 	5,  // [5:5] is the sub-list for extension type_name

@@ -4,7 +4,7 @@
 // - protoc             (unknown)
 // source: watershed/authz/v1/authz.proto
 
-// authz answers one question: may they?
+// Package authz authorizes requests.
 
 package authzv1
 
@@ -21,21 +21,25 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Authz_Authorize_FullMethodName   = "/watershed.authz.v1.Authz/Authorize"
-	Authz_Rules_FullMethodName       = "/watershed.authz.v1.Authz/Rules"
-	Authz_Generations_FullMethodName = "/watershed.authz.v1.Authz/Generations"
+	Authz_Authorize_FullMethodName       = "/watershed.authz.v1.Authz/Authorize"
+	Authz_Rules_FullMethodName           = "/watershed.authz.v1.Authz/Rules"
+	Authz_PolicyRevisions_FullMethodName = "/watershed.authz.v1.Authz/PolicyRevisions"
 )
 
 // AuthzClient is the client API for Authz service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Authz runs the configured authorizers.
 type AuthzClient interface {
+	// Authorize decides one request.
 	Authorize(ctx context.Context, in *AuthorizeRequest, opts ...grpc.CallOption) (*AuthorizeResponse, error)
+	// Rules lists what a user may do in a namespace, for a SelfSubjectRulesReview.
 	Rules(ctx context.Context, in *RulesRequest, opts ...grpc.CallOption) (*RulesResponse, error)
-	// Generations sends the policy's generation at once, whenever it moves, and every second. A decision made at an older
-	// generation of its scope is void; so is every decision once nothing has been heard for GenerationLease
-	// (platform/identity).
-	Generations(ctx context.Context, in *GenerationsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Generation], error)
+	// PolicyRevisions sends the revision of the policy when the stream opens, at every change, and every second. A
+	// gateway discards decisions of an older revision of their scope. It discards every decision if it receives no
+	// message for PolicyRevisionLease (platform/identity).
+	PolicyRevisions(ctx context.Context, in *PolicyRevisionsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[PolicyRevision], error)
 }
 
 type authzClient struct {
@@ -66,13 +70,13 @@ func (c *authzClient) Rules(ctx context.Context, in *RulesRequest, opts ...grpc.
 	return out, nil
 }
 
-func (c *authzClient) Generations(ctx context.Context, in *GenerationsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[Generation], error) {
+func (c *authzClient) PolicyRevisions(ctx context.Context, in *PolicyRevisionsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[PolicyRevision], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Authz_ServiceDesc.Streams[0], Authz_Generations_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Authz_ServiceDesc.Streams[0], Authz_PolicyRevisions_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
-	x := &grpc.GenericClientStream[GenerationsRequest, Generation]{ClientStream: stream}
+	x := &grpc.GenericClientStream[PolicyRevisionsRequest, PolicyRevision]{ClientStream: stream}
 	if err := x.ClientStream.SendMsg(in); err != nil {
 		return nil, err
 	}
@@ -83,18 +87,22 @@ func (c *authzClient) Generations(ctx context.Context, in *GenerationsRequest, o
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Authz_GenerationsClient = grpc.ServerStreamingClient[Generation]
+type Authz_PolicyRevisionsClient = grpc.ServerStreamingClient[PolicyRevision]
 
 // AuthzServer is the server API for Authz service.
 // All implementations must embed UnimplementedAuthzServer
 // for forward compatibility.
+//
+// Authz runs the configured authorizers.
 type AuthzServer interface {
+	// Authorize decides one request.
 	Authorize(context.Context, *AuthorizeRequest) (*AuthorizeResponse, error)
+	// Rules lists what a user may do in a namespace, for a SelfSubjectRulesReview.
 	Rules(context.Context, *RulesRequest) (*RulesResponse, error)
-	// Generations sends the policy's generation at once, whenever it moves, and every second. A decision made at an older
-	// generation of its scope is void; so is every decision once nothing has been heard for GenerationLease
-	// (platform/identity).
-	Generations(*GenerationsRequest, grpc.ServerStreamingServer[Generation]) error
+	// PolicyRevisions sends the revision of the policy when the stream opens, at every change, and every second. A
+	// gateway discards decisions of an older revision of their scope. It discards every decision if it receives no
+	// message for PolicyRevisionLease (platform/identity).
+	PolicyRevisions(*PolicyRevisionsRequest, grpc.ServerStreamingServer[PolicyRevision]) error
 	mustEmbedUnimplementedAuthzServer()
 }
 
@@ -111,8 +119,8 @@ func (UnimplementedAuthzServer) Authorize(context.Context, *AuthorizeRequest) (*
 func (UnimplementedAuthzServer) Rules(context.Context, *RulesRequest) (*RulesResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Rules not implemented")
 }
-func (UnimplementedAuthzServer) Generations(*GenerationsRequest, grpc.ServerStreamingServer[Generation]) error {
-	return status.Error(codes.Unimplemented, "method Generations not implemented")
+func (UnimplementedAuthzServer) PolicyRevisions(*PolicyRevisionsRequest, grpc.ServerStreamingServer[PolicyRevision]) error {
+	return status.Error(codes.Unimplemented, "method PolicyRevisions not implemented")
 }
 func (UnimplementedAuthzServer) mustEmbedUnimplementedAuthzServer() {}
 func (UnimplementedAuthzServer) testEmbeddedByValue()               {}
@@ -171,16 +179,16 @@ func _Authz_Rules_Handler(srv interface{}, ctx context.Context, dec func(interfa
 	return interceptor(ctx, in, info, handler)
 }
 
-func _Authz_Generations_Handler(srv interface{}, stream grpc.ServerStream) error {
-	m := new(GenerationsRequest)
+func _Authz_PolicyRevisions_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(PolicyRevisionsRequest)
 	if err := stream.RecvMsg(m); err != nil {
 		return err
 	}
-	return srv.(AuthzServer).Generations(m, &grpc.GenericServerStream[GenerationsRequest, Generation]{ServerStream: stream})
+	return srv.(AuthzServer).PolicyRevisions(m, &grpc.GenericServerStream[PolicyRevisionsRequest, PolicyRevision]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Authz_GenerationsServer = grpc.ServerStreamingServer[Generation]
+type Authz_PolicyRevisionsServer = grpc.ServerStreamingServer[PolicyRevision]
 
 // Authz_ServiceDesc is the grpc.ServiceDesc for Authz service.
 // It's only intended for direct use with grpc.RegisterService,
@@ -200,8 +208,8 @@ var Authz_ServiceDesc = grpc.ServiceDesc{
 	},
 	Streams: []grpc.StreamDesc{
 		{
-			StreamName:    "Generations",
-			Handler:       _Authz_Generations_Handler,
+			StreamName:    "PolicyRevisions",
+			Handler:       _Authz_PolicyRevisions_Handler,
 			ServerStreams: true,
 		},
 	},

@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: watershed/common/v1/common.proto
 
-// Values that every contract shares.
+// Package common has the messages that several contracts share.
 
 package commonv1
 
@@ -23,11 +23,11 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// AuditLevel is how much of a request the audit policy has recorded (audit.k8s.io/v1, Level).
+// AuditLevel is how much of a request the audit policy records (audit.k8s.io/v1, Level).
 type AuditLevel int32
 
 const (
-	// It is not audited.
+	// The request is not audited.
 	AuditLevel_AUDIT_LEVEL_UNSPECIFIED      AuditLevel = 0
 	AuditLevel_AUDIT_LEVEL_METADATA         AuditLevel = 1
 	AuditLevel_AUDIT_LEVEL_REQUEST          AuditLevel = 2
@@ -77,7 +77,7 @@ func (AuditLevel) EnumDescriptor() ([]byte, []int) {
 	return file_watershed_common_v1_common_proto_rawDescGZIP(), []int{0}
 }
 
-// User is who a request is made as: authentication/v1 UserInfo.
+// User is the user that a request is made as (authentication/v1 UserInfo).
 type User struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name" json:"name,omitempty"`
@@ -146,6 +146,7 @@ func (x *User) GetExtra() map[string]*Values {
 	return nil
 }
 
+// Values is a list of strings, as a value of a map.
 type Values struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Values        []string               `protobuf:"bytes,1,rep,name=values" json:"values,omitempty"`
@@ -259,6 +260,7 @@ func (x *Resource) GetSubresource() string {
 	return ""
 }
 
+// Kind is a group, version and kind.
 type Kind struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Group         string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
@@ -319,7 +321,7 @@ func (x *Kind) GetKind() string {
 	return ""
 }
 
-// Attributes is what authorization decides on: authorizer.Attributes.
+// Attributes is the input of an authorization decision (authorizer.Attributes).
 type Attributes struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	User            *User                  `protobuf:"bytes,1,opt,name=user" json:"user,omitempty"`
@@ -329,10 +331,11 @@ type Attributes struct {
 	Resource        *Resource              `protobuf:"bytes,5,opt,name=resource" json:"resource,omitempty"`
 	Namespace       string                 `protobuf:"bytes,6,opt,name=namespace" json:"namespace,omitempty"`
 	Name            string                 `protobuf:"bytes,7,opt,name=name" json:"name,omitempty"`
-	// The request's own selectors, which an authorizer may use to allow a narrower read.
+	// The selectors of the request. An authorizer may use them to allow a narrower read.
 	LabelSelector string `protobuf:"bytes,8,opt,name=label_selector,json=labelSelector" json:"label_selector,omitempty"`
 	FieldSelector string `protobuf:"bytes,9,opt,name=field_selector,json=fieldSelector" json:"field_selector,omitempty"`
-	// Why a part of either could not be read, and was left out; empty: all of it is there.
+	// The error of a selector that did not parse. The requirements that did parse are in the selector. Empty: all
+	// parsed.
 	LabelSelectorError string `protobuf:"bytes,10,opt,name=label_selector_error,json=labelSelectorError" json:"label_selector_error,omitempty"`
 	FieldSelectorError string `protobuf:"bytes,11,opt,name=field_selector_error,json=fieldSelectorError" json:"field_selector_error,omitempty"`
 	unknownFields      protoimpl.UnknownFields
@@ -446,16 +449,15 @@ func (x *Attributes) GetFieldSelectorError() string {
 	return ""
 }
 
-// Status is a metav1.Status. It travels in the details of a gRPC status, so that a 409 or a 422 with its causes arrives
-// whole.
+// Status is a metav1.Status. It travels in the details of a gRPC status, so that a 409 or a 422 keeps its causes.
 type Status struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The metav1.Status in JSON.
 	Json []byte `protobuf:"bytes,1,opt,name=json" json:"json,omitempty"`
-	// Warnings that were given before the error.
+	// The warnings that the service gave before the error.
 	Warnings []string `protobuf:"bytes,2,rep,name=warnings" json:"warnings,omitempty"`
-	// What the request's audit event is to say of what came before the error.
-	Audit         *AuditTrail `protobuf:"bytes,3,opt,name=audit" json:"audit,omitempty"`
+	// The part of the request's audit event that the service recorded before the error.
+	Audit         *AuditContext `protobuf:"bytes,3,opt,name=audit" json:"audit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -504,43 +506,43 @@ func (x *Status) GetWarnings() []string {
 	return nil
 }
 
-func (x *Status) GetAudit() *AuditTrail {
+func (x *Status) GetAudit() *AuditContext {
 	if x != nil {
 		return x.Audit
 	}
 	return nil
 }
 
-// AuditTrail is what a request's audit event is to say, as far as the gateway, which writes it, cannot know.
-type AuditTrail struct {
+// AuditContext is the part of a request's audit event that the gateway, which writes the event, does not have itself.
+type AuditContext struct {
 	state       protoimpl.MessageState `protogen:"open.v1"`
 	Annotations map[string]string      `protobuf:"bytes,1,rep,name=annotations" json:"annotations,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// What the request's object says of itself; empty where it has none or could not be read.
+	// The name and version of the request's object. Empty if the request has no object or the object could not be read.
 	Object *ObjectReference `protobuf:"bytes,2,opt,name=object" json:"object,omitempty"`
-	// The request's object in JSON, in the version that it was sent in; from AUDIT_LEVEL_REQUEST on.
+	// The request's object in JSON, in the version that the client sent. Set from AUDIT_LEVEL_REQUEST on.
 	RequestObject []byte `protobuf:"bytes,3,opt,name=request_object,json=requestObject" json:"request_object,omitempty"`
-	// The request's object is its body as it is: a patch.
+	// The request's object is its body, unchanged: a patch.
 	RequestIsBody bool `protobuf:"varint,4,opt,name=request_is_body,json=requestIsBody" json:"request_is_body,omitempty"`
-	// The metav1.Status in JSON, where the answer is one.
+	// The metav1.Status in JSON, if the response is one.
 	Status        []byte `protobuf:"bytes,5,opt,name=status" json:"status,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *AuditTrail) Reset() {
-	*x = AuditTrail{}
+func (x *AuditContext) Reset() {
+	*x = AuditContext{}
 	mi := &file_watershed_common_v1_common_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *AuditTrail) String() string {
+func (x *AuditContext) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*AuditTrail) ProtoMessage() {}
+func (*AuditContext) ProtoMessage() {}
 
-func (x *AuditTrail) ProtoReflect() protoreflect.Message {
+func (x *AuditContext) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_common_v1_common_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -552,46 +554,47 @@ func (x *AuditTrail) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use AuditTrail.ProtoReflect.Descriptor instead.
-func (*AuditTrail) Descriptor() ([]byte, []int) {
+// Deprecated: Use AuditContext.ProtoReflect.Descriptor instead.
+func (*AuditContext) Descriptor() ([]byte, []int) {
 	return file_watershed_common_v1_common_proto_rawDescGZIP(), []int{6}
 }
 
-func (x *AuditTrail) GetAnnotations() map[string]string {
+func (x *AuditContext) GetAnnotations() map[string]string {
 	if x != nil {
 		return x.Annotations
 	}
 	return nil
 }
 
-func (x *AuditTrail) GetObject() *ObjectReference {
+func (x *AuditContext) GetObject() *ObjectReference {
 	if x != nil {
 		return x.Object
 	}
 	return nil
 }
 
-func (x *AuditTrail) GetRequestObject() []byte {
+func (x *AuditContext) GetRequestObject() []byte {
 	if x != nil {
 		return x.RequestObject
 	}
 	return nil
 }
 
-func (x *AuditTrail) GetRequestIsBody() bool {
+func (x *AuditContext) GetRequestIsBody() bool {
 	if x != nil {
 		return x.RequestIsBody
 	}
 	return false
 }
 
-func (x *AuditTrail) GetStatus() []byte {
+func (x *AuditContext) GetStatus() []byte {
 	if x != nil {
 		return x.Status
 	}
 	return nil
 }
 
+// ObjectReference identifies an object and its version in an audit event.
 type ObjectReference struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Namespace       string                 `protobuf:"bytes,1,opt,name=namespace" json:"namespace,omitempty"`
@@ -698,14 +701,13 @@ const file_watershed_common_v1_common_proto_rawDesc = "" +
 	"\x0efield_selector\x18\t \x01(\tR\rfieldSelector\x120\n" +
 	"\x14label_selector_error\x18\n" +
 	" \x01(\tR\x12labelSelectorError\x120\n" +
-	"\x14field_selector_error\x18\v \x01(\tR\x12fieldSelectorError\"o\n" +
+	"\x14field_selector_error\x18\v \x01(\tR\x12fieldSelectorError\"q\n" +
 	"\x06Status\x12\x12\n" +
 	"\x04json\x18\x01 \x01(\fR\x04json\x12\x1a\n" +
-	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x125\n" +
-	"\x05audit\x18\x03 \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05audit\"\xc5\x02\n" +
-	"\n" +
-	"AuditTrail\x12R\n" +
-	"\vannotations\x18\x01 \x03(\v20.watershed.common.v1.AuditTrail.AnnotationsEntryR\vannotations\x12<\n" +
+	"\bwarnings\x18\x02 \x03(\tR\bwarnings\x127\n" +
+	"\x05audit\x18\x03 \x01(\v2!.watershed.common.v1.AuditContextR\x05audit\"\xc9\x02\n" +
+	"\fAuditContext\x12T\n" +
+	"\vannotations\x18\x01 \x03(\v22.watershed.common.v1.AuditContext.AnnotationsEntryR\vannotations\x12<\n" +
 	"\x06object\x18\x02 \x01(\v2$.watershed.common.v1.ObjectReferenceR\x06object\x12%\n" +
 	"\x0erequest_object\x18\x03 \x01(\fR\rrequestObject\x12&\n" +
 	"\x0frequest_is_body\x18\x04 \x01(\bR\rrequestIsBody\x12\x16\n" +
@@ -747,18 +749,18 @@ var file_watershed_common_v1_common_proto_goTypes = []any{
 	(*Kind)(nil),            // 4: watershed.common.v1.Kind
 	(*Attributes)(nil),      // 5: watershed.common.v1.Attributes
 	(*Status)(nil),          // 6: watershed.common.v1.Status
-	(*AuditTrail)(nil),      // 7: watershed.common.v1.AuditTrail
+	(*AuditContext)(nil),    // 7: watershed.common.v1.AuditContext
 	(*ObjectReference)(nil), // 8: watershed.common.v1.ObjectReference
 	nil,                     // 9: watershed.common.v1.User.ExtraEntry
-	nil,                     // 10: watershed.common.v1.AuditTrail.AnnotationsEntry
+	nil,                     // 10: watershed.common.v1.AuditContext.AnnotationsEntry
 }
 var file_watershed_common_v1_common_proto_depIdxs = []int32{
 	9,  // 0: watershed.common.v1.User.extra:type_name -> watershed.common.v1.User.ExtraEntry
 	1,  // 1: watershed.common.v1.Attributes.user:type_name -> watershed.common.v1.User
 	3,  // 2: watershed.common.v1.Attributes.resource:type_name -> watershed.common.v1.Resource
-	7,  // 3: watershed.common.v1.Status.audit:type_name -> watershed.common.v1.AuditTrail
-	10, // 4: watershed.common.v1.AuditTrail.annotations:type_name -> watershed.common.v1.AuditTrail.AnnotationsEntry
-	8,  // 5: watershed.common.v1.AuditTrail.object:type_name -> watershed.common.v1.ObjectReference
+	7,  // 3: watershed.common.v1.Status.audit:type_name -> watershed.common.v1.AuditContext
+	10, // 4: watershed.common.v1.AuditContext.annotations:type_name -> watershed.common.v1.AuditContext.AnnotationsEntry
+	8,  // 5: watershed.common.v1.AuditContext.object:type_name -> watershed.common.v1.ObjectReference
 	2,  // 6: watershed.common.v1.User.ExtraEntry.value:type_name -> watershed.common.v1.Values
 	7,  // [7:7] is the sub-list for method output_type
 	7,  // [7:7] is the sub-list for method input_type

@@ -4,8 +4,8 @@
 // 	protoc        (unknown)
 // source: watershed/log/v1/log.proto
 
-// The event log between the publisher and its readers, the watch tier and every registry: one message an etcd event, in
-// the order of revisions.
+// Package log is the event log between the publisher and its readers: the watch tier and every registry. The log has
+// one message for each etcd event, in the order of revisions.
 
 package logv1
 
@@ -24,16 +24,18 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Type is the type of a message of the log.
 type Type int32
 
 const (
-	// Progress: everything up to revision has been published.
+	// A progress message: the publisher has published every event up to revision.
 	Type_TYPE_UNSPECIFIED Type = 0
 	Type_TYPE_ADDED       Type = 1
 	Type_TYPE_MODIFIED    Type = 2
 	Type_TYPE_DELETED     Type = 3
-	// The log starts anew after revision: whatever a reader holds from before may have a gap, unless it has come to
-	// revision in the same history. With stored_as it is so for that resource alone; such resets come after the events of their revision, the last one without more.
+	// A reset: the log restarts after revision. Older state of a reader may have a gap, unless the reader has reached
+	// revision in the same epoch. A reset with storage_resource resets that resource only. Such resets follow the events
+	// of their revision, and more is false in the last of them.
 	Type_TYPE_RESET Type = 4
 )
 
@@ -82,40 +84,42 @@ func (Type) EnumDescriptor() ([]byte, []int) {
 	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{0}
 }
 
-// Event carries whatever a replica needs so as never to decode an object.
+// Event is one change of an object, or a progress message or a reset. It has all that a replica of the watch tier
+// needs, so that the replica never decodes an object.
 type Event struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Type     Type                   `protobuf:"varint,1,opt,name=type,enum=watershed.log.v1.Type" json:"type,omitempty"`
 	Revision int64                  `protobuf:"varint,2,opt,name=revision" json:"revision,omitempty"`
-	// The event's place in its etcd transaction. Of n events, a RESET with stored_as for event i has n + 2i, or n + 2i +
-	// 1 where redefined.
-	Index     int32  `protobuf:"varint,3,opt,name=index" json:"index,omitempty"`
-	StoredAs  string `protobuf:"bytes,4,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
-	Namespace string `protobuf:"bytes,5,opt,name=namespace" json:"namespace,omitempty"`
-	Name      string `protobuf:"bytes,6,opt,name=name" json:"name,omitempty"`
-	// The object after the event; for DELETED its last state, at the revision of the deletion.
+	// The event's index in its etcd transaction of n events. A reset of the resource of event i has index n + 2i, or n +
+	// 2i + 1 with crd_changed.
+	Index int32 `protobuf:"varint,3,opt,name=index" json:"index,omitempty"`
+	// The resource that objects are stored as, such as "deployments.apps" (schema.GroupResource).
+	StorageResource string `protobuf:"bytes,4,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
+	Namespace       string `protobuf:"bytes,5,opt,name=namespace" json:"namespace,omitempty"`
+	Name            string `protobuf:"bytes,6,opt,name=name" json:"name,omitempty"`
+	// The object after the event. DELETED: its last state, at the revision of the deletion.
 	Object *Object `protobuf:"bytes,7,opt,name=object" json:"object,omitempty"`
-	// The object before the event, at the event's revision; only where labels or fields changed, since
-	// then a selector may have been left.
+	// The object before the event, at the event's revision. Set only if labels or fields changed, because the object may
+	// then have left a selector.
 	Previous *Object `protobuf:"bytes,8,opt,name=previous" json:"previous,omitempty"`
-	// When etcd's event reached the publisher, in nanoseconds since 1970.
+	// When the publisher received the event from etcd, in nanoseconds since 1970.
 	ObservedUnixNano int64 `protobuf:"varint,9,opt,name=observed_unix_nano,json=observedUnixNano" json:"observed_unix_nano,omitempty"`
-	// More events of the same transaction follow: a reader applies them together.
+	// More events of the same transaction follow. A reader applies them together.
 	More bool `protobuf:"varint,10,opt,name=more" json:"more,omitempty"`
-	// The event's span, as W3C trace context writes it; empty where it is not traced.
-	Trace string `protobuf:"bytes,11,opt,name=trace" json:"trace,omitempty"`
-	// Of a RESET with stored_as: objects are read in another way from here on, since their definition changed. Open
-	// watches end.
-	Redefined bool `protobuf:"varint,12,opt,name=redefined" json:"redefined,omitempty"`
-	// Which history of etcd the revision is of: one restored from a backup has another. Revisions of two histories cannot
-	// be compared.
-	History string `protobuf:"bytes,13,opt,name=history" json:"history,omitempty"`
-	// Of progress and resets: what /watershed/history in etcd says, or is about to say. A publisher that finds something
-	// else there has an etcd before it that is not the one that the log was written from.
-	Marker     string `protobuf:"bytes,14,opt,name=marker" json:"marker,omitempty"`
-	NextMarker string `protobuf:"bytes,15,opt,name=next_marker,json=nextMarker" json:"next_marker,omitempty"`
-	// In place of object and previous, where etcd has the object encrypted.
-	Sealed        *Sealed `protobuf:"bytes,16,opt,name=sealed" json:"sealed,omitempty"`
+	// The event's span, as a traceparent header of W3C Trace Context. Empty: the event is not traced.
+	Traceparent string `protobuf:"bytes,11,opt,name=traceparent" json:"traceparent,omitempty"`
+	// The reset is due to a change of the resource's CRD: objects decode differently from here on. Open watches end.
+	CrdChanged bool `protobuf:"varint,12,opt,name=crd_changed,json=crdChanged" json:"crd_changed,omitempty"`
+	// The epoch of etcd that the revision belongs to. Restoring etcd from a backup starts another epoch. Revisions of
+	// two epochs cannot be compared.
+	Epoch string `protobuf:"bytes,13,opt,name=epoch" json:"epoch,omitempty"`
+	// The fencing token in etcd's record of the epoch, in progress messages and resets. A publisher that finds neither
+	// token in etcd is connected to another etcd than the log's, and starts a new epoch.
+	FencingToken string `protobuf:"bytes,14,opt,name=fencing_token,json=fencingToken" json:"fencing_token,omitempty"`
+	// The fencing token that the publisher is about to write.
+	NextFencingToken string `protobuf:"bytes,15,opt,name=next_fencing_token,json=nextFencingToken" json:"next_fencing_token,omitempty"`
+	// Replaces object and previous if etcd stores the object encrypted.
+	Encrypted     *Encrypted `protobuf:"bytes,16,opt,name=encrypted" json:"encrypted,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -171,9 +175,9 @@ func (x *Event) GetIndex() int32 {
 	return 0
 }
 
-func (x *Event) GetStoredAs() string {
+func (x *Event) GetStorageResource() string {
 	if x != nil {
-		return x.StoredAs
+		return x.StorageResource
 	}
 	return ""
 }
@@ -220,74 +224,75 @@ func (x *Event) GetMore() bool {
 	return false
 }
 
-func (x *Event) GetTrace() string {
+func (x *Event) GetTraceparent() string {
 	if x != nil {
-		return x.Trace
+		return x.Traceparent
 	}
 	return ""
 }
 
-func (x *Event) GetRedefined() bool {
+func (x *Event) GetCrdChanged() bool {
 	if x != nil {
-		return x.Redefined
+		return x.CrdChanged
 	}
 	return false
 }
 
-func (x *Event) GetHistory() string {
+func (x *Event) GetEpoch() string {
 	if x != nil {
-		return x.History
+		return x.Epoch
 	}
 	return ""
 }
 
-func (x *Event) GetMarker() string {
+func (x *Event) GetFencingToken() string {
 	if x != nil {
-		return x.Marker
+		return x.FencingToken
 	}
 	return ""
 }
 
-func (x *Event) GetNextMarker() string {
+func (x *Event) GetNextFencingToken() string {
 	if x != nil {
-		return x.NextMarker
+		return x.NextFencingToken
 	}
 	return ""
 }
 
-func (x *Event) GetSealed() *Sealed {
+func (x *Event) GetEncrypted() *Encrypted {
 	if x != nil {
-		return x.Sealed
+		return x.Encrypted
 	}
 	return nil
 }
 
-// Sealed is Contents that only who may ask registry for the key can read.
-type Sealed struct {
+// Encrypted is an encrypted Contents. A reader gets the key with Source.DataKey.
+type Encrypted struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Key   string                 `protobuf:"bytes,1,opt,name=key" json:"key,omitempty"`
-	// A nonce, and Contents in AES-256-GCM, bound to the event's place and object.
+	// The name of the data key.
+	Key string `protobuf:"bytes,1,opt,name=key" json:"key,omitempty"`
+	// A nonce, then Contents encrypted with AES-256-GCM. The additional data are the event's position and object name.
 	Data []byte `protobuf:"bytes,2,opt,name=data" json:"data,omitempty"`
-	// Contents are compressed (S2).
-	Packed        bool `protobuf:"varint,3,opt,name=packed" json:"packed,omitempty"`
+	// Contents are compressed (S2) before encryption.
+	Compressed    bool `protobuf:"varint,3,opt,name=compressed" json:"compressed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Sealed) Reset() {
-	*x = Sealed{}
+func (x *Encrypted) Reset() {
+	*x = Encrypted{}
 	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Sealed) String() string {
+func (x *Encrypted) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Sealed) ProtoMessage() {}
+func (*Encrypted) ProtoMessage() {}
 
-func (x *Sealed) ProtoReflect() protoreflect.Message {
+func (x *Encrypted) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_log_v1_log_proto_msgTypes[1]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -299,32 +304,33 @@ func (x *Sealed) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Sealed.ProtoReflect.Descriptor instead.
-func (*Sealed) Descriptor() ([]byte, []int) {
+// Deprecated: Use Encrypted.ProtoReflect.Descriptor instead.
+func (*Encrypted) Descriptor() ([]byte, []int) {
 	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{1}
 }
 
-func (x *Sealed) GetKey() string {
+func (x *Encrypted) GetKey() string {
 	if x != nil {
 		return x.Key
 	}
 	return ""
 }
 
-func (x *Sealed) GetData() []byte {
+func (x *Encrypted) GetData() []byte {
 	if x != nil {
 		return x.Data
 	}
 	return nil
 }
 
-func (x *Sealed) GetPacked() bool {
+func (x *Encrypted) GetCompressed() bool {
 	if x != nil {
-		return x.Packed
+		return x.Compressed
 	}
 	return false
 }
 
+// Contents is the part of an event that is encrypted.
 type Contents struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Object        *Object                `protobuf:"bytes,1,opt,name=object" json:"object,omitempty"`
@@ -377,32 +383,34 @@ func (x *Contents) GetPrevious() *Object {
 	return nil
 }
 
-// Cause tells the publisher, beside the log and without a promise, of which traced write an event is about to be.
-type Cause struct {
+// TraceContext announces a traced write to the publisher, before the write and beside the log. Delivery is best
+// effort: a lost message loses only a part of a trace.
+type TraceContext struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where in etcd the write is, and the revision of what is there before it; 0: nothing.
-	Key              string `protobuf:"bytes,1,opt,name=key" json:"key,omitempty"`
-	ExpectedRevision int64  `protobuf:"varint,2,opt,name=expected_revision,json=expectedRevision" json:"expected_revision,omitempty"`
-	// The write's span, as W3C trace context writes it.
-	Trace         string `protobuf:"bytes,3,opt,name=trace" json:"trace,omitempty"`
+	// The etcd key of the write.
+	Key string `protobuf:"bytes,1,opt,name=key" json:"key,omitempty"`
+	// The mod revision of the key before the write. 0: the key does not exist.
+	ExpectedRevision int64 `protobuf:"varint,2,opt,name=expected_revision,json=expectedRevision" json:"expected_revision,omitempty"`
+	// The write's span, as a traceparent header of W3C Trace Context.
+	Traceparent   string `protobuf:"bytes,3,opt,name=traceparent" json:"traceparent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Cause) Reset() {
-	*x = Cause{}
+func (x *TraceContext) Reset() {
+	*x = TraceContext{}
 	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Cause) String() string {
+func (x *TraceContext) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Cause) ProtoMessage() {}
+func (*TraceContext) ProtoMessage() {}
 
-func (x *Cause) ProtoReflect() protoreflect.Message {
+func (x *TraceContext) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_log_v1_log_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -414,41 +422,41 @@ func (x *Cause) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Cause.ProtoReflect.Descriptor instead.
-func (*Cause) Descriptor() ([]byte, []int) {
+// Deprecated: Use TraceContext.ProtoReflect.Descriptor instead.
+func (*TraceContext) Descriptor() ([]byte, []int) {
 	return file_watershed_log_v1_log_proto_rawDescGZIP(), []int{3}
 }
 
-func (x *Cause) GetKey() string {
+func (x *TraceContext) GetKey() string {
 	if x != nil {
 		return x.Key
 	}
 	return ""
 }
 
-func (x *Cause) GetExpectedRevision() int64 {
+func (x *TraceContext) GetExpectedRevision() int64 {
 	if x != nil {
 		return x.ExpectedRevision
 	}
 	return 0
 }
 
-func (x *Cause) GetTrace() string {
+func (x *TraceContext) GetTraceparent() string {
 	if x != nil {
-		return x.Trace
+		return x.Traceparent
 	}
 	return ""
 }
 
+// Object is one state of an object: its selectable labels and fields, and its encodings.
 type Object struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Labels map[string]string      `protobuf:"bytes,1,rep,name=labels" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	Fields map[string]string      `protobuf:"bytes,2,rep,name=fields" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	Json   []byte                 `protobuf:"bytes,3,opt,name=json" json:"json,omitempty"`
-	// Of an object without a Go type: its metadata alone.
+	// The object in Kubernetes protobuf. A custom resource has its metadata only.
 	Protobuf []byte `protobuf:"bytes,4,opt,name=protobuf" json:"protobuf,omitempty"`
-	// The version that json is in, where the resource's objects may be in several: those of custom resources are as they
-	// are stored.
+	// The version of json, for a custom resource: its objects are in the versions that they are stored in.
 	Version       string `protobuf:"bytes,5,opt,name=version" json:"version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -519,15 +527,15 @@ func (x *Object) GetVersion() string {
 	return ""
 }
 
-// ReadRequest asks for messages that the log's stream holds.
+// ReadRequest selects messages of the log's stream.
 type ReadRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The first sequence. 0: the stream's first message.
 	Sequence uint64 `protobuf:"varint,1,opt,name=sequence" json:"sequence,omitempty"`
-	// If stored_as is set, the answer holds only messages of this stored resource and progress, and the call fails with
-	// OUT_OF_RANGE if a message from sequence on has expired.
-	StoredAs string `protobuf:"bytes,2,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
-	// If sequence is 0 and stored_as is set: the answer begins after this revision.
+	// Selects only messages of this resource, and progress messages. The call fails with OUT_OF_RANGE if a message from
+	// sequence on has expired. Empty: all messages.
+	StorageResource string `protobuf:"bytes,2,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
+	// The response begins after this revision. Used if sequence is 0 and storage_resource is set.
 	After         int64 `protobuf:"varint,3,opt,name=after" json:"after,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -570,9 +578,9 @@ func (x *ReadRequest) GetSequence() uint64 {
 	return 0
 }
 
-func (x *ReadRequest) GetStoredAs() string {
+func (x *ReadRequest) GetStorageResource() string {
 	if x != nil {
-		return x.StoredAs
+		return x.StorageResource
 	}
 	return ""
 }
@@ -584,14 +592,14 @@ func (x *ReadRequest) GetAfter() int64 {
 	return 0
 }
 
-// Chunk is messages of the log's stream, in order. Every call answers one at least, which may hold no message.
+// Chunk is some messages of the log's stream, in order. Every call returns at least one chunk, which may be empty.
 type Chunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// When the stream was made, in nanoseconds since 1970: it tells streams of the same name apart.
+	// When the stream was created, in nanoseconds since 1970. It distinguishes streams of the same name.
 	Created int64 `protobuf:"varint,1,opt,name=created" json:"created,omitempty"`
 	// The stream's last sequence.
 	Last uint64 `protobuf:"varint,2,opt,name=last" json:"last,omitempty"`
-	// All requested messages up to this sequence are in this chunk or in an earlier one.
+	// All selected messages up to this sequence are in this chunk or in an earlier one.
 	Through       uint64           `protobuf:"varint,3,opt,name=through" json:"through,omitempty"`
 	Messages      []*StoredMessage `protobuf:"bytes,4,rep,name=messages" json:"messages,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -656,15 +664,17 @@ func (x *Chunk) GetMessages() []*StoredMessage {
 	return nil
 }
 
-// StoredMessage is a message of the log's stream.
+// StoredMessage is a message of the log's stream, as NATS stores it.
 type StoredMessage struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Sequence uint64                 `protobuf:"varint,1,opt,name=sequence" json:"sequence,omitempty"`
-	// The headers Nats-Msg-Id, Nats-Expected-Last-Msg-Id and Content-Encoding.
-	Id       string `protobuf:"bytes,2,opt,name=id" json:"id,omitempty"`
-	Follows  string `protobuf:"bytes,3,opt,name=follows" json:"follows,omitempty"`
+	// The header Nats-Msg-Id.
+	Id string `protobuf:"bytes,2,opt,name=id" json:"id,omitempty"`
+	// The header Nats-Expected-Last-Msg-Id.
+	ExpectedLastMsgId string `protobuf:"bytes,3,opt,name=expected_last_msg_id,json=expectedLastMsgId" json:"expected_last_msg_id,omitempty"`
+	// The header Content-Encoding.
 	Encoding string `protobuf:"bytes,4,opt,name=encoding" json:"encoding,omitempty"`
-	// An Event, encoded as the header says.
+	// An Event, compressed as encoding says.
 	Data          []byte `protobuf:"bytes,5,opt,name=data" json:"data,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -714,9 +724,9 @@ func (x *StoredMessage) GetId() string {
 	return ""
 }
 
-func (x *StoredMessage) GetFollows() string {
+func (x *StoredMessage) GetExpectedLastMsgId() string {
 	if x != nil {
-		return x.Follows
+		return x.ExpectedLastMsgId
 	}
 	return ""
 }
@@ -739,37 +749,39 @@ var File_watershed_log_v1_log_proto protoreflect.FileDescriptor
 
 const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\n" +
-	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\x97\x04\n" +
+	"\x1awatershed/log/v1/log.proto\x12\x10watershed.log.v1\"\xd3\x04\n" +
 	"\x05Event\x12*\n" +
 	"\x04type\x18\x01 \x01(\x0e2\x16.watershed.log.v1.TypeR\x04type\x12\x1a\n" +
 	"\brevision\x18\x02 \x01(\x03R\brevision\x12\x14\n" +
-	"\x05index\x18\x03 \x01(\x05R\x05index\x12\x1b\n" +
-	"\tstored_as\x18\x04 \x01(\tR\bstoredAs\x12\x1c\n" +
+	"\x05index\x18\x03 \x01(\x05R\x05index\x12)\n" +
+	"\x10storage_resource\x18\x04 \x01(\tR\x0fstorageResource\x12\x1c\n" +
 	"\tnamespace\x18\x05 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x06 \x01(\tR\x04name\x120\n" +
 	"\x06object\x18\a \x01(\v2\x18.watershed.log.v1.ObjectR\x06object\x124\n" +
 	"\bprevious\x18\b \x01(\v2\x18.watershed.log.v1.ObjectR\bprevious\x12,\n" +
 	"\x12observed_unix_nano\x18\t \x01(\x03R\x10observedUnixNano\x12\x12\n" +
 	"\x04more\x18\n" +
-	" \x01(\bR\x04more\x12\x14\n" +
-	"\x05trace\x18\v \x01(\tR\x05trace\x12\x1c\n" +
-	"\tredefined\x18\f \x01(\bR\tredefined\x12\x18\n" +
-	"\ahistory\x18\r \x01(\tR\ahistory\x12\x16\n" +
-	"\x06marker\x18\x0e \x01(\tR\x06marker\x12\x1f\n" +
-	"\vnext_marker\x18\x0f \x01(\tR\n" +
-	"nextMarker\x120\n" +
-	"\x06sealed\x18\x10 \x01(\v2\x18.watershed.log.v1.SealedR\x06sealed\"F\n" +
-	"\x06Sealed\x12\x10\n" +
+	" \x01(\bR\x04more\x12 \n" +
+	"\vtraceparent\x18\v \x01(\tR\vtraceparent\x12\x1f\n" +
+	"\vcrd_changed\x18\f \x01(\bR\n" +
+	"crdChanged\x12\x14\n" +
+	"\x05epoch\x18\r \x01(\tR\x05epoch\x12#\n" +
+	"\rfencing_token\x18\x0e \x01(\tR\ffencingToken\x12,\n" +
+	"\x12next_fencing_token\x18\x0f \x01(\tR\x10nextFencingToken\x129\n" +
+	"\tencrypted\x18\x10 \x01(\v2\x1b.watershed.log.v1.EncryptedR\tencrypted\"Q\n" +
+	"\tEncrypted\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x12\n" +
-	"\x04data\x18\x02 \x01(\fR\x04data\x12\x16\n" +
-	"\x06packed\x18\x03 \x01(\bR\x06packed\"r\n" +
+	"\x04data\x18\x02 \x01(\fR\x04data\x12\x1e\n" +
+	"\n" +
+	"compressed\x18\x03 \x01(\bR\n" +
+	"compressed\"r\n" +
 	"\bContents\x120\n" +
 	"\x06object\x18\x01 \x01(\v2\x18.watershed.log.v1.ObjectR\x06object\x124\n" +
-	"\bprevious\x18\x02 \x01(\v2\x18.watershed.log.v1.ObjectR\bprevious\"\\\n" +
-	"\x05Cause\x12\x10\n" +
+	"\bprevious\x18\x02 \x01(\v2\x18.watershed.log.v1.ObjectR\bprevious\"o\n" +
+	"\fTraceContext\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12+\n" +
-	"\x11expected_revision\x18\x02 \x01(\x03R\x10expectedRevision\x12\x14\n" +
-	"\x05trace\x18\x03 \x01(\tR\x05trace\"\xc4\x02\n" +
+	"\x11expected_revision\x18\x02 \x01(\x03R\x10expectedRevision\x12 \n" +
+	"\vtraceparent\x18\x03 \x01(\tR\vtraceparent\"\xc4\x02\n" +
 	"\x06Object\x12<\n" +
 	"\x06labels\x18\x01 \x03(\v2$.watershed.log.v1.Object.LabelsEntryR\x06labels\x12<\n" +
 	"\x06fields\x18\x02 \x03(\v2$.watershed.log.v1.Object.FieldsEntryR\x06fields\x12\x12\n" +
@@ -781,20 +793,20 @@ const file_watershed_log_v1_log_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\\\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"j\n" +
 	"\vReadRequest\x12\x1a\n" +
-	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x1b\n" +
-	"\tstored_as\x18\x02 \x01(\tR\bstoredAs\x12\x14\n" +
+	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12)\n" +
+	"\x10storage_resource\x18\x02 \x01(\tR\x0fstorageResource\x12\x14\n" +
 	"\x05after\x18\x03 \x01(\x03R\x05after\"\x8c\x01\n" +
 	"\x05Chunk\x12\x18\n" +
 	"\acreated\x18\x01 \x01(\x03R\acreated\x12\x12\n" +
 	"\x04last\x18\x02 \x01(\x04R\x04last\x12\x18\n" +
 	"\athrough\x18\x03 \x01(\x04R\athrough\x12;\n" +
-	"\bmessages\x18\x04 \x03(\v2\x1f.watershed.log.v1.StoredMessageR\bmessages\"\x85\x01\n" +
+	"\bmessages\x18\x04 \x03(\v2\x1f.watershed.log.v1.StoredMessageR\bmessages\"\x9c\x01\n" +
 	"\rStoredMessage\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x12\x0e\n" +
-	"\x02id\x18\x02 \x01(\tR\x02id\x12\x18\n" +
-	"\afollows\x18\x03 \x01(\tR\afollows\x12\x1a\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\x12/\n" +
+	"\x14expected_last_msg_id\x18\x03 \x01(\tR\x11expectedLastMsgId\x12\x1a\n" +
 	"\bencoding\x18\x04 \x01(\tR\bencoding\x12\x12\n" +
 	"\x04data\x18\x05 \x01(\fR\x04data*a\n" +
 	"\x04Type\x12\x14\n" +
@@ -823,9 +835,9 @@ var file_watershed_log_v1_log_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_watershed_log_v1_log_proto_goTypes = []any{
 	(Type)(0),             // 0: watershed.log.v1.Type
 	(*Event)(nil),         // 1: watershed.log.v1.Event
-	(*Sealed)(nil),        // 2: watershed.log.v1.Sealed
+	(*Encrypted)(nil),     // 2: watershed.log.v1.Encrypted
 	(*Contents)(nil),      // 3: watershed.log.v1.Contents
-	(*Cause)(nil),         // 4: watershed.log.v1.Cause
+	(*TraceContext)(nil),  // 4: watershed.log.v1.TraceContext
 	(*Object)(nil),        // 5: watershed.log.v1.Object
 	(*ReadRequest)(nil),   // 6: watershed.log.v1.ReadRequest
 	(*Chunk)(nil),         // 7: watershed.log.v1.Chunk
@@ -837,7 +849,7 @@ var file_watershed_log_v1_log_proto_depIdxs = []int32{
 	0,  // 0: watershed.log.v1.Event.type:type_name -> watershed.log.v1.Type
 	5,  // 1: watershed.log.v1.Event.object:type_name -> watershed.log.v1.Object
 	5,  // 2: watershed.log.v1.Event.previous:type_name -> watershed.log.v1.Object
-	2,  // 3: watershed.log.v1.Event.sealed:type_name -> watershed.log.v1.Sealed
+	2,  // 3: watershed.log.v1.Event.encrypted:type_name -> watershed.log.v1.Encrypted
 	5,  // 4: watershed.log.v1.Contents.object:type_name -> watershed.log.v1.Object
 	5,  // 5: watershed.log.v1.Contents.previous:type_name -> watershed.log.v1.Object
 	9,  // 6: watershed.log.v1.Object.labels:type_name -> watershed.log.v1.Object.LabelsEntry

@@ -4,9 +4,9 @@
 // 	protoc        (unknown)
 // source: watershed/registry/v1/registry.proto
 
-// registry owns the objects: verbs over storage, and the only connection to etcd. Its contract is three services by who
-// calls them: Objects (the gateway), Source (the watch tier) and Catalog. Who may call which method is told in
-// platform/rpc/callers.go.
+// Package registry serves the resources: handlers over storage, and the only connection to etcd. The contract has one
+// service for each kind of client: Objects for the gateway, Source for the watch tier, and Discovery for both.
+// platform/rpc (AllowedClients) lists the clients of each method.
 
 package registryv1
 
@@ -30,6 +30,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// Phase is a phase of admission.
 type Phase int32
 
 const (
@@ -79,15 +80,16 @@ func (Phase) EnumDescriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{0}
 }
 
+// Transport is how the gateway authenticates itself and the server when it dials a Connection.
 type Transport int32
 
 const (
 	Transport_TRANSPORT_UNSPECIFIED Transport = 0
-	// With the client certificate for kubelets, to one that the kubelets' authority vouches for.
+	// With the client certificate for kubelets, to a server with a certificate of the kubelets' CA.
 	Transport_TRANSPORT_KUBELET Transport = 1
-	// With the client certificate for kubelets, to whoever answers.
+	// With the client certificate for kubelets, to a server with any certificate.
 	Transport_TRANSPORT_KUBELET_INSECURE Transport = 2
-	// Pods, services and other ports of nodes: without a certificate, to whoever answers.
+	// Without a client certificate, to a server with any certificate: pods, services and other ports of nodes.
 	Transport_TRANSPORT_PROXY Transport = 3
 )
 
@@ -134,12 +136,12 @@ func (Transport) EnumDescriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{1}
 }
 
-// Output is the negotiated answer.
+// Output is the negotiated format of a response.
 type Output struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// application/json, application/yaml, application/vnd.kubernetes.protobuf or application/cbor.
 	MediaType string `protobuf:"bytes,1,opt,name=media_type,json=mediaType" json:"media_type,omitempty"`
-	// Table or PartialObjectMetadata(List), with its version; empty for the object itself.
+	// Table or PartialObjectMetadata(List), with its version. Empty: the object itself.
 	As            *v1.Kind `protobuf:"bytes,2,opt,name=as" json:"as,omitempty"`
 	Pretty        bool     `protobuf:"varint,3,opt,name=pretty" json:"pretty,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -197,13 +199,14 @@ func (x *Output) GetPretty() bool {
 	return false
 }
 
+// GetRequest is a request for one object or for a list.
 type GetRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Resource  *v1.Resource           `protobuf:"bytes,1,opt,name=resource" json:"resource,omitempty"`
 	Namespace string                 `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
 	Name      string                 `protobuf:"bytes,3,opt,name=name" json:"name,omitempty"`
 	User      *v1.User               `protobuf:"bytes,4,opt,name=user" json:"user,omitempty"`
-	// The URL's query, undecoded: the registry answers kube-apiserver's own errors for it.
+	// The undecoded query of the URL. The registry returns kube-apiserver's own errors for it.
 	Query         string  `protobuf:"bytes,5,opt,name=query" json:"query,omitempty"`
 	Output        *Output `protobuf:"bytes,6,opt,name=output" json:"output,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -282,13 +285,14 @@ func (x *GetRequest) GetOutput() *Output {
 	return nil
 }
 
+// ObjectResponse is the response to a read or a write.
 type ObjectResponse struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Code     int32                  `protobuf:"varint,1,opt,name=code" json:"code,omitempty"`
 	Body     []byte                 `protobuf:"bytes,2,opt,name=body" json:"body,omitempty"`
 	Warnings []string               `protobuf:"bytes,3,rep,name=warnings" json:"warnings,omitempty"`
-	// Of a write whose audit_level asks for it.
-	Audit         *v1.AuditTrail `protobuf:"bytes,5,opt,name=audit" json:"audit,omitempty"`
+	// The audit context of a write, as far as its audit_level requires.
+	Audit         *v1.AuditContext `protobuf:"bytes,5,opt,name=audit" json:"audit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -344,13 +348,14 @@ func (x *ObjectResponse) GetWarnings() []string {
 	return nil
 }
 
-func (x *ObjectResponse) GetAudit() *v1.AuditTrail {
+func (x *ObjectResponse) GetAudit() *v1.AuditContext {
 	if x != nil {
 		return x.Audit
 	}
 	return nil
 }
 
+// ListChunk is the next bytes of a list's body.
 type ListChunk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Data          []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
@@ -395,35 +400,35 @@ func (x *ListChunk) GetData() []byte {
 	return nil
 }
 
+// WriteRequest is a write, or a connect request.
 type WriteRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// create, update, patch, delete or deletecollection.
+	// create, update, patch, delete, deletecollection or connect.
 	Verb      string       `protobuf:"bytes,1,opt,name=verb" json:"verb,omitempty"`
 	Resource  *v1.Resource `protobuf:"bytes,2,opt,name=resource" json:"resource,omitempty"`
 	Namespace string       `protobuf:"bytes,3,opt,name=namespace" json:"namespace,omitempty"`
 	Name      string       `protobuf:"bytes,4,opt,name=name" json:"name,omitempty"`
 	User      *v1.User     `protobuf:"bytes,5,opt,name=user" json:"user,omitempty"`
 	Query     string       `protobuf:"bytes,6,opt,name=query" json:"query,omitempty"`
-	// The body and its Content-Type header, undecoded.
+	// The undecoded body and its Content-Type header.
 	ContentType string  `protobuf:"bytes,7,opt,name=content_type,json=contentType" json:"content_type,omitempty"`
 	Body        []byte  `protobuf:"bytes,8,opt,name=body" json:"body,omitempty"`
 	Output      *Output `protobuf:"bytes,9,opt,name=output" json:"output,omitempty"`
 	UserAgent   string  `protobuf:"bytes,10,opt,name=user_agent,json=userAgent" json:"user_agent,omitempty"`
 	Path        string  `protobuf:"bytes,11,opt,name=path" json:"path,omitempty"`
-	// The operations, in each phase, that something in the admission chain looks at. For any other operation the
-	// registry does not ask.
+	// The operations that match an admission rule, for each phase. Other operations need no admission callback.
 	Admit    []v11.Operation `protobuf:"varint,12,rep,packed,name=admit,enum=watershed.admission.v1.Operation" json:"admit,omitempty"`
 	Validate []v11.Operation `protobuf:"varint,13,rep,packed,name=validate,enum=watershed.admission.v1.Operation" json:"validate,omitempty"`
-	// What follows the name and subresource in the path, for proxy.
+	// The path after the name and the subresource, for proxy.
 	Subpath    string        `protobuf:"bytes,14,opt,name=subpath" json:"subpath,omitempty"`
 	AuditLevel v1.AuditLevel `protobuf:"varint,15,opt,name=audit_level,json=auditLevel,enum=watershed.common.v1.AuditLevel" json:"audit_level,omitempty"`
-	// Those of admit at which nothing but NamespaceLifecycle looks: registry runs it, and asks where it cannot. A registry
-	// that does not know the field asks.
-	Lifecycle []v11.Operation `protobuf:"varint,16,rep,packed,name=lifecycle,enum=watershed.admission.v1.Operation" json:"lifecycle,omitempty"`
-	// Those of validate that may be asked about with admit (Review.validate).
-	AtOnce        []v11.Operation `protobuf:"varint,17,rep,packed,name=at_once,json=atOnce,enum=watershed.admission.v1.Operation" json:"at_once,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The operations of admit that only NamespaceLifecycle handles. The registry runs that plugin, and sends a callback
+	// if it cannot. A registry that does not know the field always sends a callback.
+	NamespaceLifecycleOnly []v11.Operation `protobuf:"varint,16,rep,packed,name=namespace_lifecycle_only,json=namespaceLifecycleOnly,enum=watershed.admission.v1.Operation" json:"namespace_lifecycle_only,omitempty"`
+	// The operations of validate for which the validating phase may run in the callback of admit (Review.validate).
+	ValidateInAdmit []v11.Operation `protobuf:"varint,17,rep,packed,name=validate_in_admit,json=validateInAdmit,enum=watershed.admission.v1.Operation" json:"validate_in_admit,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *WriteRequest) Reset() {
@@ -561,46 +566,47 @@ func (x *WriteRequest) GetAuditLevel() v1.AuditLevel {
 	return v1.AuditLevel(0)
 }
 
-func (x *WriteRequest) GetLifecycle() []v11.Operation {
+func (x *WriteRequest) GetNamespaceLifecycleOnly() []v11.Operation {
 	if x != nil {
-		return x.Lifecycle
+		return x.NamespaceLifecycleOnly
 	}
 	return nil
 }
 
-func (x *WriteRequest) GetAtOnce() []v11.Operation {
+func (x *WriteRequest) GetValidateInAdmit() []v11.Operation {
 	if x != nil {
-		return x.AtOnce
+		return x.ValidateInAdmit
 	}
 	return nil
 }
 
-// DirectReply is how a write ended: with its result, or with an error, or before something had to be asked.
-type DirectReply struct {
+// WriteUnaryReply is the result of a write, or its error, or callback_required.
+type WriteUnaryReply struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Result *ObjectResponse        `protobuf:"bytes,1,opt,name=result" json:"result,omitempty"`
-	// The error, a google.rpc.Status as Write ends with, and what is to be audited of it.
-	Error         []byte         `protobuf:"bytes,2,opt,name=error" json:"error,omitempty"`
-	Audit         *v1.AuditTrail `protobuf:"bytes,3,opt,name=audit" json:"audit,omitempty"`
-	Asks          bool           `protobuf:"varint,4,opt,name=asks" json:"asks,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// The google.rpc.Status that Write would end with, and its audit context.
+	Error []byte           `protobuf:"bytes,2,opt,name=error" json:"error,omitempty"`
+	Audit *v1.AuditContext `protobuf:"bytes,3,opt,name=audit" json:"audit,omitempty"`
+	// The write needs a callback. The registry wrote nothing, and the gateway calls Write.
+	CallbackRequired bool `protobuf:"varint,4,opt,name=callback_required,json=callbackRequired" json:"callback_required,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
-func (x *DirectReply) Reset() {
-	*x = DirectReply{}
+func (x *WriteUnaryReply) Reset() {
+	*x = WriteUnaryReply{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *DirectReply) String() string {
+func (x *WriteUnaryReply) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*DirectReply) ProtoMessage() {}
+func (*WriteUnaryReply) ProtoMessage() {}
 
-func (x *DirectReply) ProtoReflect() protoreflect.Message {
+func (x *WriteUnaryReply) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -612,39 +618,41 @@ func (x *DirectReply) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use DirectReply.ProtoReflect.Descriptor instead.
-func (*DirectReply) Descriptor() ([]byte, []int) {
+// Deprecated: Use WriteUnaryReply.ProtoReflect.Descriptor instead.
+func (*WriteUnaryReply) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{5}
 }
 
-func (x *DirectReply) GetResult() *ObjectResponse {
+func (x *WriteUnaryReply) GetResult() *ObjectResponse {
 	if x != nil {
 		return x.Result
 	}
 	return nil
 }
 
-func (x *DirectReply) GetError() []byte {
+func (x *WriteUnaryReply) GetError() []byte {
 	if x != nil {
 		return x.Error
 	}
 	return nil
 }
 
-func (x *DirectReply) GetAudit() *v1.AuditTrail {
+func (x *WriteUnaryReply) GetAudit() *v1.AuditContext {
 	if x != nil {
 		return x.Audit
 	}
 	return nil
 }
 
-func (x *DirectReply) GetAsks() bool {
+func (x *WriteUnaryReply) GetCallbackRequired() bool {
 	if x != nil {
-		return x.Asks
+		return x.CallbackRequired
 	}
 	return false
 }
 
+// WriteCall is a message of the gateway in a Write or Connect stream: first the request, then the result of each
+// callback.
 type WriteCall struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Call:
@@ -775,6 +783,7 @@ func (*WriteCall_Token) isWriteCall_Call() {}
 
 func (*WriteCall_Rules) isWriteCall_Call() {}
 
+// WriteReply is a message of the registry in a Write or Connect stream: a callback, or the final result.
 type WriteReply struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Types that are valid to be assigned to Reply:
@@ -786,10 +795,10 @@ type WriteReply struct {
 	//	*WriteReply_Rules
 	//	*WriteReply_Connection
 	Reply isWriteReply_Reply `protobuf_oneof:"reply"`
-	// The span that asks, as W3C trace context writes it; empty where it is not traced.
-	Trace string `protobuf:"bytes,7,opt,name=trace" json:"trace,omitempty"`
-	// What is to be audited of a write that ends with an error, sent before it: an error has room for little.
-	Audit         *v1.AuditTrail `protobuf:"bytes,8,opt,name=audit" json:"audit,omitempty"`
+	// The span that needs the callback, as a traceparent header of W3C Trace Context. Empty: it is not traced.
+	Traceparent string `protobuf:"bytes,7,opt,name=traceparent" json:"traceparent,omitempty"`
+	// The audit context of a write that ends with an error. It precedes the error, because gRPC bounds an error's size.
+	Audit         *v1.AuditContext `protobuf:"bytes,8,opt,name=audit" json:"audit,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -840,7 +849,7 @@ func (x *WriteReply) GetResult() *ObjectResponse {
 	return nil
 }
 
-func (x *WriteReply) GetAdmission() *AdmissionNeeded {
+func (x *WriteReply) GetAdmission() *AdmissionCallback {
 	if x != nil {
 		if x, ok := x.Reply.(*WriteReply_Admission); ok {
 			return x.Admission
@@ -885,14 +894,14 @@ func (x *WriteReply) GetConnection() *Connection {
 	return nil
 }
 
-func (x *WriteReply) GetTrace() string {
+func (x *WriteReply) GetTraceparent() string {
 	if x != nil {
-		return x.Trace
+		return x.Traceparent
 	}
 	return ""
 }
 
-func (x *WriteReply) GetAudit() *v1.AuditTrail {
+func (x *WriteReply) GetAudit() *v1.AuditContext {
 	if x != nil {
 		return x.Audit
 	}
@@ -908,7 +917,7 @@ type WriteReply_Result struct {
 }
 
 type WriteReply_Admission struct {
-	Admission *AdmissionNeeded `protobuf:"bytes,2,opt,name=admission,oneof"`
+	Admission *AdmissionCallback `protobuf:"bytes,2,opt,name=admission,oneof"`
 }
 
 type WriteReply_Authorization struct {
@@ -939,7 +948,8 @@ func (*WriteReply_Rules) isWriteReply_Reply() {}
 
 func (*WriteReply_Connection) isWriteReply_Reply() {}
 
-type AdmissionNeeded struct {
+// AdmissionCallback is a callback for one phase of admission.
+type AdmissionCallback struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Phase         Phase                  `protobuf:"varint,1,opt,name=phase,enum=watershed.registry.v1.Phase" json:"phase,omitempty"`
 	Review        *v11.Review            `protobuf:"bytes,2,opt,name=review" json:"review,omitempty"`
@@ -947,20 +957,20 @@ type AdmissionNeeded struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *AdmissionNeeded) Reset() {
-	*x = AdmissionNeeded{}
+func (x *AdmissionCallback) Reset() {
+	*x = AdmissionCallback{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *AdmissionNeeded) String() string {
+func (x *AdmissionCallback) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*AdmissionNeeded) ProtoMessage() {}
+func (*AdmissionCallback) ProtoMessage() {}
 
-func (x *AdmissionNeeded) ProtoReflect() protoreflect.Message {
+func (x *AdmissionCallback) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -972,29 +982,30 @@ func (x *AdmissionNeeded) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use AdmissionNeeded.ProtoReflect.Descriptor instead.
-func (*AdmissionNeeded) Descriptor() ([]byte, []int) {
+// Deprecated: Use AdmissionCallback.ProtoReflect.Descriptor instead.
+func (*AdmissionCallback) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{8}
 }
 
-func (x *AdmissionNeeded) GetPhase() Phase {
+func (x *AdmissionCallback) GetPhase() Phase {
 	if x != nil {
 		return x.Phase
 	}
 	return Phase_PHASE_UNSPECIFIED
 }
 
-func (x *AdmissionNeeded) GetReview() *v11.Review {
+func (x *AdmissionCallback) GetReview() *v11.Review {
 	if x != nil {
 		return x.Review
 	}
 	return nil
 }
 
+// AdmissionResult is the result of an AdmissionCallback.
 type AdmissionResult struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Verdict *v11.Verdict           `protobuf:"bytes,1,opt,name=verdict" json:"verdict,omitempty"`
-	// Set where admission refused or could not be asked.
+	// The rejection, or the error of the call to admission.
 	Refusal       *v1.Status `protobuf:"bytes,2,opt,name=refusal" json:"refusal,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1044,6 +1055,7 @@ func (x *AdmissionResult) GetRefusal() *v1.Status {
 	return nil
 }
 
+// AuthorizationResult is the result of an authorization callback.
 type AuthorizationResult struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Decision      *v13.AuthorizeResponse `protobuf:"bytes,1,opt,name=decision" json:"decision,omitempty"`
@@ -1096,26 +1108,27 @@ func (x *AuthorizationResult) GetError() string {
 	return ""
 }
 
-type CatalogRequest struct {
+// DiscoveryRequest opens a stream of discovery messages.
+type DiscoveryRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *CatalogRequest) Reset() {
-	*x = CatalogRequest{}
+func (x *DiscoveryRequest) Reset() {
+	*x = DiscoveryRequest{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *CatalogRequest) String() string {
+func (x *DiscoveryRequest) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*CatalogRequest) ProtoMessage() {}
+func (*DiscoveryRequest) ProtoMessage() {}
 
-func (x *CatalogRequest) ProtoReflect() protoreflect.Message {
+func (x *DiscoveryRequest) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -1127,16 +1140,17 @@ func (x *CatalogRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use CatalogRequest.ProtoReflect.Descriptor instead.
-func (*CatalogRequest) Descriptor() ([]byte, []int) {
+// Deprecated: Use DiscoveryRequest.ProtoReflect.Descriptor instead.
+func (*DiscoveryRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{11}
 }
 
+// GatewaysRequest is a gateway's heartbeat.
 type GatewaysRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Who asks; it lives for as long as it asks again in time.
+	// The gateway's name. The gateway counts as live until its heartbeats stop.
 	Name string `protobuf:"bytes,1,opt,name=name" json:"name,omitempty"`
-	// It stops.
+	// The gateway stops.
 	Leaving       bool `protobuf:"varint,2,opt,name=leaving" json:"leaving,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1186,9 +1200,10 @@ func (x *GatewaysRequest) GetLeaving() bool {
 	return false
 }
 
+// GatewaysResponse is the number of gateways.
 type GatewaysResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// How many gateways live, whoever they asked.
+	// The number of live gateways, over all registries.
 	Alive         int32 `protobuf:"varint,1,opt,name=alive" json:"alive,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1231,40 +1246,41 @@ func (x *GatewaysResponse) GetAlive() int32 {
 	return 0
 }
 
-type CatalogResponse struct {
+// DiscoveryResponse lists the served resources, or the changes since the message before.
+type DiscoveryResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Groups []*Group               `protobuf:"bytes,1,rep,name=groups" json:"groups,omitempty"`
-	// Built-in resources, and those of CRDs whose names are accepted.
-	Resources []*ResourceEntry `protobuf:"bytes,2,rep,name=resources" json:"resources,omitempty"`
-	// The documents of OpenAPI that registry has, "v2" and "v3/apis/apps/v1", and a hash of what each one says.
+	// Built-in resources, and the resources of CRDs with accepted names.
+	Resources []*APIResource `protobuf:"bytes,2,rep,name=resources" json:"resources,omitempty"`
+	// The registry's OpenAPI documents, "v2" and "v3/apis/apps/v1", each with a hash of its content.
 	Openapi map[string]string `protobuf:"bytes,3,rep,name=openapi" json:"openapi,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Group versions that another server answers for.
+	// The group versions that another server serves.
 	ApiServices []*APIService `protobuf:"bytes,4,rep,name=api_services,json=apiServices" json:"api_services,omitempty"`
-	// Not the first of its stream: resources and openapi are what is new or other than in the message before, and these
-	// are gone.
+	// The message is a delta: resources and openapi hold only entries that are new or changed. removed and
+	// openapi_removed hold the removed entries.
 	Delta          bool           `protobuf:"varint,5,opt,name=delta" json:"delta,omitempty"`
 	Removed        []*v1.Resource `protobuf:"bytes,6,rep,name=removed" json:"removed,omitempty"`
 	OpenapiRemoved []string       `protobuf:"bytes,7,rep,name=openapi_removed,json=openapiRemoved" json:"openapi_removed,omitempty"`
-	// The state is whole with a later message, which is a delta: a message has a bound.
+	// The state is complete only with the next message, which is a delta. The size of a message is bounded.
 	More          bool `protobuf:"varint,8,opt,name=more" json:"more,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *CatalogResponse) Reset() {
-	*x = CatalogResponse{}
+func (x *DiscoveryResponse) Reset() {
+	*x = DiscoveryResponse{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *CatalogResponse) String() string {
+func (x *DiscoveryResponse) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*CatalogResponse) ProtoMessage() {}
+func (*DiscoveryResponse) ProtoMessage() {}
 
-func (x *CatalogResponse) ProtoReflect() protoreflect.Message {
+func (x *DiscoveryResponse) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -1276,68 +1292,68 @@ func (x *CatalogResponse) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use CatalogResponse.ProtoReflect.Descriptor instead.
-func (*CatalogResponse) Descriptor() ([]byte, []int) {
+// Deprecated: Use DiscoveryResponse.ProtoReflect.Descriptor instead.
+func (*DiscoveryResponse) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{14}
 }
 
-func (x *CatalogResponse) GetGroups() []*Group {
+func (x *DiscoveryResponse) GetGroups() []*Group {
 	if x != nil {
 		return x.Groups
 	}
 	return nil
 }
 
-func (x *CatalogResponse) GetResources() []*ResourceEntry {
+func (x *DiscoveryResponse) GetResources() []*APIResource {
 	if x != nil {
 		return x.Resources
 	}
 	return nil
 }
 
-func (x *CatalogResponse) GetOpenapi() map[string]string {
+func (x *DiscoveryResponse) GetOpenapi() map[string]string {
 	if x != nil {
 		return x.Openapi
 	}
 	return nil
 }
 
-func (x *CatalogResponse) GetApiServices() []*APIService {
+func (x *DiscoveryResponse) GetApiServices() []*APIService {
 	if x != nil {
 		return x.ApiServices
 	}
 	return nil
 }
 
-func (x *CatalogResponse) GetDelta() bool {
+func (x *DiscoveryResponse) GetDelta() bool {
 	if x != nil {
 		return x.Delta
 	}
 	return false
 }
 
-func (x *CatalogResponse) GetRemoved() []*v1.Resource {
+func (x *DiscoveryResponse) GetRemoved() []*v1.Resource {
 	if x != nil {
 		return x.Removed
 	}
 	return nil
 }
 
-func (x *CatalogResponse) GetOpenapiRemoved() []string {
+func (x *DiscoveryResponse) GetOpenapiRemoved() []string {
 	if x != nil {
 		return x.OpenapiRemoved
 	}
 	return nil
 }
 
-func (x *CatalogResponse) GetMore() bool {
+func (x *DiscoveryResponse) GetMore() bool {
 	if x != nil {
 		return x.More
 	}
 	return false
 }
 
-// APIService is one with a service behind it: kube-aggregator would proxy to it.
+// APIService is an APIService with a service reference, which kube-aggregator would proxy to.
 type APIService struct {
 	state                 protoimpl.MessageState `protogen:"open.v1"`
 	Group                 string                 `protobuf:"bytes,1,opt,name=group" json:"group,omitempty"`
@@ -1347,9 +1363,9 @@ type APIService struct {
 	Port                  int32                  `protobuf:"varint,5,opt,name=port" json:"port,omitempty"`
 	InsecureSkipTlsVerify bool                   `protobuf:"varint,6,opt,name=insecure_skip_tls_verify,json=insecureSkipTlsVerify" json:"insecure_skip_tls_verify,omitempty"`
 	CaBundle              []byte                 `protobuf:"bytes,7,opt,name=ca_bundle,json=caBundle" json:"ca_bundle,omitempty"`
-	// Whether the service answered last time.
+	// The service responded to the last availability check.
 	Available bool `protobuf:"varint,8,opt,name=available" json:"available,omitempty"`
-	// host:port of whatever serves it now: the service's own address, those of its endpoints, or an external name.
+	// The current host:port addresses: the service's cluster IP, its endpoints, or its external name.
 	Addresses     []string `protobuf:"bytes,9,rep,name=addresses" json:"addresses,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1448,13 +1464,13 @@ func (x *APIService) GetAddresses() []string {
 	return nil
 }
 
-// Group is one API group in discovery's order.
+// Group is one API group. Groups are in discovery's order.
 type Group struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name" json:"name,omitempty"`
-	// Served versions, the preferred one first.
+	// The served versions, the preferred one first.
 	Versions []string `protobuf:"bytes,2,rep,name=versions" json:"versions,omitempty"`
-	// kube-aggregator's priorities: they order groups in /apis.
+	// kube-aggregator's priority, which orders the groups in /apis.
 	GroupPriorityMinimum int32 `protobuf:"varint,3,opt,name=group_priority_minimum,json=groupPriorityMinimum" json:"group_priority_minimum,omitempty"`
 	unknownFields        protoimpl.UnknownFields
 	sizeCache            protoimpl.SizeCache
@@ -1511,12 +1527,12 @@ func (x *Group) GetGroupPriorityMinimum() int32 {
 	return 0
 }
 
-// ResourceEntry is one served resource or subresource in one version.
-type ResourceEntry struct {
+// APIResource is one served resource or subresource in one version.
+type APIResource struct {
 	state      protoimpl.MessageState `protogen:"open.v1"`
 	Resource   *v1.Resource           `protobuf:"bytes,1,opt,name=resource" json:"resource,omitempty"`
 	Namespaced bool                   `protobuf:"varint,2,opt,name=namespaced" json:"namespaced,omitempty"`
-	// The kind of a request's body and answer; its group may differ from the resource's (scale).
+	// The kind of the bodies of requests and responses. Its group may differ from the resource's (scale).
 	Kind               *v1.Kind `protobuf:"bytes,3,opt,name=kind" json:"kind,omitempty"`
 	Verbs              []string `protobuf:"bytes,4,rep,name=verbs" json:"verbs,omitempty"`
 	ShortNames         []string `protobuf:"bytes,5,rep,name=short_names,json=shortNames" json:"short_names,omitempty"`
@@ -1524,58 +1540,58 @@ type ResourceEntry struct {
 	Singular           string   `protobuf:"bytes,7,opt,name=singular" json:"singular,omitempty"`
 	StorageVersionHash string   `protobuf:"bytes,8,opt,name=storage_version_hash,json=storageVersionHash" json:"storage_version_hash,omitempty"`
 	ListKind           string   `protobuf:"bytes,9,opt,name=list_kind,json=listKind" json:"list_kind,omitempty"`
-	// The stored resource whose log and cache serve reads of this one; empty where it is not stored.
-	StoredAs string `protobuf:"bytes,10,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
-	// The version that the log's encodings are in.
+	// The storage resource, whose log and cache serve reads (schema.GroupResource). Empty: the resource is not stored.
+	StorageResource string `protobuf:"bytes,10,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
+	// The version of the encodings in the log.
 	StoredKind *v1.Kind `protobuf:"bytes,11,opt,name=stored_kind,json=storedKind" json:"stored_kind,omitempty"`
-	// Field labels that a selector may use, and the stored field that each one means.
+	// The field labels that a selector may use, and the stored field of each.
 	SelectableFields map[string]string `protobuf:"bytes,12,rep,name=selectable_fields,json=selectableFields" json:"selectable_fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// Whether the registry can answer Table rows.
+	// The registry can encode the resource as Table rows.
 	Table bool `protobuf:"varint,13,opt,name=table" json:"table,omitempty"`
-	// Not empty: every answer carries this Warning header.
+	// The text of the Warning header of every response. Empty: no header.
 	Deprecation string   `protobuf:"bytes,14,opt,name=deprecation" json:"deprecation,omitempty"`
 	MediaTypes  []string `protobuf:"bytes,15,rep,name=media_types,json=mediaTypes" json:"media_types,omitempty"`
-	// rest.Connecter and GetterWithOptions take a subpath.
+	// rest.Connecter or GetterWithOptions takes a subpath.
 	ConnectSubpath bool     `protobuf:"varint,16,opt,name=connect_subpath,json=connectSubpath" json:"connect_subpath,omitempty"`
 	ConnectMethods []string `protobuf:"bytes,17,rep,name=connect_methods,json=connectMethods" json:"connect_methods,omitempty"`
 	GetWithOptions bool     `protobuf:"varint,19,opt,name=get_with_options,json=getWithOptions" json:"get_with_options,omitempty"`
-	// The kind that discovery shows where it differs from kind (rest.KindProvider).
+	// The kind in discovery documents, if it differs from kind (rest.KindProvider).
 	DiscoveryKind string `protobuf:"bytes,20,opt,name=discovery_kind,json=discoveryKind" json:"discovery_kind,omitempty"`
-	// A custom resource: objects have no Go type. They are served in JSON and YAML, their metadata also in protobuf, and
-	// each may be stored in another version than stored_kind.
+	// A custom resource: its objects have no Go type. JSON and YAML hold the object, and protobuf its metadata only. An
+	// object may be stored in another version than stored_kind.
 	Unstructured bool `protobuf:"varint,21,opt,name=unstructured" json:"unstructured,omitempty"`
-	// Served, but not told of yet: the definition's names are accepted and it is not established.
-	Hidden bool `protobuf:"varint,22,opt,name=hidden" json:"hidden,omitempty"`
-	// Every answer carries these Warning headers too.
+	// The CRD has accepted names but is not Established. The resource is served and is not in discovery documents.
+	NotEstablished bool `protobuf:"varint,22,opt,name=not_established,json=notEstablished" json:"not_established,omitempty"`
+	// The texts of further Warning headers of every response.
 	Warnings []string `protobuf:"bytes,23,rep,name=warnings" json:"warnings,omitempty"`
-	// What a selectable field is in this version only converting can say, by asking a webhook.
+	// A selectable field of this version needs a conversion, which calls a webhook.
 	ConvertedFields bool `protobuf:"varint,24,opt,name=converted_fields,json=convertedFields" json:"converted_fields,omitempty"`
-	// The release that no longer serves a deprecated version, such as "1.40"; empty where that is not known.
+	// The first release that does not serve a deprecated version, such as "1.40". Empty: unknown.
 	RemovedRelease string `protobuf:"bytes,25,opt,name=removed_release,json=removedRelease" json:"removed_release,omitempty"`
-	// The resourceVersion of the CRD that the entry is made of, 0 where it is built in. Of two entries of one resource
-	// the one with the larger is the newer, whichever registry told of it.
-	DefinedAt int64 `protobuf:"varint,26,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
-	// A hash of all that the entry of a CRD says but defined_at, which any write of the CRD moves; 0 where it is built
-	// in. Entries of one hash are the same, whichever registry told of them and whatever etcd was restored in between.
+	// The resourceVersion of the resource's CRD. 0: the resource is built in. Of two messages about one resource, from
+	// any two registries, the message with the larger value is the newer.
+	CrdRevision int64 `protobuf:"varint,26,opt,name=crd_revision,json=crdRevision" json:"crd_revision,omitempty"`
+	// A hash of the resource without crd_revision, which every write of the CRD changes. 0: the resource is built in.
+	// Resources with equal hashes are equal, in every registry and every epoch of etcd.
 	Digest        uint64 `protobuf:"fixed64,27,opt,name=digest" json:"digest,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *ResourceEntry) Reset() {
-	*x = ResourceEntry{}
+func (x *APIResource) Reset() {
+	*x = APIResource{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *ResourceEntry) String() string {
+func (x *APIResource) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*ResourceEntry) ProtoMessage() {}
+func (*APIResource) ProtoMessage() {}
 
-func (x *ResourceEntry) ProtoReflect() protoreflect.Message {
+func (x *APIResource) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -1587,198 +1603,199 @@ func (x *ResourceEntry) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use ResourceEntry.ProtoReflect.Descriptor instead.
-func (*ResourceEntry) Descriptor() ([]byte, []int) {
+// Deprecated: Use APIResource.ProtoReflect.Descriptor instead.
+func (*APIResource) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{17}
 }
 
-func (x *ResourceEntry) GetResource() *v1.Resource {
+func (x *APIResource) GetResource() *v1.Resource {
 	if x != nil {
 		return x.Resource
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetNamespaced() bool {
+func (x *APIResource) GetNamespaced() bool {
 	if x != nil {
 		return x.Namespaced
 	}
 	return false
 }
 
-func (x *ResourceEntry) GetKind() *v1.Kind {
+func (x *APIResource) GetKind() *v1.Kind {
 	if x != nil {
 		return x.Kind
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetVerbs() []string {
+func (x *APIResource) GetVerbs() []string {
 	if x != nil {
 		return x.Verbs
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetShortNames() []string {
+func (x *APIResource) GetShortNames() []string {
 	if x != nil {
 		return x.ShortNames
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetCategories() []string {
+func (x *APIResource) GetCategories() []string {
 	if x != nil {
 		return x.Categories
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetSingular() string {
+func (x *APIResource) GetSingular() string {
 	if x != nil {
 		return x.Singular
 	}
 	return ""
 }
 
-func (x *ResourceEntry) GetStorageVersionHash() string {
+func (x *APIResource) GetStorageVersionHash() string {
 	if x != nil {
 		return x.StorageVersionHash
 	}
 	return ""
 }
 
-func (x *ResourceEntry) GetListKind() string {
+func (x *APIResource) GetListKind() string {
 	if x != nil {
 		return x.ListKind
 	}
 	return ""
 }
 
-func (x *ResourceEntry) GetStoredAs() string {
+func (x *APIResource) GetStorageResource() string {
 	if x != nil {
-		return x.StoredAs
+		return x.StorageResource
 	}
 	return ""
 }
 
-func (x *ResourceEntry) GetStoredKind() *v1.Kind {
+func (x *APIResource) GetStoredKind() *v1.Kind {
 	if x != nil {
 		return x.StoredKind
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetSelectableFields() map[string]string {
+func (x *APIResource) GetSelectableFields() map[string]string {
 	if x != nil {
 		return x.SelectableFields
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetTable() bool {
+func (x *APIResource) GetTable() bool {
 	if x != nil {
 		return x.Table
 	}
 	return false
 }
 
-func (x *ResourceEntry) GetDeprecation() string {
+func (x *APIResource) GetDeprecation() string {
 	if x != nil {
 		return x.Deprecation
 	}
 	return ""
 }
 
-func (x *ResourceEntry) GetMediaTypes() []string {
+func (x *APIResource) GetMediaTypes() []string {
 	if x != nil {
 		return x.MediaTypes
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetConnectSubpath() bool {
+func (x *APIResource) GetConnectSubpath() bool {
 	if x != nil {
 		return x.ConnectSubpath
 	}
 	return false
 }
 
-func (x *ResourceEntry) GetConnectMethods() []string {
+func (x *APIResource) GetConnectMethods() []string {
 	if x != nil {
 		return x.ConnectMethods
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetGetWithOptions() bool {
+func (x *APIResource) GetGetWithOptions() bool {
 	if x != nil {
 		return x.GetWithOptions
 	}
 	return false
 }
 
-func (x *ResourceEntry) GetDiscoveryKind() string {
+func (x *APIResource) GetDiscoveryKind() string {
 	if x != nil {
 		return x.DiscoveryKind
 	}
 	return ""
 }
 
-func (x *ResourceEntry) GetUnstructured() bool {
+func (x *APIResource) GetUnstructured() bool {
 	if x != nil {
 		return x.Unstructured
 	}
 	return false
 }
 
-func (x *ResourceEntry) GetHidden() bool {
+func (x *APIResource) GetNotEstablished() bool {
 	if x != nil {
-		return x.Hidden
+		return x.NotEstablished
 	}
 	return false
 }
 
-func (x *ResourceEntry) GetWarnings() []string {
+func (x *APIResource) GetWarnings() []string {
 	if x != nil {
 		return x.Warnings
 	}
 	return nil
 }
 
-func (x *ResourceEntry) GetConvertedFields() bool {
+func (x *APIResource) GetConvertedFields() bool {
 	if x != nil {
 		return x.ConvertedFields
 	}
 	return false
 }
 
-func (x *ResourceEntry) GetRemovedRelease() string {
+func (x *APIResource) GetRemovedRelease() string {
 	if x != nil {
 		return x.RemovedRelease
 	}
 	return ""
 }
 
-func (x *ResourceEntry) GetDefinedAt() int64 {
+func (x *APIResource) GetCrdRevision() int64 {
 	if x != nil {
-		return x.DefinedAt
+		return x.CrdRevision
 	}
 	return 0
 }
 
-func (x *ResourceEntry) GetDigest() uint64 {
+func (x *APIResource) GetDigest() uint64 {
 	if x != nil {
 		return x.Digest
 	}
 	return 0
 }
 
+// SnapshotRequest selects a storage resource.
 type SnapshotRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	StoredAs      string                 `protobuf:"bytes,1,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	StorageResource string                 `protobuf:"bytes,1,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *SnapshotRequest) Reset() {
@@ -1811,17 +1828,18 @@ func (*SnapshotRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{18}
 }
 
-func (x *SnapshotRequest) GetStoredAs() string {
+func (x *SnapshotRequest) GetStorageResource() string {
 	if x != nil {
-		return x.StoredAs
+		return x.StorageResource
 	}
 	return ""
 }
 
+// SnapshotChunk is some rows of a snapshot.
 type SnapshotChunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The revision that the whole snapshot is at; the same in every chunk. A chunk holds at least one row, and about 4 MB
-	// at most where it holds more.
+	// The revision of the whole snapshot, the same in every chunk. A chunk holds at least one row, and at most about 4
+	// MB if it holds more.
 	Revision      int64  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
 	Rows          []*Row `protobuf:"bytes,2,rep,name=rows" json:"rows,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1872,7 +1890,7 @@ func (x *SnapshotChunk) GetRows() []*Row {
 	return nil
 }
 
-// Row is one object: what a selector may ask of it, and its encodings.
+// Row is one object: its selectable labels and fields, and its encodings.
 type Row struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace" json:"namespace,omitempty"`
@@ -1880,14 +1898,13 @@ type Row struct {
 	Revision  int64                  `protobuf:"varint,3,opt,name=revision" json:"revision,omitempty"`
 	Labels    map[string]string      `protobuf:"bytes,4,rep,name=labels" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	Fields    map[string]string      `protobuf:"bytes,5,rep,name=fields" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// The object in JSON without apiVersion and kind, in the stored kind's version.
+	// The object in JSON without apiVersion and kind, in the version of stored_kind.
 	Json []byte `protobuf:"bytes,6,opt,name=json" json:"json,omitempty"`
-	// The message of the object in Kubernetes protobuf, without the k8s\0 envelope; empty where the type has none.
+	// The object in Kubernetes protobuf, without the k8s\0 envelope. Empty: the type has no protobuf encoding.
 	Protobuf []byte `protobuf:"bytes,7,opt,name=protobuf" json:"protobuf,omitempty"`
-	// As an Object's in the log.
+	// The version of json, as in an Object of the log.
 	Version string `protobuf:"bytes,8,opt,name=version" json:"version,omitempty"`
-	// Why the object cannot be read; it then has no encodings, labels or fields. Whoever asks for it is answered by
-	// registry.
+	// Why the object cannot be decoded. It has no encodings, labels or fields then, and the registry serves its reads.
 	Unreadable    string `protobuf:"bytes,9,opt,name=unreadable" json:"unreadable,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1986,22 +2003,23 @@ func (x *Row) GetUnreadable() string {
 	return ""
 }
 
+// EncodeRequest is stored encodings of objects, and the format to convert them into.
 type EncodeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The stored kind's encodings: JSON without apiVersion and kind.
-	StoredAs string   `protobuf:"bytes,1,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
-	Json     [][]byte `protobuf:"bytes,2,rep,name=json" json:"json,omitempty"`
-	Protobuf [][]byte `protobuf:"bytes,3,rep,name=protobuf" json:"protobuf,omitempty"`
-	// What to encode into: the resource's version, and Table or not.
+	// The encodings in the version of stored_kind. JSON is without apiVersion and kind.
+	StorageResource string   `protobuf:"bytes,1,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
+	Json            [][]byte `protobuf:"bytes,2,rep,name=json" json:"json,omitempty"`
+	Protobuf        [][]byte `protobuf:"bytes,3,rep,name=protobuf" json:"protobuf,omitempty"`
+	// The target: the resource's version, as objects or as a Table.
 	Resource *v1.Resource `protobuf:"bytes,4,opt,name=resource" json:"resource,omitempty"`
 	Output   *Output      `protobuf:"bytes,5,opt,name=output" json:"output,omitempty"`
 	// Table's includeObject: None, Metadata or Object.
 	IncludeObject string `protobuf:"bytes,6,opt,name=include_object,json=includeObject" json:"include_object,omitempty"`
-	// The version that each object is in, where that is not the stored kind's.
+	// The version of each object, if it is not the version of stored_kind.
 	Versions []string `protobuf:"bytes,7,rep,name=versions" json:"versions,omitempty"`
-	// Where a custom resource's definition last changed, as far as the caller knows: it must not be an older one that
-	// converts.
-	DefinedAt     int64 `protobuf:"varint,8,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
+	// The newest resourceVersion of the resource's CRD that the replica knows. The registry must not convert with an
+	// older CRD.
+	CrdRevision   int64 `protobuf:"varint,8,opt,name=crd_revision,json=crdRevision" json:"crd_revision,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2036,9 +2054,9 @@ func (*EncodeRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{21}
 }
 
-func (x *EncodeRequest) GetStoredAs() string {
+func (x *EncodeRequest) GetStorageResource() string {
 	if x != nil {
-		return x.StoredAs
+		return x.StorageResource
 	}
 	return ""
 }
@@ -2085,23 +2103,24 @@ func (x *EncodeRequest) GetVersions() []string {
 	return nil
 }
 
-func (x *EncodeRequest) GetDefinedAt() int64 {
+func (x *EncodeRequest) GetCrdRevision() int64 {
 	if x != nil {
-		return x.DefinedAt
+		return x.CrdRevision
 	}
 	return 0
 }
 
+// EncodeResponse is the converted objects.
 type EncodeResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One for each object asked for, as a list holds it: JSON without apiVersion and kind, a protobuf message, or a Table
-	// row, whose object is null unless the whole object is to be included: metadata is for the caller to put in.
+	// One entry for each object, as a list holds it: JSON without apiVersion and kind, a protobuf message, or a Table
+	// row. The object of a row is null unless include_object is Object; the replica fills in metadata.
 	Objects [][]byte `protobuf:"bytes,1,rep,name=objects" json:"objects,omitempty"`
 	// Table's columnDefinitions in JSON.
 	Columns []byte `protobuf:"bytes,2,opt,name=columns" json:"columns,omitempty"`
-	// What a selector may ask of each object in the version asked for; only for entries with converted_fields.
+	// The selectable fields of each object in the target version. Only for resources with converted_fields.
 	Fields []*Fields `protobuf:"bytes,3,rep,name=fields" json:"fields,omitempty"`
-	// The ages that each Table row tells, one for each of objects. Where there are none, nothing is known of them.
+	// The ages in each Table row, one entry for each object. Empty: the ages are unknown.
 	RowAges       []*RowAges `protobuf:"bytes,4,rep,name=row_ages,json=rowAges" json:"row_ages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2165,12 +2184,12 @@ func (x *EncodeResponse) GetRowAges() []*RowAges {
 	return nil
 }
 
-// RowAges are the parts of a Table row that follow the clock, and not the object.
+// RowAges marks the cells of a Table row that are ages. They depend on the clock and not only on the object.
 type RowAges struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// There are no others: all else of the row is what it is for as long as its object is.
+	// ages is complete: the rest of the row changes only if its object changes.
 	Complete bool `protobuf:"varint,1,opt,name=complete" json:"complete,omitempty"`
-	// In the order of their offsets; they do not overlap.
+	// The ages, ordered by offset. They do not overlap.
 	Ages          []*Age `protobuf:"bytes,2,rep,name=ages" json:"ages,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2220,14 +2239,14 @@ func (x *RowAges) GetAges() []*Age {
 	return nil
 }
 
-// Age is a part of a string of a row's JSON that tells how long ago something was, as
-// k8s.io/apimachinery/pkg/util/duration.HumanDuration writes it.
+// Age is a part of a string in a row's JSON that states an age, as k8s.io/apimachinery/pkg/util/duration.HumanDuration
+// writes it.
 type Age struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Where it is, in bytes of the row.
+	// The position of the age, in bytes of the row.
 	Offset int32 `protobuf:"varint,1,opt,name=offset" json:"offset,omitempty"`
 	Length int32 `protobuf:"varint,2,opt,name=length" json:"length,omitempty"`
-	// When it was, in Unix time.
+	// The timestamp that the age is computed from, in Unix time.
 	Seconds       int64 `protobuf:"varint,3,opt,name=seconds" json:"seconds,omitempty"`
 	Nanos         int32 `protobuf:"varint,4,opt,name=nanos" json:"nanos,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2292,6 +2311,7 @@ func (x *Age) GetNanos() int32 {
 	return 0
 }
 
+// Fields is the selectable fields of one object.
 type Fields struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Fields        map[string]string      `protobuf:"bytes,1,rep,name=fields" json:"fields,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
@@ -2336,6 +2356,7 @@ func (x *Fields) GetFields() map[string]string {
 	return nil
 }
 
+// RevisionRequest has no parameters.
 type RevisionRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -2372,11 +2393,12 @@ func (*RevisionRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{26}
 }
 
+// RevisionResponse is etcd's revision and the state of encryption at rest.
 type RevisionResponse struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Revision int64                  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
-	// Why what is stored cannot be encrypted or decrypted, as of some seconds ago: the KMS, which etcd's state says
-	// nothing of. Empty: it can, or nothing is encrypted.
+	// Why the registry cannot encrypt or decrypt, as of some seconds ago: the state of the KMS, which etcd's health does
+	// not include. Empty: it can, or nothing is encrypted.
 	EncryptionError string `protobuf:"bytes,2,opt,name=encryption_error,json=encryptionError" json:"encryption_error,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -2426,29 +2448,30 @@ func (x *RevisionResponse) GetEncryptionError() string {
 	return ""
 }
 
-type LogKeyRequest struct {
-	state    protoimpl.MessageState `protogen:"open.v1"`
-	StoredAs string                 `protobuf:"bytes,1,opt,name=stored_as,json=storedAs" json:"stored_as,omitempty"`
-	// As an event's Sealed names it.
+// DataKeyRequest names a data key.
+type DataKeyRequest struct {
+	state           protoimpl.MessageState `protogen:"open.v1"`
+	StorageResource string                 `protobuf:"bytes,1,opt,name=storage_resource,json=storageResource" json:"storage_resource,omitempty"`
+	// The key's name, as in Encrypted.key of an event.
 	Key           string `protobuf:"bytes,2,opt,name=key" json:"key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *LogKeyRequest) Reset() {
-	*x = LogKeyRequest{}
+func (x *DataKeyRequest) Reset() {
+	*x = DataKeyRequest{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *LogKeyRequest) String() string {
+func (x *DataKeyRequest) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*LogKeyRequest) ProtoMessage() {}
+func (*DataKeyRequest) ProtoMessage() {}
 
-func (x *LogKeyRequest) ProtoReflect() protoreflect.Message {
+func (x *DataKeyRequest) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -2460,26 +2483,27 @@ func (x *LogKeyRequest) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use LogKeyRequest.ProtoReflect.Descriptor instead.
-func (*LogKeyRequest) Descriptor() ([]byte, []int) {
+// Deprecated: Use DataKeyRequest.ProtoReflect.Descriptor instead.
+func (*DataKeyRequest) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{28}
 }
 
-func (x *LogKeyRequest) GetStoredAs() string {
+func (x *DataKeyRequest) GetStorageResource() string {
 	if x != nil {
-		return x.StoredAs
+		return x.StorageResource
 	}
 	return ""
 }
 
-func (x *LogKeyRequest) GetKey() string {
+func (x *DataKeyRequest) GetKey() string {
 	if x != nil {
 		return x.Key
 	}
 	return ""
 }
 
-type LogKeyResponse struct {
+// DataKeyResponse is a data key.
+type DataKeyResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 32 bytes, for AES-256-GCM.
 	Secret        []byte `protobuf:"bytes,1,opt,name=secret" json:"secret,omitempty"`
@@ -2487,20 +2511,20 @@ type LogKeyResponse struct {
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *LogKeyResponse) Reset() {
-	*x = LogKeyResponse{}
+func (x *DataKeyResponse) Reset() {
+	*x = DataKeyResponse{}
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *LogKeyResponse) String() string {
+func (x *DataKeyResponse) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*LogKeyResponse) ProtoMessage() {}
+func (*DataKeyResponse) ProtoMessage() {}
 
-func (x *LogKeyResponse) ProtoReflect() protoreflect.Message {
+func (x *DataKeyResponse) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_registry_v1_registry_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -2512,21 +2536,22 @@ func (x *LogKeyResponse) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use LogKeyResponse.ProtoReflect.Descriptor instead.
-func (*LogKeyResponse) Descriptor() ([]byte, []int) {
+// Deprecated: Use DataKeyResponse.ProtoReflect.Descriptor instead.
+func (*DataKeyResponse) Descriptor() ([]byte, []int) {
 	return file_watershed_registry_v1_registry_proto_rawDescGZIP(), []int{29}
 }
 
-func (x *LogKeyResponse) GetSecret() []byte {
+func (x *DataKeyResponse) GetSecret() []byte {
 	if x != nil {
 		return x.Secret
 	}
 	return nil
 }
 
+// OpenAPIRequest names an OpenAPI document.
 type OpenAPIRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "v2", or "v3/apis/apps/v1". The index of v3 is the gateway's.
+	// "v2", or "v3/apis/apps/v1". The gateway serves the index of v3 itself.
 	Path          string `protobuf:"bytes,1,opt,name=path" json:"path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2569,6 +2594,7 @@ func (x *OpenAPIRequest) GetPath() string {
 	return ""
 }
 
+// OpenAPIChunk is the next bytes of a document.
 type OpenAPIChunk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Data          []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
@@ -2613,18 +2639,18 @@ func (x *OpenAPIChunk) GetData() []byte {
 	return nil
 }
 
-// Connection is where to dial and how to carry bytes.
+// Connection is an address to dial and the protocol between the client and that address.
 type Connection struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Url       string                 `protobuf:"bytes,1,opt,name=url" json:"url,omitempty"`
 	Transport Transport              `protobuf:"varint,2,opt,name=transport,enum=watershed.registry.v1.Transport" json:"transport,omitempty"`
-	// exec, attach and port-forward begin with an upgrade.
+	// The request must begin with an upgrade: exec, attach and port-forward.
 	UpgradeRequired bool `protobuf:"varint,3,opt,name=upgrade_required,json=upgradeRequired" json:"upgrade_required,omitempty"`
-	// Links in answers are rewritten to lead through here: proxy.
+	// The gateway rewrites links in responses to lead through itself: proxy.
 	Rewrite bool `protobuf:"varint,4,opt,name=rewrite" json:"rewrite,omitempty"`
-	// A WebSocket client is understood here and spoken to the other side for in SPDY.
+	// The gateway terminates a client's WebSocket and uses SPDY with the server.
 	Translate *Streams `protobuf:"bytes,5,opt,name=translate" json:"translate,omitempty"`
-	// What the answer is, where it is a log; redirects and errors are then not the client's to see.
+	// The content type of a log. The client receives no redirects and no errors of the server then.
 	ContentType   string   `protobuf:"bytes,6,opt,name=content_type,json=contentType" json:"content_type,omitempty"`
 	Flush         bool     `protobuf:"varint,7,opt,name=flush" json:"flush,omitempty"`
 	Warnings      []string `protobuf:"bytes,8,rep,name=warnings" json:"warnings,omitempty"`
@@ -2718,7 +2744,7 @@ func (x *Connection) GetWarnings() []string {
 	return nil
 }
 
-// Streams are the channels of an exec or attach; or a port-forward's.
+// Streams is the channels of an exec or attach, or a port-forward.
 type Streams struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Stdin         bool                   `protobuf:"varint,1,opt,name=stdin" json:"stdin,omitempty"`
@@ -2812,14 +2838,14 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x04name\x18\x03 \x01(\tR\x04name\x12-\n" +
 	"\x04user\x18\x04 \x01(\v2\x19.watershed.common.v1.UserR\x04user\x12\x14\n" +
 	"\x05query\x18\x05 \x01(\tR\x05query\x125\n" +
-	"\x06output\x18\x06 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06outputJ\x04\b\a\x10\bJ\x04\b\b\x10\t\"\x91\x01\n" +
+	"\x06output\x18\x06 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06outputJ\x04\b\a\x10\bJ\x04\b\b\x10\t\"\x93\x01\n" +
 	"\x0eObjectResponse\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\x05R\x04code\x12\x12\n" +
 	"\x04body\x18\x02 \x01(\fR\x04body\x12\x1a\n" +
-	"\bwarnings\x18\x03 \x03(\tR\bwarnings\x125\n" +
-	"\x05audit\x18\x05 \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05auditJ\x04\b\x04\x10\x05\"%\n" +
+	"\bwarnings\x18\x03 \x03(\tR\bwarnings\x127\n" +
+	"\x05audit\x18\x05 \x01(\v2!.watershed.common.v1.AuditContextR\x05auditJ\x04\b\x04\x10\x05\"%\n" +
 	"\tListChunk\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\xc6\x05\n" +
+	"\x04data\x18\x01 \x01(\fR\x04dataJ\x04\b\x02\x10\x03\"\xf5\x05\n" +
 	"\fWriteRequest\x12\x12\n" +
 	"\x04verb\x18\x01 \x01(\tR\x04verb\x129\n" +
 	"\bresource\x18\x02 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1c\n" +
@@ -2838,35 +2864,35 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\bvalidate\x18\r \x03(\x0e2!.watershed.admission.v1.OperationR\bvalidate\x12\x18\n" +
 	"\asubpath\x18\x0e \x01(\tR\asubpath\x12@\n" +
 	"\vaudit_level\x18\x0f \x01(\x0e2\x1f.watershed.common.v1.AuditLevelR\n" +
-	"auditLevel\x12?\n" +
-	"\tlifecycle\x18\x10 \x03(\x0e2!.watershed.admission.v1.OperationR\tlifecycle\x12:\n" +
-	"\aat_once\x18\x11 \x03(\x0e2!.watershed.admission.v1.OperationR\x06atOnce\"\xad\x01\n" +
-	"\vDirectReply\x12=\n" +
+	"auditLevel\x12[\n" +
+	"\x18namespace_lifecycle_only\x18\x10 \x03(\x0e2!.watershed.admission.v1.OperationR\x16namespaceLifecycleOnly\x12M\n" +
+	"\x11validate_in_admit\x18\x11 \x03(\x0e2!.watershed.admission.v1.OperationR\x0fvalidateInAdmit\"\xcc\x01\n" +
+	"\x0fWriteUnaryReply\x12=\n" +
 	"\x06result\x18\x01 \x01(\v2%.watershed.registry.v1.ObjectResponseR\x06result\x12\x14\n" +
-	"\x05error\x18\x02 \x01(\fR\x05error\x125\n" +
-	"\x05audit\x18\x03 \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05audit\x12\x12\n" +
-	"\x04asks\x18\x04 \x01(\bR\x04asks\"\xed\x02\n" +
+	"\x05error\x18\x02 \x01(\fR\x05error\x127\n" +
+	"\x05audit\x18\x03 \x01(\v2!.watershed.common.v1.AuditContextR\x05audit\x12+\n" +
+	"\x11callback_required\x18\x04 \x01(\bR\x10callbackRequired\"\xed\x02\n" +
 	"\tWriteCall\x12?\n" +
 	"\arequest\x18\x01 \x01(\v2#.watershed.registry.v1.WriteRequestH\x00R\arequest\x12F\n" +
 	"\tadmission\x18\x02 \x01(\v2&.watershed.registry.v1.AdmissionResultH\x00R\tadmission\x12R\n" +
 	"\rauthorization\x18\x03 \x01(\v2*.watershed.registry.v1.AuthorizationResultH\x00R\rauthorization\x12@\n" +
 	"\x05token\x18\x04 \x01(\v2(.watershed.authn.v1.AuthenticateResponseH\x00R\x05token\x129\n" +
 	"\x05rules\x18\x05 \x01(\v2!.watershed.authz.v1.RulesResponseH\x00R\x05rulesB\x06\n" +
-	"\x04call\"\xf3\x03\n" +
+	"\x04call\"\x83\x04\n" +
 	"\n" +
 	"WriteReply\x12?\n" +
-	"\x06result\x18\x01 \x01(\v2%.watershed.registry.v1.ObjectResponseH\x00R\x06result\x12F\n" +
-	"\tadmission\x18\x02 \x01(\v2&.watershed.registry.v1.AdmissionNeededH\x00R\tadmission\x12G\n" +
+	"\x06result\x18\x01 \x01(\v2%.watershed.registry.v1.ObjectResponseH\x00R\x06result\x12H\n" +
+	"\tadmission\x18\x02 \x01(\v2(.watershed.registry.v1.AdmissionCallbackH\x00R\tadmission\x12G\n" +
 	"\rauthorization\x18\x03 \x01(\v2\x1f.watershed.common.v1.AttributesH\x00R\rauthorization\x12>\n" +
 	"\x05token\x18\x04 \x01(\v2&.watershed.authn.v1.ReviewTokenRequestH\x00R\x05token\x128\n" +
 	"\x05rules\x18\x05 \x01(\v2 .watershed.authz.v1.RulesRequestH\x00R\x05rules\x12C\n" +
 	"\n" +
 	"connection\x18\x06 \x01(\v2!.watershed.registry.v1.ConnectionH\x00R\n" +
-	"connection\x12\x14\n" +
-	"\x05trace\x18\a \x01(\tR\x05trace\x125\n" +
-	"\x05audit\x18\b \x01(\v2\x1f.watershed.common.v1.AuditTrailR\x05auditB\a\n" +
-	"\x05reply\"}\n" +
-	"\x0fAdmissionNeeded\x122\n" +
+	"connection\x12 \n" +
+	"\vtraceparent\x18\a \x01(\tR\vtraceparent\x127\n" +
+	"\x05audit\x18\b \x01(\v2!.watershed.common.v1.AuditContextR\x05auditB\a\n" +
+	"\x05reply\"\x7f\n" +
+	"\x11AdmissionCallback\x122\n" +
 	"\x05phase\x18\x01 \x01(\x0e2\x1c.watershed.registry.v1.PhaseR\x05phase\x126\n" +
 	"\x06review\x18\x02 \x01(\v2\x1e.watershed.admission.v1.ReviewR\x06review\"\x83\x01\n" +
 	"\x0fAdmissionResult\x129\n" +
@@ -2874,17 +2900,17 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\arefusal\x18\x02 \x01(\v2\x1b.watershed.common.v1.StatusR\arefusal\"n\n" +
 	"\x13AuthorizationResult\x12A\n" +
 	"\bdecision\x18\x01 \x01(\v2%.watershed.authz.v1.AuthorizeResponseR\bdecision\x12\x14\n" +
-	"\x05error\x18\x02 \x01(\tR\x05error\"\x10\n" +
-	"\x0eCatalogRequest\"?\n" +
+	"\x05error\x18\x02 \x01(\tR\x05error\"\x12\n" +
+	"\x10DiscoveryRequest\"?\n" +
 	"\x0fGatewaysRequest\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x18\n" +
 	"\aleaving\x18\x02 \x01(\bR\aleaving\"(\n" +
 	"\x10GatewaysResponse\x12\x14\n" +
-	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\xe8\x03\n" +
-	"\x0fCatalogResponse\x124\n" +
-	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12B\n" +
-	"\tresources\x18\x02 \x03(\v2$.watershed.registry.v1.ResourceEntryR\tresources\x12M\n" +
-	"\aopenapi\x18\x03 \x03(\v23.watershed.registry.v1.CatalogResponse.OpenapiEntryR\aopenapi\x12D\n" +
+	"\x05alive\x18\x01 \x01(\x05R\x05alive\"\xea\x03\n" +
+	"\x11DiscoveryResponse\x124\n" +
+	"\x06groups\x18\x01 \x03(\v2\x1c.watershed.registry.v1.GroupR\x06groups\x12@\n" +
+	"\tresources\x18\x02 \x03(\v2\".watershed.registry.v1.APIResourceR\tresources\x12O\n" +
+	"\aopenapi\x18\x03 \x03(\v25.watershed.registry.v1.DiscoveryResponse.OpenapiEntryR\aopenapi\x12D\n" +
 	"\fapi_services\x18\x04 \x03(\v2!.watershed.registry.v1.APIServiceR\vapiServices\x12\x14\n" +
 	"\x05delta\x18\x05 \x01(\bR\x05delta\x127\n" +
 	"\aremoved\x18\x06 \x03(\v2\x1d.watershed.common.v1.ResourceR\aremoved\x12'\n" +
@@ -2907,8 +2933,8 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05Group\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x1a\n" +
 	"\bversions\x18\x02 \x03(\tR\bversions\x124\n" +
-	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xc7\b\n" +
-	"\rResourceEntry\x129\n" +
+	"\x16group_priority_minimum\x18\x03 \x01(\x05R\x14groupPriorityMinimum\"\xe6\b\n" +
+	"\vAPIResource\x129\n" +
 	"\bresource\x18\x01 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1e\n" +
 	"\n" +
 	"namespaced\x18\x02 \x01(\bR\n" +
@@ -2922,12 +2948,12 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"categories\x12\x1a\n" +
 	"\bsingular\x18\a \x01(\tR\bsingular\x120\n" +
 	"\x14storage_version_hash\x18\b \x01(\tR\x12storageVersionHash\x12\x1b\n" +
-	"\tlist_kind\x18\t \x01(\tR\blistKind\x12\x1b\n" +
-	"\tstored_as\x18\n" +
-	" \x01(\tR\bstoredAs\x12:\n" +
+	"\tlist_kind\x18\t \x01(\tR\blistKind\x12)\n" +
+	"\x10storage_resource\x18\n" +
+	" \x01(\tR\x0fstorageResource\x12:\n" +
 	"\vstored_kind\x18\v \x01(\v2\x19.watershed.common.v1.KindR\n" +
-	"storedKind\x12g\n" +
-	"\x11selectable_fields\x18\f \x03(\v2:.watershed.registry.v1.ResourceEntry.SelectableFieldsEntryR\x10selectableFields\x12\x14\n" +
+	"storedKind\x12e\n" +
+	"\x11selectable_fields\x18\f \x03(\v28.watershed.registry.v1.APIResource.SelectableFieldsEntryR\x10selectableFields\x12\x14\n" +
 	"\x05table\x18\r \x01(\bR\x05table\x12 \n" +
 	"\vdeprecation\x18\x0e \x01(\tR\vdeprecation\x12\x1f\n" +
 	"\vmedia_types\x18\x0f \x03(\tR\n" +
@@ -2936,19 +2962,18 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0fconnect_methods\x18\x11 \x03(\tR\x0econnectMethods\x12(\n" +
 	"\x10get_with_options\x18\x13 \x01(\bR\x0egetWithOptions\x12%\n" +
 	"\x0ediscovery_kind\x18\x14 \x01(\tR\rdiscoveryKind\x12\"\n" +
-	"\funstructured\x18\x15 \x01(\bR\funstructured\x12\x16\n" +
-	"\x06hidden\x18\x16 \x01(\bR\x06hidden\x12\x1a\n" +
+	"\funstructured\x18\x15 \x01(\bR\funstructured\x12'\n" +
+	"\x0fnot_established\x18\x16 \x01(\bR\x0enotEstablished\x12\x1a\n" +
 	"\bwarnings\x18\x17 \x03(\tR\bwarnings\x12)\n" +
 	"\x10converted_fields\x18\x18 \x01(\bR\x0fconvertedFields\x12'\n" +
-	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x12\x1d\n" +
-	"\n" +
-	"defined_at\x18\x1a \x01(\x03R\tdefinedAt\x12\x16\n" +
+	"\x0fremoved_release\x18\x19 \x01(\tR\x0eremovedRelease\x12!\n" +
+	"\fcrd_revision\x18\x1a \x01(\x03R\vcrdRevision\x12\x16\n" +
 	"\x06digest\x18\x1b \x01(\x06R\x06digest\x1aC\n" +
 	"\x15SelectableFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\".\n" +
-	"\x0fSnapshotRequest\x12\x1b\n" +
-	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\"[\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x12\x10\x13\"<\n" +
+	"\x0fSnapshotRequest\x12)\n" +
+	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\"[\n" +
 	"\rSnapshotChunk\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12.\n" +
 	"\x04rows\x18\x02 \x03(\v2\x1a.watershed.registry.v1.RowR\x04rows\"\xb3\x03\n" +
@@ -2969,17 +2994,16 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
 	"\vFieldsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xb0\x02\n" +
-	"\rEncodeRequest\x12\x1b\n" +
-	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\x12\x12\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xc2\x02\n" +
+	"\rEncodeRequest\x12)\n" +
+	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\x12\x12\n" +
 	"\x04json\x18\x02 \x03(\fR\x04json\x12\x1a\n" +
 	"\bprotobuf\x18\x03 \x03(\fR\bprotobuf\x129\n" +
 	"\bresource\x18\x04 \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x125\n" +
 	"\x06output\x18\x05 \x01(\v2\x1d.watershed.registry.v1.OutputR\x06output\x12%\n" +
 	"\x0einclude_object\x18\x06 \x01(\tR\rincludeObject\x12\x1a\n" +
-	"\bversions\x18\a \x03(\tR\bversions\x12\x1d\n" +
-	"\n" +
-	"defined_at\x18\b \x01(\x03R\tdefinedAt\"\xb6\x01\n" +
+	"\bversions\x18\a \x03(\tR\bversions\x12!\n" +
+	"\fcrd_revision\x18\b \x01(\x03R\vcrdRevision\"\xb6\x01\n" +
 	"\x0eEncodeResponse\x12\x18\n" +
 	"\aobjects\x18\x01 \x03(\fR\aobjects\x12\x18\n" +
 	"\acolumns\x18\x02 \x01(\fR\acolumns\x125\n" +
@@ -3001,11 +3025,11 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x0fRevisionRequest\"Y\n" +
 	"\x10RevisionResponse\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12)\n" +
-	"\x10encryption_error\x18\x02 \x01(\tR\x0fencryptionError\">\n" +
-	"\rLogKeyRequest\x12\x1b\n" +
-	"\tstored_as\x18\x01 \x01(\tR\bstoredAs\x12\x10\n" +
-	"\x03key\x18\x02 \x01(\tR\x03key\"(\n" +
-	"\x0eLogKeyResponse\x12\x16\n" +
+	"\x10encryption_error\x18\x02 \x01(\tR\x0fencryptionError\"M\n" +
+	"\x0eDataKeyRequest\x12)\n" +
+	"\x10storage_resource\x18\x01 \x01(\tR\x0fstorageResource\x12\x10\n" +
+	"\x03key\x18\x02 \x01(\tR\x03key\")\n" +
+	"\x0fDataKeyResponse\x12\x16\n" +
 	"\x06secret\x18\x01 \x01(\fR\x06secret\"*\n" +
 	"\x0eOpenAPIRequest\x12\x12\n" +
 	"\x04path\x18\x01 \x01(\tR\x04pathJ\x04\b\x02\x10\x03\"(\n" +
@@ -3035,22 +3059,23 @@ const file_watershed_registry_v1_registry_proto_rawDesc = "" +
 	"\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11TRANSPORT_KUBELET\x10\x01\x12\x1e\n" +
 	"\x1aTRANSPORT_KUBELET_INSECURE\x10\x02\x12\x13\n" +
-	"\x0fTRANSPORT_PROXY\x10\x032\xa7\x03\n" +
+	"\x0fTRANSPORT_PROXY\x10\x032\xaa\x03\n" +
 	"\aObjects\x12O\n" +
 	"\x03Get\x12!.watershed.registry.v1.GetRequest\x1a%.watershed.registry.v1.ObjectResponse\x12M\n" +
 	"\x04List\x12!.watershed.registry.v1.GetRequest\x1a .watershed.registry.v1.ListChunk0\x01\x12P\n" +
-	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12V\n" +
-	"\vWriteDirect\x12#.watershed.registry.v1.WriteRequest\x1a\".watershed.registry.v1.DirectReply\x12R\n" +
-	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\x9a\x02\n" +
-	"\aCatalog\x12Y\n" +
-	"\x06Follow\x12%.watershed.registry.v1.CatalogRequest\x1a&.watershed.registry.v1.CatalogResponse0\x01\x12W\n" +
+	"\x05Write\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x01\x12Y\n" +
+	"\n" +
+	"WriteUnary\x12#.watershed.registry.v1.WriteRequest\x1a&.watershed.registry.v1.WriteUnaryReply\x12R\n" +
+	"\aConnect\x12 .watershed.registry.v1.WriteCall\x1a!.watershed.registry.v1.WriteReply(\x010\x012\x9f\x02\n" +
+	"\tDiscovery\x12\\\n" +
+	"\x05Watch\x12'.watershed.registry.v1.DiscoveryRequest\x1a(.watershed.registry.v1.DiscoveryResponse0\x01\x12W\n" +
 	"\aOpenAPI\x12%.watershed.registry.v1.OpenAPIRequest\x1a#.watershed.registry.v1.OpenAPIChunk0\x01\x12[\n" +
-	"\bGateways\x12&.watershed.registry.v1.GatewaysRequest\x1a'.watershed.registry.v1.GatewaysResponse2\xb4\x03\n" +
+	"\bGateways\x12&.watershed.registry.v1.GatewaysRequest\x1a'.watershed.registry.v1.GatewaysResponse2\xb7\x03\n" +
 	"\x06Source\x12Z\n" +
 	"\bSnapshot\x12&.watershed.registry.v1.SnapshotRequest\x1a$.watershed.registry.v1.SnapshotChunk0\x01\x12U\n" +
 	"\x06Encode\x12$.watershed.registry.v1.EncodeRequest\x1a%.watershed.registry.v1.EncodeResponse\x12[\n" +
-	"\bRevision\x12&.watershed.registry.v1.RevisionRequest\x1a'.watershed.registry.v1.RevisionResponse\x12U\n" +
-	"\x06LogKey\x12$.watershed.registry.v1.LogKeyRequest\x1a%.watershed.registry.v1.LogKeyResponse\x12C\n" +
+	"\bRevision\x12&.watershed.registry.v1.RevisionRequest\x1a'.watershed.registry.v1.RevisionResponse\x12X\n" +
+	"\aDataKey\x12%.watershed.registry.v1.DataKeyRequest\x1a&.watershed.registry.v1.DataKeyResponse\x12C\n" +
 	"\aReadLog\x12\x1d.watershed.log.v1.ReadRequest\x1a\x17.watershed.log.v1.Chunk0\x01B=Z4watershed.dev/proto/watershed/registry/v1;registryv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
 var (
@@ -3075,19 +3100,19 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*ObjectResponse)(nil),           // 4: watershed.registry.v1.ObjectResponse
 	(*ListChunk)(nil),                // 5: watershed.registry.v1.ListChunk
 	(*WriteRequest)(nil),             // 6: watershed.registry.v1.WriteRequest
-	(*DirectReply)(nil),              // 7: watershed.registry.v1.DirectReply
+	(*WriteUnaryReply)(nil),          // 7: watershed.registry.v1.WriteUnaryReply
 	(*WriteCall)(nil),                // 8: watershed.registry.v1.WriteCall
 	(*WriteReply)(nil),               // 9: watershed.registry.v1.WriteReply
-	(*AdmissionNeeded)(nil),          // 10: watershed.registry.v1.AdmissionNeeded
+	(*AdmissionCallback)(nil),        // 10: watershed.registry.v1.AdmissionCallback
 	(*AdmissionResult)(nil),          // 11: watershed.registry.v1.AdmissionResult
 	(*AuthorizationResult)(nil),      // 12: watershed.registry.v1.AuthorizationResult
-	(*CatalogRequest)(nil),           // 13: watershed.registry.v1.CatalogRequest
+	(*DiscoveryRequest)(nil),         // 13: watershed.registry.v1.DiscoveryRequest
 	(*GatewaysRequest)(nil),          // 14: watershed.registry.v1.GatewaysRequest
 	(*GatewaysResponse)(nil),         // 15: watershed.registry.v1.GatewaysResponse
-	(*CatalogResponse)(nil),          // 16: watershed.registry.v1.CatalogResponse
+	(*DiscoveryResponse)(nil),        // 16: watershed.registry.v1.DiscoveryResponse
 	(*APIService)(nil),               // 17: watershed.registry.v1.APIService
 	(*Group)(nil),                    // 18: watershed.registry.v1.Group
-	(*ResourceEntry)(nil),            // 19: watershed.registry.v1.ResourceEntry
+	(*APIResource)(nil),              // 19: watershed.registry.v1.APIResource
 	(*SnapshotRequest)(nil),          // 20: watershed.registry.v1.SnapshotRequest
 	(*SnapshotChunk)(nil),            // 21: watershed.registry.v1.SnapshotChunk
 	(*Row)(nil),                      // 22: watershed.registry.v1.Row
@@ -3098,21 +3123,21 @@ var file_watershed_registry_v1_registry_proto_goTypes = []any{
 	(*Fields)(nil),                   // 27: watershed.registry.v1.Fields
 	(*RevisionRequest)(nil),          // 28: watershed.registry.v1.RevisionRequest
 	(*RevisionResponse)(nil),         // 29: watershed.registry.v1.RevisionResponse
-	(*LogKeyRequest)(nil),            // 30: watershed.registry.v1.LogKeyRequest
-	(*LogKeyResponse)(nil),           // 31: watershed.registry.v1.LogKeyResponse
+	(*DataKeyRequest)(nil),           // 30: watershed.registry.v1.DataKeyRequest
+	(*DataKeyResponse)(nil),          // 31: watershed.registry.v1.DataKeyResponse
 	(*OpenAPIRequest)(nil),           // 32: watershed.registry.v1.OpenAPIRequest
 	(*OpenAPIChunk)(nil),             // 33: watershed.registry.v1.OpenAPIChunk
 	(*Connection)(nil),               // 34: watershed.registry.v1.Connection
 	(*Streams)(nil),                  // 35: watershed.registry.v1.Streams
-	nil,                              // 36: watershed.registry.v1.CatalogResponse.OpenapiEntry
-	nil,                              // 37: watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	nil,                              // 36: watershed.registry.v1.DiscoveryResponse.OpenapiEntry
+	nil,                              // 37: watershed.registry.v1.APIResource.SelectableFieldsEntry
 	nil,                              // 38: watershed.registry.v1.Row.LabelsEntry
 	nil,                              // 39: watershed.registry.v1.Row.FieldsEntry
 	nil,                              // 40: watershed.registry.v1.Fields.FieldsEntry
 	(*v1.Kind)(nil),                  // 41: watershed.common.v1.Kind
 	(*v1.Resource)(nil),              // 42: watershed.common.v1.Resource
 	(*v1.User)(nil),                  // 43: watershed.common.v1.User
-	(*v1.AuditTrail)(nil),            // 44: watershed.common.v1.AuditTrail
+	(*v1.AuditContext)(nil),          // 44: watershed.common.v1.AuditContext
 	(v11.Operation)(0),               // 45: watershed.admission.v1.Operation
 	(v1.AuditLevel)(0),               // 46: watershed.common.v1.AuditLevel
 	(*v12.AuthenticateResponse)(nil), // 47: watershed.authn.v1.AuthenticateResponse
@@ -3132,43 +3157,43 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	42, // 1: watershed.registry.v1.GetRequest.resource:type_name -> watershed.common.v1.Resource
 	43, // 2: watershed.registry.v1.GetRequest.user:type_name -> watershed.common.v1.User
 	2,  // 3: watershed.registry.v1.GetRequest.output:type_name -> watershed.registry.v1.Output
-	44, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditTrail
+	44, // 4: watershed.registry.v1.ObjectResponse.audit:type_name -> watershed.common.v1.AuditContext
 	42, // 5: watershed.registry.v1.WriteRequest.resource:type_name -> watershed.common.v1.Resource
 	43, // 6: watershed.registry.v1.WriteRequest.user:type_name -> watershed.common.v1.User
 	2,  // 7: watershed.registry.v1.WriteRequest.output:type_name -> watershed.registry.v1.Output
 	45, // 8: watershed.registry.v1.WriteRequest.admit:type_name -> watershed.admission.v1.Operation
 	45, // 9: watershed.registry.v1.WriteRequest.validate:type_name -> watershed.admission.v1.Operation
 	46, // 10: watershed.registry.v1.WriteRequest.audit_level:type_name -> watershed.common.v1.AuditLevel
-	45, // 11: watershed.registry.v1.WriteRequest.lifecycle:type_name -> watershed.admission.v1.Operation
-	45, // 12: watershed.registry.v1.WriteRequest.at_once:type_name -> watershed.admission.v1.Operation
-	4,  // 13: watershed.registry.v1.DirectReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	44, // 14: watershed.registry.v1.DirectReply.audit:type_name -> watershed.common.v1.AuditTrail
+	45, // 11: watershed.registry.v1.WriteRequest.namespace_lifecycle_only:type_name -> watershed.admission.v1.Operation
+	45, // 12: watershed.registry.v1.WriteRequest.validate_in_admit:type_name -> watershed.admission.v1.Operation
+	4,  // 13: watershed.registry.v1.WriteUnaryReply.result:type_name -> watershed.registry.v1.ObjectResponse
+	44, // 14: watershed.registry.v1.WriteUnaryReply.audit:type_name -> watershed.common.v1.AuditContext
 	6,  // 15: watershed.registry.v1.WriteCall.request:type_name -> watershed.registry.v1.WriteRequest
 	11, // 16: watershed.registry.v1.WriteCall.admission:type_name -> watershed.registry.v1.AdmissionResult
 	12, // 17: watershed.registry.v1.WriteCall.authorization:type_name -> watershed.registry.v1.AuthorizationResult
 	47, // 18: watershed.registry.v1.WriteCall.token:type_name -> watershed.authn.v1.AuthenticateResponse
 	48, // 19: watershed.registry.v1.WriteCall.rules:type_name -> watershed.authz.v1.RulesResponse
 	4,  // 20: watershed.registry.v1.WriteReply.result:type_name -> watershed.registry.v1.ObjectResponse
-	10, // 21: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionNeeded
+	10, // 21: watershed.registry.v1.WriteReply.admission:type_name -> watershed.registry.v1.AdmissionCallback
 	49, // 22: watershed.registry.v1.WriteReply.authorization:type_name -> watershed.common.v1.Attributes
 	50, // 23: watershed.registry.v1.WriteReply.token:type_name -> watershed.authn.v1.ReviewTokenRequest
 	51, // 24: watershed.registry.v1.WriteReply.rules:type_name -> watershed.authz.v1.RulesRequest
 	34, // 25: watershed.registry.v1.WriteReply.connection:type_name -> watershed.registry.v1.Connection
-	44, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditTrail
-	0,  // 27: watershed.registry.v1.AdmissionNeeded.phase:type_name -> watershed.registry.v1.Phase
-	52, // 28: watershed.registry.v1.AdmissionNeeded.review:type_name -> watershed.admission.v1.Review
+	44, // 26: watershed.registry.v1.WriteReply.audit:type_name -> watershed.common.v1.AuditContext
+	0,  // 27: watershed.registry.v1.AdmissionCallback.phase:type_name -> watershed.registry.v1.Phase
+	52, // 28: watershed.registry.v1.AdmissionCallback.review:type_name -> watershed.admission.v1.Review
 	53, // 29: watershed.registry.v1.AdmissionResult.verdict:type_name -> watershed.admission.v1.Verdict
 	54, // 30: watershed.registry.v1.AdmissionResult.refusal:type_name -> watershed.common.v1.Status
 	55, // 31: watershed.registry.v1.AuthorizationResult.decision:type_name -> watershed.authz.v1.AuthorizeResponse
-	18, // 32: watershed.registry.v1.CatalogResponse.groups:type_name -> watershed.registry.v1.Group
-	19, // 33: watershed.registry.v1.CatalogResponse.resources:type_name -> watershed.registry.v1.ResourceEntry
-	36, // 34: watershed.registry.v1.CatalogResponse.openapi:type_name -> watershed.registry.v1.CatalogResponse.OpenapiEntry
-	17, // 35: watershed.registry.v1.CatalogResponse.api_services:type_name -> watershed.registry.v1.APIService
-	42, // 36: watershed.registry.v1.CatalogResponse.removed:type_name -> watershed.common.v1.Resource
-	42, // 37: watershed.registry.v1.ResourceEntry.resource:type_name -> watershed.common.v1.Resource
-	41, // 38: watershed.registry.v1.ResourceEntry.kind:type_name -> watershed.common.v1.Kind
-	41, // 39: watershed.registry.v1.ResourceEntry.stored_kind:type_name -> watershed.common.v1.Kind
-	37, // 40: watershed.registry.v1.ResourceEntry.selectable_fields:type_name -> watershed.registry.v1.ResourceEntry.SelectableFieldsEntry
+	18, // 32: watershed.registry.v1.DiscoveryResponse.groups:type_name -> watershed.registry.v1.Group
+	19, // 33: watershed.registry.v1.DiscoveryResponse.resources:type_name -> watershed.registry.v1.APIResource
+	36, // 34: watershed.registry.v1.DiscoveryResponse.openapi:type_name -> watershed.registry.v1.DiscoveryResponse.OpenapiEntry
+	17, // 35: watershed.registry.v1.DiscoveryResponse.api_services:type_name -> watershed.registry.v1.APIService
+	42, // 36: watershed.registry.v1.DiscoveryResponse.removed:type_name -> watershed.common.v1.Resource
+	42, // 37: watershed.registry.v1.APIResource.resource:type_name -> watershed.common.v1.Resource
+	41, // 38: watershed.registry.v1.APIResource.kind:type_name -> watershed.common.v1.Kind
+	41, // 39: watershed.registry.v1.APIResource.stored_kind:type_name -> watershed.common.v1.Kind
+	37, // 40: watershed.registry.v1.APIResource.selectable_fields:type_name -> watershed.registry.v1.APIResource.SelectableFieldsEntry
 	22, // 41: watershed.registry.v1.SnapshotChunk.rows:type_name -> watershed.registry.v1.Row
 	38, // 42: watershed.registry.v1.Row.labels:type_name -> watershed.registry.v1.Row.LabelsEntry
 	39, // 43: watershed.registry.v1.Row.fields:type_name -> watershed.registry.v1.Row.FieldsEntry
@@ -3183,28 +3208,28 @@ var file_watershed_registry_v1_registry_proto_depIdxs = []int32{
 	3,  // 52: watershed.registry.v1.Objects.Get:input_type -> watershed.registry.v1.GetRequest
 	3,  // 53: watershed.registry.v1.Objects.List:input_type -> watershed.registry.v1.GetRequest
 	8,  // 54: watershed.registry.v1.Objects.Write:input_type -> watershed.registry.v1.WriteCall
-	6,  // 55: watershed.registry.v1.Objects.WriteDirect:input_type -> watershed.registry.v1.WriteRequest
+	6,  // 55: watershed.registry.v1.Objects.WriteUnary:input_type -> watershed.registry.v1.WriteRequest
 	8,  // 56: watershed.registry.v1.Objects.Connect:input_type -> watershed.registry.v1.WriteCall
-	13, // 57: watershed.registry.v1.Catalog.Follow:input_type -> watershed.registry.v1.CatalogRequest
-	32, // 58: watershed.registry.v1.Catalog.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
-	14, // 59: watershed.registry.v1.Catalog.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
+	13, // 57: watershed.registry.v1.Discovery.Watch:input_type -> watershed.registry.v1.DiscoveryRequest
+	32, // 58: watershed.registry.v1.Discovery.OpenAPI:input_type -> watershed.registry.v1.OpenAPIRequest
+	14, // 59: watershed.registry.v1.Discovery.Gateways:input_type -> watershed.registry.v1.GatewaysRequest
 	20, // 60: watershed.registry.v1.Source.Snapshot:input_type -> watershed.registry.v1.SnapshotRequest
 	23, // 61: watershed.registry.v1.Source.Encode:input_type -> watershed.registry.v1.EncodeRequest
 	28, // 62: watershed.registry.v1.Source.Revision:input_type -> watershed.registry.v1.RevisionRequest
-	30, // 63: watershed.registry.v1.Source.LogKey:input_type -> watershed.registry.v1.LogKeyRequest
+	30, // 63: watershed.registry.v1.Source.DataKey:input_type -> watershed.registry.v1.DataKeyRequest
 	56, // 64: watershed.registry.v1.Source.ReadLog:input_type -> watershed.log.v1.ReadRequest
 	4,  // 65: watershed.registry.v1.Objects.Get:output_type -> watershed.registry.v1.ObjectResponse
 	5,  // 66: watershed.registry.v1.Objects.List:output_type -> watershed.registry.v1.ListChunk
 	9,  // 67: watershed.registry.v1.Objects.Write:output_type -> watershed.registry.v1.WriteReply
-	7,  // 68: watershed.registry.v1.Objects.WriteDirect:output_type -> watershed.registry.v1.DirectReply
+	7,  // 68: watershed.registry.v1.Objects.WriteUnary:output_type -> watershed.registry.v1.WriteUnaryReply
 	9,  // 69: watershed.registry.v1.Objects.Connect:output_type -> watershed.registry.v1.WriteReply
-	16, // 70: watershed.registry.v1.Catalog.Follow:output_type -> watershed.registry.v1.CatalogResponse
-	33, // 71: watershed.registry.v1.Catalog.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
-	15, // 72: watershed.registry.v1.Catalog.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
+	16, // 70: watershed.registry.v1.Discovery.Watch:output_type -> watershed.registry.v1.DiscoveryResponse
+	33, // 71: watershed.registry.v1.Discovery.OpenAPI:output_type -> watershed.registry.v1.OpenAPIChunk
+	15, // 72: watershed.registry.v1.Discovery.Gateways:output_type -> watershed.registry.v1.GatewaysResponse
 	21, // 73: watershed.registry.v1.Source.Snapshot:output_type -> watershed.registry.v1.SnapshotChunk
 	24, // 74: watershed.registry.v1.Source.Encode:output_type -> watershed.registry.v1.EncodeResponse
 	29, // 75: watershed.registry.v1.Source.Revision:output_type -> watershed.registry.v1.RevisionResponse
-	31, // 76: watershed.registry.v1.Source.LogKey:output_type -> watershed.registry.v1.LogKeyResponse
+	31, // 76: watershed.registry.v1.Source.DataKey:output_type -> watershed.registry.v1.DataKeyResponse
 	57, // 77: watershed.registry.v1.Source.ReadLog:output_type -> watershed.log.v1.Chunk
 	65, // [65:78] is the sub-list for method output_type
 	52, // [52:65] is the sub-list for method input_type

@@ -4,9 +4,9 @@
 // - protoc             (unknown)
 // source: watershed/registry/v1/registry.proto
 
-// registry owns the objects: verbs over storage, and the only connection to etcd. Its contract is three services by who
-// calls them: Objects (the gateway), Source (the watch tier) and Catalog. Who may call which method is told in
-// platform/rpc/callers.go.
+// Package registry serves the resources: handlers over storage, and the only connection to etcd. The contract has one
+// service for each kind of client: Objects for the gateway, Source for the watch tier, and Discovery for both.
+// platform/rpc (AllowedClients) lists the clients of each method.
 
 package registryv1
 
@@ -24,31 +24,33 @@ import (
 const _ = grpc.SupportPackageIsVersion9
 
 const (
-	Objects_Get_FullMethodName         = "/watershed.registry.v1.Objects/Get"
-	Objects_List_FullMethodName        = "/watershed.registry.v1.Objects/List"
-	Objects_Write_FullMethodName       = "/watershed.registry.v1.Objects/Write"
-	Objects_WriteDirect_FullMethodName = "/watershed.registry.v1.Objects/WriteDirect"
-	Objects_Connect_FullMethodName     = "/watershed.registry.v1.Objects/Connect"
+	Objects_Get_FullMethodName        = "/watershed.registry.v1.Objects/Get"
+	Objects_List_FullMethodName       = "/watershed.registry.v1.Objects/List"
+	Objects_Write_FullMethodName      = "/watershed.registry.v1.Objects/Write"
+	Objects_WriteUnary_FullMethodName = "/watershed.registry.v1.Objects/WriteUnary"
+	Objects_Connect_FullMethodName    = "/watershed.registry.v1.Objects/Connect"
 )
 
 // ObjectsClient is the client API for Objects service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Objects is reading and writing on behalf of users.
+// Objects reads and writes objects on behalf of users.
 type ObjectsClient interface {
+	// Get reads one object.
 	Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*ObjectResponse, error)
-	// List reads from etcd: the fallback of the watch tier, and exact old revisions.
+	// List reads from etcd. The gateway uses it if the watch tier cannot serve a list, and for exact old revisions.
 	List(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
-	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
-	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
+	// Write runs one create, update, patch, apply, delete or deletecollection. The registry sends callbacks for
+	// admission and authorization in the same stream as often as it needs them. The stream ends with one ObjectResponse
+	// or an error.
 	Write(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
-	// WriteDirect is Write for a request about which registry is not expected to ask anything. Where it has to, nothing is
-	// written, and the caller is to begin with Write: always for deletecollection, which writes before it asks, and for
-	// reviews of tokens and permissions.
-	WriteDirect(ctx context.Context, in *WriteRequest, opts ...grpc.CallOption) (*DirectReply, error)
-	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect;
-	// like a write it asks back in its stream, and it ends with one Connection or an error.
+	// WriteUnary is Write for a request that is expected to need no callback. If it needs one, the registry writes
+	// nothing and the response has callback_required; the gateway then calls Write. This is always so for
+	// deletecollection, which writes before its last callback, and for reviews of tokens and permissions.
+	WriteUnary(ctx context.Context, in *WriteRequest, opts ...grpc.CallOption) (*WriteUnaryReply, error)
+	// Connect returns the address and the protocol of an exec, attach, port-forward, log or proxy. The verb of its
+	// request is connect. The registry sends callbacks as in Write. The stream ends with one Connection or an error.
 	Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[WriteCall, WriteReply], error)
 }
 
@@ -102,10 +104,10 @@ func (c *objectsClient) Write(ctx context.Context, opts ...grpc.CallOption) (grp
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Objects_WriteClient = grpc.BidiStreamingClient[WriteCall, WriteReply]
 
-func (c *objectsClient) WriteDirect(ctx context.Context, in *WriteRequest, opts ...grpc.CallOption) (*DirectReply, error) {
+func (c *objectsClient) WriteUnary(ctx context.Context, in *WriteRequest, opts ...grpc.CallOption) (*WriteUnaryReply, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(DirectReply)
-	err := c.cc.Invoke(ctx, Objects_WriteDirect_FullMethodName, in, out, cOpts...)
+	out := new(WriteUnaryReply)
+	err := c.cc.Invoke(ctx, Objects_WriteUnary_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -129,20 +131,22 @@ type Objects_ConnectClient = grpc.BidiStreamingClient[WriteCall, WriteReply]
 // All implementations must embed UnimplementedObjectsServer
 // for forward compatibility.
 //
-// Objects is reading and writing on behalf of users.
+// Objects reads and writes objects on behalf of users.
 type ObjectsServer interface {
+	// Get reads one object.
 	Get(context.Context, *GetRequest) (*ObjectResponse, error)
-	// List reads from etcd: the fallback of the watch tier, and exact old revisions.
+	// List reads from etcd. The gateway uses it if the watch tier cannot serve a list, and for exact old revisions.
 	List(*GetRequest, grpc.ServerStreamingServer[ListChunk]) error
-	// Write carries one create, update, patch, apply, delete or deletecollection. The registry asks for admission and
-	// authorization in the same stream as often as it needs them, and ends with one ObjectResponse or an error.
+	// Write runs one create, update, patch, apply, delete or deletecollection. The registry sends callbacks for
+	// admission and authorization in the same stream as often as it needs them. The stream ends with one ObjectResponse
+	// or an error.
 	Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
-	// WriteDirect is Write for a request about which registry is not expected to ask anything. Where it has to, nothing is
-	// written, and the caller is to begin with Write: always for deletecollection, which writes before it asks, and for
-	// reviews of tokens and permissions.
-	WriteDirect(context.Context, *WriteRequest) (*DirectReply, error)
-	// Connect decides where and how to dial for exec, attach, port-forward, log and proxy. Its request's verb is connect;
-	// like a write it asks back in its stream, and it ends with one Connection or an error.
+	// WriteUnary is Write for a request that is expected to need no callback. If it needs one, the registry writes
+	// nothing and the response has callback_required; the gateway then calls Write. This is always so for
+	// deletecollection, which writes before its last callback, and for reviews of tokens and permissions.
+	WriteUnary(context.Context, *WriteRequest) (*WriteUnaryReply, error)
+	// Connect returns the address and the protocol of an exec, attach, port-forward, log or proxy. The verb of its
+	// request is connect. The registry sends callbacks as in Write. The stream ends with one Connection or an error.
 	Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error
 	mustEmbedUnimplementedObjectsServer()
 }
@@ -163,8 +167,8 @@ func (UnimplementedObjectsServer) List(*GetRequest, grpc.ServerStreamingServer[L
 func (UnimplementedObjectsServer) Write(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
 	return status.Error(codes.Unimplemented, "method Write not implemented")
 }
-func (UnimplementedObjectsServer) WriteDirect(context.Context, *WriteRequest) (*DirectReply, error) {
-	return nil, status.Error(codes.Unimplemented, "method WriteDirect not implemented")
+func (UnimplementedObjectsServer) WriteUnary(context.Context, *WriteRequest) (*WriteUnaryReply, error) {
+	return nil, status.Error(codes.Unimplemented, "method WriteUnary not implemented")
 }
 func (UnimplementedObjectsServer) Connect(grpc.BidiStreamingServer[WriteCall, WriteReply]) error {
 	return status.Error(codes.Unimplemented, "method Connect not implemented")
@@ -226,20 +230,20 @@ func _Objects_Write_Handler(srv interface{}, stream grpc.ServerStream) error {
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Objects_WriteServer = grpc.BidiStreamingServer[WriteCall, WriteReply]
 
-func _Objects_WriteDirect_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+func _Objects_WriteUnary_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(WriteRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
 	if interceptor == nil {
-		return srv.(ObjectsServer).WriteDirect(ctx, in)
+		return srv.(ObjectsServer).WriteUnary(ctx, in)
 	}
 	info := &grpc.UnaryServerInfo{
 		Server:     srv,
-		FullMethod: Objects_WriteDirect_FullMethodName,
+		FullMethod: Objects_WriteUnary_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(ObjectsServer).WriteDirect(ctx, req.(*WriteRequest))
+		return srv.(ObjectsServer).WriteUnary(ctx, req.(*WriteRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -263,8 +267,8 @@ var Objects_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Objects_Get_Handler,
 		},
 		{
-			MethodName: "WriteDirect",
-			Handler:    _Objects_WriteDirect_Handler,
+			MethodName: "WriteUnary",
+			Handler:    _Objects_WriteUnary_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
@@ -290,39 +294,40 @@ var Objects_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	Catalog_Follow_FullMethodName   = "/watershed.registry.v1.Catalog/Follow"
-	Catalog_OpenAPI_FullMethodName  = "/watershed.registry.v1.Catalog/OpenAPI"
-	Catalog_Gateways_FullMethodName = "/watershed.registry.v1.Catalog/Gateways"
+	Discovery_Watch_FullMethodName    = "/watershed.registry.v1.Discovery/Watch"
+	Discovery_OpenAPI_FullMethodName  = "/watershed.registry.v1.Discovery/OpenAPI"
+	Discovery_Gateways_FullMethodName = "/watershed.registry.v1.Discovery/Gateways"
 )
 
-// CatalogClient is the client API for Catalog service.
+// DiscoveryClient is the client API for Discovery service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Catalog is what is served, and its documents.
-type CatalogClient interface {
-	// Follow sends everything that is served, at once, and what has changed whenever it changes.
-	Follow(ctx context.Context, in *CatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CatalogResponse], error)
+// Discovery lists the served resources and their OpenAPI documents.
+type DiscoveryClient interface {
+	// Watch sends all served resources when the stream opens, and the changes whenever they change.
+	Watch(ctx context.Context, in *DiscoveryRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[DiscoveryResponse], error)
+	// OpenAPI sends one document.
 	OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error)
-	// Gateways says that the caller lives, and how many others do: they share the cluster's limits.
+	// Gateways is a heartbeat of one gateway. It returns the number of live gateways, which share the cluster's limits.
 	Gateways(ctx context.Context, in *GatewaysRequest, opts ...grpc.CallOption) (*GatewaysResponse, error)
 }
 
-type catalogClient struct {
+type discoveryClient struct {
 	cc grpc.ClientConnInterface
 }
 
-func NewCatalogClient(cc grpc.ClientConnInterface) CatalogClient {
-	return &catalogClient{cc}
+func NewDiscoveryClient(cc grpc.ClientConnInterface) DiscoveryClient {
+	return &discoveryClient{cc}
 }
 
-func (c *catalogClient) Follow(ctx context.Context, in *CatalogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[CatalogResponse], error) {
+func (c *discoveryClient) Watch(ctx context.Context, in *DiscoveryRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[DiscoveryResponse], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Catalog_ServiceDesc.Streams[0], Catalog_Follow_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Discovery_ServiceDesc.Streams[0], Discovery_Watch_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
-	x := &grpc.GenericClientStream[CatalogRequest, CatalogResponse]{ClientStream: stream}
+	x := &grpc.GenericClientStream[DiscoveryRequest, DiscoveryResponse]{ClientStream: stream}
 	if err := x.ClientStream.SendMsg(in); err != nil {
 		return nil, err
 	}
@@ -333,11 +338,11 @@ func (c *catalogClient) Follow(ctx context.Context, in *CatalogRequest, opts ...
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Catalog_FollowClient = grpc.ServerStreamingClient[CatalogResponse]
+type Discovery_WatchClient = grpc.ServerStreamingClient[DiscoveryResponse]
 
-func (c *catalogClient) OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error) {
+func (c *discoveryClient) OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[OpenAPIChunk], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Catalog_ServiceDesc.Streams[1], Catalog_OpenAPI_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &Discovery_ServiceDesc.Streams[1], Discovery_OpenAPI_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -352,130 +357,131 @@ func (c *catalogClient) OpenAPI(ctx context.Context, in *OpenAPIRequest, opts ..
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Catalog_OpenAPIClient = grpc.ServerStreamingClient[OpenAPIChunk]
+type Discovery_OpenAPIClient = grpc.ServerStreamingClient[OpenAPIChunk]
 
-func (c *catalogClient) Gateways(ctx context.Context, in *GatewaysRequest, opts ...grpc.CallOption) (*GatewaysResponse, error) {
+func (c *discoveryClient) Gateways(ctx context.Context, in *GatewaysRequest, opts ...grpc.CallOption) (*GatewaysResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(GatewaysResponse)
-	err := c.cc.Invoke(ctx, Catalog_Gateways_FullMethodName, in, out, cOpts...)
+	err := c.cc.Invoke(ctx, Discovery_Gateways_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
 	return out, nil
 }
 
-// CatalogServer is the server API for Catalog service.
-// All implementations must embed UnimplementedCatalogServer
+// DiscoveryServer is the server API for Discovery service.
+// All implementations must embed UnimplementedDiscoveryServer
 // for forward compatibility.
 //
-// Catalog is what is served, and its documents.
-type CatalogServer interface {
-	// Follow sends everything that is served, at once, and what has changed whenever it changes.
-	Follow(*CatalogRequest, grpc.ServerStreamingServer[CatalogResponse]) error
+// Discovery lists the served resources and their OpenAPI documents.
+type DiscoveryServer interface {
+	// Watch sends all served resources when the stream opens, and the changes whenever they change.
+	Watch(*DiscoveryRequest, grpc.ServerStreamingServer[DiscoveryResponse]) error
+	// OpenAPI sends one document.
 	OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error
-	// Gateways says that the caller lives, and how many others do: they share the cluster's limits.
+	// Gateways is a heartbeat of one gateway. It returns the number of live gateways, which share the cluster's limits.
 	Gateways(context.Context, *GatewaysRequest) (*GatewaysResponse, error)
-	mustEmbedUnimplementedCatalogServer()
+	mustEmbedUnimplementedDiscoveryServer()
 }
 
-// UnimplementedCatalogServer must be embedded to have
+// UnimplementedDiscoveryServer must be embedded to have
 // forward compatible implementations.
 //
 // NOTE: this should be embedded by value instead of pointer to avoid a nil
 // pointer dereference when methods are called.
-type UnimplementedCatalogServer struct{}
+type UnimplementedDiscoveryServer struct{}
 
-func (UnimplementedCatalogServer) Follow(*CatalogRequest, grpc.ServerStreamingServer[CatalogResponse]) error {
-	return status.Error(codes.Unimplemented, "method Follow not implemented")
+func (UnimplementedDiscoveryServer) Watch(*DiscoveryRequest, grpc.ServerStreamingServer[DiscoveryResponse]) error {
+	return status.Error(codes.Unimplemented, "method Watch not implemented")
 }
-func (UnimplementedCatalogServer) OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error {
+func (UnimplementedDiscoveryServer) OpenAPI(*OpenAPIRequest, grpc.ServerStreamingServer[OpenAPIChunk]) error {
 	return status.Error(codes.Unimplemented, "method OpenAPI not implemented")
 }
-func (UnimplementedCatalogServer) Gateways(context.Context, *GatewaysRequest) (*GatewaysResponse, error) {
+func (UnimplementedDiscoveryServer) Gateways(context.Context, *GatewaysRequest) (*GatewaysResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Gateways not implemented")
 }
-func (UnimplementedCatalogServer) mustEmbedUnimplementedCatalogServer() {}
-func (UnimplementedCatalogServer) testEmbeddedByValue()                 {}
+func (UnimplementedDiscoveryServer) mustEmbedUnimplementedDiscoveryServer() {}
+func (UnimplementedDiscoveryServer) testEmbeddedByValue()                   {}
 
-// UnsafeCatalogServer may be embedded to opt out of forward compatibility for this service.
-// Use of this interface is not recommended, as added methods to CatalogServer will
+// UnsafeDiscoveryServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to DiscoveryServer will
 // result in compilation errors.
-type UnsafeCatalogServer interface {
-	mustEmbedUnimplementedCatalogServer()
+type UnsafeDiscoveryServer interface {
+	mustEmbedUnimplementedDiscoveryServer()
 }
 
-func RegisterCatalogServer(s grpc.ServiceRegistrar, srv CatalogServer) {
-	// If the following call panics, it indicates UnimplementedCatalogServer was
+func RegisterDiscoveryServer(s grpc.ServiceRegistrar, srv DiscoveryServer) {
+	// If the following call panics, it indicates UnimplementedDiscoveryServer was
 	// embedded by pointer and is nil.  This will cause panics if an
 	// unimplemented method is ever invoked, so we test this at initialization
 	// time to prevent it from happening at runtime later due to I/O.
 	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
 		t.testEmbeddedByValue()
 	}
-	s.RegisterService(&Catalog_ServiceDesc, srv)
+	s.RegisterService(&Discovery_ServiceDesc, srv)
 }
 
-func _Catalog_Follow_Handler(srv interface{}, stream grpc.ServerStream) error {
-	m := new(CatalogRequest)
+func _Discovery_Watch_Handler(srv interface{}, stream grpc.ServerStream) error {
+	m := new(DiscoveryRequest)
 	if err := stream.RecvMsg(m); err != nil {
 		return err
 	}
-	return srv.(CatalogServer).Follow(m, &grpc.GenericServerStream[CatalogRequest, CatalogResponse]{ServerStream: stream})
+	return srv.(DiscoveryServer).Watch(m, &grpc.GenericServerStream[DiscoveryRequest, DiscoveryResponse]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Catalog_FollowServer = grpc.ServerStreamingServer[CatalogResponse]
+type Discovery_WatchServer = grpc.ServerStreamingServer[DiscoveryResponse]
 
-func _Catalog_OpenAPI_Handler(srv interface{}, stream grpc.ServerStream) error {
+func _Discovery_OpenAPI_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(OpenAPIRequest)
 	if err := stream.RecvMsg(m); err != nil {
 		return err
 	}
-	return srv.(CatalogServer).OpenAPI(m, &grpc.GenericServerStream[OpenAPIRequest, OpenAPIChunk]{ServerStream: stream})
+	return srv.(DiscoveryServer).OpenAPI(m, &grpc.GenericServerStream[OpenAPIRequest, OpenAPIChunk]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Catalog_OpenAPIServer = grpc.ServerStreamingServer[OpenAPIChunk]
+type Discovery_OpenAPIServer = grpc.ServerStreamingServer[OpenAPIChunk]
 
-func _Catalog_Gateways_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+func _Discovery_Gateways_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(GatewaysRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
 	if interceptor == nil {
-		return srv.(CatalogServer).Gateways(ctx, in)
+		return srv.(DiscoveryServer).Gateways(ctx, in)
 	}
 	info := &grpc.UnaryServerInfo{
 		Server:     srv,
-		FullMethod: Catalog_Gateways_FullMethodName,
+		FullMethod: Discovery_Gateways_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(CatalogServer).Gateways(ctx, req.(*GatewaysRequest))
+		return srv.(DiscoveryServer).Gateways(ctx, req.(*GatewaysRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
 
-// Catalog_ServiceDesc is the grpc.ServiceDesc for Catalog service.
+// Discovery_ServiceDesc is the grpc.ServiceDesc for Discovery service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
-var Catalog_ServiceDesc = grpc.ServiceDesc{
-	ServiceName: "watershed.registry.v1.Catalog",
-	HandlerType: (*CatalogServer)(nil),
+var Discovery_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "watershed.registry.v1.Discovery",
+	HandlerType: (*DiscoveryServer)(nil),
 	Methods: []grpc.MethodDesc{
 		{
 			MethodName: "Gateways",
-			Handler:    _Catalog_Gateways_Handler,
+			Handler:    _Discovery_Gateways_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{
 		{
-			StreamName:    "Follow",
-			Handler:       _Catalog_Follow_Handler,
+			StreamName:    "Watch",
+			Handler:       _Discovery_Watch_Handler,
 			ServerStreams: true,
 		},
 		{
 			StreamName:    "OpenAPI",
-			Handler:       _Catalog_OpenAPI_Handler,
+			Handler:       _Discovery_OpenAPI_Handler,
 			ServerStreams: true,
 		},
 	},
@@ -486,7 +492,7 @@ const (
 	Source_Snapshot_FullMethodName = "/watershed.registry.v1.Source/Snapshot"
 	Source_Encode_FullMethodName   = "/watershed.registry.v1.Source/Encode"
 	Source_Revision_FullMethodName = "/watershed.registry.v1.Source/Revision"
-	Source_LogKey_FullMethodName   = "/watershed.registry.v1.Source/LogKey"
+	Source_DataKey_FullMethodName  = "/watershed.registry.v1.Source/DataKey"
 	Source_ReadLog_FullMethodName  = "/watershed.registry.v1.Source/ReadLog"
 )
 
@@ -494,17 +500,17 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Source is what the watch tier is filled from.
+// Source fills the caches of the watch tier.
 type SourceClient interface {
-	// Snapshot sends every object of a stored resource at one revision.
+	// Snapshot sends every object of a storage resource at one revision.
 	Snapshot(ctx context.Context, in *SnapshotRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[SnapshotChunk], error)
-	// Encode turns stored encodings into another version or into Table rows.
+	// Encode converts stored encodings into another version or into Table rows.
 	Encode(ctx context.Context, in *EncodeRequest, opts ...grpc.CallOption) (*EncodeResponse, error)
-	// Revision answers etcd's current revision; concurrent callers share one read.
+	// Revision returns etcd's current revision. Concurrent calls share one read.
 	Revision(ctx context.Context, in *RevisionRequest, opts ...grpc.CallOption) (*RevisionResponse, error)
-	// LogKey answers a key that messages of the log are sealed with. NOT_FOUND or FAILED_PRECONDITION: it is not to be had,
-	// and the resource is to be read anew.
-	LogKey(ctx context.Context, in *LogKeyRequest, opts ...grpc.CallOption) (*LogKeyResponse, error)
+	// DataKey returns the key of encrypted messages of the log. NOT_FOUND or FAILED_PRECONDITION: the key is
+	// unavailable, and the replica must reload the resource.
+	DataKey(ctx context.Context, in *DataKeyRequest, opts ...grpc.CallOption) (*DataKeyResponse, error)
 	// ReadLog sends the messages that the event log's stream holds when the call begins.
 	ReadLog(ctx context.Context, in *v1.ReadRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[v1.Chunk], error)
 }
@@ -556,10 +562,10 @@ func (c *sourceClient) Revision(ctx context.Context, in *RevisionRequest, opts .
 	return out, nil
 }
 
-func (c *sourceClient) LogKey(ctx context.Context, in *LogKeyRequest, opts ...grpc.CallOption) (*LogKeyResponse, error) {
+func (c *sourceClient) DataKey(ctx context.Context, in *DataKeyRequest, opts ...grpc.CallOption) (*DataKeyResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	out := new(LogKeyResponse)
-	err := c.cc.Invoke(ctx, Source_LogKey_FullMethodName, in, out, cOpts...)
+	out := new(DataKeyResponse)
+	err := c.cc.Invoke(ctx, Source_DataKey_FullMethodName, in, out, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -589,17 +595,17 @@ type Source_ReadLogClient = grpc.ServerStreamingClient[v1.Chunk]
 // All implementations must embed UnimplementedSourceServer
 // for forward compatibility.
 //
-// Source is what the watch tier is filled from.
+// Source fills the caches of the watch tier.
 type SourceServer interface {
-	// Snapshot sends every object of a stored resource at one revision.
+	// Snapshot sends every object of a storage resource at one revision.
 	Snapshot(*SnapshotRequest, grpc.ServerStreamingServer[SnapshotChunk]) error
-	// Encode turns stored encodings into another version or into Table rows.
+	// Encode converts stored encodings into another version or into Table rows.
 	Encode(context.Context, *EncodeRequest) (*EncodeResponse, error)
-	// Revision answers etcd's current revision; concurrent callers share one read.
+	// Revision returns etcd's current revision. Concurrent calls share one read.
 	Revision(context.Context, *RevisionRequest) (*RevisionResponse, error)
-	// LogKey answers a key that messages of the log are sealed with. NOT_FOUND or FAILED_PRECONDITION: it is not to be had,
-	// and the resource is to be read anew.
-	LogKey(context.Context, *LogKeyRequest) (*LogKeyResponse, error)
+	// DataKey returns the key of encrypted messages of the log. NOT_FOUND or FAILED_PRECONDITION: the key is
+	// unavailable, and the replica must reload the resource.
+	DataKey(context.Context, *DataKeyRequest) (*DataKeyResponse, error)
 	// ReadLog sends the messages that the event log's stream holds when the call begins.
 	ReadLog(*v1.ReadRequest, grpc.ServerStreamingServer[v1.Chunk]) error
 	mustEmbedUnimplementedSourceServer()
@@ -621,8 +627,8 @@ func (UnimplementedSourceServer) Encode(context.Context, *EncodeRequest) (*Encod
 func (UnimplementedSourceServer) Revision(context.Context, *RevisionRequest) (*RevisionResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Revision not implemented")
 }
-func (UnimplementedSourceServer) LogKey(context.Context, *LogKeyRequest) (*LogKeyResponse, error) {
-	return nil, status.Error(codes.Unimplemented, "method LogKey not implemented")
+func (UnimplementedSourceServer) DataKey(context.Context, *DataKeyRequest) (*DataKeyResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method DataKey not implemented")
 }
 func (UnimplementedSourceServer) ReadLog(*v1.ReadRequest, grpc.ServerStreamingServer[v1.Chunk]) error {
 	return status.Error(codes.Unimplemented, "method ReadLog not implemented")
@@ -695,20 +701,20 @@ func _Source_Revision_Handler(srv interface{}, ctx context.Context, dec func(int
 	return interceptor(ctx, in, info, handler)
 }
 
-func _Source_LogKey_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
-	in := new(LogKeyRequest)
+func _Source_DataKey_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DataKeyRequest)
 	if err := dec(in); err != nil {
 		return nil, err
 	}
 	if interceptor == nil {
-		return srv.(SourceServer).LogKey(ctx, in)
+		return srv.(SourceServer).DataKey(ctx, in)
 	}
 	info := &grpc.UnaryServerInfo{
 		Server:     srv,
-		FullMethod: Source_LogKey_FullMethodName,
+		FullMethod: Source_DataKey_FullMethodName,
 	}
 	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
-		return srv.(SourceServer).LogKey(ctx, req.(*LogKeyRequest))
+		return srv.(SourceServer).DataKey(ctx, req.(*DataKeyRequest))
 	}
 	return interceptor(ctx, in, info, handler)
 }
@@ -740,8 +746,8 @@ var Source_ServiceDesc = grpc.ServiceDesc{
 			Handler:    _Source_Revision_Handler,
 		},
 		{
-			MethodName: "LogKey",
-			Handler:    _Source_LogKey_Handler,
+			MethodName: "DataKey",
+			Handler:    _Source_DataKey_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -4,7 +4,7 @@
 // 	protoc        (unknown)
 // source: watershed/watchfanout/v1/watchfanout.proto
 
-// watchfanout serves LIST and WATCH from encoded bytes.
+// Package watchfanout serves GET, LIST and WATCH from encoded bytes.
 
 package watchfanoutv1
 
@@ -25,23 +25,23 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Query says which objects, and in which form.
+// Query selects objects and their format.
 type Query struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Which resource, in which version; how it is served is what the answering service's own catalog says.
+	// The resource and its version. The serving process looks it up in its own discovery state.
 	Resource *v1.Resource `protobuf:"bytes,8,opt,name=resource" json:"resource,omitempty"`
-	// The defined_at and digest of the catalog's entry that the caller goes by. A replica of the watch tier that has only
-	// heard of an older and other one does not answer: a watch then gets UNAVAILABLE, and anything else
-	// FAILED_PRECONDITION. Policy reads CRDs from etcd, and looks at neither.
-	DefinedAt     int64  `protobuf:"varint,9,opt,name=defined_at,json=definedAt" json:"defined_at,omitempty"`
+	// The crd_revision and digest of the gateway's APIResource. A replica with an older and different APIResource
+	// rejects the call: a watch with UNAVAILABLE, any other call with FAILED_PRECONDITION. InternalWatch reads CRDs from
+	// etcd and ignores both.
+	CrdRevision   int64  `protobuf:"varint,9,opt,name=crd_revision,json=crdRevision" json:"crd_revision,omitempty"`
 	Digest        uint64 `protobuf:"fixed64,10,opt,name=digest" json:"digest,omitempty"`
 	Namespace     string `protobuf:"bytes,2,opt,name=namespace" json:"namespace,omitempty"`
 	LabelSelector string `protobuf:"bytes,3,opt,name=label_selector,json=labelSelector" json:"label_selector,omitempty"`
-	// In stored fields: the caller has translated field labels.
+	// The selector with stored fields. The gateway has translated the field labels.
 	FieldSelector string      `protobuf:"bytes,4,opt,name=field_selector,json=fieldSelector" json:"field_selector,omitempty"`
 	Output        *v11.Output `protobuf:"bytes,5,opt,name=output" json:"output,omitempty"`
 	IncludeObject string      `protobuf:"bytes,6,opt,name=include_object,json=includeObject" json:"include_object,omitempty"`
-	// A list leaves out what cannot be read, in place of being refused.
+	// A list omits objects that cannot be decoded. If it is not set, such an object fails the list.
 	SkipUnreadable bool `protobuf:"varint,7,opt,name=skip_unreadable,json=skipUnreadable" json:"skip_unreadable,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -84,9 +84,9 @@ func (x *Query) GetResource() *v1.Resource {
 	return nil
 }
 
-func (x *Query) GetDefinedAt() int64 {
+func (x *Query) GetCrdRevision() int64 {
 	if x != nil {
-		return x.DefinedAt
+		return x.CrdRevision
 	}
 	return 0
 }
@@ -140,11 +140,12 @@ func (x *Query) GetSkipUnreadable() bool {
 	return false
 }
 
+// GetRequest is a request for one object.
 type GetRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Query *Query                 `protobuf:"bytes,1,opt,name=query" json:"query,omitempty"`
 	Name  string                 `protobuf:"bytes,2,opt,name=name" json:"name,omitempty"`
-	// Empty: as fresh as etcd. "0": as it is here. Else: not older than this.
+	// The minimum resourceVersion. Empty: etcd's current revision. "0": any.
 	ResourceVersion string `protobuf:"bytes,3,opt,name=resource_version,json=resourceVersion" json:"resource_version,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -201,6 +202,7 @@ func (x *GetRequest) GetResourceVersion() string {
 	return ""
 }
 
+// GetResponse is one object.
 type GetResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Body          []byte                 `protobuf:"bytes,1,opt,name=body" json:"body,omitempty"`
@@ -245,6 +247,7 @@ func (x *GetResponse) GetBody() []byte {
 	return nil
 }
 
+// ListRequest is a request for a list.
 type ListRequest struct {
 	state                protoimpl.MessageState `protogen:"open.v1"`
 	Query                *Query                 `protobuf:"bytes,1,opt,name=query" json:"query,omitempty"`
@@ -252,7 +255,7 @@ type ListRequest struct {
 	ResourceVersionMatch string                 `protobuf:"bytes,3,opt,name=resource_version_match,json=resourceVersionMatch" json:"resource_version_match,omitempty"`
 	Limit                int64                  `protobuf:"varint,4,opt,name=limit" json:"limit,omitempty"`
 	Continue             string                 `protobuf:"bytes,5,opt,name=continue" json:"continue,omitempty"`
-	// The client takes gzip (RFC 1952): a large body may come so.
+	// The client accepts gzip (RFC 1952). A large body may be compressed.
 	Gzip          bool `protobuf:"varint,6,opt,name=gzip" json:"gzip,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -330,13 +333,13 @@ func (x *ListRequest) GetGzip() bool {
 	return false
 }
 
-// ListChunk is the next bytes of the answer's body, in pieces that follow each other.
+// ListChunk is the next bytes of a list's body, in consecutive pieces.
 type ListChunk struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Data  [][]byte               `protobuf:"bytes,1,rep,name=data" json:"data,omitempty"`
-	// The whole body's size in bytes, in the first chunk; before it was compressed.
+	// The size of the whole body in bytes before compression. Set in the first chunk.
 	Size int64 `protobuf:"varint,2,opt,name=size" json:"size,omitempty"`
-	// In the first chunk: the body is compressed, as the caller has said that it may be.
+	// The body is compressed, which the request allowed. Set in the first chunk.
 	Gzip          bool `protobuf:"varint,3,opt,name=gzip" json:"gzip,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -393,20 +396,21 @@ func (x *ListChunk) GetGzip() bool {
 	return false
 }
 
+// WatchRequest is a request for a watch, or for the continuation of one.
 type WatchRequest struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
 	Query           *Query                 `protobuf:"bytes,1,opt,name=query" json:"query,omitempty"`
 	ResourceVersion string                 `protobuf:"bytes,2,opt,name=resource_version,json=resourceVersion" json:"resource_version,omitempty"`
 	AllowBookmarks  bool                   `protobuf:"varint,3,opt,name=allow_bookmarks,json=allowBookmarks" json:"allow_bookmarks,omitempty"`
-	// Unset: decided by resource_version, as the watch API does.
+	// Unset: resource_version decides, as in the watch API.
 	SendInitialEvents *bool `protobuf:"varint,4,opt,name=send_initial_events,json=sendInitialEvents" json:"send_initial_events,omitempty"`
-	// Resuming inside a client's open response: events up to and with this position were already sent.
+	// The watch resumes within a client's open response: the client has all events up to and with this position.
 	ResumeAfter *Position `protobuf:"bytes,6,opt,name=resume_after,json=resumeAfter" json:"resume_after,omitempty"`
-	// The initial events were all sent before the stream broke; resume_after says from where.
+	// The client has all initial events. The watch resumes at resume_after.
 	InitialEventsDone bool `protobuf:"varint,7,opt,name=initial_events_done,json=initialEventsDone" json:"initial_events_done,omitempty"`
-	// A Table's columns have been sent before: the next row comes without them.
+	// The client has a Table's columns. The next row comes without them.
 	ColumnsSent bool `protobuf:"varint,8,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`
-	// The user whose share of the replica's bytes in flight the stream's messages count in. Empty: they count in none.
+	// The user whose inflight quota at the replica the stream's messages count against. Empty: they count against none.
 	Owner         string `protobuf:"bytes,9,opt,name=owner" json:"owner,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -498,15 +502,15 @@ func (x *WatchRequest) GetOwner() string {
 	return ""
 }
 
-// Position is a place in the log: the revision and, as one transaction may change several keys, the event's index in
-// it.
+// Position is a position in the log: a revision and, because a transaction may change several keys, the index of an
+// event in it.
 type Position struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Revision int64                  `protobuf:"varint,1,opt,name=revision" json:"revision,omitempty"`
 	Index    int32                  `protobuf:"varint,2,opt,name=index" json:"index,omitempty"`
-	// The history of etcd that the revision is of, where it is known. A watch does not go on from another history: it has
+	// The epoch of etcd that the revision belongs to. Empty: unknown. A watch does not resume from another epoch: it is
 	// expired.
-	History       string `protobuf:"bytes,3,opt,name=history" json:"history,omitempty"`
+	Epoch         string `protobuf:"bytes,3,opt,name=epoch" json:"epoch,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -555,29 +559,29 @@ func (x *Position) GetIndex() int32 {
 	return 0
 }
 
-func (x *Position) GetHistory() string {
+func (x *Position) GetEpoch() string {
 	if x != nil {
-		return x.History
+		return x.Epoch
 	}
 	return ""
 }
 
-// WatchFrame is one or more whole frames, ready for the client's socket.
+// WatchFrame is one or more whole frames of a watch response, encoded for the client's socket.
 type WatchFrame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Data  []byte                 `protobuf:"bytes,1,opt,name=data" json:"data,omitempty"`
-	// The position of the last event in data; a resumed stream goes on after it.
+	// The position of the last event in data. A stream resumes after it.
 	Position *Position `protobuf:"bytes,2,opt,name=position" json:"position,omitempty"`
-	// All initial events are in this frame or before it.
+	// All initial events are in this message or in an earlier one.
 	InitialEventsDone bool `protobuf:"varint,3,opt,name=initial_events_done,json=initialEventsDone" json:"initial_events_done,omitempty"`
-	// Set in the last frame: the stream is at its end (an ERROR event was sent), do not resume.
+	// The last message of the watch. Its data end with an ERROR event. The gateway must not resume the watch.
 	End bool `protobuf:"varint,4,opt,name=end" json:"end,omitempty"`
-	// Where each event of data ends, so that whoever shares the stream can begin after any of them. Absent for initial
+	// The end of each event in data, so that a receiver of a shared stream can begin after any event. Empty for initial
 	// events.
-	Marks []*Mark `protobuf:"bytes,5,rep,name=marks" json:"marks,omitempty"`
-	// A Table's columns are in this frame or before it.
+	Boundaries []*EventBoundary `protobuf:"bytes,5,rep,name=boundaries" json:"boundaries,omitempty"`
+	// A Table's columns are in this message or in an earlier one.
 	ColumnsSent bool `protobuf:"varint,6,opt,name=columns_sent,json=columnsSent" json:"columns_sent,omitempty"`
-	// Initial events, in pieces that follow each other; they come before data.
+	// The initial events, in consecutive pieces. They precede data.
 	Initial       [][]byte `protobuf:"bytes,7,rep,name=initial" json:"initial,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -641,9 +645,9 @@ func (x *WatchFrame) GetEnd() bool {
 	return false
 }
 
-func (x *WatchFrame) GetMarks() []*Mark {
+func (x *WatchFrame) GetBoundaries() []*EventBoundary {
 	if x != nil {
-		return x.Marks
+		return x.Boundaries
 	}
 	return nil
 }
@@ -662,33 +666,33 @@ func (x *WatchFrame) GetInitial() [][]byte {
 	return nil
 }
 
-// Mark is one event's place in a WatchFrame.
-type Mark struct {
+// EventBoundary is the end of one event in a WatchFrame.
+type EventBoundary struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The length of data up to the event's end.
+	// The length of data up to the end of the event.
 	End      int32     `protobuf:"varint,1,opt,name=end" json:"end,omitempty"`
 	Position *Position `protobuf:"bytes,2,opt,name=position" json:"position,omitempty"`
 	Bookmark bool      `protobuf:"varint,3,opt,name=bookmark" json:"bookmark,omitempty"`
-	// The event's span, as W3C trace context writes it; empty where it is not traced.
-	Trace         string `protobuf:"bytes,4,opt,name=trace" json:"trace,omitempty"`
+	// The event's span, as a traceparent header of W3C Trace Context. Empty: the event is not traced.
+	Traceparent   string `protobuf:"bytes,4,opt,name=traceparent" json:"traceparent,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
-func (x *Mark) Reset() {
-	*x = Mark{}
+func (x *EventBoundary) Reset() {
+	*x = EventBoundary{}
 	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
 
-func (x *Mark) String() string {
+func (x *EventBoundary) String() string {
 	return protoimpl.X.MessageStringOf(x)
 }
 
-func (*Mark) ProtoMessage() {}
+func (*EventBoundary) ProtoMessage() {}
 
-func (x *Mark) ProtoReflect() protoreflect.Message {
+func (x *EventBoundary) ProtoReflect() protoreflect.Message {
 	mi := &file_watershed_watchfanout_v1_watchfanout_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
@@ -700,35 +704,35 @@ func (x *Mark) ProtoReflect() protoreflect.Message {
 	return mi.MessageOf(x)
 }
 
-// Deprecated: Use Mark.ProtoReflect.Descriptor instead.
-func (*Mark) Descriptor() ([]byte, []int) {
+// Deprecated: Use EventBoundary.ProtoReflect.Descriptor instead.
+func (*EventBoundary) Descriptor() ([]byte, []int) {
 	return file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP(), []int{8}
 }
 
-func (x *Mark) GetEnd() int32 {
+func (x *EventBoundary) GetEnd() int32 {
 	if x != nil {
 		return x.End
 	}
 	return 0
 }
 
-func (x *Mark) GetPosition() *Position {
+func (x *EventBoundary) GetPosition() *Position {
 	if x != nil {
 		return x.Position
 	}
 	return nil
 }
 
-func (x *Mark) GetBookmark() bool {
+func (x *EventBoundary) GetBookmark() bool {
 	if x != nil {
 		return x.Bookmark
 	}
 	return false
 }
 
-func (x *Mark) GetTrace() string {
+func (x *EventBoundary) GetTraceparent() string {
 	if x != nil {
-		return x.Trace
+		return x.Traceparent
 	}
 	return ""
 }
@@ -737,11 +741,10 @@ var File_watershed_watchfanout_v1_watchfanout_proto protoreflect.FileDescriptor
 
 const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\n" +
-	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xf2\x02\n" +
+	"*watershed/watchfanout/v1/watchfanout.proto\x12\x18watershed.watchfanout.v1\x1a watershed/common/v1/common.proto\x1a$watershed/registry/v1/registry.proto\"\xf6\x02\n" +
 	"\x05Query\x129\n" +
-	"\bresource\x18\b \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12\x1d\n" +
-	"\n" +
-	"defined_at\x18\t \x01(\x03R\tdefinedAt\x12\x16\n" +
+	"\bresource\x18\b \x01(\v2\x1d.watershed.common.v1.ResourceR\bresource\x12!\n" +
+	"\fcrd_revision\x18\t \x01(\x03R\vcrdRevision\x12\x16\n" +
 	"\x06digest\x18\n" +
 	" \x01(\x06R\x06digest\x12\x1c\n" +
 	"\tnamespace\x18\x02 \x01(\tR\tnamespace\x12%\n" +
@@ -776,30 +779,32 @@ const file_watershed_watchfanout_v1_watchfanout_proto_rawDesc = "" +
 	"\fresume_after\x18\x06 \x01(\v2\".watershed.watchfanout.v1.PositionR\vresumeAfter\x12.\n" +
 	"\x13initial_events_done\x18\a \x01(\bR\x11initialEventsDone\x12!\n" +
 	"\fcolumns_sent\x18\b \x01(\bR\vcolumnsSent\x12\x14\n" +
-	"\x05owner\x18\t \x01(\tR\x05ownerJ\x04\b\x05\x10\x06\"V\n" +
+	"\x05owner\x18\t \x01(\tR\x05ownerJ\x04\b\x05\x10\x06\"R\n" +
 	"\bPosition\x12\x1a\n" +
 	"\brevision\x18\x01 \x01(\x03R\brevision\x12\x14\n" +
-	"\x05index\x18\x02 \x01(\x05R\x05index\x12\x18\n" +
-	"\ahistory\x18\x03 \x01(\tR\ahistory\"\x95\x02\n" +
+	"\x05index\x18\x02 \x01(\x05R\x05index\x12\x14\n" +
+	"\x05epoch\x18\x03 \x01(\tR\x05epoch\"\xa8\x02\n" +
 	"\n" +
 	"WatchFrame\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12.\n" +
 	"\x13initial_events_done\x18\x03 \x01(\bR\x11initialEventsDone\x12\x10\n" +
-	"\x03end\x18\x04 \x01(\bR\x03end\x124\n" +
-	"\x05marks\x18\x05 \x03(\v2\x1e.watershed.watchfanout.v1.MarkR\x05marks\x12!\n" +
+	"\x03end\x18\x04 \x01(\bR\x03end\x12G\n" +
+	"\n" +
+	"boundaries\x18\x05 \x03(\v2'.watershed.watchfanout.v1.EventBoundaryR\n" +
+	"boundaries\x12!\n" +
 	"\fcolumns_sent\x18\x06 \x01(\bR\vcolumnsSent\x12\x18\n" +
-	"\ainitial\x18\a \x03(\fR\ainitial\"\x8a\x01\n" +
-	"\x04Mark\x12\x10\n" +
+	"\ainitial\x18\a \x03(\fR\ainitial\"\x9f\x01\n" +
+	"\rEventBoundary\x12\x10\n" +
 	"\x03end\x18\x01 \x01(\x05R\x03end\x12>\n" +
 	"\bposition\x18\x02 \x01(\v2\".watershed.watchfanout.v1.PositionR\bposition\x12\x1a\n" +
-	"\bbookmark\x18\x03 \x01(\bR\bbookmark\x12\x14\n" +
-	"\x05trace\x18\x04 \x01(\tR\x05trace2\x8a\x02\n" +
+	"\bbookmark\x18\x03 \x01(\bR\bbookmark\x12 \n" +
+	"\vtraceparent\x18\x04 \x01(\tR\vtraceparent2\x8a\x02\n" +
 	"\x05Watch\x12R\n" +
 	"\x03Get\x12$.watershed.watchfanout.v1.GetRequest\x1a%.watershed.watchfanout.v1.GetResponse\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
-	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x012\xb7\x01\n" +
-	"\x06Policy\x12T\n" +
+	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x012\xbe\x01\n" +
+	"\rInternalWatch\x12T\n" +
 	"\x04List\x12%.watershed.watchfanout.v1.ListRequest\x1a#.watershed.watchfanout.v1.ListChunk0\x01\x12W\n" +
 	"\x05Watch\x12&.watershed.watchfanout.v1.WatchRequest\x1a$.watershed.watchfanout.v1.WatchFrame0\x01BCZ:watershed.dev/proto/watershed/watchfanout/v1;watchfanoutv1\x92\x03\x04\b\x02 \x03b\beditionsp\xe8\a"
 
@@ -817,17 +822,17 @@ func file_watershed_watchfanout_v1_watchfanout_proto_rawDescGZIP() []byte {
 
 var file_watershed_watchfanout_v1_watchfanout_proto_msgTypes = make([]protoimpl.MessageInfo, 9)
 var file_watershed_watchfanout_v1_watchfanout_proto_goTypes = []any{
-	(*Query)(nil),        // 0: watershed.watchfanout.v1.Query
-	(*GetRequest)(nil),   // 1: watershed.watchfanout.v1.GetRequest
-	(*GetResponse)(nil),  // 2: watershed.watchfanout.v1.GetResponse
-	(*ListRequest)(nil),  // 3: watershed.watchfanout.v1.ListRequest
-	(*ListChunk)(nil),    // 4: watershed.watchfanout.v1.ListChunk
-	(*WatchRequest)(nil), // 5: watershed.watchfanout.v1.WatchRequest
-	(*Position)(nil),     // 6: watershed.watchfanout.v1.Position
-	(*WatchFrame)(nil),   // 7: watershed.watchfanout.v1.WatchFrame
-	(*Mark)(nil),         // 8: watershed.watchfanout.v1.Mark
-	(*v1.Resource)(nil),  // 9: watershed.common.v1.Resource
-	(*v11.Output)(nil),   // 10: watershed.registry.v1.Output
+	(*Query)(nil),         // 0: watershed.watchfanout.v1.Query
+	(*GetRequest)(nil),    // 1: watershed.watchfanout.v1.GetRequest
+	(*GetResponse)(nil),   // 2: watershed.watchfanout.v1.GetResponse
+	(*ListRequest)(nil),   // 3: watershed.watchfanout.v1.ListRequest
+	(*ListChunk)(nil),     // 4: watershed.watchfanout.v1.ListChunk
+	(*WatchRequest)(nil),  // 5: watershed.watchfanout.v1.WatchRequest
+	(*Position)(nil),      // 6: watershed.watchfanout.v1.Position
+	(*WatchFrame)(nil),    // 7: watershed.watchfanout.v1.WatchFrame
+	(*EventBoundary)(nil), // 8: watershed.watchfanout.v1.EventBoundary
+	(*v1.Resource)(nil),   // 9: watershed.common.v1.Resource
+	(*v11.Output)(nil),    // 10: watershed.registry.v1.Output
 }
 var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
 	9,  // 0: watershed.watchfanout.v1.Query.resource:type_name -> watershed.common.v1.Resource
@@ -837,18 +842,18 @@ var file_watershed_watchfanout_v1_watchfanout_proto_depIdxs = []int32{
 	0,  // 4: watershed.watchfanout.v1.WatchRequest.query:type_name -> watershed.watchfanout.v1.Query
 	6,  // 5: watershed.watchfanout.v1.WatchRequest.resume_after:type_name -> watershed.watchfanout.v1.Position
 	6,  // 6: watershed.watchfanout.v1.WatchFrame.position:type_name -> watershed.watchfanout.v1.Position
-	8,  // 7: watershed.watchfanout.v1.WatchFrame.marks:type_name -> watershed.watchfanout.v1.Mark
-	6,  // 8: watershed.watchfanout.v1.Mark.position:type_name -> watershed.watchfanout.v1.Position
+	8,  // 7: watershed.watchfanout.v1.WatchFrame.boundaries:type_name -> watershed.watchfanout.v1.EventBoundary
+	6,  // 8: watershed.watchfanout.v1.EventBoundary.position:type_name -> watershed.watchfanout.v1.Position
 	1,  // 9: watershed.watchfanout.v1.Watch.Get:input_type -> watershed.watchfanout.v1.GetRequest
 	3,  // 10: watershed.watchfanout.v1.Watch.List:input_type -> watershed.watchfanout.v1.ListRequest
 	5,  // 11: watershed.watchfanout.v1.Watch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
-	3,  // 12: watershed.watchfanout.v1.Policy.List:input_type -> watershed.watchfanout.v1.ListRequest
-	5,  // 13: watershed.watchfanout.v1.Policy.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
+	3,  // 12: watershed.watchfanout.v1.InternalWatch.List:input_type -> watershed.watchfanout.v1.ListRequest
+	5,  // 13: watershed.watchfanout.v1.InternalWatch.Watch:input_type -> watershed.watchfanout.v1.WatchRequest
 	2,  // 14: watershed.watchfanout.v1.Watch.Get:output_type -> watershed.watchfanout.v1.GetResponse
 	4,  // 15: watershed.watchfanout.v1.Watch.List:output_type -> watershed.watchfanout.v1.ListChunk
 	7,  // 16: watershed.watchfanout.v1.Watch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
-	4,  // 17: watershed.watchfanout.v1.Policy.List:output_type -> watershed.watchfanout.v1.ListChunk
-	7,  // 18: watershed.watchfanout.v1.Policy.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
+	4,  // 17: watershed.watchfanout.v1.InternalWatch.List:output_type -> watershed.watchfanout.v1.ListChunk
+	7,  // 18: watershed.watchfanout.v1.InternalWatch.Watch:output_type -> watershed.watchfanout.v1.WatchFrame
 	14, // [14:19] is the sub-list for method output_type
 	9,  // [9:14] is the sub-list for method input_type
 	9,  // [9:9] is the sub-list for extension type_name

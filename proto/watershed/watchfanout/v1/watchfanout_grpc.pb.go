@@ -4,7 +4,7 @@
 // - protoc             (unknown)
 // source: watershed/watchfanout/v1/watchfanout.proto
 
-// watchfanout serves LIST and WATCH from encoded bytes.
+// Package watchfanout serves GET, LIST and WATCH from encoded bytes.
 
 package watchfanoutv1
 
@@ -29,11 +29,15 @@ const (
 // WatchClient is the client API for Watch service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Watch serves reads from the caches of the watch tier.
 type WatchClient interface {
-	// Get answers one object as it is stored; FAILED_PRECONDITION means that registry has to be asked, also for what is
-	// not there.
+	// Get returns one object from the cache. FAILED_PRECONDITION: the gateway must call Objects.Get, also for an object
+	// that does not exist.
 	Get(ctx context.Context, in *GetRequest, opts ...grpc.CallOption) (*GetResponse, error)
+	// List sends a list's body. FAILED_PRECONDITION: the gateway must call Objects.List.
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
+	// Watch sends the events of a watch.
 	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error)
 }
 
@@ -96,11 +100,15 @@ type Watch_WatchClient = grpc.ServerStreamingClient[WatchFrame]
 // WatchServer is the server API for Watch service.
 // All implementations must embed UnimplementedWatchServer
 // for forward compatibility.
+//
+// Watch serves reads from the caches of the watch tier.
 type WatchServer interface {
-	// Get answers one object as it is stored; FAILED_PRECONDITION means that registry has to be asked, also for what is
-	// not there.
+	// Get returns one object from the cache. FAILED_PRECONDITION: the gateway must call Objects.Get, also for an object
+	// that does not exist.
 	Get(context.Context, *GetRequest) (*GetResponse, error)
+	// List sends a list's body. FAILED_PRECONDITION: the gateway must call Objects.List.
 	List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error
+	// Watch sends the events of a watch.
 	Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error
 	mustEmbedUnimplementedWatchServer()
 }
@@ -210,34 +218,36 @@ var Watch_ServiceDesc = grpc.ServiceDesc{
 }
 
 const (
-	Policy_List_FullMethodName  = "/watershed.watchfanout.v1.Policy/List"
-	Policy_Watch_FullMethodName = "/watershed.watchfanout.v1.Policy/Watch"
+	InternalWatch_List_FullMethodName  = "/watershed.watchfanout.v1.InternalWatch/List"
+	InternalWatch_Watch_FullMethodName = "/watershed.watchfanout.v1.InternalWatch/Watch"
 )
 
-// PolicyClient is the client API for Policy service.
+// InternalWatchClient is the client API for InternalWatch service.
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Policy is Watch's contract as registry offers it, for the services that decide by what they read: authn, authz and
-// admission. They believe no replica of the watch tier, which may do no more than read; nor do they wait for one. Lists
-// are read from etcd, and events come from the end of the event log that registry itself reads. FAILED_PRECONDITION
-// means that Objects.List has to be asked, or that a watch in that form is not offered.
-type PolicyClient interface {
+// InternalWatch is Watch's contract in the registry, for the reads of authn, authz and admission. Their decisions must
+// not depend on a replica of the watch tier, which may only read. Lists come from etcd, and events from the registry's
+// own watch cache. FAILED_PRECONDITION: the gateway must call Objects.List, or the service does not offer a watch in
+// that format.
+type InternalWatchClient interface {
+	// List sends a list's body.
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error)
+	// Watch sends the events of a watch.
 	Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error)
 }
 
-type policyClient struct {
+type internalWatchClient struct {
 	cc grpc.ClientConnInterface
 }
 
-func NewPolicyClient(cc grpc.ClientConnInterface) PolicyClient {
-	return &policyClient{cc}
+func NewInternalWatchClient(cc grpc.ClientConnInterface) InternalWatchClient {
+	return &internalWatchClient{cc}
 }
 
-func (c *policyClient) List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error) {
+func (c *internalWatchClient) List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[ListChunk], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Policy_ServiceDesc.Streams[0], Policy_List_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &InternalWatch_ServiceDesc.Streams[0], InternalWatch_List_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -252,11 +262,11 @@ func (c *policyClient) List(ctx context.Context, in *ListRequest, opts ...grpc.C
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Policy_ListClient = grpc.ServerStreamingClient[ListChunk]
+type InternalWatch_ListClient = grpc.ServerStreamingClient[ListChunk]
 
-func (c *policyClient) Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error) {
+func (c *internalWatchClient) Watch(ctx context.Context, in *WatchRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchFrame], error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
-	stream, err := c.cc.NewStream(ctx, &Policy_ServiceDesc.Streams[1], Policy_Watch_FullMethodName, cOpts...)
+	stream, err := c.cc.NewStream(ctx, &InternalWatch_ServiceDesc.Streams[1], InternalWatch_Watch_FullMethodName, cOpts...)
 	if err != nil {
 		return nil, err
 	}
@@ -271,94 +281,96 @@ func (c *policyClient) Watch(ctx context.Context, in *WatchRequest, opts ...grpc
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Policy_WatchClient = grpc.ServerStreamingClient[WatchFrame]
+type InternalWatch_WatchClient = grpc.ServerStreamingClient[WatchFrame]
 
-// PolicyServer is the server API for Policy service.
-// All implementations must embed UnimplementedPolicyServer
+// InternalWatchServer is the server API for InternalWatch service.
+// All implementations must embed UnimplementedInternalWatchServer
 // for forward compatibility.
 //
-// Policy is Watch's contract as registry offers it, for the services that decide by what they read: authn, authz and
-// admission. They believe no replica of the watch tier, which may do no more than read; nor do they wait for one. Lists
-// are read from etcd, and events come from the end of the event log that registry itself reads. FAILED_PRECONDITION
-// means that Objects.List has to be asked, or that a watch in that form is not offered.
-type PolicyServer interface {
+// InternalWatch is Watch's contract in the registry, for the reads of authn, authz and admission. Their decisions must
+// not depend on a replica of the watch tier, which may only read. Lists come from etcd, and events from the registry's
+// own watch cache. FAILED_PRECONDITION: the gateway must call Objects.List, or the service does not offer a watch in
+// that format.
+type InternalWatchServer interface {
+	// List sends a list's body.
 	List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error
+	// Watch sends the events of a watch.
 	Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error
-	mustEmbedUnimplementedPolicyServer()
+	mustEmbedUnimplementedInternalWatchServer()
 }
 
-// UnimplementedPolicyServer must be embedded to have
+// UnimplementedInternalWatchServer must be embedded to have
 // forward compatible implementations.
 //
 // NOTE: this should be embedded by value instead of pointer to avoid a nil
 // pointer dereference when methods are called.
-type UnimplementedPolicyServer struct{}
+type UnimplementedInternalWatchServer struct{}
 
-func (UnimplementedPolicyServer) List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error {
+func (UnimplementedInternalWatchServer) List(*ListRequest, grpc.ServerStreamingServer[ListChunk]) error {
 	return status.Error(codes.Unimplemented, "method List not implemented")
 }
-func (UnimplementedPolicyServer) Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error {
+func (UnimplementedInternalWatchServer) Watch(*WatchRequest, grpc.ServerStreamingServer[WatchFrame]) error {
 	return status.Error(codes.Unimplemented, "method Watch not implemented")
 }
-func (UnimplementedPolicyServer) mustEmbedUnimplementedPolicyServer() {}
-func (UnimplementedPolicyServer) testEmbeddedByValue()                {}
+func (UnimplementedInternalWatchServer) mustEmbedUnimplementedInternalWatchServer() {}
+func (UnimplementedInternalWatchServer) testEmbeddedByValue()                       {}
 
-// UnsafePolicyServer may be embedded to opt out of forward compatibility for this service.
-// Use of this interface is not recommended, as added methods to PolicyServer will
+// UnsafeInternalWatchServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to InternalWatchServer will
 // result in compilation errors.
-type UnsafePolicyServer interface {
-	mustEmbedUnimplementedPolicyServer()
+type UnsafeInternalWatchServer interface {
+	mustEmbedUnimplementedInternalWatchServer()
 }
 
-func RegisterPolicyServer(s grpc.ServiceRegistrar, srv PolicyServer) {
-	// If the following call panics, it indicates UnimplementedPolicyServer was
+func RegisterInternalWatchServer(s grpc.ServiceRegistrar, srv InternalWatchServer) {
+	// If the following call panics, it indicates UnimplementedInternalWatchServer was
 	// embedded by pointer and is nil.  This will cause panics if an
 	// unimplemented method is ever invoked, so we test this at initialization
 	// time to prevent it from happening at runtime later due to I/O.
 	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
 		t.testEmbeddedByValue()
 	}
-	s.RegisterService(&Policy_ServiceDesc, srv)
+	s.RegisterService(&InternalWatch_ServiceDesc, srv)
 }
 
-func _Policy_List_Handler(srv interface{}, stream grpc.ServerStream) error {
+func _InternalWatch_List_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(ListRequest)
 	if err := stream.RecvMsg(m); err != nil {
 		return err
 	}
-	return srv.(PolicyServer).List(m, &grpc.GenericServerStream[ListRequest, ListChunk]{ServerStream: stream})
+	return srv.(InternalWatchServer).List(m, &grpc.GenericServerStream[ListRequest, ListChunk]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Policy_ListServer = grpc.ServerStreamingServer[ListChunk]
+type InternalWatch_ListServer = grpc.ServerStreamingServer[ListChunk]
 
-func _Policy_Watch_Handler(srv interface{}, stream grpc.ServerStream) error {
+func _InternalWatch_Watch_Handler(srv interface{}, stream grpc.ServerStream) error {
 	m := new(WatchRequest)
 	if err := stream.RecvMsg(m); err != nil {
 		return err
 	}
-	return srv.(PolicyServer).Watch(m, &grpc.GenericServerStream[WatchRequest, WatchFrame]{ServerStream: stream})
+	return srv.(InternalWatchServer).Watch(m, &grpc.GenericServerStream[WatchRequest, WatchFrame]{ServerStream: stream})
 }
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
-type Policy_WatchServer = grpc.ServerStreamingServer[WatchFrame]
+type InternalWatch_WatchServer = grpc.ServerStreamingServer[WatchFrame]
 
-// Policy_ServiceDesc is the grpc.ServiceDesc for Policy service.
+// InternalWatch_ServiceDesc is the grpc.ServiceDesc for InternalWatch service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
-var Policy_ServiceDesc = grpc.ServiceDesc{
-	ServiceName: "watershed.watchfanout.v1.Policy",
-	HandlerType: (*PolicyServer)(nil),
+var InternalWatch_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "watershed.watchfanout.v1.InternalWatch",
+	HandlerType: (*InternalWatchServer)(nil),
 	Methods:     []grpc.MethodDesc{},
 	Streams: []grpc.StreamDesc{
 		{
 			StreamName:    "List",
-			Handler:       _Policy_List_Handler,
+			Handler:       _InternalWatch_List_Handler,
 			ServerStreams: true,
 		},
 		{
 			StreamName:    "Watch",
-			Handler:       _Policy_Watch_Handler,
+			Handler:       _InternalWatch_Watch_Handler,
 			ServerStreams: true,
 		},
 	},

@@ -38,28 +38,28 @@ type World struct {
 // Registry serves pods, of which there are three at revision 10.
 type Registry struct {
 	registryv1.UnimplementedSourceServer
-	registryv1.UnimplementedCatalogServer
+	registryv1.UnimplementedDiscoveryServer
 
 	// Cell is what rows have: "x" where it is nil.
 	Cell atomic.Pointer[string]
 }
 
 // Pods is what the catalog says of pods.
-func Pods() *registryv1.ResourceEntry {
+func Pods() *registryv1.APIResource {
 	pod := &commonv1.Kind{Version: "v1", Kind: "Pod"}
-	return &registryv1.ResourceEntry{
-		StoredAs:   "pods",
-		Namespaced: true,
-		Resource:   &commonv1.Resource{Version: "v1", Resource: "pods"},
-		Kind:       pod,
-		StoredKind: pod,
-		ListKind:   "PodList",
+	return &registryv1.APIResource{
+		StorageResource: "pods",
+		Namespaced:      true,
+		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
+		Kind:            pod,
+		StoredKind:      pod,
+		ListKind:        "PodList",
 	}
 }
 
-// Follow implements registryv1.CatalogServer.
-func (*Registry) Follow(_ *registryv1.CatalogRequest, s grpc.ServerStreamingServer[registryv1.CatalogResponse]) error {
-	if err := s.Send(&registryv1.CatalogResponse{Resources: []*registryv1.ResourceEntry{Pods()}}); err != nil {
+// Watch implements registryv1.CatalogServer.
+func (*Registry) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+	if err := s.Send(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{Pods()}}); err != nil {
 		return err
 	}
 	<-s.Context().Done()
@@ -110,14 +110,14 @@ func New(t testing.TB) *World {
 	p := rpc.NewInProcess(false)
 	source := &Registry{}
 	registryv1.RegisterSourceServer(p, source)
-	registryv1.RegisterCatalogServer(p, source)
+	registryv1.RegisterDiscoveryServer(p, source)
 	told := make(chan struct{})
 	w := &World{
 		Registry: source,
 		Cache:    cache.New(1<<20, time.Hour),
 		Source:   registryv1.NewSourceClient(p.Client("watchfanout")),
 		Catalog: &catalog.Catalog{
-			Registry: registryv1.NewCatalogClient(p.Client("watchfanout")),
+			Registry: registryv1.NewDiscoveryClient(p.Client("watchfanout")),
 			Changed:  func(*catalog.View) { close(told) },
 		},
 	}
@@ -131,7 +131,7 @@ func New(t testing.TB) *World {
 	}
 	w.Log = log.New(w.Cache, nil, w.Source, &lifecycle.Readiness{})
 	w.Converter = convert.New(w.Source, w.Cache)
-	w.Cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: First, History: "h"})
+	w.Cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: First, Epoch: "h"})
 	return w
 }
 
@@ -147,13 +147,13 @@ func Object(name string, revision int64, node string) *logv1.Object {
 // Apply applies an event of a pod, whose node was before what before says; "" for no other state.
 func (w *World) Apply(kind logv1.Type, revision int64, name, node, before string) {
 	e := &logv1.Event{
-		Type:      kind,
-		Revision:  revision,
-		StoredAs:  "pods",
-		Namespace: "x",
-		Name:      name,
-		History:   "h",
-		Object:    Object(name, revision, node),
+		Type:            kind,
+		Revision:        revision,
+		StorageResource: "pods",
+		Namespace:       "x",
+		Name:            name,
+		Epoch:           "h",
+		Object:          Object(name, revision, node),
 	}
 	if before != "" {
 		e.Previous = Object(name, revision, before)
