@@ -8,7 +8,7 @@ STAMP      := -X $(VERSION).gitVersion=$(KUBERNETES) -X $(VERSION).gitMajor=1 -X
 LDFLAGS    := $(STAMP) -X watershed.dev/platform/version.release=$(RELEASE)
 BIN        := bin
 PEERS      := .build/bin
-MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/certgen cmd/stores cmd/xds cmd/watershed deploy/images
+MODULES    := proto platform services/authn services/authz services/admission services/registry services/watchfanout services/gateway cmd/certgen cmd/embedded cmd/xds cmd/watershed deploy/images
 PACKAGES   := $(addsuffix /...,$(addprefix ./,$(MODULES)))
 
 # Every binary is static and says nothing of where it was built, so what one compiles serves the others. Tests are
@@ -47,7 +47,7 @@ lint: ## formatting, vet, staticcheck and what .golangci.yml names, and the cont
 
 unit: ## unit tests with the race detector where things are concurrent
 	$(RACE_CGO) go test $(RACE) ./platform/... ./services/watchfanout/... ./services/gateway/... ./services/authn/... ./services/authz/...
-	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/stores/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
+	go test ./proto/... ./services/admission/... ./services/registry/... ./cmd/certgen/... ./cmd/embedded/... ./cmd/xds/... ./cmd/watershed/... ./deploy/images/...
 	cd test && go test -count=1 ./rules && go test ./eventlog && go test -run EveryMistake ./robustness
 
 e2e: build peers ## real clients and controllers against both forms, and against kube-apiserver beside them

@@ -23,11 +23,11 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// authorities is the Secret that holds what nobody mounts: the CAs' keys, and all that is made.
-const authorities = "watershed-pki"
+// pkiSecret is the Secret that holds what nobody mounts: the CAs' keys, and all that is made.
+const pkiSecret = "watershed-pki"
 
-// mounts are the Secrets that pods mount, by name, and what is in each: what the process needs and nothing else.
-var mounts = map[string][]string{
+// podSecrets are the Secrets that pods mount, by name, and what is in each: what the process needs and nothing else.
+var podSecrets = map[string][]string{
 	"watershed-gateway": {
 		"ca.crt",
 		"front-proxy-ca.crt",
@@ -101,7 +101,7 @@ func Command(command string, args []string) error {
 	c := &Config{}
 	c.AddFlags(fs)
 	if err := config.Load(fs, args); err != nil {
-		return process.Help(err)
+		return process.ExitOnHelp(err)
 	}
 	if c.Namespace == "" {
 		return errors.New("--namespace is required")
@@ -128,14 +128,14 @@ func Command(command string, args []string) error {
 	return nil
 }
 
-// attempts is how often it is begun anew where somebody else has written meanwhile.
-const attempts = 10
+// maxAttempts is how often it is begun anew where somebody else has written meanwhile.
+const maxAttempts = 10
 
 // Run makes what is missing, and answers which Secrets it wrote.
 func (c *Config) Run(ctx context.Context, secrets typedcorev1.SecretInterface) (changed []string, err error) {
-	for range attempts {
+	for range maxAttempts {
 		var wrote []string
-		wrote, err = c.once(ctx, secrets)
+		wrote, err = c.attempt(ctx, secrets)
 		changed = append(changed, wrote...)
 		if !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) {
 			break
@@ -145,23 +145,23 @@ func (c *Config) Run(ctx context.Context, secrets typedcorev1.SecretInterface) (
 	return slices.Compact(changed), err
 }
 
-// once writes the authorities first: whoever is second finds them, and what was made in vain is forgotten.
-func (c *Config) once(ctx context.Context, secrets typedcorev1.SecretInterface) ([]string, error) {
+// attempt writes the authorities first: whoever is second finds them, and what was made in vain is forgotten.
+func (c *Config) attempt(ctx context.Context, secrets typedcorev1.SecretInterface) ([]string, error) {
 	dir, err := os.MkdirTemp("", "certgen")
 	if err != nil {
 		return nil, err
 	}
 	defer os.RemoveAll(dir)
-	all, err := get(ctx, secrets, authorities)
+	all, err := getSecret(ctx, secrets, pkiSecret)
 	if err != nil {
 		return nil, err
 	}
 	if all == nil || len(all.Data) == 0 {
-		if err := nothingMade(ctx, secrets); err != nil {
+		if err := checkNoPodSecrets(ctx, secrets); err != nil {
 			return nil, err
 		}
 	}
-	if err := c.begin(dir, all); err != nil {
+	if err := c.loadFiles(dir, all); err != nil {
 		return nil, err
 	}
 	if err := c.pki(dir).Open(); err != nil {
@@ -178,20 +178,20 @@ func (c *Config) once(ctx context.Context, secrets typedcorev1.SecretInterface) 
 		}
 	}
 	var changed []string
-	keep := func(secret *corev1.Secret, name string, files []string) error {
-		wrote, err := put(ctx, secrets, secret, name, dir, files)
+	update := func(secret *corev1.Secret, name string, files []string) error {
+		wrote, err := putSecret(ctx, secrets, secret, name, dir, files)
 		if wrote {
 			changed = append(changed, name)
 		}
 		return err
 	}
-	if err := keep(all, authorities, files); err != nil {
+	if err := update(all, pkiSecret, files); err != nil {
 		return changed, err
 	}
-	for name, files := range mounts {
-		secret, err := get(ctx, secrets, name)
+	for name, files := range podSecrets {
+		secret, err := getSecret(ctx, secrets, name)
 		if err == nil {
-			err = keep(secret, name, files)
+			err = update(secret, name, files)
 		}
 		if err != nil {
 			return changed, err
@@ -200,29 +200,29 @@ func (c *Config) once(ctx context.Context, secrets typedcorev1.SecretInterface) 
 	return changed, nil
 }
 
-// nothingMade says that there is no Secret of a pod's while the one that all are made of is not there: a new one would
+// checkNoPodSecrets says that there is no Secret of a pod's while the one that all are made of is not there: a new one would
 // be another cluster's, whose tokens, certificates and log nobody could use.
-func nothingMade(ctx context.Context, secrets typedcorev1.SecretInterface) error {
-	for name := range mounts {
-		s, err := get(ctx, secrets, name)
+func checkNoPodSecrets(ctx context.Context, secrets typedcorev1.SecretInterface) error {
+	for name := range podSecrets {
+		s, err := getSecret(ctx, secrets, name)
 		if err != nil {
 			return err
 		}
 		if s != nil {
 			const text = "secret %s is gone or empty, and %s is there: put its copy back, or delete every Secret of " +
 				"Watershed's to begin a new cluster"
-			return fmt.Errorf(text, authorities, name)
+			return fmt.Errorf(text, pkiSecret, name)
 		}
 	}
 	return nil
 }
 
-// begin lays what there is into dir: the Secret's files, or else those to import.
-func (c *Config) begin(dir string, all *corev1.Secret) error {
+// loadFiles lays what there is into dir: the Secret's files, or else those to import.
+func (c *Config) loadFiles(dir string, all *corev1.Secret) error {
 	if all != nil && len(all.Data) > 0 {
 		for name, data := range all.Data {
 			if name != filepath.Base(name) {
-				return fmt.Errorf("secret %s holds %q, which is no file's name", authorities, name)
+				return fmt.Errorf("secret %s holds %q, which is no file's name", pkiSecret, name)
 			}
 			if err := os.WriteFile(filepath.Join(dir, name), data, 0o600); err != nil {
 				return err
@@ -265,7 +265,7 @@ func (c *Config) pki(dir string) *PKI {
 		// a Service that has the gateways that are not ready yet
 		ServicesGateway: URL("gateway-internal."+c.Namespace+".svc", 6443),
 
-		MountedAt: c.MountPath,
+		MountPath: c.MountPath,
 		Hosts: append([]string{"gateway", "gateway." + c.Namespace, gateway, gateway + ".cluster.local"},
 			c.Hosts...),
 		StoreHosts: []string{
@@ -277,7 +277,7 @@ func (c *Config) pki(dir string) *PKI {
 	}
 }
 
-func get(ctx context.Context, secrets typedcorev1.SecretInterface, name string) (*corev1.Secret, error) {
+func getSecret(ctx context.Context, secrets typedcorev1.SecretInterface, name string) (*corev1.Secret, error) {
 	s, err := secrets.Get(ctx, name, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
 		return nil, nil
@@ -285,8 +285,8 @@ func get(ctx context.Context, secrets typedcorev1.SecretInterface, name string) 
 	return s, err
 }
 
-// put writes files of dir into a Secret where they differ; secret is as it was read, nil where there is none.
-func put(ctx context.Context, secrets typedcorev1.SecretInterface, secret *corev1.Secret, name, dir string,
+// putSecret writes files of dir into a Secret where they differ; secret is as it was read, nil where there is none.
+func putSecret(ctx context.Context, secrets typedcorev1.SecretInterface, secret *corev1.Secret, name, dir string,
 	files []string) (wrote bool, err error) {
 	data := map[string][]byte{}
 	for _, f := range files {

@@ -39,7 +39,7 @@ func TestSecretsAreMadeOnceAndMended(t *testing.T) {
 	c := &Config{Namespace: "ws", MountPath: "/etc/watershed/pki", Hosts: []string{"api.example.com"}, Port: 6443}
 	secrets := client.CoreV1().Secrets("ws")
 	first, err := c.Run(t.Context(), secrets)
-	if err != nil || len(first) != len(mounts)+1 {
+	if err != nil || len(first) != len(podSecrets)+1 {
 		t.Fatalf("%q, %v", first, err)
 	}
 	before := secretsOf(t, client)
@@ -73,7 +73,7 @@ func TestSecretsAreMadeOnceAndMended(t *testing.T) {
 
 // A Secret that all others are made of is not made anew while these are there: what is gone is told.
 func TestALostAuthorityIsNotReplaced(t *testing.T) {
-	for what, lose := range map[string]func(s *corev1.Secret){
+	for desc, lose := range map[string]func(s *corev1.Secret){
 		"all":    func(s *corev1.Secret) { s.Data = nil },
 		"ca.crt": func(s *corev1.Secret) { delete(s.Data, "ca.crt") },
 		"ca.key": func(s *corev1.Secret) { delete(s.Data, "ca.key") },
@@ -86,7 +86,7 @@ func TestALostAuthorityIsNotReplaced(t *testing.T) {
 		if _, err := c.Run(t.Context(), secrets); err != nil {
 			t.Fatal(err)
 		}
-		s, err := secrets.Get(t.Context(), authorities, metav1.GetOptions{})
+		s, err := secrets.Get(t.Context(), pkiSecret, metav1.GetOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -96,13 +96,13 @@ func TestALostAuthorityIsNotReplaced(t *testing.T) {
 		}
 		before := secretsOf(t, client)
 		if changed, err := c.Run(t.Context(), secrets); err == nil || len(changed) > 0 {
-			t.Errorf("without %s: %q, %v", what, changed, err)
+			t.Errorf("without %s: %q, %v", desc, changed, err)
 		}
 		after := secretsOf(t, client)
 		for name, data := range before {
 			for f, b := range data {
 				if string(after[name][f]) != string(b) {
-					t.Errorf("without %s: %s of %s is another", what, f, name)
+					t.Errorf("without %s: %s of %s is another", desc, f, name)
 				}
 			}
 		}
@@ -201,7 +201,7 @@ func TestTwoRunsAgree(t *testing.T) {
 	raced := false
 	client.PrependReactor("create", "secrets", func(a clienttesting.Action) (bool, runtime.Object, error) {
 		s := a.(clienttesting.CreateAction).GetObject().(*corev1.Secret)
-		if raced || s.Name != authorities {
+		if raced || s.Name != pkiSecret {
 			return false, nil, nil
 		}
 		raced = true
@@ -214,7 +214,7 @@ func TestTwoRunsAgree(t *testing.T) {
 				t.Error(err)
 			}
 		}
-		return true, nil, apierrors.NewAlreadyExists(corev1.Resource("secrets"), authorities)
+		return true, nil, apierrors.NewAlreadyExists(corev1.Resource("secrets"), pkiSecret)
 	})
 	changed, err := c.Run(t.Context(), client.CoreV1().Secrets("ws"))
 	if err != nil || len(changed) != 0 {

@@ -33,8 +33,8 @@ type PKI struct {
 	Gateway string
 	// ServicesGateway is the one at which authn, authz and admission do; empty: the same.
 	ServicesGateway string
-	// MountedAt is where the directory's files are for whoever reads a service's kubeconfig; empty: Dir.
-	MountedAt string
+	// MountPath is where the directory's files are for whoever reads a service's kubeconfig; empty: Dir.
+	MountPath string
 	// Admin is where admin.kubeconfig goes; empty: into Dir.
 	Admin string
 	// Hosts are further names and addresses for the gateway's certificate, and StoreHosts for etcd's, whose clients
@@ -64,7 +64,7 @@ func (p *PKI) Open() (err error) {
 	if err := pki.SecretKey(p.JetStreamKey()); err != nil {
 		return err
 	}
-	return p.leaves()
+	return p.issueLeaves()
 }
 
 // File is the path of a file of the directory.
@@ -98,11 +98,11 @@ var innerUsage = map[string]pki.Usage{
 	"xds":         pki.Server,
 }
 
-// leaves makes the certificates that are missing, or old enough to be made anew.
-func (p *PKI) leaves() error {
+// issueLeaves makes the certificates that are missing, or old enough to be made anew.
+func (p *PKI) issueLeaves() error {
 	names := append([]string{"kubernetes", "kubernetes.default", "kubernetes.default.svc",
 		"kubernetes.default.svc.cluster.local", "localhost", "127.0.0.1", "10.96.0.1"}, p.Hosts...)
-	for _, of := range []struct {
+	for _, leaf := range []struct {
 		ca *pki.CA
 		pki.Leaf
 	}{
@@ -126,7 +126,7 @@ func (p *PKI) leaves() error {
 		}},
 		{p.frontProxy, pki.Leaf{Name: "front-proxy-client", CommonName: "front-proxy-client", Usage: pki.Client}},
 	} {
-		if _, _, _, err := of.ca.Leaf(of.Leaf); err != nil {
+		if _, _, _, err := leaf.ca.Leaf(leaf.Leaf); err != nil {
 			return err
 		}
 	}
@@ -222,7 +222,7 @@ func (p *PKI) Renew(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		if err := p.leaves(); err != nil {
+		if err := p.issueLeaves(); err != nil {
 			slog.Error("Certificates were not renewed", "error", err)
 		}
 	}
@@ -237,10 +237,10 @@ type kubeconfig struct {
 }
 
 func (p *PKI) write(k kubeconfig) (err error) {
-	cluster, who := map[string]any{"server": p.Gateway}, map[string]any{}
+	cluster, user := map[string]any{"server": p.Gateway}, map[string]any{}
 	set := func(in map[string]any, key, file string) {
 		if k.service {
-			in[key] = p.mounted(file)
+			in[key] = p.mountedPath(file)
 			return
 		}
 		b, rerr := os.ReadFile(p.File(file))
@@ -257,8 +257,8 @@ func (p *PKI) write(k kubeconfig) (err error) {
 		}
 	}
 	set(cluster, "certificate-authority", ca)
-	set(who, "client-certificate", k.leaf+".crt")
-	set(who, "client-key", k.leaf+".key")
+	set(user, "client-certificate", k.leaf+".crt")
+	set(user, "client-key", k.leaf+".key")
 	if err != nil {
 		return err
 	}
@@ -267,7 +267,7 @@ func (p *PKI) write(k kubeconfig) (err error) {
 		"kind":            "Config",
 		"current-context": "watershed",
 		"clusters":        []any{map[string]any{"name": "watershed", "cluster": cluster}},
-		"users":           []any{map[string]any{"name": k.user, "user": who}},
+		"users":           []any{map[string]any{"name": k.user, "user": user}},
 		"contexts": []any{map[string]any{
 			"name":    "watershed",
 			"context": map[string]any{"cluster": "watershed", "user": k.user},
@@ -280,10 +280,10 @@ func (p *PKI) write(k kubeconfig) (err error) {
 	return pki.WriteFile(k.path, doc, 0o600)
 }
 
-// mounted is where a file is for whoever reads a service's kubeconfig.
-func (p *PKI) mounted(file string) string {
-	if p.MountedAt != "" {
-		return filepath.Join(p.MountedAt, file)
+// mountedPath is where a file is for whoever reads a service's kubeconfig.
+func (p *PKI) mountedPath(file string) string {
+	if p.MountPath != "" {
+		return filepath.Join(p.MountPath, file)
 	}
 	return p.File(file)
 }

@@ -25,9 +25,9 @@ type child struct {
 	logs    logFiles
 	// command, config and debug are of split's: the subcommand, its file, and where the process shows itself.
 	command, config, debug string
-	// refused, if it is not nil, is told when the process has said twice in a row why it does not run. Once it answers
+	// onRefused, if it is not nil, is told when the process has said twice in a row why it does not run. Once it answers
 	// true the process is not started again.
-	refused func(why error) bool
+	onRefused func(why error) bool
 
 	mu      sync.Mutex
 	cmd     *exec.Cmd
@@ -68,27 +68,27 @@ func (p *child) start(s spawner) {
 		defer close(p.done)
 		log := p.logs.open(filepath.Join(p.dir, p.name+".log"))
 		defer log.Close()
-		var before string
+		var previous string
 		for {
-			said, err := p.once(s, log)
+			lastError, err := p.runOnce(s, log)
 			p.mu.Lock()
 			stopped := p.stopped
 			p.mu.Unlock()
 			if stopped {
 				return
 			}
-			if p.refused != nil && said != "" && said == before && p.refused(fmt.Errorf("%s: %s", p.name, said)) {
+			if p.onRefused != nil && lastError != "" && lastError == previous && p.onRefused(fmt.Errorf("%s: %s", p.name, lastError)) {
 				return
 			}
-			before = said
+			previous = lastError
 			fmt.Fprintf(os.Stderr, "%s ended (%v); starting it again\n", p.name, err)
 			time.Sleep(restartPause)
 		}
 	}()
 }
 
-// once runs the process until it ends. said is why it does not run, if that is what it told.
-func (p *child) once(s spawner, log io.Writer) (said string, err error) {
+// runOnce runs the process until it ends. said is why it does not run, if that is what it told.
+func (p *child) runOnce(s spawner, log io.Writer) (lastError string, err error) {
 	out := &output{file: log}
 	cmd := exec.Command(p.program, p.args...)
 	cmd.Stdout, cmd.Stderr, cmd.WaitDelay = out, out, time.Second
@@ -113,17 +113,17 @@ func (p *child) once(s spawner, log io.Writer) (said string, err error) {
 		return "", err
 	}
 	err = cmd.Wait()
-	if ended := new(exec.ExitError); errors.As(err, &ended) && ended.ExitCode() == failed {
-		said = out.lastWords("watershed " + p.command + ": ")
+	if ended := new(exec.ExitError); errors.As(err, &ended) && ended.ExitCode() == exitFailure {
+		lastError = out.lastError("watershed " + p.command + ": ")
 	}
-	return said, err
+	return lastError, err
 }
 
-// failed is what the program ends with when it has told why; a panic ends it with another.
-const failed = 1
+// exitFailure is what the program ends with when it has told why; a panic ends it with another.
+const exitFailure = 1
 
-// leave keeps the process from being started again when it ends: all are about to be stopped.
-func (p *child) leave() {
+// disableRestart keeps the process from being started again when it ends: all are about to be stopped.
+func (p *child) disableRestart() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.stopped = true

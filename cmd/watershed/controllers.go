@@ -29,13 +29,13 @@ import (
 // controllers make an API server a cluster: kube-controller-manager, kube-scheduler, and kwok, whose nodes run pods
 // without containers. They are upstream's own programs.
 type controllers struct {
-	wanted bool
-	path   string
-	nodes  int
+	enabled bool
+	path    string
+	nodes   int
 }
 
 func (c *controllers) addFlags(fs *pflag.FlagSet) {
-	fs.BoolVar(&c.wanted, "with-controllers", false,
+	fs.BoolVar(&c.enabled, "with-controllers", false,
 		"Run kube-controller-manager, kube-scheduler and kwok too, which `make peers` builds.")
 	fs.StringVar(&c.path, "controllers-path", "",
 		"The directory of their programs. Empty: beside this one, in .build/bin, or on the PATH.")
@@ -48,8 +48,8 @@ func (c *controllers) find(program string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	beside := filepath.Dir(self)
-	places := []string{beside, filepath.Join(beside, "..", ".build", "bin"), filepath.Join(".build", "bin")}
+	binDir := filepath.Dir(self)
+	places := []string{binDir, filepath.Join(binDir, "..", ".build", "bin"), filepath.Join(".build", "bin")}
 	if c.path != "" {
 		places = []string{c.path}
 	}
@@ -71,27 +71,27 @@ func (c *controllers) find(program string) (string, error) {
 	)
 }
 
-// part runs them beside the parts before it, and starts again what ends.
-func (c *controllers) part(l *layout) (lifecycle.Part, error) {
+// runner runs them beside the parts before it, and starts again what ends.
+func (c *controllers) runner(l *layout) (lifecycle.Runner, error) {
 	if c.nodes < 0 {
-		return lifecycle.Part{}, fmt.Errorf("--fake-nodes %d: want 0 at least", c.nodes)
+		return lifecycle.Runner{}, fmt.Errorf("--fake-nodes %d: want 0 at least", c.nodes)
 	}
 	ports, err := freePorts(1)
 	if err != nil {
-		return lifecycle.Part{}, err
+		return lifecycle.Runner{}, err
 	}
 	stages, err := c.find("kwok-stages.yaml")
 	if err != nil {
-		return lifecycle.Part{}, err
+		return lifecycle.Runner{}, err
 	}
 	admin, kwok := l.pki.AdminKubeconfig(), "127.0.0.1:"+strconv.Itoa(ports[0])
 	manager, err := l.pki.Issue(certgen.Component{Name: "controller-manager", User: "system:kube-controller-manager"})
 	if err != nil {
-		return lifecycle.Part{}, err
+		return lifecycle.Runner{}, err
 	}
 	scheduler, err := l.pki.Issue(certgen.Component{Name: "scheduler", User: "system:kube-scheduler"})
 	if err != nil {
-		return lifecycle.Part{}, err
+		return lifecycle.Runner{}, err
 	}
 	// what --kubelet-certificate-authority asks of a node
 	serving, key, _, err := l.pki.CA.Leaf(pki.Leaf{
@@ -101,10 +101,10 @@ func (c *controllers) part(l *layout) (lifecycle.Part, error) {
 		Usage:      pki.Server,
 	})
 	if err != nil {
-		return lifecycle.Part{}, err
+		return lifecycle.Runner{}, err
 	}
 	var all []*child
-	for _, of := range []struct {
+	for _, spec := range []struct {
 		program string
 		args    []string
 	}{
@@ -118,14 +118,14 @@ func (c *controllers) part(l *layout) (lifecycle.Part, error) {
 			"--tls-cert-file", serving, "--tls-private-key-file", key,
 			"--server-address", kwok, "--node-lease-duration-seconds", "40"}},
 	} {
-		path, err := c.find(of.program)
+		path, err := c.find(spec.program)
 		if err != nil {
-			return lifecycle.Part{}, err
+			return lifecycle.Runner{}, err
 		}
-		all = append(all, &child{name: of.program, dir: l.dir, program: path, args: of.args, logs: l.logs})
+		all = append(all, &child{name: spec.program, dir: l.dir, program: path, args: spec.args, logs: l.logs})
 	}
-	ready := lifecycle.Starting("controllers")
-	return lifecycle.Part{Name: "controllers", Ready: ready, Run: func(ctx context.Context) error {
+	ready := lifecycle.NotReady("controllers")
+	return lifecycle.Runner{Name: "controllers", Ready: ready, Run: func(ctx context.Context) error {
 		spawn := make(spawner)
 		go spawn.run()
 		for _, p := range all {

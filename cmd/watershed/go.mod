@@ -181,7 +181,7 @@ require (
 	sigs.k8s.io/randfill v1.0.0 // indirect
 	sigs.k8s.io/structured-merge-diff/v6 v6.3.3 // indirect
 	watershed.dev/cmd/certgen v0.0.0
-	watershed.dev/cmd/stores v0.0.0
+	watershed.dev/cmd/embedded v0.0.0
 	watershed.dev/cmd/xds v0.0.0
 )
 
@@ -201,7 +201,7 @@ replace watershed.dev/services/registry => ../../services/registry
 
 replace watershed.dev/services/watchfanout => ../../services/watchfanout
 
-replace watershed.dev/cmd/stores => ../stores
+replace watershed.dev/cmd/embedded => ../embedded
 
 replace watershed.dev/cmd/xds => ../xds
 

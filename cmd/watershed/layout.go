@@ -43,7 +43,7 @@ func openLayout(dir, bind string, port int, hosts []string, logs logFiles) (*lay
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
-	if err := process.OwnDirectory(dir); err != nil {
+	if err := process.RestrictDirectory(dir); err != nil {
 		return nil, fmt.Errorf("--data-dir %q: %w", dir, err)
 	}
 	sockets, err := process.SocketDir(dir)
@@ -101,23 +101,23 @@ func writeYAML(path string, doc any) error {
 
 const issuer = "https://kubernetes.default.svc.cluster.local"
 
-// settingsBeside are a service's settings where the command was told some flags itself: what these make wrong is left
+// settingsFor are a service's settings where the command was told some flags itself: what these make wrong is left
 // out. told is a flag's value, as config.Setting has it; nil: it was not told.
-func (l *layout) settingsBeside(name string, told func(flag string) any) map[string]any {
+func (l *layout) settingsFor(name string, fromCommandLine func(flag string) any) map[string]any {
 	settings := l.settings(name)
-	given := func(flag string) bool { v := told(flag); return v != nil && v != "" }
-	disabled, _ := told("disable-admission-plugins").([]string)
-	if slices.Contains(disabled, nodeRestriction) || given("admission-control") {
+	isSet := func(flag string) bool { v := fromCommandLine(flag); return v != nil && v != "" }
+	disabled, _ := fromCommandLine("disable-admission-plugins").([]string)
+	if slices.Contains(disabled, nodeRestriction) || isSet("admission-control") {
 		delete(settings, "enable-admission-plugins") // it may not be given beside these
 	}
-	if issuers := told("service-account-issuer"); issuers != nil && name == "gateway" {
+	if issuers := fromCommandLine("service-account-issuer"); issuers != nil && name == "gateway" {
 		settings["api-audiences"] = issuers // what tokens are for, where it is not said: who issues them
 	}
-	if given("service-account-signing-endpoint") { // tokens are signed elsewhere
+	if isSet("service-account-signing-endpoint") { // tokens are signed elsewhere
 		delete(settings, "service-account-key-file")
 		delete(settings, "service-account-signing-key-file")
 	}
-	if given("client-ca-file") { // the cluster's PKI is another, and who signed for its kubelets is not known
+	if isSet("client-ca-file") { // the cluster's PKI is another, and who signed for its kubelets is not known
 		delete(settings, kubeletCA)
 	}
 	return settings
@@ -138,7 +138,7 @@ func (l *layout) settings(name string) map[string]any {
 	}
 	switch name {
 	case "registry":
-		return with(requestHeader, map[string]any{
+		return merge(requestHeader, map[string]any{
 			"service-account-signing-key-file": p("sa.key"),
 			"service-account-issuer":           issuer,
 			"secure-port":                      l.port,
@@ -151,7 +151,7 @@ func (l *layout) settings(name string) map[string]any {
 			kubeletCA:                          p("ca.crt"),
 		})
 	case "authn":
-		return with(requestHeader, map[string]any{
+		return merge(requestHeader, map[string]any{
 			"service-account-key-file":       p("sa.pub"),
 			"service-account-issuer":         issuer,
 			"requestheader-allowed-names":    "front-proxy-client",
@@ -171,7 +171,7 @@ func (l *layout) settings(name string) map[string]any {
 			"enable-admission-plugins": nodeRestriction, // as kubeadm sets it up
 		}
 	case "gateway":
-		return with(requestHeader, map[string]any{
+		return merge(requestHeader, map[string]any{
 			"tls-cert-file":                 p("apiserver.crt"),
 			"tls-private-key-file":          p("apiserver.key"),
 			"services-tls-cert-file":        p("inner-gateway.crt"),

@@ -91,13 +91,13 @@ func (o *output) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// lastWords returns the text after the last line that begins with prefix, without the prefix and to the end of the
+// lastError returns the text after the last line that begins with prefix, without the prefix and to the end of the
 // output: joined errors have several lines. It is empty if no line begins so.
-func (o *output) lastWords(prefix string) string {
-	said := "\n" + string(o.end)
-	at := strings.LastIndex(said, "\n"+prefix)
-	if at < 0 {
+func (o *output) lastError(prefix string) string {
+	text := "\n" + string(o.end)
+	index := strings.LastIndex(text, "\n"+prefix)
+	if index < 0 {
 		return ""
 	}
-	return strings.TrimSpace(said[at+1+len(prefix):])
+	return strings.TrimSpace(text[index+1+len(prefix):])
 }

@@ -120,7 +120,7 @@ func TestRestartsLeaveNoGoroutine(t *testing.T) {
 }
 
 // A process gives as the reason for its end what follows its name, on one line or several.
-func TestTheLastWordsOfAProcess(t *testing.T) {
+func TestLastError(t *testing.T) {
 	for text, want := range map[string]string{
 		"":                            "",
 		"a line\n":                    "",
@@ -131,7 +131,7 @@ func TestTheLastWordsOfAProcess(t *testing.T) {
 	} {
 		out := &output{file: io.Discard}
 		_, _ = io.WriteString(out, text)
-		if got := out.lastWords("watershed authn: "); got != want {
+		if got := out.lastError("watershed authn: "); got != want {
 			t.Errorf("%q: %q, want %q", text, got, want)
 		}
 	}

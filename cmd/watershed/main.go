@@ -7,7 +7,7 @@ import (
 	"os"
 
 	"watershed.dev/cmd/certgen"
-	"watershed.dev/cmd/stores"
+	"watershed.dev/cmd/embedded"
 	"watershed.dev/cmd/xds"
 	"watershed.dev/platform/process"
 	"watershed.dev/platform/version"
@@ -36,7 +36,7 @@ func main() {
 		fmt.Fprint(os.Stderr, usage)
 		os.Exit(2)
 	}
-	process.PaceCollector()
+	process.PaceGC()
 	command, args := os.Args[1], os.Args[2:]
 	var err error
 	switch command {
@@ -45,9 +45,9 @@ func main() {
 	case "split":
 		err = split(args)
 	case "etcd":
-		err = stores.EtcdCommand("watershed etcd", args)
+		err = embedded.EtcdCommand("watershed etcd", args)
 	case "nats":
-		err = stores.NATSCommand("watershed nats", args)
+		err = embedded.NATSCommand("watershed nats", args)
 	case "certgen":
 		err = certgen.Command("watershed certgen", args)
 	case "xds":

@@ -34,7 +34,7 @@ func migrateCommand(args []string) error {
 		"Where Watershed will keep its event log and its own certificates.",
 	)
 	if err := config.Load(fs, args); err != nil {
-		return process.Help(err)
+		return process.ExitOnHelp(err)
 	}
 	if *from == "" {
 		return errors.New("--from is required: the path of kube-apiserver's static pod manifest")
@@ -43,19 +43,19 @@ func migrateCommand(args []string) error {
 	if err != nil {
 		return fmt.Errorf("--from %q: %w", *from, err)
 	}
-	given, err := flagsOf(text)
+	flags, err := flagsOf(text)
 	if err != nil {
 		return fmt.Errorf("--from %q: %w", *from, err)
 	}
 	m := &migration{flags: newUpFlags().FlagSet, settings: map[string]any{"data-dir": *dataDir}}
-	for _, name := range slices.Sorted(maps.Keys(given)) {
-		m.take(name, given[name])
+	for _, name := range slices.Sorted(maps.Keys(flags)) {
+		m.convert(name, flags[name])
 	}
-	m.differ(given)
+	m.setDefaults(flags)
 	if len(m.blocked) > 0 {
 		return fmt.Errorf("%s cannot be served from here:\n  %s", *from, strings.Join(m.blocked, "\n  "))
 	}
-	for _, line := range m.left {
+	for _, line := range m.omitted {
 		fmt.Fprintln(os.Stderr, "watershed migrate: left out:", line)
 	}
 	return m.print(os.Stdout, *from)
@@ -95,7 +95,7 @@ func flagsOf(manifest []byte) (map[string][]string, error) {
 	if len(words) > 0 && path.Base(words[0]) == "kube-apiserver" {
 		words = words[1:]
 	}
-	given := map[string][]string{}
+	flags := map[string][]string{}
 	for len(words) > 0 {
 		name, value, err := nextFlag(&words)
 		if err != nil {
@@ -105,9 +105,9 @@ func flagsOf(manifest []byte) (map[string][]string, error) {
 		for i := range paths {
 			paths[i] = pod.onHost(c, paths[i])
 		}
-		given[name] = append(given[name], strings.Join(paths, ","))
+		flags[name] = append(flags[name], strings.Join(paths, ","))
 	}
-	return given, nil
+	return flags, nil
 }
 
 // flagName is what a flag's name may be.
@@ -153,9 +153,9 @@ func (p *staticPod) onHost(c container, value string) string {
 			}
 		}
 	}
-	for at := range mounted {
-		if (value == at || strings.HasPrefix(value, strings.TrimSuffix(at, "/")+"/")) && len(at) > len(best) {
-			best = at
+	for mountPath := range mounted {
+		if (value == mountPath || strings.HasPrefix(value, strings.TrimSuffix(mountPath, "/")+"/")) && len(mountPath) > len(best) {
+			best = mountPath
 		}
 	}
 	if best == "" {
@@ -168,27 +168,27 @@ func (p *staticPod) onHost(c container, value string) string {
 type migration struct {
 	flags    *pflag.FlagSet
 	settings map[string]any
-	// left are flags that are not offered, blocked those without which the cluster cannot be served, and differs what
+	// omitted are flags that are not offered, blocked those without which the cluster cannot be served, and differs what
 	// is set because kube-apiserver's default is another, or is to be known.
-	left, blocked, differs []string
+	omitted, blocked, differences []string
 }
 
-// take takes a flag's values over, or says why not.
-func (m *migration) take(name string, values []string) {
+// convert takes a flag's values over, or says why not.
+func (m *migration) convert(name string, values []string) {
 	line := fmt.Sprintf("--%s %q", name, strings.Join(values, ","))
 	f := m.flags.Lookup(name)
 	if f == nil {
-		why, known := config.AbsentFlag(name)
+		unsupported, known := config.Unsupported(name)
 		switch {
 		case !known:
 			m.blocked = append(
 				m.blocked,
 				line+": kube-apiserver 1.36 has no such flag; is the manifest another version's?",
 			)
-		case why.Blocks:
-			m.blocked = append(m.blocked, line+": "+why.Why)
-		case why.Neutral == "" || values[len(values)-1] != why.Neutral:
-			m.left = append(m.left, line+": "+why.Why)
+		case unsupported.BlocksMigration:
+			m.blocked = append(m.blocked, line+": "+unsupported.Reason)
+		case unsupported.NoopValue == "" || values[len(values)-1] != unsupported.NoopValue:
+			m.omitted = append(m.omitted, line+": "+unsupported.Reason)
 		}
 		return
 	}
@@ -207,7 +207,7 @@ func valueOf(f *pflag.Flag, values []string) any {
 	if s, ok := f.Value.(pflag.SliceValue); ok {
 		return s.GetSlice()
 	}
-	if len(values) > 1 && config.Adds(f) {
+	if len(values) > 1 && config.Accumulates(f) {
 		return values
 	}
 	switch f.Value.Type() {
@@ -223,13 +223,13 @@ func valueOf(f *pflag.Flag, values []string) any {
 	return last
 }
 
-// differ sets what kube-apiserver takes where nothing is said and `up` does not, and says what else is other.
-func (m *migration) differ(given map[string][]string) {
+// setDefaults sets what kube-apiserver takes where nothing is said and `up` does not, and says what else is other.
+func (m *migration) setDefaults(flags map[string][]string) {
 	for _, d := range []struct {
 		name, unless string
 		value        any
 	}{
-		{"authorization-mode", "authorization-config", []string{allowsEverybody}},
+		{"authorization-mode", "authorization-config", []string{alwaysAllow}},
 		{"service-cluster-ip-range", "", "10.0.0.0/24"},
 		{"allow-privileged", "", false},
 		{"enable-admission-plugins", "", []string{}},
@@ -240,10 +240,10 @@ func (m *migration) differ(given map[string][]string) {
 		{"requestheader-group-headers", "", []string{}},
 		{"requestheader-extra-headers-prefix", "", []string{}},
 	} {
-		if given[d.name] == nil && given[cmp.Or(d.unless, d.name)] == nil {
+		if flags[d.name] == nil && flags[cmp.Or(d.unless, d.name)] == nil {
 			m.settings[d.name] = d.value
-			m.differs = append(
-				m.differs,
+			m.differences = append(
+				m.differences,
 				fmt.Sprintf("--%s is not given: kube-apiserver's default, %v, is not `up`'s", d.name, d.value),
 			)
 		}
@@ -254,20 +254,20 @@ func (m *migration) differ(given map[string][]string) {
 		{"service-account-signing-key-file", "tokens are signed with a key of the data directory"},
 		{"etcd-servers", "an etcd of its own runs in the data directory, which is empty"},
 	} {
-		if given[d.name] == nil {
-			m.differs = append(m.differs, fmt.Sprintf("--%s is not given: %s", d.name, d.instead))
+		if flags[d.name] == nil {
+			m.differences = append(m.differences, fmt.Sprintf("--%s is not given: %s", d.name, d.instead))
 		}
 	}
-	if modes, ok := m.settings["authorization-mode"].([]string); ok && slices.Contains(modes, allowsEverybody) {
+	if modes, ok := m.settings["authorization-mode"].([]string); ok && slices.Contains(modes, alwaysAllow) {
 		m.settings["anonymous-auth"] = false
-		m.differs = append(
-			m.differs,
+		m.differences = append(
+			m.differences,
 			"--authorization-mode AlwaysAllow: anonymous requests are turned away, as kube-apiserver does",
 		)
 	}
 	for _, name := range []string{"admission-control-config-file", "egress-selector-config-file"} {
-		if given[name] != nil {
-			m.differs = append(m.differs,
+		if flags[name] != nil {
+			m.differences = append(m.differences,
 				fmt.Sprintf("the files that --%s names are read as they are: their paths are to be the host's", name))
 		}
 	}
@@ -275,7 +275,7 @@ func (m *migration) differ(given map[string][]string) {
 
 // print writes the settings, with what an operator is to know as comments.
 func (m *migration) print(w io.Writer, from string) error {
-	say := func(head string, lines []string) {
+	writeSection := func(head string, lines []string) {
 		if len(lines) == 0 {
 			return
 		}
@@ -287,8 +287,8 @@ func (m *migration) print(w io.Writer, from string) error {
 	fmt.Fprintf(w, "# Settings for `watershed up --config FILE`, from %q.\n", from)
 	fmt.Fprintf(w, "# Move the manifest out of its directory, wait until its port is free, and start Watershed;\n"+
 		"# to go back stop Watershed, and move the manifest back.\n")
-	say("Differs:", m.differs)
-	say("Not offered, and left out:", m.left)
+	writeSection("Differs:", m.differences)
+	writeSection("Not offered, and left out:", m.omitted)
 	b, err := yaml.Marshal(m.settings)
 	if err == nil {
 		_, err = w.Write(b)

@@ -38,9 +38,9 @@ func migrated(t *testing.T, args ...string) *migration {
 	}
 	m := &migration{flags: newUpFlags().FlagSet, settings: map[string]any{"data-dir": t.TempDir()}}
 	for name, values := range given {
-		m.take(name, values)
+		m.convert(name, values)
 	}
-	m.differ(given)
+	m.setDefaults(given)
 	return m
 }
 
@@ -66,8 +66,8 @@ func TestAManifestBecomesSettings(t *testing.T) {
 		"--tls-cert-file=/etc/kubernetes/pkix/x",
 	)
 	var out strings.Builder
-	if err := m.print(&out, "m.yaml"); err != nil || len(m.blocked)+len(m.left) > 0 {
-		t.Fatal(err, m.blocked, m.left)
+	if err := m.print(&out, "m.yaml"); err != nil || len(m.blocked)+len(m.omitted) > 0 {
+		t.Fatal(err, m.blocked, m.omitted)
 	}
 	path := filepath.Join(t.TempDir(), "settings.yaml")
 	if err := os.WriteFile(path, []byte(out.String()), 0o600); err != nil {
@@ -100,13 +100,13 @@ func TestAManifestBecomesSettings(t *testing.T) {
 			t.Errorf("--%s %q, not %q", name, got, want)
 		}
 	}
-	if len(m.differs) != 11 { // the nine defaults, nobody but who is known, and a signing key
-		t.Errorf("%q", m.differs)
+	if len(m.differences) != 11 { // the nine defaults, nobody but who is known, and a signing key
+		t.Errorf("%q", m.differences)
 	}
 }
 
 // What is not offered is said; what the cluster cannot be served without is no settings at all.
-func TestWhatIsNotOfferedIsSaid(t *testing.T) {
+func TestUnsupportedFlagsAreReported(t *testing.T) {
 	for arg, want := range map[string]string{
 		"--storage-backend=etcd3":          "",
 		"--storage-backend=etcd9":          "left",
@@ -116,17 +116,17 @@ func TestWhatIsNotOfferedIsSaid(t *testing.T) {
 		"--no-such-flag=x":                 "blocked",
 	} {
 		m, got := migrated(t, arg), ""
-		if len(m.left) > 0 {
+		if len(m.omitted) > 0 {
 			got += "left"
 		}
 		if len(m.blocked) > 0 {
 			got += "blocked"
 		}
 		if got != want {
-			t.Errorf("%s is %q, not %q: %q %q", arg, got, want, m.left, m.blocked)
+			t.Errorf("%s is %q, not %q: %q %q", arg, got, want, m.omitted, m.blocked)
 		}
 	}
-	for what, text := range map[string]string{
+	for name, text := range map[string]string{
 		"no container kube-apiserver": "spec: {containers: [{name: x}]}",
 		"is no flag":                  "spec: {containers: [{name: kube-apiserver, command: [sh, -c, kube-apiserver]}]}",
 		"only the kubelet knows this": "spec: {containers: [{command: [kube-apiserver, --advertise-address=$(HOST_IP)]}]}",
@@ -135,7 +135,7 @@ func TestWhatIsNotOfferedIsSaid(t *testing.T) {
 		"is no flag: this":            `spec: {containers: [{command: [kube-apiserver, "--audit-x\rauthorization-mode: x"]}]}`,
 		"it has no container":         "",
 	} {
-		if _, err := flagsOf([]byte(text)); err == nil || !strings.Contains(err.Error(), what) {
+		if _, err := flagsOf([]byte(text)); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("%q: %v", text, err)
 		}
 	}

@@ -10,11 +10,11 @@ import (
 
 // Whoever may call a method of a service's is connected to the service, and nobody else is (rpc.Callers); each service
 // comes after those that it calls.
-func TestModulesCallWhatTheyMay(t *testing.T) {
+func TestModulesDependOnAllowedServices(t *testing.T) {
 	// offered is which service offers a contract, where the two names differ.
 	offered := map[string]string{"/watershed.watchfanout.v1.InternalWatch": "registry"}
 	allowed := map[string][]string{}
-	for method, callers := range rpc.Callers {
+	for method, callers := range rpc.AllowedClients {
 		contract := method[:strings.LastIndexByte(method, '/')]
 		if !strings.HasPrefix(contract, "/watershed.") {
 			continue // of the xDS server, which is no service
@@ -28,17 +28,17 @@ func TestModulesCallWhatTheyMay(t *testing.T) {
 				allowed[c] = append(allowed[c], callee)
 			}
 		}
-		if m := moduleOf(callee); m == nil || !m.Serves {
+		if m := moduleOf(callee); m == nil || !m.ServesRPC {
 			t.Errorf("%s is offered by no module", method)
 		}
 	}
 	var before []string
 	for _, m := range modules {
-		calls, may := slices.Sorted(slices.Values(m.Calls)), slices.Sorted(slices.Values(allowed[m.Name]))
+		calls, may := slices.Sorted(slices.Values(m.DependsOn)), slices.Sorted(slices.Values(allowed[m.Name]))
 		if !slices.Equal(calls, may) {
 			t.Errorf("%s calls %v, and may call %v", m.Name, calls, may)
 		}
-		for _, c := range m.Calls {
+		for _, c := range m.DependsOn {
 			if !slices.Contains(before, c) {
 				t.Errorf("%s comes before %s, which it calls", m.Name, c)
 			}

@@ -19,7 +19,7 @@ func (s *splitRun) plan() ([]*child, error) {
 	if err != nil {
 		return nil, err
 	}
-	take := func() string {
+	nextAddress := func() string {
 		p := ports[0]
 		ports = ports[1:]
 		return fmt.Sprintf("127.0.0.1:%d", p)
@@ -27,24 +27,24 @@ func (s *splitRun) plan() ([]*child, error) {
 	addresses := map[string][]string{}
 	for name, n := range s.counts {
 		for range n {
-			if m := moduleOf(name); m == nil || m.Serves {
-				addresses[name] = append(addresses[name], s.rpcAddress(name, len(addresses[name]), take()))
+			if m := moduleOf(name); m == nil || m.ServesRPC {
+				addresses[name] = append(addresses[name], s.rpcAddress(name, len(addresses[name]), nextAddress()))
 			}
 		}
 	}
 	var all []*child
 	add := func(command string, n int, debug string, settings map[string]any) error {
-		p, err := s.planned(command, n, debug, settings)
+		p, err := s.planProcess(command, n, debug, settings)
 		all = append(all, p)
 		return err
 	}
 	s.addresses = addresses
-	if err := s.planStores(addresses, take, add); err != nil {
+	if err := s.planStores(addresses, nextAddress, add); err != nil {
 		return nil, err
 	}
 	for n := range s.counts["xds"] {
 		debug := s.debugSocket("xds", n)
-		if err := add("xds", n, debug, with(s.identitySettings("xds"), s.told["xds"], map[string]any{
+		if err := add("xds", n, debug, merge(s.identitySettings("xds"), s.fromCommandLine["xds"], map[string]any{
 			"rpc-address":   addresses["xds"][n],
 			"debug-address": debug,
 			"replicas-file": s.replicasFile(),
@@ -56,10 +56,10 @@ func (s *splitRun) plan() ([]*child, error) {
 	for _, m := range modules {
 		for n := range s.counts[m.Name] {
 			address := ""
-			if m.Serves {
+			if m.ServesRPC {
 				address = addresses[m.Name][n]
 			}
-			p, err := s.plannedService(m, n, address)
+			p, err := s.planService(m, n, address)
 			if err != nil {
 				return nil, err
 			}
@@ -69,8 +69,8 @@ func (s *splitRun) plan() ([]*child, error) {
 	return all, s.writeReplicas()
 }
 
-// planned is a process with its configuration written.
-func (s *splitRun) planned(command string, n int, debug string, settings map[string]any) (*child, error) {
+// planProcess is a process with its configuration written.
+func (s *splitRun) planProcess(command string, n int, debug string, settings map[string]any) (*child, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -91,27 +91,27 @@ func (s *splitRun) planned(command string, n int, debug string, settings map[str
 	return p, writeYAML(p.config, settings)
 }
 
-// plannedService is the n-th process of a service, which serves on address.
-func (s *splitRun) plannedService(m *process.Module, n int, address string) (*child, error) {
+// planService is the n-th process of a service, which serves on address.
+func (s *splitRun) planService(m *process.Module, n int, address string) (*child, error) {
 	debug := s.debugSocket(m.Name, n)
-	settings := with(s.serviceSettings(m, s.addresses), map[string]any{"debug-address": debug})
-	if m.Serves {
+	settings := merge(s.serviceSettings(m, s.addresses), map[string]any{"debug-address": debug})
+	if m.ServesRPC {
 		settings["rpc-address"] = address
 	}
 	if path, ok := settings[auditLogPath].(string); ok {
-		settings[auditLogPath] = ofProcess(path, n)
+		settings[auditLogPath] = perProcessPath(path, n)
 	}
-	if len(m.Calls) > 0 {
+	if len(m.DependsOn) > 0 {
 		settings["xds-servers"] = strings.Join(s.addresses["xds"], ",")
 		settings["xds-cache-dir"] = filepath.Join(s.dir, "xds", fmt.Sprintf("%s-%d", m.Name, n))
 	}
-	return s.planned(m.Name, n, debug, settings)
+	return s.planProcess(m.Name, n, debug, settings)
 }
 
 const auditLogPath = "audit-log-path"
 
-// ofProcess is the n-th gateway's own audit log, audit-1.log beside audit.log: two processes cannot rotate one file.
-func ofProcess(path string, n int) string {
+// perProcessPath is the n-th gateway's own audit log, audit-1.log beside audit.log: two processes cannot rotate one file.
+func perProcessPath(path string, n int) string {
 	if n == 0 || path == "-" {
 		return path
 	}
@@ -138,7 +138,7 @@ func (s *splitRun) replicasFile() string { return filepath.Join(s.dir, "xds", "r
 func (s *splitRun) writeReplicas() error {
 	all := map[string]any{}
 	for _, m := range modules {
-		if m.Serves {
+		if m.ServesRPC {
 			all[m.Name] = s.addresses[m.Name]
 		}
 	}
@@ -150,16 +150,16 @@ func (s *splitRun) writeReplicas() error {
 
 // serviceSettings are what every process of a service is told.
 func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]string) map[string]any {
-	told := func(flag string) any {
-		for _, of := range s.told {
-			if v := of[flag]; v != nil {
+	fromCommandLine := func(flag string) any {
+		for _, flags := range s.fromCommandLine {
+			if v := flags[flag]; v != nil {
 				return v
 			}
 		}
 		return nil
 	}
-	settings := with(s.settingsBeside(m.Name, told), s.identitySettings(m.Name), s.told[m.Name])
-	for _, peer := range m.Calls {
+	settings := merge(s.settingsFor(m.Name, fromCommandLine), s.identitySettings(m.Name), s.fromCommandLine[m.Name])
+	for _, peer := range m.DependsOn {
 		settings[peer+"-addresses"] = strings.Join(addresses[peer], ",")
 	}
 	switch m.Name {
@@ -179,11 +179,11 @@ func (s *splitRun) serviceSettings(m *process.Module, addresses map[string][]str
 }
 
 // planStores configures the members of etcd and the servers of NATS: each the only one, or a cluster.
-func (s *splitRun) planStores(addresses map[string][]string, take func() string,
+func (s *splitRun) planStores(addresses map[string][]string, nextAddress func() string,
 	add func(string, int, string, map[string]any) error) error {
 	peers := func(name string) (own []string) {
 		for range s.counts[name] {
-			own = append(own, take())
+			own = append(own, nextAddress())
 		}
 		return own
 	}
@@ -193,18 +193,18 @@ func (s *splitRun) planStores(addresses map[string][]string, take func() string,
 		initial = append(initial, fmt.Sprintf("etcd-%d=https://%s", n, m))
 	}
 	for n, address := range addresses["etcd"] {
-		metrics, dir := "http://"+take(), "etcd"
+		metrics, dir := "http://"+nextAddress(), "etcd"
 		settings := map[string]any{"listen-client-urls": "https://" + address, "listen-metrics-urls": metrics}
 		if len(members) > 1 {
 			dir = fmt.Sprintf("etcd-%d", n)
-			settings = with(settings, map[string]any{
+			settings = merge(settings, map[string]any{
 				"name":             dir,
 				"listen-peer-urls": "https://" + members[n],
 				"initial-cluster":  strings.Join(initial, ","),
 			})
 		}
 		settings["data-dir"] = filepath.Join(s.dir, dir)
-		if err := add("etcd", n, metrics+"/metrics", with(s.identitySettings("etcd"), settings)); err != nil {
+		if err := add("etcd", n, metrics+"/metrics", merge(s.identitySettings("etcd"), settings)); err != nil {
 			return err
 		}
 	}
@@ -212,14 +212,14 @@ func (s *splitRun) planStores(addresses map[string][]string, take func() string,
 		dir, settings := "nats", map[string]any{"listen-address": address, "jetstream-key-file": s.pki.JetStreamKey()}
 		if len(routes) > 1 {
 			dir = fmt.Sprintf("nats-%d", n)
-			settings = with(settings, map[string]any{
+			settings = merge(settings, map[string]any{
 				"name":                   dir,
 				"cluster-listen-address": routes[n],
 				"cluster-routes":         strings.Join(routes, ","),
 			})
 		}
 		settings["data-dir"] = filepath.Join(s.dir, dir)
-		if err := add("nats", n, "", with(s.identitySettings("nats"), settings)); err != nil {
+		if err := add("nats", n, "", merge(s.identitySettings("nats"), settings)); err != nil {
 			return err
 		}
 	}
@@ -241,7 +241,7 @@ func total(counts map[string]int) (n int) {
 	return n
 }
 
-func with(all ...map[string]any) map[string]any {
+func merge(all ...map[string]any) map[string]any {
 	out := map[string]any{}
 	for _, m := range all {
 		maps.Copy(out, m)

@@ -42,7 +42,7 @@ func scaleCommand(args []string) error {
 		flags = append(flags, a)
 	}
 	if err := config.Load(fs, flags); err != nil {
-		return process.Help(err)
+		return process.ExitOnHelp(err)
 	}
 	if len(to) == 0 {
 		return errors.New("say what to scale: watershed split scale watchfanout=4")
@@ -101,8 +101,8 @@ func (s *splitRun) serveControl(ctx context.Context) error {
 	return nil
 }
 
-// toldWithin is how long it takes until everybody knows of a change of the replicas' file.
-const toldWithin = 2 * xds.FilePeriod
+// propagationDelay is how long it takes until everybody knows of a change of the replicas' file.
+const propagationDelay = 2 * xds.FilePeriod
 
 // scale has a service run in a number of processes. A process that comes is told of once it has been started, and takes
 // calls once its health says so; one that goes is struck from the replicas first, and told to stop once that is known:
@@ -127,38 +127,38 @@ func (s *splitRun) scale(name, number string) error {
 // step brings a service one process nearer to n. Nothing is waited for under the lock.
 func (s *splitRun) step(m *process.Module, n int) (done bool, err error) {
 	s.mu.Lock()
-	var gone *child
+	var removed *child
 	switch count := s.counts[m.Name]; {
 	case count < n:
-		err = s.more(m)
+		err = s.scaleUp(m)
 	case count > n:
-		gone, err = s.fewer(m)
+		removed, err = s.scaleDown(m)
 	default:
 		done = true
 	}
 	s.mu.Unlock()
-	if gone != nil {
-		time.Sleep(toldWithin)
-		gone.stop()
-		err = errors.Join(err, os.Remove(gone.config))
+	if removed != nil {
+		time.Sleep(propagationDelay)
+		removed.stop()
+		err = errors.Join(err, os.Remove(removed.config))
 	}
 	return done, err
 }
 
-func (s *splitRun) more(m *process.Module) error {
+func (s *splitRun) scaleUp(m *process.Module) error {
 	address := ""
-	if m.Serves {
+	if m.ServesRPC {
 		ports, err := freePorts(1)
 		if err != nil {
 			return err
 		}
 		address = s.rpcAddress(m.Name, s.counts[m.Name], fmt.Sprintf("127.0.0.1:%d", ports[0]))
 	}
-	p, err := s.plannedService(m, s.counts[m.Name], address)
+	p, err := s.planService(m, s.counts[m.Name], address)
 	if err != nil {
 		return err
 	}
-	if m.Serves {
+	if m.ServesRPC {
 		s.addresses[m.Name] = append(s.addresses[m.Name], address)
 	}
 	s.counts[m.Name]++
@@ -167,11 +167,11 @@ func (s *splitRun) more(m *process.Module) error {
 	return s.writeReplicas()
 }
 
-// fewer strikes a service's last process from what is told and run, and answers it, to be stopped.
-func (s *splitRun) fewer(m *process.Module) (*child, error) {
+// scaleDown strikes a service's last process from what is told and run, and answers it, to be stopped.
+func (s *splitRun) scaleDown(m *process.Module) (*child, error) {
 	left := s.counts[m.Name] - 1
 	before := s.addresses[m.Name]
-	if m.Serves {
+	if m.ServesRPC {
 		s.addresses[m.Name] = before[:left:left]
 	}
 	if err := s.writeReplicas(); err != nil {

@@ -65,7 +65,7 @@ func split(args []string) error {
 	logs.addFlags(fs)
 	services := newSplitFlags(fs)
 	if err := config.Load(fs, args); err != nil {
-		return process.Help(err)
+		return process.ExitOnHelp(err)
 	}
 	counts, err := replicaCounts(*replicas)
 	if err != nil {
@@ -80,12 +80,12 @@ func split(args []string) error {
 	}
 	defer l.close()
 	s := &splitRun{
-		layout:  l,
-		counts:  counts,
-		told:    services.told(fs),
-		bind:    *bind,
-		network: *network,
-		spawn:   make(spawner),
+		layout:          l,
+		counts:          counts,
+		fromCommandLine: services.fromCommandLine(fs),
+		bind:            *bind,
+		network:         *network,
+		spawn:           make(spawner),
 	}
 	processes, err := s.plan()
 	if err != nil {
@@ -102,7 +102,7 @@ func split(args []string) error {
 
 // defaultNetwork is that of --rpc-network.
 func defaultNetwork() string {
-	if rpc.SocketsWork {
+	if rpc.SocketsSupported {
 		return "unix"
 	}
 	return "tcp"
@@ -123,7 +123,7 @@ func replicaCounts(replicas map[string]int) (map[string]int, error) {
 
 // run starts every process, and again what dies, until it is told to stop or a process refuses to start.
 func (s *splitRun) run(processes []*child, began time.Time) error {
-	ctx, cancel := lifecycle.Signalled()
+	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
 	go s.spawn.run()
 	go s.pki.Renew(ctx)
@@ -132,8 +132,8 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	starting, refused := context.WithCancelCause(ctx)
 	defer refused(nil)
 	for _, p := range processes {
-		p.refused = func(why error) bool {
-			refused(why)
+		p.onRefused = func(reason error) bool {
+			refused(reason)
 			return !s.started.Load()
 		}
 		p.start(s.spawn)
@@ -141,7 +141,7 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 	defer func() {
 		s.mu.Lock() // nothing is scaled any more
 		for _, p := range s.processes {
-			p.leave()
+			p.disableRestart()
 		}
 		for _, p := range slices.Backward(s.processes) {
 			p.stop()
@@ -165,9 +165,9 @@ func (s *splitRun) run(processes []*child, began time.Time) error {
 type splitRun struct {
 	*layout
 	counts map[string]int
-	// told is what the command was told for the processes of each service, and of "xds".
-	told map[string]map[string]any
-	bind string
+	// fromCommandLine is what the command was told for the processes of each service, and of "xds".
+	fromCommandLine map[string]map[string]any
+	bind            string
 	// network is "unix" or "tcp": how services are reached.
 	network string
 	spawn   spawner

@@ -38,7 +38,7 @@ func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...s
 	if err := fs.Parse(append([]string{"--v=2"}, flags...)); err != nil {
 		t.Fatal(err)
 	}
-	s := &splitRun{layout: l, counts: counts, told: services.told(fs), bind: "127.0.0.1", network: network}
+	s := &splitRun{layout: l, counts: counts, fromCommandLine: services.fromCommandLine(fs), bind: "127.0.0.1", network: network}
 	processes, err := s.plan()
 	if err != nil {
 		t.Fatal(err)
@@ -48,7 +48,7 @@ func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...s
 
 // A process that says twice why it does not run is given up where nobody wants it otherwise; one that panics, is killed
 // or says something else is started again.
-func TestWhatIsNotStartedAgain(t *testing.T) {
+func TestRefusedProcessesAreNotRestarted(t *testing.T) {
 	spawn := make(spawner)
 	go spawn.run()
 	t.Cleanup(func() { close(spawn) })
@@ -66,15 +66,15 @@ func TestWhatIsNotStartedAgain(t *testing.T) {
 			t.Parallel()
 			dir := t.TempDir()
 			runs := filepath.Join(dir, "runs")
-			told := make(chan error, 10)
+			errs := make(chan error, 10)
 			p := &child{
 				name: "x-0", dir: dir, command: "x", program: "/bin/sh",
-				args:    []string{"-c", "echo >> " + runs + "; " + c.script},
-				refused: func(why error) bool { told <- why; return true },
+				args:      []string{"-c", "echo >> " + runs + "; " + c.script},
+				onRefused: func(why error) bool { errs <- why; return true },
 			}
 			p.start(spawn)
 			if c.once {
-				if why := <-told; why.Error() != "x-0: why" {
+				if why := <-errs; why.Error() != "x-0: why" {
 					t.Errorf("it is told %q", why)
 				}
 				<-p.done
@@ -89,8 +89,8 @@ func TestWhatIsNotStartedAgain(t *testing.T) {
 				}
 			}
 			p.stop()
-			if len(told) > 0 {
-				t.Errorf("it was given up: %v", <-told)
+			if len(errs) > 0 {
+				t.Errorf("it was given up: %v", <-errs)
 			}
 		})
 	}
@@ -110,21 +110,21 @@ func settingsIn(t *testing.T, file string) map[string]any {
 }
 
 // Every process is told where those are that its service calls, who it is, and nothing that it does not know.
-func TestWhatEveryProcessIsTold(t *testing.T) {
+func TestProcessSettings(t *testing.T) {
 	var names, addresses []string
-	of := map[string]map[string]any{}
+	values := map[string]map[string]any{}
 	for _, p := range plannedSplit(t, map[string]int{"watchfanout": 3, "etcd": 3}) {
 		names = append(names, p.name)
-		of[p.name] = settingsIn(t, p.config)
+		values[p.name] = settingsIn(t, p.config)
 		m := moduleOf(p.command)
 		if m == nil { // etcd or NATS
 			continue
 		}
-		settings := of[p.name]
+		settings := values[p.name]
 		if a, ok := settings["rpc-address"].(string); ok {
 			addresses = append(addresses, a)
 		}
-		for _, peer := range m.Calls {
+		for _, peer := range m.DependsOn {
 			if all, _ := settings[peer+"-addresses"].(string); all == "" {
 				t.Errorf("%s is not told where %s is", p.name, peer)
 			}
@@ -147,10 +147,10 @@ func TestWhatEveryProcessIsTold(t *testing.T) {
 	if n := len(slices.Compact(addresses)); n != 8 {
 		t.Errorf("%d addresses of 8 servers: %q", n, addresses)
 	}
-	if got := strings.Count(of["gateway-0"]["watchfanout-addresses"].(string), ","); got != 2 {
-		t.Errorf("a gateway knows %v", of["gateway-0"]["watchfanout-addresses"])
+	if got := strings.Count(values["gateway-0"]["watchfanout-addresses"].(string), ","); got != 2 {
+		t.Errorf("a gateway knows %v", values["gateway-0"]["watchfanout-addresses"])
 	}
-	if got := of["etcd-1"]["initial-cluster"].(string); strings.Count(got, "https://") != 3 {
+	if got := values["etcd-1"]["initial-cluster"].(string); strings.Count(got, "https://") != 3 {
 		t.Errorf("a member knows %s", got)
 	}
 }
@@ -179,7 +179,7 @@ func TestServicesAreAtSocketsOrPorts(t *testing.T) {
 }
 
 // What a flag makes wrong of what the directory says is left out.
-func TestWhatFlagsMakeWrongIsLeftOut(t *testing.T) {
+func TestConflictingSettingsAreOmitted(t *testing.T) {
 	const plugins, keys = "enable-admission-plugins", "service-account-key-file"
 	for flag, left := range map[string]map[string]bool{
 		"": {plugins: true, keys: true, kubeletCA: true},
@@ -208,12 +208,12 @@ func TestWhatFlagsMakeWrongIsLeftOut(t *testing.T) {
 
 // Split hands each service the flags that are its own, and what follows from them.
 func TestSplitHandsFlagsOn(t *testing.T) {
-	of := map[string]map[string]any{}
+	settings := map[string]map[string]any{}
 	for _, p := range plannedSplit(t, nil, "--authorization-mode=RBAC,AlwaysAllow", "--anonymous-auth=true",
 		"--service-account-issuer=https://a", "--service-account-issuer=https://b", "--watch-ring-bytes=65536",
 		"--enable-admission-plugins=NodeRestriction", "--event-ttl=2h", "--tls-sni-cert-key=/a.crt,/a.key",
 		"--tls-sni-cert-key=/b.crt,/b.key:b.example", "--oidc-required-claim=a=b,c", "--oidc-required-claim=d=e", "--tracing-sampling-ratio=0.5") {
-		of[p.command] = settingsIn(t, p.config)
+		settings[p.command] = settingsIn(t, p.config)
 		if m := moduleOf(p.command); m != nil {
 			if err := process.CheckConfig(m, p.config); err != nil {
 				t.Errorf("%s: %v", p.name, err)
@@ -234,17 +234,17 @@ func TestSplitHandsFlagsOn(t *testing.T) {
 		{"gateway", "tls-sni-cert-key", "[/a.crt,/a.key /b.crt,/b.key:b.example]"},
 		{"authn", "oidc-required-claim", "[a=b,c d=e]"},
 	} {
-		if got := fmt.Sprint(of[want.service][want.name]); got != want.value {
+		if got := fmt.Sprint(settings[want.service][want.name]); got != want.value {
 			t.Errorf("%s: --%s %s, not %s", want.service, want.name, got, want.value)
 		}
 	}
-	if _, ok := of["gateway"]["watch-ring-bytes"]; ok {
+	if _, ok := settings["gateway"]["watch-ring-bytes"]; ok {
 		t.Error("the gateway is told what it does not know")
 	}
 }
 
 // A number of replicas that cannot be is refused by the name of its flag.
-func TestOddReplicasAreRefused(t *testing.T) {
+func TestInvalidReplicasAreRejected(t *testing.T) {
 	for _, odd := range []map[string]int{{"nobody": 1}, {"gateway": 0}, {"etcd": -1}} {
 		if _, err := replicaCounts(odd); err == nil || !strings.HasPrefix(err.Error(), "--replicas ") {
 			t.Errorf("%v: %v", odd, err)
@@ -260,16 +260,16 @@ func TestOddReplicasAreRefused(t *testing.T) {
 // said anything else.
 func TestUpHandsFlagsOn(t *testing.T) {
 	command := pflag.NewFlagSet("up", pflag.ContinueOnError)
-	all := map[string]*built{}
+	all := map[string]*service{}
 	for _, m := range modules {
-		all[m.Name] = newBuilt(m, command)
+		all[m.Name] = newService(m, command)
 	}
 	if err := command.Parse([]string{"--service-account-issuer=https://a", "--service-account-issuer=https://b",
 		"--secure-port=7443"}); err != nil {
 		t.Fatal(err)
 	}
 	for _, m := range modules {
-		if err := all[m.Name].applyFlags(command); err != nil {
+		if err := all[m.Name].copyFlags(command); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -287,7 +287,7 @@ func TestUpHandsFlagsOn(t *testing.T) {
 			t.Errorf("%s: %d, %v", name, port, err)
 		}
 	}
-	if err := all["gateway"].settle(map[string]any{"secure-port": 1, "bind-address": "192.0.2.7"}); err != nil {
+	if err := all["gateway"].applyDefaults(map[string]any{"secure-port": 1, "bind-address": "192.0.2.7"}); err != nil {
 		t.Fatal(err)
 	}
 	port, _ := all["gateway"].flags.GetInt("secure-port")
@@ -317,11 +317,11 @@ func TestKubeconfigsAreTheirOwners(t *testing.T) {
 // Each gateway has an audit log of its own.
 func TestAnAuditLogIsOneProcess(t *testing.T) {
 	for n, want := range []string{"/x/audit.log", "/x/audit-1.log", "/x/audit-2.log"} {
-		if got := ofProcess("/x/audit.log", n); got != want {
+		if got := perProcessPath("/x/audit.log", n); got != want {
 			t.Errorf("%s is not %s", got, want)
 		}
 	}
-	if got := ofProcess("-", 2); got != "-" {
+	if got := perProcessPath("-", 2); got != "-" {
 		t.Errorf("standard output became %s", got)
 	}
 }

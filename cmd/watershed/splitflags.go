@@ -9,8 +9,8 @@ import (
 	"watershed.dev/platform/telemetry"
 )
 
-// ofSplit are services' flags that split says itself, differently for each process, or for its own etcd and NATS.
-var ofSplit = []string{
+// splitOnlyFlags are services' flags that split says itself, differently for each process, or for its own etcd and NATS.
+var splitOnlyFlags = []string{
 	"debug-address", "health-address", "kubeconfig", "permit-port-sharing",
 	"etcd-servers", "etcd-certfile", "etcd-keyfile", "etcd-cafile", "nats-url", "log-replicas",
 }
@@ -25,29 +25,29 @@ func newSplitFlags(fs *pflag.FlagSet) splitFlags {
 		own := pflag.NewFlagSet(name, pflag.ContinueOnError)
 		new(telemetry.Options).AddFlags(own)
 		if m := moduleOf(name); m != nil {
-			m.Settings().AddFlags(own)
+			m.Options().AddFlags(own)
 		}
-		show(own, fs, ofSplit...)
+		addMissingFlags(own, fs, splitOnlyFlags...)
 		all[name] = own
 	}
 	return all
 }
 
-// told is what the command was told, as settings of each service.
-func (all splitFlags) told(fs *pflag.FlagSet) map[string]map[string]any {
-	told := map[string]map[string]any{}
-	for name, own := range all {
-		told[name] = map[string]any{}
-		own.VisitAll(func(f *pflag.Flag) {
-			given := fs.Lookup(f.Name)
-			if given == nil || !given.Changed || slices.Contains(ofSplit, f.Name) {
+// fromCommandLine is what the command was told, as settings of each service.
+func (all splitFlags) fromCommandLine(fs *pflag.FlagSet) map[string]map[string]any {
+	values := map[string]map[string]any{}
+	for name, flags := range all {
+		values[name] = map[string]any{}
+		flags.VisitAll(func(f *pflag.Flag) {
+			flag := fs.Lookup(f.Name)
+			if flag == nil || !flag.Changed || slices.Contains(splitOnlyFlags, f.Name) {
 				return
 			}
-			told[name][f.Name] = config.Setting(given)
+			values[name][f.Name] = config.FileValue(flag)
 		})
 	}
-	if modes, ok := told["authz"]["authorization-mode"].([]string); ok && slices.Contains(modes, allowsEverybody) {
-		told["authn"]["anonymous-auth"] = false // as kube-apiserver does, also where it is asked for
+	if modes, ok := values["authz"]["authorization-mode"].([]string); ok && slices.Contains(modes, alwaysAllow) {
+		values["authn"]["anonymous-auth"] = false // as kube-apiserver does, also where it is asked for
 	}
-	return told
+	return values
 }

@@ -35,12 +35,12 @@ func statusCommand(args []string) error {
 		"Every watchfanout replica's --debug-address, host:port or socket, in place of --data-dir.")
 	every := fs.Duration("watch", 0, "Show it again after each such time, until interrupted.")
 	if err := config.Load(fs, args); err != nil {
-		return process.Help(err)
+		return process.ExitOnHelp(err)
 	}
 	targets := *addresses
 	if len(targets) == 0 {
 		var err error
-		if targets, err = tierOf(*dataDir); err != nil {
+		if targets, err = replicaAddresses(*dataDir); err != nil {
 			return err
 		}
 	}
@@ -59,8 +59,8 @@ func statusCommand(args []string) error {
 	}
 }
 
-// tierOf finds the replicas of a data directory: `up` itself, or the processes of `split`.
-func tierOf(dir string) ([]string, error) {
+// replicaAddresses finds the replicas of a data directory: `up` itself, or the processes of `split`.
+func replicaAddresses(dir string) ([]string, error) {
 	sockets, err := process.SocketDir(dir)
 	if err != nil {
 		return nil, err

@@ -55,7 +55,7 @@ func TestStatusShowsTheTier(t *testing.T) {
 // Where nothing runs the command says what to name.
 func TestStatusOfNothing(t *testing.T) {
 	dir := t.TempDir()
-	if _, err := tierOf(dir); err == nil || !strings.Contains(err.Error(), "--data-dir") {
+	if _, err := replicaAddresses(dir); err == nil || !strings.Contains(err.Error(), "--data-dir") {
 		t.Errorf("%v", err)
 	}
 	if err := os.Mkdir(filepath.Join(dir, "config"), 0o700); err != nil {
@@ -65,7 +65,7 @@ func TestStatusOfNothing(t *testing.T) {
 	if err := os.WriteFile(file, []byte("debug-address: /x/watchfanout-0.sock\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if all, err := tierOf(dir); err != nil || len(all) != 1 || replicaName(all[0]) != "watchfanout-0" {
+	if all, err := replicaAddresses(dir); err != nil || len(all) != 1 || replicaName(all[0]) != "watchfanout-0" {
 		t.Errorf("%q, %v", all, err)
 	}
 }

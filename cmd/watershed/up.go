@@ -18,7 +18,7 @@ import (
 	"github.com/spf13/viper"
 	"google.golang.org/grpc"
 
-	"watershed.dev/cmd/stores"
+	"watershed.dev/cmd/embedded"
 	"watershed.dev/platform/config"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/process"
@@ -32,7 +32,7 @@ func up(args []string) error {
 	began := time.Now()
 	fs := newUpFlags()
 	if err := config.Load(fs.FlagSet, args); err != nil {
-		return process.Help(err)
+		return process.ExitOnHelp(err)
 	}
 	port, _ := fs.GetInt("secure-port")
 	bind, _ := fs.GetString("bind-address")
@@ -43,7 +43,7 @@ func up(args []string) error {
 	defer l.close()
 	logFile := fs.logs.open(filepath.Join(l.dir, "watershed.log"))
 	defer logFile.Close()
-	ctx, cancel := lifecycle.Signalled()
+	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
 	t := &fs.telemetry
 	flush, err := t.Start(ctx, "watershed", logFile)
@@ -58,16 +58,16 @@ func up(args []string) error {
 		layout:    l,
 		flags:     fs.FlagSet,
 		all:       fs.all,
-		transport: rpc.NewInProcess(telemetry.Traced()),
+		transport: rpc.NewInProcess(telemetry.TracingEnabled()),
 	}
-	parts, err := u.parts(t, &fs.with)
+	runners, err := u.runners(t, &fs.controllers)
 	if err != nil {
 		return err
 	}
 	go l.pki.Renew(ctx)
-	show := progress(os.Stdout)
+	show := newProgressPrinter(os.Stdout)
 	show.say("Watershed %s starts in %s", version.Release(), l.dir)
-	return lifecycle.Run(ctx, parts, show.starting, func() {
+	return lifecycle.Run(ctx, runners, show.starting, func() {
 		show.done()
 		show.say(
 			"Ready after %.1f s.\n\n  export KUBECONFIG=%s\n  kubectl get namespaces\n\nLogs are in %s. Ctrl-C stops.",
@@ -81,73 +81,73 @@ func up(args []string) error {
 // upFlags are the command's flags and those of every service.
 type upFlags struct {
 	*pflag.FlagSet
-	dataDir   string
-	hosts     []string
-	telemetry telemetry.Options
-	logs      logFiles
-	with      controllers
-	all       map[string]*built
+	dataDir     string
+	hosts       []string
+	telemetry   telemetry.Options
+	logs        logFiles
+	controllers controllers
+	all         map[string]*service
 }
 
 func newUpFlags() *upFlags {
-	fs := &upFlags{FlagSet: pflag.NewFlagSet("watershed up", pflag.ContinueOnError), all: map[string]*built{}}
+	fs := &upFlags{FlagSet: pflag.NewFlagSet("watershed up", pflag.ContinueOnError), all: map[string]*service{}}
 	fs.StringVar(&fs.dataDir, "data-dir", ".watershed",
 		"Where everything is kept: certificates, etcd, the event log, admin.kubeconfig.")
 	fs.StringSliceVar(&fs.hosts, "tls-sans", nil, "Further names and addresses for the serving certificate.")
 	fs.telemetry.AddFlags(fs.FlagSet)
 	fs.logs.addFlags(fs.FlagSet)
-	fs.with.addFlags(fs.FlagSet)
+	fs.controllers.addFlags(fs.FlagSet)
 	for _, m := range modules {
-		fs.all[m.Name] = newBuilt(m, fs.FlagSet)
+		fs.all[m.Name] = newService(m, fs.FlagSet)
 	}
 	return fs
 }
 
-// built is one service on its way.
-type built struct {
+// service is one service on its way.
+type service struct {
 	flags    *pflag.FlagSet
-	settings process.Settings
-	run      process.Service
+	options  process.Options
+	instance process.Service
 }
 
-// newBuilt gives a service flags of its own and shows those that fs lacks there.
-func newBuilt(m *process.Module, fs *pflag.FlagSet) *built {
-	b := &built{flags: pflag.NewFlagSet(m.Name, pflag.ContinueOnError), settings: m.Settings()}
-	b.settings.AddFlags(b.flags)
-	show(b.flags, fs)
+// newService gives a service flags of its own and shows those that fs lacks there.
+func newService(m *process.Module, fs *pflag.FlagSet) *service {
+	b := &service{flags: pflag.NewFlagSet(m.Name, pflag.ContinueOnError), options: m.Options()}
+	b.options.AddFlags(b.flags)
+	addMissingFlags(b.flags, fs)
 	return b
 }
 
-// show adds a service's flags to a command's that lacks them, but for some.
-func show(service, command *pflag.FlagSet, but ...string) {
+// addMissingFlags adds a service's flags to a command's that lacks them, but for some.
+func addMissingFlags(service, command *pflag.FlagSet, except ...string) {
 	service.VisitAll(func(f *pflag.Flag) {
-		if command.Lookup(f.Name) == nil && !slices.Contains(but, f.Name) {
+		if command.Lookup(f.Name) == nil && !slices.Contains(except, f.Name) {
 			command.AddFlag(f)
 		}
 	})
 }
 
-// applyFlags hands the service what the command was told. It comes before any service is told what the data directory
+// copyFlags hands the service what the command was told. It comes before any service is told what the data directory
 // says, since services share the command's flags of one name.
-func (b *built) applyFlags(command *pflag.FlagSet) error {
+func (b *service) copyFlags(command *pflag.FlagSet) error {
 	var errs []error
 	b.flags.VisitAll(func(f *pflag.Flag) {
-		given := command.Lookup(f.Name)
-		if given == nil || given == f || !given.Changed {
+		flag := command.Lookup(f.Name)
+		if flag == nil || flag == f || !flag.Changed {
 			return
 		}
-		errs = append(errs, copyValue(b.flags, f, given))
+		errs = append(errs, copyValue(b.flags, f, flag))
 	})
 	return errors.Join(errs...)
 }
 
-// settle sets what the command was not told to what the data directory says.
-func (b *built) settle(settings map[string]any) error {
+// applyDefaults sets what the command was not told to what the data directory says.
+func (b *service) applyDefaults(settings map[string]any) error {
 	v := viper.NewWithOptions(viper.KeyDelimiter("\x00"))
 	for name, value := range settings {
 		v.Set(name, value)
 	}
-	return config.Apply(b.flags, v, "")
+	return config.FillUnset(b.flags, v, "")
 }
 
 func copyValue(fs *pflag.FlagSet, to, from *pflag.Flag) error {
@@ -165,62 +165,62 @@ func copyValue(fs *pflag.FlagSet, to, from *pflag.Flag) error {
 type upRun struct {
 	*layout
 	flags     *pflag.FlagSet
-	all       map[string]*built
+	all       map[string]*service
 	transport *rpc.InProcess
 	nats      *server.Server
 }
 
-func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part, error) {
-	var parts []lifecycle.Part
+func (u *upRun) runners(t *telemetry.Options, withControllers *controllers) ([]lifecycle.Runner, error) {
+	var runners []lifecycle.Runner
 	external, _ := u.flags.GetStringSlice("etcd-servers")
 	socket := "unix://" + filepath.Join(u.sockets, "etcd.sock")
 	if len(external) == 0 {
-		parts = append(parts, (&stores.Etcd{Dir: filepath.Join(u.dir, "etcd"), Listen: socket}).Part())
+		runners = append(runners, (&embedded.Etcd{Dir: filepath.Join(u.dir, "etcd"), Listen: socket}).Runner())
 	}
 	natsURL, _ := u.flags.GetString("nats-url")
 	if natsURL == "" {
-		log := &stores.NATS{Dir: filepath.Join(u.dir, "nats"), KeyFile: u.pki.JetStreamKey()}
-		parts = append(parts, log.Part(func(s *server.Server) { u.nats = s }))
+		log := &embedded.NATS{Dir: filepath.Join(u.dir, "nats"), KeyFile: u.pki.JetStreamKey()}
+		runners = append(runners, log.Runner(func(s *server.Server) { u.nats = s }))
 	}
-	given := map[string]any{} // before any service is told what the directory says: they share flags
-	u.flags.Visit(func(f *pflag.Flag) { given[f.Name] = config.Setting(f) })
-	told := func(flag string) any { return given[flag] }
+	values := map[string]any{} // before any service is told what the directory says: they share flags
+	u.flags.Visit(func(f *pflag.Flag) { values[f.Name] = config.FileValue(f) })
+	fromCommandLine := func(flag string) any { return values[flag] }
 	for _, m := range modules {
-		if err := u.all[m.Name].applyFlags(u.flags); err != nil {
+		if err := u.all[m.Name].copyFlags(u.flags); err != nil {
 			return nil, err
 		}
 	}
-	if err := u.closeToStrangers(); err != nil {
+	if err := u.disableAnonymous(); err != nil {
 		return nil, err
 	}
 	for _, m := range modules {
 		name := m.Name
-		settings := u.settingsBeside(name, told)
+		settings := u.settingsFor(name, fromCommandLine)
 		if name == "registry" && len(external) == 0 {
 			settings["etcd-servers"] = socket
 		}
 		if name == "gateway" {
 			settings["gets-from-watch-tier"] = true // in one process the tier is the cheaper one to ask
 		}
-		if err := u.all[name].settle(settings); err != nil {
+		if err := u.all[name].applyDefaults(settings); err != nil {
 			return nil, err
 		}
-		parts = append(parts, u.servicePart(name))
+		runners = append(runners, u.serviceRunner(name))
 	}
-	parts = append(parts, u.policiesPart())
-	if with.wanted {
-		p, err := with.part(u.layout)
+	runners = append(runners, u.policiesRunner())
+	if withControllers.enabled {
+		p, err := withControllers.runner(u.layout)
 		if err != nil {
 			return nil, err
 		}
-		parts = append(parts, p)
+		runners = append(runners, p)
 	}
-	return append(parts, lifecycle.Part{Name: "debug", Run: func(ctx context.Context) error {
-		metrics, pages := process.NewMetrics(), &process.Built{Name: "watchfanout"}
+	return append(runners, lifecycle.Runner{Name: "debug", Run: func(ctx context.Context) error {
+		metrics, pages := process.NewMetrics(), &process.Instance{Name: "watchfanout"}
 		for _, m := range modules {
-			metrics.Add(u.all[m.Name].run)
+			metrics.Add(u.all[m.Name].instance)
 		}
-		pages.Set(u.all["watchfanout"].run)
+		pages.Set(u.all["watchfanout"].instance)
 		shown := pages.Pages()
 		shown["/files"] = http.HandlerFunc(u.showFiles)
 		return t.ServeDebug(ctx, metrics, shown)
@@ -230,38 +230,38 @@ func (u *upRun) parts(t *telemetry.Options, with *controllers) ([]lifecycle.Part
 // showFiles shows the files that any service of this process reads anew.
 func (u *upRun) showFiles(w http.ResponseWriter, r *http.Request) {
 	for _, m := range modules {
-		if s, ok := u.all[m.Name].run.(interface{ Files() http.Handler }); ok {
+		if s, ok := u.all[m.Name].instance.(interface{ Files() http.Handler }); ok {
 			s.Files().ServeHTTP(w, r)
 		}
 	}
 }
 
-// allowsEverybody is the authorization mode by which everybody may do everything.
-const allowsEverybody = "AlwaysAllow"
+// alwaysAllow is the authorization mode by which everybody may do everything.
+const alwaysAllow = "AlwaysAllow"
 
-// closeToStrangers turns anonymous requests away where everybody may do everything, also where they were asked for, as
+// disableAnonymous turns anonymous requests away where everybody may do everything, also where they were asked for, as
 // kube-apiserver does (k8s.io/kubernetes/pkg/kubeapiserver/options, ApplyAuthorization).
-func (u *upRun) closeToStrangers() error {
+func (u *upRun) disableAnonymous() error {
 	modes, err := u.all["authz"].flags.GetStringSlice("authorization-mode")
-	if err != nil || !slices.Contains(modes, allowsEverybody) {
+	if err != nil || !slices.Contains(modes, alwaysAllow) {
 		return err
 	}
 	slog.Warn("--authorization-mode AlwaysAllow cannot be used with --anonymous-auth: that is off")
 	return u.all["authn"].flags.Set("anonymous-auth", "false")
 }
 
-// policiesPart runs nothing: it is ready once authz and admission have read what they decide by, from when on nobody is
+// policiesRunner runs nothing: it is ready once authz and admission have read what they decide by, from when on nobody is
 // refused for that.
-func (u *upRun) policiesPart() lifecycle.Part {
+func (u *upRun) policiesRunner() lifecycle.Runner {
 	ready := &lifecycle.Readiness{}
-	who := []string{"authz", "admission"}
-	for _, name := range who {
+	services := []string{"authz", "admission"}
+	for _, name := range services {
 		ready.Set(name, errors.New("it is starting"))
 	}
-	return lifecycle.Part{Name: "policies", Ready: ready, Run: func(ctx context.Context) error {
-		for _, name := range who {
-			if s, ok := u.all[name].run.(interface{ Policies() *lifecycle.Readiness }); ok {
-				go s.Policies().OnChange(ctx, func(why error) { ready.Set(name, why) })
+	return lifecycle.Runner{Name: "policies", Ready: ready, Run: func(ctx context.Context) error {
+		for _, name := range services {
+			if s, ok := u.all[name].instance.(interface{ Policies() *lifecycle.Readiness }); ok {
+				go s.Policies().OnChange(ctx, func(reason error) { ready.Set(name, reason) })
 			} else {
 				ready.Set(name, nil)
 			}
@@ -271,18 +271,18 @@ func (u *upRun) policiesPart() lifecycle.Part {
 	}}
 }
 
-// servicePart builds a service when its turn has come, since it may need those before it to be built.
-func (u *upRun) servicePart(name string) lifecycle.Part {
+// serviceRunner builds a service when its turn has come, since it may need those before it to be built.
+func (u *upRun) serviceRunner(name string) lifecycle.Runner {
 	b := u.all[name]
-	ready := lifecycle.Starting(name)
-	return lifecycle.Part{Name: name, Ready: ready, Run: func(ctx context.Context) error {
-		s, err := b.settings.Build(ctx, u.deps(name))
+	ready := lifecycle.NotReady(name)
+	return lifecycle.Runner{Name: name, Ready: ready, Run: func(ctx context.Context) error {
+		s, err := b.options.Build(ctx, u.deps(name))
 		if err != nil {
 			return err
 		}
 		s.Register(u.transport)
-		b.run = s
-		go s.Ready().OnChange(ctx, func(why error) { ready.Set(name, why) })
+		b.instance = s
+		go s.Ready().OnChange(ctx, func(reason error) { ready.Set(name, reason) })
 		return s.Run(ctx)
 	}}
 }
@@ -299,24 +299,24 @@ func (u *upRun) deps(name string) *process.Deps {
 	return d
 }
 
-// shown tells in one line what is being started.
-type shown struct {
+// progressPrinter tells in one line what is being started.
+type progressPrinter struct {
 	w     io.Writer
 	began time.Time
 	last  string
 }
 
-func progress(w io.Writer) *shown { return &shown{w: w} }
+func newProgressPrinter(w io.Writer) *progressPrinter { return &progressPrinter{w: w} }
 
-func (s *shown) say(format string, args ...any) { fmt.Fprintf(s.w, format+"\n", args...) }
+func (s *progressPrinter) say(format string, args ...any) { fmt.Fprintf(s.w, format+"\n", args...) }
 
-func (s *shown) starting(name string) {
+func (s *progressPrinter) starting(name string) {
 	s.done()
 	s.last, s.began = name, time.Now()
 	fmt.Fprintf(s.w, "  %-12s ", name)
 }
 
-func (s *shown) done() {
+func (s *progressPrinter) done() {
 	if s.last != "" {
 		fmt.Fprintf(s.w, "%5d ms\n", time.Since(s.began).Milliseconds())
 		s.last = ""

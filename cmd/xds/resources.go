@@ -58,7 +58,7 @@ func routesOf(service string) *route.RouteConfiguration {
 		}}
 	}
 	var routes []*route.Route
-	for _, method := range rpc.Once {
+	for _, method := range rpc.NonIdempotent {
 		routes = append(routes, &route.Route{
 			Match:  &route.RouteMatch{PathSpecifier: &route.RouteMatch_Path{Path: method}},
 			Action: to(nil),
@@ -82,9 +82,9 @@ func routesOf(service string) *route.RouteConfiguration {
 	}
 }
 
-// unlimited is more calls than there ever are: gRPC's default of 1,024 counts streams, and a watch is one for as long
+// maxRequests is more calls than there ever are: gRPC's default of 1,024 counts streams, and a watch is one for as long
 // as it lasts.
-const unlimited = 1<<32 - 1
+const maxRequests = 1<<32 - 1
 
 // clusterOf names the policy by which replicas share calls (rpc.Balancer), and another one for clients without it.
 // There is no outlier detection: gRPC's counts whatever is not OK as a failure, a watch that its client cancels too,
@@ -103,7 +103,7 @@ func clusterOf(service string) *cluster.Cluster {
 		EdsClusterConfig:     &cluster.Cluster_EdsClusterConfig{EdsConfig: aggregated()},
 		LoadBalancingPolicy:  &cluster.LoadBalancingPolicy{Policies: policies},
 		CircuitBreakers: &cluster.CircuitBreakers{Thresholds: []*cluster.CircuitBreakers_Thresholds{{
-			MaxRequests: wrapperspb.UInt32(unlimited),
+			MaxRequests: wrapperspb.UInt32(maxRequests),
 		}}},
 	}
 }

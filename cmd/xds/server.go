@@ -37,34 +37,34 @@ type Replica struct {
 // a mux: gRPC's clients ask by name, and are answered when one of those names changes. (A snapshot cache holds answers
 // back until everything in a snapshot is asked for: go-control-plane issue 426.)
 type server struct {
-	caches map[string]*cache.LinearCache
-	ready  lifecycle.Readiness
-	state  string
+	caches    map[string]*cache.LinearCache
+	ready     lifecycle.Readiness
+	stateFile string
 
-	// something is closed when the replicas of any service are known.
-	something chan struct{}
-	once      sync.Once
+	// firstUpdate is closed when the replicas of any service are known.
+	firstUpdate chan struct{}
+	once        sync.Once
 
 	mu       sync.Mutex
 	replicas map[string][]Replica
 
-	refused prometheus.Counter
-	known   *prometheus.GaugeVec
-	empties *prometheus.CounterVec
-	clients prometheus.Gauge
+	refused      prometheus.Counter
+	replicaCount *prometheus.GaugeVec
+	empties      *prometheus.CounterVec
+	clients      prometheus.Gauge
 }
 
 func newServer(stateFile string) *server {
 	s := &server{
-		caches:    map[string]*cache.LinearCache{},
-		state:     stateFile,
-		something: make(chan struct{}),
-		replicas:  map[string][]Replica{},
+		caches:      map[string]*cache.LinearCache{},
+		stateFile:   stateFile,
+		firstUpdate: make(chan struct{}),
+		replicas:    map[string][]Replica{},
 		refused: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "watershed_xds_refused_total",
 			Help: "Answers that a client refused (NACK). It goes on by what it had.",
 		}),
-		known: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		replicaCount: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "watershed_xds_replicas",
 			Help: "Replicas that are told, by service.",
 		}, []string{"service"}),
@@ -80,7 +80,7 @@ func newServer(stateFile string) *server {
 	for _, t := range []string{resource.ListenerType, resource.RouteType, resource.ClusterType, resource.EndpointType} {
 		s.caches[t] = cache.NewLinearCache(t)
 	}
-	s.restore()
+	s.loadState()
 	return s
 }
 
@@ -138,7 +138,7 @@ func (s *server) set(service string, replicas []Replica) {
 		return
 	}
 	s.replicas[service] = replicas
-	s.keep()
+	s.saveState()
 }
 
 // publish puts a service's resources into the caches; its endpoints come first, since what refers to them comes later.
@@ -152,33 +152,33 @@ func (s *server) publish(service string, replicas []Replica) error {
 			return err
 		}
 	}
-	s.known.WithLabelValues(service).Set(float64(len(replicas)))
+	s.replicaCount.WithLabelValues(service).Set(float64(len(replicas)))
 	s.ready.Set(service, nil)
-	s.once.Do(func() { close(s.something) })
+	s.once.Do(func() { close(s.firstUpdate) })
 	slog.Info("Replicas are told", "of", service, "number", len(replicas))
 	return nil
 }
 
-// keep writes down what is known, for the next start.
-func (s *server) keep() {
-	if s.state == "" {
+// saveState writes down what is known, for the next start.
+func (s *server) saveState() {
+	if s.stateFile == "" {
 		return
 	}
 	data, err := json.MarshalIndent(s.replicas, "", "  ")
 	if err == nil {
-		err = pki.WriteFile(s.state, append(data, '\n'), 0o600)
+		err = pki.WriteFile(s.stateFile, append(data, '\n'), 0o600)
 	}
 	if err != nil {
-		slog.Error("What is known is not kept for the next start", "file", s.state, "error", err)
+		slog.Error("What is known is not kept for the next start", "file", s.stateFile, "error", err)
 	}
 }
 
-// restore tells what the process before this one knew.
-func (s *server) restore() {
-	if s.state == "" {
+// loadState tells what the process before this one knew.
+func (s *server) loadState() {
+	if s.stateFile == "" {
 		return
 	}
-	data, err := os.ReadFile(s.state)
+	data, err := os.ReadFile(s.stateFile)
 	if errors.Is(err, os.ErrNotExist) {
 		return
 	}
@@ -197,7 +197,7 @@ func (s *server) restore() {
 		}
 	}
 	if err != nil {
-		slog.Error("What was known is not all restored", "file", s.state, "error", err)
+		slog.Error("What was known is not all restored", "file", s.stateFile, "error", err)
 	}
 }
 
@@ -215,7 +215,7 @@ func (s *server) Register(grpc.ServiceRegistrar) {}
 func (s *server) Ready() *lifecycle.Readiness    { return &s.ready }
 func (s *server) Run(ctx context.Context) error  { <-ctx.Done(); return ctx.Err() }
 func (s *server) Collectors() []prometheus.Collector {
-	return []prometheus.Collector{s.refused, s.known, s.empties, s.clients}
+	return []prometheus.Collector{s.refused, s.replicaCount, s.empties, s.clients}
 }
 
 // ServeHTTP shows what is told, as JSON.

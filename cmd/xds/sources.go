@@ -23,8 +23,8 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// file is a source that names replicas in a file.
-type file struct {
+// fileSource is a source that names replicas in a file.
+type fileSource struct {
 	path   string
 	server *server
 	last   os.FileInfo
@@ -34,7 +34,7 @@ type file struct {
 const FilePeriod = 200 * time.Millisecond
 
 // read tells what the file names, if it has changed.
-func (f *file) read() error {
+func (f *fileSource) read() error {
 	info, err := os.Stat(f.path)
 	if err != nil {
 		return fmt.Errorf("--replicas-file: %w", err)
@@ -50,69 +50,69 @@ func (f *file) read() error {
 	if err := yaml.UnmarshalStrict(data, &all); err != nil {
 		return fmt.Errorf("--replicas-file %q: %w", f.path, err)
 	}
-	told := map[string][]Replica{}
+	parsed := map[string][]Replica{}
 	for service, addresses := range all {
 		for _, a := range addresses {
-			told[service] = append(told[service], Replica{Address: a})
+			parsed[service] = append(parsed[service], Replica{Address: a})
 		}
-		if err := checkAll(told[service]); err != nil {
+		if err := checkAll(parsed[service]); err != nil {
 			return fmt.Errorf("--replicas-file %q: %s: %w", f.path, service, err)
 		}
 	}
-	for service, replicas := range told {
+	for service, replicas := range parsed {
 		f.server.set(service, replicas)
 	}
 	f.last = info
 	return nil
 }
 
-// follow reads the file again whenever it has changed. What cannot be read changes nothing.
-func (f *file) follow(ctx context.Context) error {
-	said := ""
-	return every(ctx, FilePeriod, func() {
+// watch reads the file again whenever it has changed. What cannot be read changes nothing.
+func (f *fileSource) watch(ctx context.Context) error {
+	lastError := ""
+	return runEvery(ctx, FilePeriod, func() {
 		err := f.read()
-		if err != nil && err.Error() != said {
+		if err != nil && err.Error() != lastError {
 			slog.Error("Replicas stay as they were", "error", err)
 		}
-		said = fmt.Sprint(err)
+		lastError = fmt.Sprint(err)
 	})
 }
 
-// names is a source that looks a name up.
-type names struct {
+// dnsSource is a source that looks a name up.
+type dnsSource struct {
 	service, address string
 	period           time.Duration
 	server           *server
 }
 
-// follow tells every address of the name. A name that is not found changes nothing.
-func (n *names) follow(ctx context.Context) error {
-	at, err := rpc.ParseAddress(n.address)
+// watch tells every address of the name. A name that is not found changes nothing.
+func (n *dnsSource) watch(ctx context.Context) error {
+	address, err := rpc.ParseAddress(n.address)
 	if err != nil { // Config.validate has looked
 		return err
 	}
-	said := ""
-	return every(ctx, n.period, func() {
+	lastError := ""
+	return runEvery(ctx, n.period, func() {
 		lookup, cancel := context.WithTimeout(ctx, 5*time.Second)
 		defer cancel()
-		addresses, err := net.DefaultResolver.LookupHost(lookup, at.Host)
+		addresses, err := net.DefaultResolver.LookupHost(lookup, address.Host)
 		if err != nil {
-			if err.Error() != said && ctx.Err() == nil {
+			if err.Error() != lastError && ctx.Err() == nil {
 				slog.Warn("Replicas stay as they were", "of", n.service, "error", err)
 			}
-			said = err.Error()
+			lastError = err.Error()
 			return
 		}
-		said = ""
-		var all []Replica
+		lastError = ""
+		var replicas []Replica
 		for _, a := range addresses {
-			all = append(all, Replica{Address: rpc.Address{Host: a, Port: at.Port}.String()})
+			replicas = append(replicas, Replica{Address: rpc.Address{Host: a, Port: address.Port}.String()})
 		}
-		n.server.set(n.service, all)
+		n.server.set(n.service, replicas)
 	})
 }
 
-func every(ctx context.Context, period time.Duration, do func()) error {
+func runEvery(ctx context.Context, period time.Duration, do func()) error {
 	tick := time.NewTicker(period)
 	defer tick.Stop()
 	for {
@@ -125,17 +125,17 @@ func every(ctx context.Context, period time.Duration, do func()) error {
 	}
 }
 
-// endpointSlices is a source that follows the EndpointSlices of Services.
-type endpointSlices struct {
-	of      map[string]string
-	server  *server
-	factory informers.SharedInformerFactory
-	lister  listers.EndpointSliceNamespaceLister
-	synced  cache.InformerSynced
-	changed chan struct{}
+// sliceSource is a source that follows the EndpointSlices of Services.
+type sliceSource struct {
+	services map[string]string
+	server   *server
+	factory  informers.SharedInformerFactory
+	lister   listers.EndpointSliceNamespaceLister
+	synced   cache.InformerSynced
+	changed  chan struct{}
 }
 
-func newSlices(c *Config, s *server) (*endpointSlices, error) {
+func newSliceSource(c *Config, s *server) (*sliceSource, error) {
 	conf, err := clientcmd.BuildConfigFromFlags("", c.Kubeconfig)
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
@@ -145,20 +145,20 @@ func newSlices(c *Config, s *server) (*endpointSlices, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--kubeconfig %q: %w", c.Kubeconfig, err)
 	}
-	e := &endpointSlices{of: c.Slices, server: s, changed: make(chan struct{}, 1)}
+	e := &sliceSource{services: c.Slices, server: s, changed: make(chan struct{}, 1)}
 	e.factory = informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithNamespace(c.SlicesNamespace))
 	informer := e.factory.Discovery().V1().EndpointSlices()
 	e.lister, e.synced = informer.Lister().EndpointSlices(c.SlicesNamespace), informer.Informer().HasSynced
-	something := func(any) {
+	notify := func(any) {
 		select {
 		case e.changed <- struct{}{}:
 		default:
 		}
 	}
 	_, err = informer.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    something,
-		UpdateFunc: func(_, o any) { something(o) },
-		DeleteFunc: something,
+		AddFunc:    notify,
+		UpdateFunc: func(_, o any) { notify(o) },
+		DeleteFunc: notify,
 	})
 	for name := range c.Slices {
 		s.waitFor(name)
@@ -166,17 +166,17 @@ func newSlices(c *Config, s *server) (*endpointSlices, error) {
 	return e, err
 }
 
-// follow tells replicas as EndpointSlices have them, once all have been read: half of a list is no reason to take
+// watch tells replicas as EndpointSlices have them, once all have been read: half of a list is no reason to take
 // replicas away.
-func (e *endpointSlices) follow(ctx context.Context) error {
+func (e *sliceSource) watch(ctx context.Context) error {
 	e.factory.Start(ctx.Done())
 	defer e.factory.Shutdown()
 	if !cache.WaitForCacheSync(ctx.Done(), e.synced) {
 		return ctx.Err()
 	}
 	for {
-		for service, of := range e.of {
-			name, port, _ := strings.Cut(of, ":")
+		for service, target := range e.services {
+			name, port, _ := strings.Cut(target, ":")
 			replicas, err := e.replicas(name, port)
 			if err != nil {
 				slog.Error("Replicas stay as they were", "of", service, "error", err)
@@ -194,7 +194,7 @@ func (e *endpointSlices) follow(ctx context.Context) error {
 
 // replicas are those of a Service that are ready by their EndpointSlices and not on their way out. Clients ask the
 // health of each as well.
-func (e *endpointSlices) replicas(service, port string) ([]Replica, error) {
+func (e *sliceSource) replicas(service, port string) ([]Replica, error) {
 	all, err := e.lister.List(labels.SelectorFromSet(labels.Set{discoveryv1.LabelServiceName: service}))
 	if err != nil {
 		return nil, err
@@ -205,14 +205,14 @@ func (e *endpointSlices) replicas(service, port string) ([]Replica, error) {
 		if !ok {
 			continue
 		}
-		for _, at := range slice.Endpoints {
-			if !yes(at.Conditions.Ready, true) || yes(at.Conditions.Terminating, false) {
+		for _, endpoint := range slice.Endpoints {
+			if !boolOr(endpoint.Conditions.Ready, true) || boolOr(endpoint.Conditions.Terminating, false) {
 				continue
 			}
-			for _, a := range at.Addresses {
+			for _, a := range endpoint.Addresses {
 				r := Replica{Address: net.JoinHostPort(a, strconv.Itoa(int(number)))}
-				if at.Zone != nil {
-					r.Zone = *at.Zone
+				if endpoint.Zone != nil {
+					r.Zone = *endpoint.Zone
 				}
 				out = append(out, r)
 			}
@@ -221,7 +221,7 @@ func (e *endpointSlices) replicas(service, port string) ([]Replica, error) {
 	return out, checkAll(out)
 }
 
-func yes(b *bool, unset bool) bool {
+func boolOr(b *bool, unset bool) bool {
 	if b == nil {
 		return unset
 	}

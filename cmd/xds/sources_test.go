@@ -19,8 +19,8 @@ import (
 func TestAFileNamesReplicas(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "replicas.yaml")
 	s := newServer("")
-	f := &file{path: path, server: s}
-	at := time.Now()
+	f := &fileSource{path: path, server: s}
+	modTime := time.Now()
 	for _, step := range []struct{ content, want, err string }{
 		{"registry: ['127.0.0.1:2', '127.0.0.1:1', '127.0.0.1:1']\n", "[{127.0.0.1:1 } {127.0.0.1:2 }]", ""},
 		{"registry: ['127.0.0.1:3']\nauthz: ['nowhere']\n", "[{127.0.0.1:1 } {127.0.0.1:2 }]", "authz"},
@@ -33,8 +33,8 @@ func TestAFileNamesReplicas(t *testing.T) {
 		if err := os.WriteFile(path, []byte(step.content), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		at = at.Add(time.Second)
-		if err := os.Chtimes(path, at, at); err != nil {
+		modTime = modTime.Add(time.Second)
+		if err := os.Chtimes(path, modTime, modTime); err != nil {
 			t.Fatal(err)
 		}
 		err := f.read()
@@ -49,7 +49,7 @@ func TestAFileNamesReplicas(t *testing.T) {
 
 // Of a Service's EndpointSlices those count that are ready and not on their way out, by the port that is asked for.
 func TestEndpointSlicesNameReplicas(t *testing.T) {
-	at := func(address string, ready, terminating *bool) discoveryv1.Endpoint {
+	endpoint := func(address string, ready, terminating *bool) discoveryv1.Endpoint {
 		return discoveryv1.Endpoint{
 			Addresses:  []string{address},
 			Conditions: discoveryv1.EndpointConditions{Ready: ready, Terminating: terminating},
@@ -76,15 +76,15 @@ func TestEndpointSlicesNameReplicas(t *testing.T) {
 		cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc},
 	)
 	for _, s := range []*discoveryv1.EndpointSlice{
-		slice("one", "registry", at("192.0.2.1", nil, nil), at("192.0.2.2", ptr.To(false), nil)),
-		slice("two", "registry", at("2001:db8::1", ptr.To(true), ptr.To(false)), at("192.0.2.3", ptr.To(true), ptr.To(true))),
-		slice("other", "authz", at("192.0.2.9", nil, nil)),
+		slice("one", "registry", endpoint("192.0.2.1", nil, nil), endpoint("192.0.2.2", ptr.To(false), nil)),
+		slice("two", "registry", endpoint("2001:db8::1", ptr.To(true), ptr.To(false)), endpoint("192.0.2.3", ptr.To(true), ptr.To(true))),
+		slice("other", "authz", endpoint("192.0.2.9", nil, nil)),
 	} {
 		if err := index.Add(s); err != nil {
 			t.Fatal(err)
 		}
 	}
-	e := &endpointSlices{lister: listers.NewEndpointSliceLister(index).EndpointSlices("watershed")}
+	e := &sliceSource{lister: listers.NewEndpointSliceLister(index).EndpointSlices("watershed")}
 	for _, port := range []string{"rpc", "7001"} {
 		s := newServer("")
 		all, err := e.replicas("registry", port)
@@ -100,7 +100,7 @@ func TestEndpointSlicesNameReplicas(t *testing.T) {
 }
 
 // Settings that cannot be are refused by the name of their flag.
-func TestOddSettingsAreRefused(t *testing.T) {
+func TestInvalidSettingsAreRejected(t *testing.T) {
 	good := Config{Address: "127.0.0.1:1", File: "x", DNSPeriod: time.Second}
 	if err := good.validate(); err != nil {
 		t.Error(err)

@@ -84,9 +84,9 @@ func (c *Config) validate() error {
 			errs = append(errs, fmt.Errorf("--dns %s=%s: want host:port", name, address))
 		}
 	}
-	for name, of := range c.Slices {
-		if service, port, ok := strings.Cut(of, ":"); !ok || service == "" || port == "" {
-			errs = append(errs, fmt.Errorf("--endpoint-slices %s=%s: want name:port", name, of))
+	for name, target := range c.Slices {
+		if service, port, ok := strings.Cut(target, ":"); !ok || service == "" || port == "" {
+			errs = append(errs, fmt.Errorf("--endpoint-slices %s=%s: want name:port", name, target))
 		}
 		if _, twice := c.DNS[name]; twice {
 			errs = append(errs, fmt.Errorf("%s is named by --dns and by --endpoint-slices; want one of them", name))
@@ -101,12 +101,12 @@ func Command(command string, args []string) error {
 	c := &Config{}
 	c.AddFlags(fs)
 	if err := config.Load(fs, args); err != nil {
-		return process.Help(err)
+		return process.ExitOnHelp(err)
 	}
 	if err := c.validate(); err != nil {
 		return err
 	}
-	ctx, cancel := lifecycle.Signalled()
+	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
 	flush, err := c.telemetry.Start(ctx, "xds", os.Stderr)
 	if err != nil {
@@ -116,8 +116,8 @@ func Command(command string, args []string) error {
 	return c.run(ctx)
 }
 
-// ignorance is how long a server that knows nothing leaves its clients to others.
-const ignorance = 10 * time.Second
+// readyTimeout is how long a server that knows nothing leaves its clients to others.
+const readyTimeout = 10 * time.Second
 
 func (c *Config) run(ctx context.Context) error {
 	s := newServer(c.StateFile)
@@ -126,45 +126,45 @@ func (c *Config) run(ctx context.Context) error {
 		return err
 	}
 	s.register(ctx, server)
-	sources := []lifecycle.Part{
+	runners := []lifecycle.Runner{
 		{Name: "rpc", Run: func(ctx context.Context) error {
 			// What it does not know yet may wait for what it knows, so it serves as soon as it knows anything; and
 			// after a while in any case, since nobody else may know more.
 			go func() {
 				select {
 				case <-ctx.Done():
-				case <-s.something:
-				case <-time.After(ignorance):
+				case <-s.firstUpdate:
+				case <-time.After(readyTimeout):
 				}
 				server.SetReady(true)
 			}()
 			return server.Serve(ctx, c.Address, 0)
 		}},
 		{Name: "debug", Run: func(ctx context.Context) error {
-			metrics, pages := process.NewMetrics(), &process.Built{Name: "xds"}
+			metrics, pages := process.NewMetrics(), &process.Instance{Name: "xds"}
 			metrics.Add(s)
 			pages.Set(s)
 			return c.telemetry.ServeDebug(ctx, metrics, pages.Pages())
 		}},
 	}
 	if c.File != "" {
-		f := &file{path: c.File, server: s}
+		f := &fileSource{path: c.File, server: s}
 		if err := f.read(); err != nil {
 			return err
 		}
-		sources = append(sources, lifecycle.Part{Name: "replicas file", Run: f.follow})
+		runners = append(runners, lifecycle.Runner{Name: "replicas file", Run: f.watch})
 	}
 	for name, address := range c.DNS {
-		d := &names{service: name, address: address, period: c.DNSPeriod, server: s}
+		d := &dnsSource{service: name, address: address, period: c.DNSPeriod, server: s}
 		s.waitFor(name)
-		sources = append(sources, lifecycle.Part{Name: "DNS of " + name, Run: d.follow})
+		runners = append(runners, lifecycle.Runner{Name: "DNS of " + name, Run: d.watch})
 	}
 	if len(c.Slices) > 0 {
-		e, err := newSlices(c, s)
+		e, err := newSliceSource(c, s)
 		if err != nil {
 			return err
 		}
-		sources = append(sources, lifecycle.Part{Name: "EndpointSlices", Run: e.follow})
+		runners = append(runners, lifecycle.Runner{Name: "EndpointSlices", Run: e.watch})
 	}
-	return lifecycle.Run(ctx, sources, nil, nil)
+	return lifecycle.Run(ctx, runners, nil, nil)
 }

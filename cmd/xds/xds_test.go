@@ -75,17 +75,17 @@ func addressAt(a net.Addr) string {
 	return a.String()
 }
 
-// world is an xDS server with its clients' identities and the replicas that it can name.
-type world struct {
+// fixture is an xDS server with its clients' identities and the replicas that it can name.
+type fixture struct {
 	id       func(string) rpc.TLS
 	server   *server
 	address  string
 	replicas []Replica
 }
 
-func newWorld(t testing.TB, replicas int) *world {
+func newFixture(t testing.TB, replicas int) *fixture {
 	t.Helper()
-	w := &world{id: identities(t), server: newServer("")}
+	w := &fixture{id: identities(t), server: newServer("")}
 	w.address = serve(
 		t,
 		w.id("xds"),
@@ -99,14 +99,14 @@ func newWorld(t testing.TB, replicas int) *world {
 }
 
 // onSocket is one more replica, on a Unix socket.
-func (w *world) onSocket(t testing.TB) {
+func (w *fixture) onSocket(t testing.TB) {
 	t.Helper()
 	address := rpc.Address{Path: filepath.Join(t.TempDir(), "s")}.String()
 	w.replicas = append(w.replicas, Replica{Address: serve(t, w.id("registry"), address, nil)})
 }
 
 // client dials registry by an xDS client of its own.
-func (w *world) client(t testing.TB, c rpc.XDSConfig) *grpc.ClientConn {
+func (w *fixture) client(t testing.TB, c rpc.XDSConfig) *grpc.ClientConn {
 	t.Helper()
 	c.Node = t.Name()
 	if c.Servers == nil {
@@ -165,7 +165,7 @@ func becomes(t *testing.T, conn *grpc.ClientConn, replicas ...Replica) {
 
 // Clients call what the server names, follow it as it changes, and believe it neither that nothing is left nor rubbish.
 func TestClientsFollowReplicas(t *testing.T) {
-	w := newWorld(t, 3)
+	w := newFixture(t, 3)
 	conn := w.client(t, rpc.XDSConfig{})
 	go w.server.set("registry", slices.Clone(w.replicas[:1])) // the first call waits for it
 	becomes(t, conn, w.replicas[0])
@@ -202,7 +202,7 @@ func TestClientsFollowReplicas(t *testing.T) {
 // What a server said is good while it is away, for the next process too; until one has answered for the first time, the
 // addresses of the flags are.
 func TestClientsGoOnWithoutAServer(t *testing.T) {
-	w := newWorld(t, 2)
+	w := newFixture(t, 2)
 	w.onSocket(t)
 	dir := t.TempDir()
 	known := []Replica{w.replicas[0], w.replicas[2]}
@@ -218,7 +218,7 @@ func TestClientsGoOnWithoutAServer(t *testing.T) {
 }
 
 // A server begins with what the one before it knew, and leaves out what it cannot read.
-func TestAServerRemembers(t *testing.T) {
+func TestStateIsRestored(t *testing.T) {
 	state := filepath.Join(t.TempDir(), "state.json")
 	s := newServer(state)
 	s.waitFor("registry")
@@ -245,7 +245,7 @@ func TestAServerRemembers(t *testing.T) {
 
 // A client of gRPC's own xDS finds the replicas too, and takes the policy that the cluster names.
 func TestGRPCsOwnClientIsServed(t *testing.T) {
-	w := newWorld(t, 2)
+	w := newFixture(t, 2)
 	bootstrap.RegisterChannelCredentials(innerCredentials{w.id("gateway")})
 	config, err := json.Marshal(map[string]any{
 		"node": map[string]any{"id": "test"},
@@ -297,8 +297,8 @@ func (bundle) PerRPCCredentials() credentials.PerRPCCredentials         { return
 func (b bundle) NewWithMode(string) (credentials.Bundle, error)         { return b, nil }
 
 // A server that knows nothing of one service tells of the others: what it waits for may wait for these.
-func TestAServerTellsWhatItKnows(t *testing.T) {
-	w := &world{id: identities(t)}
+func TestStatePage(t *testing.T) {
+	w := &fixture{id: identities(t)}
 	replica := Replica{Address: serve(t, w.id("registry"), "127.0.0.1:0", nil)}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -329,8 +329,8 @@ func TestAServerTellsWhatItKnows(t *testing.T) {
 
 // A server that knows nothing is left for one that does; a cache that is no list of addresses, or an old one, does not
 // keep the flags' addresses from being called.
-func TestIgnoranceAndOldCachesAreNoHindrance(t *testing.T) {
-	w := newWorld(t, 1)
+func TestEmptyServersAndStaleCaches(t *testing.T) {
+	w := newFixture(t, 1)
 	empty := newServer("")
 	ignorant := serve(t, w.id("xds"), "127.0.0.1:0", func(ctx context.Context, s *rpc.Server) { empty.register(ctx, s) })
 	w.server.set("registry", slices.Clone(w.replicas))
@@ -352,7 +352,7 @@ func TestIgnoranceAndOldCachesAreNoHindrance(t *testing.T) {
 
 // A call costs the same whether its replica is found by addresses or by an xDS server.
 func BenchmarkHop(b *testing.B) {
-	w := newWorld(b, 1)
+	w := newFixture(b, 1)
 	w.server.set("registry", slices.Clone(w.replicas))
 	direct, err := rpc.Dial(w.id("gateway"), "registry", rpc.Addresses{w.replicas[0].Address})
 	if err != nil {

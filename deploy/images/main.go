@@ -37,8 +37,8 @@ var packages = map[string]string{
 	"admission":   "./services/admission/cmd/admission",
 	"registry":    "./services/registry/cmd/registry",
 	"watchfanout": "./services/watchfanout/cmd/watchfanout",
-	"etcd":        "./cmd/stores/cmd/etcd",
-	"nats":        "./cmd/stores/cmd/nats",
+	"etcd":        "./cmd/embedded/cmd/etcd",
+	"nats":        "./cmd/embedded/cmd/nats",
 	"xds":         "./cmd/xds/cmd/xds",
 	"certgen":     "./cmd/certgen/cmd/certgen",
 	"watershed":   "./cmd/watershed",
@@ -289,7 +289,7 @@ func referrer(image v1.Image, sbom []byte) (v1.Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	of, ok := mutate.Subject(bill, v1.Descriptor{
+	subject, ok := mutate.Subject(bill, v1.Descriptor{
 		MediaType: types.OCIManifestSchema1,
 		Digest:    digest,
 		Size:      size,
@@ -297,7 +297,7 @@ func referrer(image v1.Image, sbom []byte) (v1.Image, error) {
 	if !ok {
 		return nil, errors.New("an image with a subject is no image")
 	}
-	return of, nil
+	return subject, nil
 }
 
 // dockerManifest lays beside the layout what docker load reads.

@@ -41,14 +41,14 @@ func (f *Freshness) AddFlags(fs *pflag.FlagSet) {
 const (
 	// probePeriod is how often a service compares what it knows with etcd's revision.
 	probePeriod = time.Second
-	// probePatience is how long one comparison waits for what it knows to come as far: bookmarks come every second.
-	probePatience = 3 * time.Second
-	// firstPatience is how long it waits at the start, when everything has just been listed and no bookmark is due yet.
-	firstPatience = 200 * time.Millisecond
+	// probeTimeout is how long one comparison waits for what it knows to come as far: bookmarks come every second.
+	probeTimeout = 3 * time.Second
+	// initialProbeTimeout is how long it waits at the start, when everything has just been listed and no bookmark is due yet.
+	initialProbeTimeout = 200 * time.Millisecond
 	// stalledAfter is from what age on what it knows is read anew.
 	stalledAfter = 4 * time.Second
-	// revisionAgain and listAgain are after how long without an answer etcd's revision, or a list, is asked for again.
-	revisionAgain, listAgain = 500 * time.Millisecond, time.Second
+	// revisionHedgeDelay and listHedgeDelay are after how long without an answer etcd's revision, or a list, is asked for again.
+	revisionHedgeDelay, listHedgeDelay = 500 * time.Millisecond, time.Second
 )
 
 // Cluster is the cluster as a service of the system reads it: an ordinary client of the gateway, with informers that
@@ -65,25 +65,25 @@ type Cluster struct {
 	bound   time.Duration
 	streams *streams
 	mu      sync.Mutex
-	tracked []aged
-	// fresh is when what is known was the truth, in nanoseconds since 1970; 0: never yet.
-	fresh atomic.Int64
-	known chan struct{}
+	tracked []trackedInformer
+	// freshAt is when what is known was the truth, in nanoseconds since 1970; 0: never yet.
+	freshAt    atomic.Int64
+	firstFresh chan struct{}
 }
 
-// aged is an informer that has to be fresh.
-type aged struct {
+// trackedInformer is an informer that has to be fresh.
+type trackedInformer struct {
 	// path is where its objects are listed, with the query that selects them.
 	path, query string
 	informer    cache.SharedIndexInformer
 }
 
-// listing is a client whose informers begin with a list: one that the gateway can answer from etcd where the event log
+// listClient is a client whose informers begin with a list: one that the gateway can answer from etcd where the event log
 // stalls.
-type listing struct{ kubernetes.Interface }
+type listClient struct{ kubernetes.Interface }
 
 // IsWatchListSemanticsUnSupported is what client-go asks a client (k8s.io/client-go/util/watchlist).
-func (listing) IsWatchListSemanticsUnSupported() bool { return true }
+func (listClient) IsWatchListSemanticsUnSupported() bool { return true }
 
 // NewCluster returns a cluster that is read with c, which is for typed clients. strip takes off objects what the
 // service does not read.
@@ -95,13 +95,13 @@ func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, 
 	if err != nil {
 		return nil, err
 	}
-	l := listing{client}
+	l := listClient{client}
 	return &Cluster{
-		Client:    l,
-		Informers: Informers(l, strip...),
-		bound:     f.Bound,
-		streams:   s,
-		known:     make(chan struct{}),
+		Client:     l,
+		Informers:  Informers(l, strip...),
+		bound:      f.Bound,
+		streams:    s,
+		firstFresh: make(chan struct{}),
 	}, nil
 }
 
@@ -110,17 +110,17 @@ func NewCluster(c *rest.Config, f Freshness, strip ...func(obj any)) (*Cluster, 
 func (c *Cluster) TrackAge(path, query string, i cache.SharedIndexInformer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.tracked = append(c.tracked, aged{path, query, i})
+	c.tracked = append(c.tracked, trackedInformer{path, query, i})
 }
 
 // Age is how old what is known may be; ok is false where it has never been known.
 func (c *Cluster) Age() (age time.Duration, ok bool) {
-	at := c.fresh.Load()
-	return time.Since(time.Unix(0, at)), at != 0
+	freshAt := c.freshAt.Load()
+	return time.Since(time.Unix(0, freshAt)), freshAt != 0
 }
 
-// Known is closed once what is followed has been known to be fresh for the first time.
-func (c *Cluster) Known() <-chan struct{} { return c.known }
+// Fresh is closed once what is followed has been known to be fresh for the first time.
+func (c *Cluster) Fresh() <-chan struct{} { return c.firstFresh }
 
 // Err says that what is known is older than the bound, or is nil.
 func (c *Cluster) Err() error {
@@ -147,7 +147,7 @@ func (c *Cluster) Run(ctx context.Context) error {
 		_, known := c.Age()
 		pause := probePeriod
 		if !known {
-			pause = firstPatience
+			pause = initialProbeTimeout
 		} else if err != nil && ctx.Err() == nil {
 			slog.Warn("How fresh the policy is cannot be told", "error", err)
 		}
@@ -162,19 +162,19 @@ func (c *Cluster) Run(ctx context.Context) error {
 // probe asks for etcd's revision and waits until all that is followed has come as far. What does not, for too long, is
 // read anew.
 func (c *Cluster) probe(ctx context.Context) error {
-	asked := time.Now()
-	one, cancel := context.WithTimeout(ctx, c.patience())
+	start := time.Now()
+	probeCtx, cancel := context.WithTimeout(ctx, c.timeout())
 	defer cancel()
-	revision, err := c.revision(one)
+	revision, err := c.revision(probeCtx)
 	if err != nil {
 		return err
 	}
 	_, known := c.Age()
-	patience := probePatience
+	timeout := probeTimeout
 	if !known { // it has just been listed
-		patience = firstPatience
+		timeout = initialProbeTimeout
 	}
-	behind := c.await(one, revision, patience)
+	behind := c.waitForRevision(probeCtx, revision, timeout)
 	if age, _ := c.Age(); len(behind) > 0 && (!known || age > stalledAfter) {
 		if known {
 			slog.Warn("The event log does not bring what etcd has; the policy is read with lists",
@@ -193,23 +193,23 @@ func (c *Cluster) probe(ctx context.Context) error {
 		if err := errors.Join(errs...); err != nil {
 			return err
 		}
-		behind = c.await(one, revision, firstPatience)
+		behind = c.waitForRevision(probeCtx, revision, initialProbeTimeout)
 	}
 	if len(behind) == 0 {
-		if c.fresh.Swap(asked.UnixNano()) == 0 {
-			close(c.known)
+		if c.freshAt.Swap(start.UnixNano()) == 0 {
+			close(c.firstFresh)
 		}
 	}
 	return nil
 }
 
-// await waits until all that is followed has come to a revision, and answers what has not. It does not wait for longer
+// waitForRevision waits until all that is followed has come to a revision, and answers what has not. It does not wait for longer
 // than what is known may go on being believed.
-func (c *Cluster) await(ctx context.Context, revision int64, patience time.Duration) []aged {
+func (c *Cluster) waitForRevision(ctx context.Context, revision int64, timeout time.Duration) []trackedInformer {
 	behind := c.behind(revision)
-	for until := time.Now().Add(patience); len(behind) > 0 && time.Now().Before(until) &&
+	for until := time.Now().Add(timeout); len(behind) > 0 && time.Now().Before(until) &&
 		ctx.Err() == nil; behind = c.behind(revision) {
-		if age, known := c.Age(); known && age > stalledAfter && patience > firstPatience {
+		if age, known := c.Age(); known && age > stalledAfter && timeout > initialProbeTimeout {
 			break
 		}
 		select {
@@ -220,9 +220,9 @@ func (c *Cluster) await(ctx context.Context, revision int64, patience time.Durat
 	return behind
 }
 
-func (c *Cluster) patience() time.Duration {
+func (c *Cluster) timeout() time.Duration {
 	if c.bound > 0 {
-		return max(c.bound, probePatience)
+		return max(c.bound, probeTimeout)
 	}
 	return 10 * time.Second
 }
@@ -230,7 +230,7 @@ func (c *Cluster) patience() time.Duration {
 // revision is etcd's, by a list that is consistent whoever answers it. It is of one object, and none other can keep it
 // from being answered.
 func (c *Cluster) revision(ctx context.Context) (int64, error) {
-	data, err := rpc.Hedged(ctx, revisionAgain, func(ctx context.Context) ([]byte, error) {
+	data, err := rpc.Hedged(ctx, revisionHedgeDelay, func(ctx context.Context) ([]byte, error) {
 		return c.Client.CoreV1().RESTClient().Get().AbsPath("/api/v1/namespaces").Param("fieldSelector",
 			"metadata.name="+metav1.NamespaceSystem).
 			SetHeader("Accept", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1").Do(ctx).Raw()
@@ -246,11 +246,11 @@ func (c *Cluster) revision(ctx context.Context) (int64, error) {
 }
 
 // behind are those that have not been told of everything up to a revision.
-func (c *Cluster) behind(revision int64) (out []aged) {
+func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, f := range c.tracked {
-		if at, err := strconv.ParseInt(f.informer.LastSyncResourceVersion(), 10, 64); err != nil || at < revision {
+		if synced, err := strconv.ParseInt(f.informer.LastSyncResourceVersion(), 10, 64); err != nil || synced < revision {
 			out = append(out, f)
 		}
 	}
@@ -259,14 +259,14 @@ func (c *Cluster) behind(revision int64) (out []aged) {
 
 // catchUp lists what an informer follows and hands it, in the watch that it has open, what it does not know; the watch
 // then ends, and the informer goes on from the list's revision.
-func (c *Cluster) catchUp(ctx context.Context, f aged) error {
-	ctx, cancel := context.WithTimeout(ctx, c.patience())
+func (c *Cluster) catchUp(ctx context.Context, f trackedInformer) error {
+	ctx, cancel := context.WithTimeout(ctx, c.timeout())
 	defer cancel()
 	url := f.path
 	if f.query != "" {
 		url += "?" + f.query
 	}
-	data, err := rpc.Hedged(ctx, listAgain, func(ctx context.Context) ([]byte, error) {
+	data, err := rpc.Hedged(ctx, listHedgeDelay, func(ctx context.Context) ([]byte, error) {
 		return c.Client.CoreV1().RESTClient().Get().RequestURI(url).SetHeader("Accept",
 			runtime.ContentTypeProtobuf).Do(ctx).Raw()
 	})
@@ -285,11 +285,11 @@ func (c *Cluster) catchUp(ctx context.Context, f aged) error {
 	if err != nil {
 		return err
 	}
-	events, err := missing(items, f.informer.GetStore())
+	events, err := diff(items, f.informer.GetStore())
 	if err != nil {
 		return err
 	}
-	frames, err := framesOf(events, obj, list.GetResourceVersion())
+	frames, err := encodeEvents(events, obj, list.GetResourceVersion())
 	if err != nil {
 		return err
 	}
@@ -297,7 +297,7 @@ func (c *Cluster) catchUp(ctx context.Context, f aged) error {
 }
 
 // describe names what is behind, and where it is.
-func describe(behind []aged) []string {
+func describe(behind []trackedInformer) []string {
 	var out []string
 	for _, f := range behind {
 		out = append(out, f.path+"@"+f.informer.LastSyncResourceVersion())
@@ -305,8 +305,8 @@ func describe(behind []aged) []string {
 	return out
 }
 
-// missing are the events that lead from what a store has to what was listed.
-func missing(items []runtime.Object, store cache.Store) ([]watch.Event, error) {
+// diff are the events that lead from what a store has to what was listed.
+func diff(items []runtime.Object, store cache.Store) ([]watch.Event, error) {
 	var events []watch.Event
 	listed := make(map[string]bool, len(items))
 	for _, item := range items {

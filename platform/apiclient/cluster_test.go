@@ -27,7 +27,7 @@ type server struct {
 	down     bool
 	// frozen: every other question is not answered. asked counts them.
 	frozen   bool
-	asked    int
+	requests int
 	versions []string // the resourceVersions that lists have asked for
 }
 
@@ -52,7 +52,7 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		<-req.Context().Done()
 		return
 	}
-	if s.asked++; s.frozen && s.asked%2 == 1 {
+	if s.requests++; s.frozen && s.requests%2 == 1 {
 		s.mu.Unlock()
 		<-req.Context().Done()
 		return
@@ -60,8 +60,8 @@ func (s *server) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	defer s.mu.Unlock()
 	s.versions = append(s.versions, req.URL.Query().Get("resourceVersion"))
 	if strings.HasSuffix(req.URL.Path, "/namespaces") {
-		at := metav1.ListMeta{ResourceVersion: fmt.Sprint(s.revision)}
-		_ = json.NewEncoder(w).Encode(metav1.PartialObjectMetadataList{ListMeta: at})
+		listMeta := metav1.ListMeta{ResourceVersion: fmt.Sprint(s.revision)}
+		_ = json.NewEncoder(w).Encode(metav1.PartialObjectMetadataList{ListMeta: listMeta})
 		return
 	}
 	list := &rbacv1.RoleList{ListMeta: metav1.ListMeta{ResourceVersion: fmt.Sprint(s.revision)}}
@@ -100,17 +100,17 @@ func TestWhatIsKnownStaysFreshThoughWatchesStall(t *testing.T) {
 	done := make(chan struct{})
 	go func() { defer close(done); _ = c.Run(ctx) }()
 	defer func() { cancel(); srv.CloseClientConnections(); <-done }()
-	wait := func(what string, within time.Duration, f func() bool) {
+	wait := func(name string, within time.Duration, f func() bool) {
 		t.Helper()
 		for until := time.Now().Add(within); !f(); time.Sleep(10 * time.Millisecond) {
 			if time.Now().After(until) {
-				t.Fatalf("%s: not within %v", what, within)
+				t.Fatalf("%s: not within %v", name, within)
 			}
 		}
 	}
 	wait("read", 5*time.Second, func() bool { return c.Err() == nil })
 	s.set(func() {
-		s.frozen, s.asked = true, 0
+		s.frozen, s.requests = true, 0
 		delete(s.roles, "gone")
 		s.roles["changed"], s.roles["new"] = s.revision, s.revision
 	})
@@ -149,19 +149,19 @@ func TestFramesAreInjectedBetweenFrames(t *testing.T) {
 	frame := []byte{0, 0, 0, 3, 'a', 'b', 'c'}
 	two := append(append([]byte{}, frame...), frame...)
 	for i := range two {
-		st.passed(two[i : i+1])
+		st.trackFrames(two[i : i+1])
 		if between := st.left == 0 && len(st.head) == 0; between != ((i+1)%len(frame) == 0) {
 			t.Errorf("after %d bytes: between frames %v", i+1, between)
 		}
 	}
-	data, err := framesOf([]watch.Event{{
+	data, err := encodeEvents([]watch.Event{{
 		Type:   watch.Deleted,
 		Object: &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Name: "x"}},
 	}}, &rbacv1.RoleList{}, "42")
 	if err != nil {
 		t.Fatal(err)
 	}
-	st.passed(data)
+	st.trackFrames(data)
 	if st.left != 0 || len(st.head) != 0 || !strings.Contains(string(data), "BOOKMARK") ||
 		!strings.Contains(string(data), "DELETED") {
 		t.Errorf("%q", data)

@@ -82,7 +82,7 @@ func (s *stream) Read(p []byte) (int, error) {
 	}
 	n, err := s.body.Read(p)
 	s.mu.Lock()
-	s.passed(p[:n])
+	s.trackFrames(p[:n])
 	injected := s.injected != nil
 	between := s.left == 0 && len(s.head) == 0
 	s.mu.Unlock()
@@ -102,8 +102,8 @@ func (s *stream) readInjected(p []byte) (n int, err error, done bool) {
 	return n, err, true
 }
 
-// passed follows the frames; the lock is held.
-func (s *stream) passed(p []byte) {
+// trackFrames follows the frames; the lock is held.
+func (s *stream) trackFrames(p []byte) {
 	for len(p) > 0 {
 		if s.left > 0 {
 			n := min(s.left, len(p))
@@ -158,34 +158,34 @@ func (s *streams) inject(path, query string, frames []byte) error {
 	return errNoStream
 }
 
-// framesOf writes events as the watch of a typed client reads them, and after them a bookmark at a revision. list is of
+// encodeEvents writes events as the watch of a typed client reads them, and after them a bookmark at a revision. list is of
 // the objects' type.
-func framesOf(events []watch.Event, list runtime.Object, revision string) ([]byte, error) {
+func encodeEvents(events []watch.Event, list runtime.Object, revision string) ([]byte, error) {
 	kinds, _, err := scheme.Scheme.ObjectKinds(list)
 	if err != nil {
 		return nil, err
 	}
 	gvk := kinds[0]
 	gvk.Kind = gvk.Kind[:len(gvk.Kind)-len("List")]
-	mark, err := scheme.Scheme.New(gvk)
+	bookmark, err := scheme.Scheme.New(gvk)
 	if err != nil {
 		return nil, err
 	}
-	m, err := meta.Accessor(mark)
+	m, err := meta.Accessor(bookmark)
 	if err != nil {
 		return nil, err
 	}
 	m.SetResourceVersion(revision)
 	var out bytes.Buffer
-	for _, e := range append(events, watch.Event{Type: watch.Bookmark, Object: mark}) {
-		if err := frameOf(&out, e, gvk); err != nil {
+	for _, e := range append(events, watch.Event{Type: watch.Bookmark, Object: bookmark}) {
+		if err := encodeEvent(&out, e, gvk); err != nil {
 			return nil, err
 		}
 	}
 	return out.Bytes(), nil
 }
 
-func frameOf(out *bytes.Buffer, e watch.Event, gvk schema.GroupVersionKind) error {
+func encodeEvent(out *bytes.Buffer, e watch.Event, gvk schema.GroupVersionKind) error {
 	info, ok := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
 	if !ok {
 		return fmt.Errorf("no serializer for %s", runtime.ContentTypeProtobuf)

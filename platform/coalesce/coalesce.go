@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 )
 
 // Group shares readings by name. Its zero value bounds how many by nothing; set its fields before the first use.
@@ -31,14 +31,14 @@ type Group[T any] struct {
 	running int
 	// waiting are the readings of each owner that wait for their turn, and turns the owners that have any, the next one
 	// first.
-	waiting map[string][]*reading[T]
-	turns   []string
+	waiting    map[string][]*reading[T]
+	ownerQueue []string
 }
 
 // readings are those of one name.
 type readings[T any] struct {
-	// underWay began already: nobody may join it. next is for those who ask now.
-	underWay, next *reading[T]
+	// inFlight began already: nobody may join it. next is for those who ask now.
+	inFlight, next *reading[T]
 }
 
 type reading[T any] struct {
@@ -92,7 +92,7 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 		r.callers++
 		switch { // it is not to wait behind another's
 		case slices.Contains(r.owners, owner) || g.Queue > 0 && len(g.waiting[owner]) >= g.Queue:
-		case all.underWay == nil:
+		case all.inFlight == nil:
 			g.enqueue(r, owner)
 		default:
 			r.owners = append(r.owners, owner)
@@ -113,7 +113,7 @@ func (g *Group[T]) join(owner, name string, read func(context.Context) (T, error
 		callers: 1,
 	}
 	all.next = r
-	if all.underWay == nil {
+	if all.inFlight == nil {
 		g.enqueue(r, owner)
 	} else {
 		r.owners = []string{owner}
@@ -136,7 +136,7 @@ func (g *Group[T]) leave(r *reading[T]) {
 	}
 	all := g.names[r.name]
 	all.next = nil
-	if all.underWay == nil {
+	if all.inFlight == nil {
 		delete(g.names, r.name)
 		g.dequeue(r)
 	}
@@ -146,7 +146,7 @@ func (g *Group[T]) leave(r *reading[T]) {
 func (g *Group[T]) enqueue(r *reading[T], owner string) {
 	r.owners = append(r.owners, owner)
 	if len(g.waiting[owner]) == 0 {
-		g.turns = append(g.turns, owner)
+		g.ownerQueue = append(g.ownerQueue, owner)
 	}
 	g.waiting[owner] = append(g.waiting[owner], r)
 	g.dispatch()
@@ -162,16 +162,16 @@ func (g *Group[T]) dequeue(r *reading[T]) {
 		g.waiting[owner] = slices.Delete(g.waiting[owner], i, i+1)
 		if len(g.waiting[owner]) == 0 {
 			delete(g.waiting, owner)
-			g.turns = slices.DeleteFunc(g.turns, func(o string) bool { return o == owner })
+			g.ownerQueue = slices.DeleteFunc(g.ownerQueue, func(o string) bool { return o == owner })
 		}
 	}
 }
 
 // dispatch begins readings for as long as there is room: one of each owner in turn.
 func (g *Group[T]) dispatch() {
-	for len(g.turns) > 0 && (g.Limit == 0 || g.running < g.Limit) {
-		owner := g.turns[0]
-		g.turns = append(g.turns[1:], owner)
+	for len(g.ownerQueue) > 0 && (g.Limit == 0 || g.running < g.Limit) {
+		owner := g.ownerQueue[0]
+		g.ownerQueue = append(g.ownerQueue[1:], owner)
 		r := g.waiting[owner][0]
 		g.dequeue(r)
 		g.begin(r)
@@ -185,17 +185,17 @@ func (g *Group[T]) begin(r *reading[T]) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	all := g.names[r.name]
-	all.underWay, all.next = r, nil
+	all.inFlight, all.next = r, nil
 	r.cancel = cancel
 	g.running++
 	go func() {
 		defer cancel()
-		r.value, r.err = one(ctx, r.read)
+		r.value, r.err = runRead(ctx, r.read)
 		close(r.done)
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		g.running--
-		if all.underWay = nil; all.next != nil {
+		if all.inFlight = nil; all.next != nil {
 			next := all.next
 			owners := next.owners
 			next.owners = nil
@@ -212,8 +212,8 @@ func (g *Group[T]) begin(r *reading[T]) {
 	}()
 }
 
-func one[T any](ctx context.Context, read func(context.Context) (T, error)) (value T, err error) {
-	defer guard.Error("a shared reading", &err)
+func runRead[T any](ctx context.Context, read func(context.Context) (T, error)) (value T, err error) {
+	defer recovery.ToError("a shared reading", &err)
 	value, err = read(ctx)
 	if err == nil && ctx.Err() != nil {
 		err = errors.New("the reading took too long")

@@ -39,7 +39,7 @@ func TestAReadingThatBeganBeforeIsNotShared(t *testing.T) {
 			}
 		}
 		synctest.Wait()
-		if len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
+		if len(g.names)+len(g.waiting)+len(g.ownerQueue)+g.running != 0 {
 			t.Errorf("%d names are left, %d owners wait", len(g.names), len(g.waiting))
 		}
 	})
@@ -70,7 +70,7 @@ func TestReadingsAreBoundedAndAPanicIsAnError(t *testing.T) {
 	})
 }
 
-func TestWhoLeavesIsNotReadFor(t *testing.T) {
+func TestReadsWithoutCallersAreNotMade(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{}
 		var n atomic.Int32
@@ -94,7 +94,7 @@ func TestWhoLeavesIsNotReadFor(t *testing.T) {
 }
 
 // A caller that asks for much and leaves costs nobody a turn, nor does what it asked for last go on.
-func TestReadingsThatNobodyWaitsForEnd(t *testing.T) {
+func TestReadsWithoutCallersAreCancelled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{Limit: 1}
 		var begun, cancelled atomic.Int32
@@ -120,7 +120,7 @@ func TestReadingsThatNobodyWaitsForEnd(t *testing.T) {
 		cancel()
 		synctest.Wait()
 		if begun.Load() != cancelled.Load() || time.Since(began) > 0 ||
-			len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
+			len(g.names)+len(g.waiting)+len(g.ownerQueue)+g.running != 0 {
 			t.Errorf("%d begun, %d cancelled, %d names are left, %d under way",
 				begun.Load(), cancelled.Load(), len(g.names), g.running)
 		}
@@ -160,7 +160,7 @@ func TestABegunReadingFinishes(t *testing.T) {
 }
 
 // Turns go round among the owners: one who asks for much waits behind itself, and may not ask for any number.
-func TestTurnsGoRoundAmongOwners(t *testing.T) {
+func TestOwnersTakeTurns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := &Group[int]{Limit: 1, Queue: 20}
 		var mu sync.Mutex
@@ -219,7 +219,7 @@ func TestAJoinedReadingComesWithTheFirstTurn(t *testing.T) {
 		}
 		wg.Wait()
 		synctest.Wait()
-		if len(g.names)+len(g.waiting)+len(g.turns)+g.running != 0 {
+		if len(g.names)+len(g.waiting)+len(g.ownerQueue)+g.running != 0 {
 			t.Errorf("%d names are left, %d owners wait", len(g.names), len(g.waiting))
 		}
 	})

@@ -28,8 +28,8 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	}
 	for _, a := range args {
 		name, value, _ := strings.Cut(strings.TrimLeft(a, "-"), "=")
-		if why, ok := AbsentFlag(name); ok && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
-			return fmt.Errorf("--%s %q: %w", name, value, why)
+		if unsupported, ok := Unsupported(name); ok && strings.HasPrefix(a, "-") && fs.Lookup(name) == nil {
+			return fmt.Errorf("--%s %q: %w", name, value, unsupported)
 		}
 	}
 	if err := fs.Parse(args); err != nil {
@@ -56,8 +56,8 @@ func Load(fs *pflag.FlagSet, args []string) error {
 				const text = `--config %q: key %q holds a map; give its pairs as a list: ["name=value"]`
 				return fmt.Errorf(text, path, name)
 			}
-			if why, ok := AbsentFlag(key); ok && fs.Lookup(key) == nil {
-				return fmt.Errorf("--config %q: key %q: %w", path, key, why)
+			if unsupported, ok := Unsupported(key); ok && fs.Lookup(key) == nil {
+				return fmt.Errorf("--config %q: key %q: %w", path, key, unsupported)
 			}
 			if fs.Lookup(key) == nil {
 				return fmt.Errorf("--config %q: unknown key %q%s", path, key, suggestion(fs, key))
@@ -67,55 +67,55 @@ func Load(fs *pflag.FlagSet, args []string) error {
 	v.SetEnvPrefix(envPrefix)
 	v.SetEnvKeyReplacer(strings.NewReplacer("-", "_"))
 	v.AutomaticEnv()
-	return Apply(fs, v, path)
+	return FillUnset(fs, v, path)
 }
 
-// Apply sets every flag that the command line left out and v has a value for.
-func Apply(fs *pflag.FlagSet, v *viper.Viper, path string) error {
+// FillUnset sets every flag that the command line left out and v has a value for.
+func FillUnset(fs *pflag.FlagSet, v *viper.Viper, path string) error {
 	var errs []error
 	fs.VisitAll(func(f *pflag.Flag) {
 		if f.Changed || f.Name == "config" || f.Name == "help" || !v.IsSet(f.Name) {
 			return
 		}
 		if err := setFrom(fs, f, v); err != nil {
-			where := "environment " + envPrefix + "_" + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
+			source := "environment " + envPrefix + "_" + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
 			if v.InConfig(f.Name) {
-				where = fmt.Sprintf("--config %q: key %q", path, f.Name)
+				source = fmt.Sprintf("--config %q: key %q", path, f.Name)
 			}
-			errs = append(errs, fmt.Errorf("%s: value %q: %w", where, v.GetString(f.Name), err))
+			errs = append(errs, fmt.Errorf("%s: value %q: %w", source, v.GetString(f.Name), err))
 		}
 	})
 	return errors.Join(errs...)
 }
 
-func setFrom(fs *pflag.FlagSet, f *pflag.Flag, v *viper.Viper) error {
-	switch v.Get(f.Name).(type) {
+func setFrom(fs *pflag.FlagSet, flag *pflag.Flag, v *viper.Viper) error {
+	switch v.Get(flag.Name).(type) {
 	case []any, []string:
-		if s, ok := f.Value.(pflag.SliceValue); ok {
-			f.Changed = true
-			return s.Replace(v.GetStringSlice(f.Name))
+		if s, ok := flag.Value.(pflag.SliceValue); ok {
+			flag.Changed = true
+			return s.Replace(v.GetStringSlice(flag.Name))
 		}
-		if slices.Contains(oneAtATime, f.Value.Type()) {
-			return each(v.GetStringSlice(f.Name), func(s string) error { return fs.Set(f.Name, s) })
+		if slices.Contains(repeatedTypes, flag.Value.Type()) {
+			return setEach(v.GetStringSlice(flag.Name), func(s string) error { return fs.Set(flag.Name, s) })
 		}
-		return fs.Set(f.Name, strings.Join(v.GetStringSlice(f.Name), ","))
+		return fs.Set(flag.Name, strings.Join(v.GetStringSlice(flag.Name), ","))
 	default:
-		return fs.Set(f.Name, v.GetString(f.Name))
+		return fs.Set(flag.Name, v.GetString(flag.Name))
 	}
 }
 
 // delimiter parts a nested key's names: a name may hold dots.
 const delimiter = "\x00"
 
-// Adds says of a flag whether each value that it is given adds to those before; of any other the last one counts.
-func Adds(f *pflag.Flag) bool {
+// Accumulates says of a flag whether each value that it is given adds to those before; of any other the last one counts.
+func Accumulates(f *pflag.Flag) bool {
 	_, slice := f.Value.(pflag.SliceValue)
-	return slice || slices.Contains(oneAtATime, f.Value.Type()) ||
+	return slice || slices.Contains(repeatedTypes, f.Value.Type()) ||
 		slices.Contains([]string{"mapStringBool", "stringSlice"}, f.Value.Type())
 }
 
-// Setting is what a flag has been told, as a file of settings says it.
-func Setting(f *pflag.Flag) any {
+// FileValue is what a flag has been told, as a file of settings says it.
+func FileValue(f *pflag.Flag) any {
 	switch v := f.Value.(type) {
 	case pflag.SliceValue:
 		return v.GetSlice()
@@ -123,7 +123,7 @@ func Setting(f *pflag.Flag) any {
 		return strings.Split(strings.Trim(v.String(), "[]"), ";")
 	}
 	text := f.Value.String()
-	if !slices.Contains(oneAtATime, f.Value.Type()) {
+	if !slices.Contains(repeatedTypes, f.Value.Type()) {
 		return text
 	}
 	pairs := []string{}
@@ -137,12 +137,12 @@ func Setting(f *pflag.Flag) any {
 	return pairs
 }
 
-// oneAtATime are the types of flags that are given once for each value, since a value may hold commas:
+// repeatedTypes are the types of flags that are given once for each value, since a value may hold commas:
 // --oidc-required-claim and --tls-sni-cert-key (k8s.io/component-base/cli/flag, NewMapStringStringNoSplit and
 // NamedCertKeyArray).
-var oneAtATime = []string{"mapStringString", "namedCertKey"}
+var repeatedTypes = []string{"mapStringString", "namedCertKey"}
 
-func each(all []string, set func(string) error) error {
+func setEach(all []string, set func(string) error) error {
 	for _, s := range all {
 		if err := set(s); err != nil {
 			return err

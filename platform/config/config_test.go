@@ -57,7 +57,7 @@ func TestListsComeFromFiles(t *testing.T) {
 	}
 }
 
-func TestErrorsNameWhatIsWrong(t *testing.T) {
+func TestErrorsNameTheValue(t *testing.T) {
 	for text, wants := range map[string][]string{
 		"secureport: 1\n":     {`"secureport"`, `did you mean "secure-port"`},
 		"secure-port: many\n": {`"secure-port"`, `"many"`},
@@ -108,7 +108,7 @@ func TestPairsThatMayHoldCommasComeFromFiles(t *testing.T) {
 }
 
 // A flag of kube-apiserver's that is not offered stops the start with the reason and what to do, wherever it is given.
-func TestAnAbsentFlagSaysWhy(t *testing.T) {
+func TestUnsupportedFlagsStateTheReason(t *testing.T) {
 	for name, want := range map[string]string{
 		"emulated-version":      "only Kubernetes 1.36 itself is served; leave the flag out",
 		"log-text-split-stream": "logs are written as they come",
@@ -124,7 +124,7 @@ func TestAnAbsentFlagSaysWhy(t *testing.T) {
 			}
 		}
 	}
-	if _, ok := AbsentFlag("secure-port"); ok {
+	if _, ok := Unsupported("secure-port"); ok {
 		t.Error("a flag that is offered is absent")
 	}
 }

@@ -31,10 +31,10 @@ func NewConverters(services webhook.ServiceResolver, auth webhook.Authentication
 
 // Converter converts a definition's objects between versions.
 type Converter struct {
-	all        *Converters
-	definition *Definition
-	// first converts without a webhook; with a webhook it answers for field labels only.
-	first *client
+	shared *Converters
+	crd    *CRD
+	// base converts without a webhook; with a webhook it answers for field labels only.
+	base *client
 
 	mu sync.Mutex
 	// transport is shared by all clients, so that they share connections.
@@ -47,42 +47,42 @@ const idleClients = 32
 
 // client is upstream's converter, used by one conversion at a time.
 type client struct {
-	of           *Converter
+	converter    *Converter
 	safe, unsafe runtime.ObjectConvertor
 	// ctx is that of the conversion under way.
 	ctx context.Context
 }
 
 // Converter returns the converter of the definition.
-func (d *Definition) Converter(all *Converters) (*Converter, error) {
-	c := &Converter{all: all, definition: d}
+func (d *CRD) Converter(shared *Converters) (*Converter, error) {
+	c := &Converter{shared: shared, crd: d}
 	var err error
-	c.first, err = c.newClient()
+	c.base, err = c.newClient()
 	return c, err
 }
 
 func (c *Converter) newClient() (*client, error) {
-	made := &client{of: c}
-	factory, err := conversion.NewCRConverterFactory(c.all.services,
+	cl := &client{converter: c}
+	factory, err := conversion.NewCRConverterFactory(c.shared.services,
 		func(r webhook.AuthenticationInfoResolver) webhook.AuthenticationInfoResolver {
-			if c.all.auth != nil {
-				r = c.all.auth(r)
+			if c.shared.auth != nil {
+				r = c.shared.auth(r)
 			}
-			return &boundResolver{r, made}
+			return &boundResolver{r, cl}
 		})
 	if err == nil {
-		made.safe, made.unsafe, err = factory.NewConverter(c.definition.CustomResourceDefinition)
+		cl.safe, cl.unsafe, err = factory.NewConverter(c.crd.CustomResourceDefinition)
 	}
-	return made, err
+	return cl, err
 }
 
-// Within returns two convertors whose webhook calls end with ctx: safe copies its input, unsafe changes it.
-func (c *Converter) Within(ctx context.Context) (safe, unsafe runtime.ObjectConvertor) {
-	if !c.definition.Webhook() {
-		return c.first.safe, c.first.unsafe
+// WithContext returns two convertors whose webhook calls end with ctx: safe copies its input, unsafe changes it.
+func (c *Converter) WithContext(ctx context.Context) (safe, unsafe runtime.ObjectConvertor) {
+	if !c.crd.UsesWebhook() {
+		return c.base.safe, c.base.unsafe
 	}
-	safe = &within{c, ctx, func(one *client) runtime.ObjectConvertor { return one.safe }}
-	unsafe = &within{c, ctx, func(one *client) runtime.ObjectConvertor { return one.unsafe }}
+	safe = &contextConverter{c, ctx, func(cl *client) runtime.ObjectConvertor { return cl.safe }}
+	unsafe = &contextConverter{c, ctx, func(cl *client) runtime.ObjectConvertor { return cl.unsafe }}
 	return safe, unsafe
 }
 
@@ -92,44 +92,44 @@ func (c *Converter) with(ctx context.Context, convert func(*client) error) error
 		return err
 	}
 	c.mu.Lock()
-	var one *client
+	var cl *client
 	if n := len(c.idle); n > 0 {
-		one, c.idle = c.idle[n-1], c.idle[:n-1]
+		cl, c.idle = c.idle[n-1], c.idle[:n-1]
 	}
 	c.mu.Unlock()
-	if one == nil {
+	if cl == nil {
 		var err error
-		if one, err = c.newClient(); err != nil {
+		if cl, err = c.newClient(); err != nil {
 			return err
 		}
 	}
-	one.ctx = ctx
+	cl.ctx = ctx
 	defer func() {
-		one.ctx = nil
+		cl.ctx = nil
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		if len(c.idle) < idleClients {
-			c.idle = append(c.idle, one)
+			c.idle = append(c.idle, cl)
 		}
 	}()
-	return convert(one)
+	return convert(cl)
 }
 
-// within implements runtime.ObjectConvertor in a context.
-type within struct {
-	of     *Converter
-	ctx    context.Context
-	choose func(*client) runtime.ObjectConvertor
+// contextConverter implements runtime.ObjectConvertor in a context.
+type contextConverter struct {
+	converter *Converter
+	ctx       context.Context
+	choose    func(*client) runtime.ObjectConvertor
 }
 
 // Convert implements runtime.ObjectConvertor.
-func (w *within) Convert(in, out, context any) error {
-	return w.of.with(w.ctx, func(c *client) error { return w.choose(c).Convert(in, out, context) })
+func (w *contextConverter) Convert(in, out, context any) error {
+	return w.converter.with(w.ctx, func(c *client) error { return w.choose(c).Convert(in, out, context) })
 }
 
 // ConvertToVersion implements runtime.ObjectConvertor.
-func (w *within) ConvertToVersion(in runtime.Object, gv runtime.GroupVersioner) (out runtime.Object, err error) {
-	err = w.of.with(w.ctx, func(c *client) error {
+func (w *contextConverter) ConvertToVersion(in runtime.Object, gv runtime.GroupVersioner) (out runtime.Object, err error) {
+	err = w.converter.with(w.ctx, func(c *client) error {
 		out, err = w.choose(c).ConvertToVersion(in, gv)
 		return err
 	})
@@ -137,8 +137,8 @@ func (w *within) ConvertToVersion(in runtime.Object, gv runtime.GroupVersioner) 
 }
 
 // ConvertFieldLabel implements runtime.ObjectConvertor.
-func (w *within) ConvertFieldLabel(gvk schema.GroupVersionKind, label, value string) (string, string, error) {
-	return w.of.first.safe.ConvertFieldLabel(gvk, label, value)
+func (w *contextConverter) ConvertFieldLabel(gvk schema.GroupVersionKind, label, value string) (string, string, error) {
+	return w.converter.base.safe.ConvertFieldLabel(gvk, label, value)
 }
 
 // boundResolver has a webhook's requests pass its client's RoundTrip.
@@ -163,7 +163,7 @@ func (b *boundResolver) bind(config *rest.Config, err error) (*rest.Config, erro
 	}
 	config = rest.CopyConfig(config)
 	config.Wrap(func(rt http.RoundTripper) http.RoundTripper {
-		c := b.client.of
+		c := b.client.converter
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		if c.transport == nil {
@@ -179,7 +179,7 @@ func (b *boundResolver) bind(config *rest.Config, err error) (*rest.Config, erro
 func (c *client) RoundTrip(req *http.Request) (*http.Response, error) {
 	ctx, cancel := context.WithCancel(req.Context())
 	context.AfterFunc(c.ctx, cancel)
-	resp, err := c.of.transport.RoundTrip(req.WithContext(ctx))
+	resp, err := c.converter.transport.RoundTrip(req.WithContext(ctx))
 	if err != nil {
 		return nil, err
 	}

@@ -99,7 +99,7 @@ func TestAConversionEndsWithItsRequest(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() {
-		safe, _ := c.Within(ctx)
+		safe, _ := c.WithContext(ctx)
 		_, err := safe.ConvertToVersion(named("hangs"), to)
 		ended <- err
 	}()
@@ -108,7 +108,7 @@ func TestAConversionEndsWithItsRequest(t *testing.T) {
 	for range 8 {
 		wg.Go(func() {
 			other, gone := context.WithCancel(t.Context())
-			safe, _ := c.Within(other)
+			safe, _ := c.WithContext(other)
 			out, err := safe.ConvertToVersion(named("answers"), to)
 			if err != nil || out.GetObjectKind().GroupVersionKind().Version != "v2" {
 				t.Errorf("%v, %v", out, err)
@@ -131,7 +131,7 @@ func TestAConversionEndsWithItsRequest(t *testing.T) {
 	if err := <-ended; err == nil {
 		t.Error("a conversion that was given up has no error")
 	}
-	safe, _ := c.Within(ctx)
+	safe, _ := c.WithContext(ctx)
 	if _, err := safe.ConvertToVersion(named("answers"), to); err == nil {
 		t.Error("a request that is over has an object converted")
 	}

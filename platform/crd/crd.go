@@ -21,8 +21,8 @@ import (
 	"k8s.io/client-go/scale/scheme/autoscalingv1"
 )
 
-// Definition is one CustomResourceDefinition, ready to read objects by. It does not change.
-type Definition struct {
+// CRD is one CustomResourceDefinition, ready to read objects by. It does not change.
+type CRD struct {
 	*apiextensionsv1.CustomResourceDefinition
 	// StorageVersion is the version that objects are written to etcd in.
 	StorageVersion string
@@ -31,7 +31,7 @@ type Definition struct {
 }
 
 // New reads a definition. An error says that it cannot be served.
-func New(d *apiextensionsv1.CustomResourceDefinition) (*Definition, error) {
+func New(d *apiextensionsv1.CustomResourceDefinition) (*CRD, error) {
 	for name, accepted := range map[string]string{
 		"plural":    d.Status.AcceptedNames.Plural,
 		"singular":  d.Status.AcceptedNames.Singular,
@@ -42,7 +42,7 @@ func New(d *apiextensionsv1.CustomResourceDefinition) (*Definition, error) {
 			return nil, fmt.Errorf("the definition %s has no accepted %s", d.Name, name)
 		}
 	}
-	out := &Definition{CustomResourceDefinition: d, Schemas: map[string]*structuralschema.Structural{}}
+	out := &CRD{CustomResourceDefinition: d, Schemas: map[string]*structuralschema.Structural{}}
 	var err error
 	if out.StorageVersion, err = apihelpers.GetCRDStorageVersion(d); err != nil {
 		return nil, err
@@ -97,28 +97,28 @@ func equalNames(a, b *apiextensionsv1.CustomResourceDefinitionNames) bool {
 }
 
 // Namespaced says whether objects have namespaces.
-func (d *Definition) Namespaced() bool { return d.Spec.Scope == apiextensionsv1.NamespaceScoped }
+func (d *CRD) Namespaced() bool { return d.Spec.Scope == apiextensionsv1.NamespaceScoped }
 
 // Resource is the resource in a version.
-func (d *Definition) Resource(version string) schema.GroupVersionResource {
+func (d *CRD) Resource(version string) schema.GroupVersionResource {
 	return schema.GroupVersionResource{Group: d.Spec.Group, Version: version, Resource: d.Status.AcceptedNames.Plural}
 }
 
 // Kind is the kind in a version.
-func (d *Definition) Kind(version string) schema.GroupVersionKind {
+func (d *CRD) Kind(version string) schema.GroupVersionKind {
 	return schema.GroupVersionKind{Group: d.Spec.Group, Version: version, Kind: d.Status.AcceptedNames.Kind}
 }
 
 // GroupKind is the kind in every version.
-func (d *Definition) GroupKind() schema.GroupKind { return d.Kind("").GroupKind() }
+func (d *CRD) GroupKind() schema.GroupKind { return d.Kind("").GroupKind() }
 
-// Webhook says whether another version of an object is more than its apiVersion.
-func (d *Definition) Webhook() bool {
+// UsesWebhook says whether another version of an object is more than its apiVersion.
+func (d *CRD) UsesWebhook() bool {
 	return d.Spec.Conversion != nil && d.Spec.Conversion.Strategy == apiextensionsv1.WebhookConverter
 }
 
 // Equivalents knows the definition's versions as one resource.
-func (d *Definition) Equivalents() runtime.EquivalentResourceMapper {
+func (d *CRD) Equivalents() runtime.EquivalentResourceMapper {
 	r := runtime.NewEquivalentResourceRegistry()
 	for _, v := range d.Spec.Versions {
 		r.RegisterKindFor(d.Resource(v.Name), "", d.Kind(v.Name))
@@ -137,7 +137,7 @@ func (d *Definition) Equivalents() runtime.EquivalentResourceMapper {
 }
 
 // Parameters is the scheme of the options that requests in a version carry.
-func (d *Definition) Parameters(version string) *runtime.Scheme {
+func (d *CRD) Parameters(version string) *runtime.Scheme {
 	s := runtime.NewScheme()
 	s.AddUnversionedTypes(schema.GroupVersion{Group: d.Spec.Group, Version: version}, &metav1.ListOptions{},
 		&metav1.GetOptions{}, &metav1.DeleteOptions{})
@@ -163,12 +163,12 @@ func (Creater) New(kind schema.GroupVersionKind) (runtime.Object, error) {
 }
 
 // Defaulter fills in the defaults of the definition's schemas, and others' by delegate.
-func (d *Definition) Defaulter(delegate runtime.ObjectDefaulter) runtime.ObjectDefaulter {
+func (d *CRD) Defaulter(delegate runtime.ObjectDefaulter) runtime.ObjectDefaulter {
 	return defaulter{d, delegate}
 }
 
 type defaulter struct {
-	*Definition
+	*CRD
 	delegate runtime.ObjectDefaulter
 }
 

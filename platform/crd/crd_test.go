@@ -52,7 +52,7 @@ func widgets() *apiextensionsv1.CustomResourceDefinition {
 	}
 }
 
-func define(t *testing.T, change func(*apiextensionsv1.CustomResourceDefinition)) (*Definition, error) {
+func define(t *testing.T, change func(*apiextensionsv1.CustomResourceDefinition)) (*CRD, error) {
 	t.Helper()
 	d := widgets()
 	if change != nil {
@@ -62,7 +62,7 @@ func define(t *testing.T, change func(*apiextensionsv1.CustomResourceDefinition)
 }
 
 // What cannot be served is refused, and says why.
-func TestWhatCannotBeServed(t *testing.T) {
+func TestInvalidCRDs(t *testing.T) {
 	for want, change := range map[string]func(*apiextensionsv1.CustomResourceDefinition){
 		"no accepted kind": func(d *apiextensionsv1.CustomResourceDefinition) { d.Status.AcceptedNames.Kind = "" },
 		"no storage version": func(d *apiextensionsv1.CustomResourceDefinition) {
@@ -80,7 +80,7 @@ func TestWhatCannotBeServed(t *testing.T) {
 }
 
 // Objects are read alike until the definition itself or its accepted names change.
-func TestWhenObjectsAreReadAlike(t *testing.T) {
+func TestSame(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*apiextensionsv1.CustomResourceDefinition)
 		same   bool
@@ -103,13 +103,13 @@ func TestWhenObjectsAreReadAlike(t *testing.T) {
 	}
 }
 
-func codec(t *testing.T, d *Definition) (runtime.NegotiatedSerializer, runtime.ObjectConvertor) {
+func codec(t *testing.T, d *CRD) (runtime.NegotiatedSerializer, runtime.ObjectConvertor) {
 	t.Helper()
 	c, err := d.Converter(NewConverters(nil, nil))
 	if err != nil {
 		t.Fatal(err)
 	}
-	safe, unsafe := c.Within(t.Context())
+	safe, unsafe := c.WithContext(t.Context())
 	return d.Serializer(Typer(d.Parameters("v1")), safe), unsafe
 }
 
@@ -117,7 +117,7 @@ const body = `{"apiVersion":"example.com/v1","kind":"Widget","metadata":{"name":
 	`"spec":{"color":null,"other":1}}`
 
 // What a client sends is pruned and defaulted; asked to be strict, what was pruned is named.
-func TestWhatClientsSendIsShaped(t *testing.T) {
+func TestRequestsAreCoerced(t *testing.T) {
 	d, err := define(t, nil)
 	if err != nil {
 		t.Fatal(err)
@@ -153,7 +153,7 @@ func TestWhatClientsSendIsShaped(t *testing.T) {
 }
 
 // What etcd has is taken as it comes, and is served in whichever version is asked for.
-func TestWhatIsStoredIsRead(t *testing.T) {
+func TestStoredObjectsAreDecoded(t *testing.T) {
 	d, err := define(t, nil)
 	if err != nil {
 		t.Fatal(err)
@@ -185,12 +185,12 @@ func TestWhatIsStoredIsRead(t *testing.T) {
 	}
 }
 
-func TestADefinitionsNames(t *testing.T) {
+func TestCRDNames(t *testing.T) {
 	d, err := define(t, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !d.Namespaced() || d.Webhook() || d.StorageVersion != "v2" || d.GroupKind().String() != "Widget.example.com" {
+	if !d.Namespaced() || d.UsesWebhook() || d.StorageVersion != "v2" || d.GroupKind().String() != "Widget.example.com" {
 		t.Errorf("%+v", d)
 	}
 	e := d.Equivalents()

@@ -15,7 +15,7 @@ var scheme = apiextensionsapiserver.Scheme
 
 // Serializer reads and writes objects as requests in a version carry them. Protobuf is there for what is not the object
 // itself: options, statuses, metadata.
-func (d *Definition) Serializer(typer runtime.ObjectTyper,
+func (d *CRD) Serializer(typer runtime.ObjectTyper,
 	converter runtime.ObjectConvertor) runtime.NegotiatedSerializer {
 	creater := Creater{}
 	text := func(o json.SerializerOptions) *json.Serializer {
@@ -54,7 +54,7 @@ func (d *Definition) Serializer(typer runtime.ObjectTyper,
 }
 
 type serializer struct {
-	*Definition
+	*CRD
 	converter runtime.ObjectConvertor
 	media     []runtime.SerializerInfo
 }
@@ -70,28 +70,28 @@ func (s serializer) EncoderForVersion(e runtime.Encoder, gv runtime.GroupVersion
 // DecoderToVersion implements runtime.NegotiatedSerializer.
 func (s serializer) DecoderToVersion(d runtime.Decoder, gv runtime.GroupVersioner) runtime.Decoder {
 	strict, ok := d.(*json.Serializer)
-	shaped := shapingDecoder{d, shape{Definition: s.Definition, tell: ok && strict.IsStrict()}}
-	return versioning.NewCodec(nil, shaped, runtime.UnsafeObjectConvertor(scheme), scheme, scheme,
+	coercing := schemaCoercingDecoder{d, schemaCoercer{CRD: s.CRD, returnUnknownFieldPaths: ok && strict.IsStrict()}}
+	return versioning.NewCodec(nil, coercing, runtime.UnsafeObjectConvertor(scheme), scheme, scheme,
 		s.Defaulter(scheme), nil, gv, "custom resource")
 }
 
 // StorageCodec reads what etcd has, in whichever version, into version, and writes the storage version.
-func (d *Definition) StorageCodec(version string, converter runtime.ObjectConvertor) runtime.Codec {
+func (d *CRD) StorageCodec(version string, converter runtime.ObjectConvertor) runtime.Codec {
 	gv := func(v string) schema.GroupVersion { return schema.GroupVersion{Group: d.Spec.Group, Version: v} }
 	return versioning.NewCodec(unstructured.UnstructuredJSONScheme,
-		shapingDecoder{unstructured.UnstructuredJSONScheme, shape{Definition: d, stored: true}},
-		shapingConverter{converter, shape{Definition: d}},
+		schemaCoercingDecoder{unstructured.UnstructuredJSONScheme, schemaCoercer{CRD: d, stored: true}},
+		schemaCoercingConverter{converter, schemaCoercer{CRD: d}},
 		Creater{}, crdserverscheme.NewUnstructuredObjectTyper(), d.Defaulter(scheme), gv(d.StorageVersion), gv(version),
 		"custom resource storage")
 }
 
 // Decode reads what etcd has in the version that it has it in, shaped and with defaults.
-func (d *Definition) Decode(data []byte) (*unstructured.Unstructured, error) {
+func (d *CRD) Decode(data []byte) (*unstructured.Unstructured, error) {
 	u := &unstructured.Unstructured{}
 	if _, _, err := unstructured.UnstructuredJSONScheme.Decode(data, nil, u); err != nil {
 		return nil, err
 	}
-	if _, err := (shape{Definition: d, stored: true}).apply(u); err != nil {
+	if _, err := (schemaCoercer{CRD: d, stored: true}).coerce(u); err != nil {
 		return nil, err
 	}
 	d.Defaulter(scheme).Default(u)

@@ -11,10 +11,10 @@ import (
 )
 
 const (
-	// answerBytes and answerFactor bound the answer of a conversion webhook: that many bytes, and as many for each byte
+	// responseBytes and responseFactor bound the answer of a conversion webhook: that many bytes, and as many for each byte
 	// of its request. One call converts a whole list, so no fixed bound fits.
-	answerBytes  = 16 << 20
-	answerFactor = 4
+	responseBytes  = 16 << 20
+	responseFactor = 4
 )
 
 // Webhooks configures the clients of conversion webhooks: out dials them, and their answers are bounded. config is for
@@ -28,7 +28,7 @@ func Webhooks(out egress.Selector, config *rest.Config) webhook.AuthenticationIn
 		}
 		c = rest.CopyConfig(c) // it may be config
 		c.Wrap(func(next http.RoundTripper) http.RoundTripper {
-			return egress.BoundAnswers(next, answerBytes, answerFactor)
+			return egress.LimitResponses(next, responseBytes, responseFactor)
 		})
 		return c, nil
 	}

@@ -20,7 +20,7 @@ import (
 )
 
 // A conversion webhook answers with 16 MB and four times its request, and no more. The error names the webhook.
-func TestConversionWebhooksAnswersAreBounded(t *testing.T) {
+func TestConversionResponsesAreBounded(t *testing.T) {
 	padding := 0 // of the answer
 	hook := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		var review struct {

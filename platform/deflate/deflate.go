@@ -18,14 +18,14 @@ import (
 const (
 	// Level is fast, and as small as what it is worth on a local network; kube-apiserver's.
 	Level = flate.BestSpeed
-	// Above is the size in bytes from which bodies are compressed for clients that want it, kube-apiserver's (128 KB).
-	Above = 128 << 10
-	// Piece is how many bytes of a body are compressed in one turn: about a millisecond of work.
-	Piece = 64 << 10
+	// Threshold is the size in bytes from which bodies are compressed for clients that want it, kube-apiserver's (128 KB).
+	Threshold = 128 << 10
+	// TurnBytes is how many bytes of a body are compressed in one turn: about a millisecond of work.
+	TurnBytes = 64 << 10
 )
 
-// Accepted says whether a request's client takes gzip. With a quality it does not, as in kube-apiserver.
-func Accepted(h http.Header) bool {
+// AcceptsGzip says whether a request's client takes gzip. With a quality it does not, as in kube-apiserver.
+func AcceptsGzip(h http.Header) bool {
 	for _, e := range strings.Split(h.Get("Accept-Encoding"), ",") {
 		if strings.TrimSpace(e) == "gzip" {
 			return true
@@ -78,9 +78,9 @@ func Compress(pieces ...[]byte) (*Part, error) {
 	p := &Part{}
 	for len(pieces) > 0 {
 		err := Turn(func() error {
-			for n := 0; n < Piece && len(pieces) > 0; {
+			for n := 0; n < TurnBytes && len(pieces) > 0; {
 				piece := pieces[0]
-				if piece = piece[:min(len(piece), Piece-n)]; len(piece) == len(pieces[0]) {
+				if piece = piece[:min(len(piece), TurnBytes-n)]; len(piece) == len(pieces[0]) {
 					pieces = pieces[1:]
 				} else {
 					pieces = append([][]byte{pieces[0][len(piece):]}, pieces[1:]...)

@@ -60,7 +60,7 @@ func TestPartsMakeABody(t *testing.T) {
 		"none":          {},
 		"one":           {text},
 		"empty ones":    {{}, text, {}, {}},
-		"noise":         {noise(1), noise(Piece - 1), noise(Piece), noise(3*Piece + 1)},
+		"noise":         {noise(1), noise(TurnBytes - 1), noise(TurnBytes), noise(3*TurnBytes + 1)},
 		"alike":         {text[:26], text[26:52], text[:26]},
 		"zeros, whole":  {make([]byte, 1<<20), text, make([]byte, 5)},
 		"of every size": {text[:100], text[:1000], text[:10000], text[:100000], text[:300000]},
@@ -112,7 +112,7 @@ func TestAccepted(t *testing.T) {
 	for value, want := range map[string]bool{
 		"": false, "gzip": true, "deflate, gzip": true, "gzip;q=1.0": false, "identity": false, "GZIP": false,
 	} {
-		if Accepted(http.Header{"Accept-Encoding": {value}}) != want {
+		if AcceptsGzip(http.Header{"Accept-Encoding": {value}}) != want {
 			t.Errorf("%q", value)
 		}
 	}

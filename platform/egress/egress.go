@@ -48,18 +48,18 @@ func (c *Config) Open() (Selector, error) {
 	fail := func(err error) (Selector, error) {
 		return Selector{}, fmt.Errorf("--egress-selector-config-file %q: %w", c.File, err)
 	}
-	said, err := egressselector.ReadEgressSelectorConfiguration(c.File)
+	selection, err := egressselector.ReadEgressSelectorConfiguration(c.File)
 	if err != nil {
 		return fail(err)
 	}
-	if errs := egressselector.ValidateEgressSelectorConfiguration(said); len(errs) > 0 {
+	if errs := egressselector.ValidateEgressSelectorConfiguration(selection); len(errs) > 0 {
 		return fail(errs.ToAggregate())
 	}
-	if err := sound(said); err != nil {
+	if err := checkTransports(selection); err != nil {
 		return fail(err)
 	}
 	s := Selector{}
-	if s.upstream, err = egressselector.NewEgressSelector(said); err != nil {
+	if s.upstream, err = egressselector.NewEgressSelector(selection); err != nil {
 		return fail(err)
 	}
 	if dial := s.dialer(egressselector.Cluster); dial != nil {
@@ -68,8 +68,8 @@ func (c *Config) Open() (Selector, error) {
 	return s, nil
 }
 
-// sound refuses what validation lets through and kube-apiserver panics at.
-func sound(c *apiserver.EgressSelectorConfiguration) error {
+// checkTransports refuses what validation lets through and kube-apiserver panics at.
+func checkTransports(c *apiserver.EgressSelectorConfiguration) error {
 	if c == nil {
 		return nil
 	}

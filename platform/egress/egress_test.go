@@ -127,7 +127,7 @@ func TestEachNetworkHasItsProxy(t *testing.T) {
 }
 
 // A proxy that says nothing costs a try, not the connection to etcd for good.
-func TestASilentProxyOfEtcdIsGivenUp(t *testing.T) {
+func TestUnresponsiveEtcdProxyTimesOut(t *testing.T) {
 	closed := make(chan error, 1)
 	s := proxies(t, func(_ string, c net.Conn) {
 		defer c.Close()

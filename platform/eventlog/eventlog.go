@@ -25,41 +25,41 @@ import (
 
 const (
 	// StreamName is the JetStream stream.
-	StreamName = "watershed"
-	events     = "watershed.event."
-	// republished is the prefix of the subjects on which NATS publishes each message again once the stream holds it.
-	republished = "watershed.stored."
+	StreamName  = "watershed"
+	eventPrefix = "watershed.event."
+	// storedPrefix is the prefix of the subjects on which NATS publishes each message again once the stream holds it.
+	storedPrefix = "watershed.stored."
 	// ProgressSubject carries progress and resets, in order with the events.
 	ProgressSubject = "watershed.progress"
-	// AskProgress is where a reader that waits for a revision asks the publisher to say how far it is.
-	AskProgress = "watershed.ask.progress"
+	// ProgressRequestSubject is where a reader that waits for a revision asks the publisher to say how far it is.
+	ProgressRequestSubject = "watershed.progress.request"
 )
 
 // Inbox is where a client of a name gets answers: it alone may read them.
 func Inbox(client string) string { return "_INBOX_" + client }
 
-// leastServer is the oldest NATS server that the log can be kept by. Older ones lose, when they are restarted, the id
+// minServerVersion is the oldest NATS server that the log can be kept by. Older ones lose, when they are restarted, the id
 // of the last message where that is older than the duplicate window (nats-server pull request 8564), and then refuse
 // every publish that names it.
-const leastServer = "2.15.2"
+const minServerVersion = "2.15.2"
 
 // checkServer refuses a server that is too old. One that is not connected is checked when it is used.
 func checkServer(nc *nats.Conn) error {
-	have := nc.ConnectedServerVersion()
-	if have != "" && tooOld(have) {
+	server := nc.ConnectedServerVersion()
+	if server != "" && tooOld(server) {
 		return fmt.Errorf("NATS server %s at %s is too old: use %s or newer; older ones forget the last message's "+
-			"id when they restart, and refuse every publish after it", have, nc.ConnectedUrlRedacted(), leastServer)
+			"id when they restart, and refuse every publish after it", server, nc.ConnectedUrlRedacted(), minServerVersion)
 	}
 	return nil
 }
 
-func tooOld(have string) bool {
-	v, err := version.ParseSemantic(have)
-	return err != nil || v.LessThan(version.MustParseSemantic(leastServer))
+func tooOld(server string) bool {
+	v, err := version.ParseSemantic(server)
+	return err != nil || v.LessThan(version.MustParseSemantic(minServerVersion))
 }
 
 // Subject is where a stored resource's events are.
-func Subject(storedAs string) string { return events + storedAs }
+func Subject(storedAs string) string { return eventPrefix + storedAs }
 
 // Options say where NATS is and how the log is kept.
 type Options struct {
@@ -124,30 +124,30 @@ func JetStream(nc *nats.Conn) (jetstream.JetStream, error) {
 type ID struct {
 	Revision int64
 	Index    int32
-	// Mark is true for progress and for a reset of everything, which say something of all that is up to Revision. A
+	// Progress is true for progress and for a reset of everything, which say something of all that is up to Revision. A
 	// reset of one resource has a place in its transaction, as an event has.
-	Mark bool
+	Progress bool
 	// nonce keeps apart what different publishers, or different histories of etcd, would call the same.
 	nonce string
 }
 
 // IDOf is e's id as the publisher with the nonce gives it.
 func IDOf(e *logv1.Event, nonce string) ID {
-	mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET && e.StorageResource == ""
-	return ID{e.Revision, e.Index, mark, nonce}
+	progress := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET && e.StorageResource == ""
+	return ID{e.Revision, e.Index, progress, nonce}
 }
 
 func (id ID) String() string {
-	mark := ""
-	if id.Mark {
-		mark = "m"
+	prefix := ""
+	if id.Progress {
+		prefix = "m"
 	}
-	return fmt.Sprintf("%s%d.%d.%s", mark, id.Revision, id.Index, id.nonce)
+	return fmt.Sprintf("%s%d.%d.%s", prefix, id.Revision, id.Index, id.nonce)
 }
 
 // ParseID is String's inverse.
 func ParseID(s string) (ID, error) {
-	rest, mark := strings.CutPrefix(s, "m")
+	rest, progress := strings.CutPrefix(s, "m")
 	parts := strings.SplitN(rest, ".", 3)
 	if len(parts) != 3 {
 		return ID{}, fmt.Errorf("not an event id: %q", s)
@@ -160,7 +160,7 @@ func ParseID(s string) (ID, error) {
 	return ID{
 		Revision: r,
 		Index:    int32(i),
-		Mark:     mark,
+		Progress: progress,
 		nonce:    parts[2],
 	}, nil
 }
@@ -169,9 +169,9 @@ const (
 	// encodingHeader names how a message's data is compressed; without it, it is not.
 	encodingHeader = "Content-Encoding"
 	s2Encoding     = "s2"
-	// compressAbove is from how many bytes on a message is compressed: an object's JSON may be six times what it was
+	// compressThreshold is from how many bytes on a message is compressed: an object's JSON may be six times what it was
 	// written as, and the log's room is everybody's.
-	compressAbove = 64 << 10
+	compressThreshold = 64 << 10
 	// maxEventBytes bounds what a message may unpack to: an object of 3 MB, twice, each as protobuf and as JSON that
 	// escapes every byte, and some room.
 	maxEventBytes = 64 << 20
@@ -191,24 +191,24 @@ func Message(e *logv1.Event) (*nats.Msg, error) {
 		subject = Subject(e.StorageResource)
 	}
 	m := &nats.Msg{Subject: subject, Data: data, Header: nats.Header{}}
-	if packed, ok := pack(data); ok {
-		m.Data = packed
+	if compressed, ok := compress(data); ok {
+		m.Data = compressed
 		m.Header.Set(encodingHeader, s2Encoding)
 	}
 	return m, nil
 }
 
-// pack compresses what is large, where that makes it smaller.
-func pack(data []byte) ([]byte, bool) {
-	if len(data) <= compressAbove {
+// compress compresses what is large, where that makes it smaller.
+func compress(data []byte) ([]byte, bool) {
+	if len(data) <= compressThreshold {
 		return nil, false
 	}
-	packed := s2.Encode(nil, data)
-	return packed, len(packed) < len(data)
+	compressed := s2.Encode(nil, data)
+	return compressed, len(compressed) < len(data)
 }
 
-// unpack is pack's inverse, within what a message may unpack to.
-func unpack(data []byte) ([]byte, error) {
+// decompress is pack's inverse, within what a message may unpack to.
+func decompress(data []byte) ([]byte, error) {
 	n, err := s2.DecodedLen(data)
 	if err != nil {
 		return nil, err
@@ -229,7 +229,7 @@ func decode(encoding string, data []byte) (*logv1.Event, error) {
 	case "":
 	case s2Encoding:
 		var err error
-		if data, err = unpack(data); err != nil {
+		if data, err = decompress(data); err != nil {
 			return nil, err
 		}
 	default:

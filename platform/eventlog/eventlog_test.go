@@ -18,9 +18,9 @@ func TestIDsComeBackAsTheyWere(t *testing.T) {
 		if err != nil || got != id {
 			t.Errorf("%+v came back as %+v (%v)", id, got, err)
 		}
-		if mark := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET &&
-			e.StorageResource == ""; got.Mark != mark {
-			t.Errorf("%v: mark is %v", e, got.Mark)
+		if progress := e.Type == logv1.Type_TYPE_UNSPECIFIED || e.Type == logv1.Type_TYPE_RESET &&
+			e.StorageResource == ""; got.Progress != progress {
+			t.Errorf("%v: mark is %v", e, got.Progress)
 		}
 	}
 	for _, bad := range []string{"", "x", "1", "1.2", "m.1.x", "a.b.c"} {
@@ -31,7 +31,7 @@ func TestIDsComeBackAsTheyWere(t *testing.T) {
 }
 
 func TestOldServersAreRefused(t *testing.T) {
-	for have, want := range map[string]bool{
+	for server, want := range map[string]bool{
 		"2.15.2":   false,
 		"2.15.3":   false,
 		"2.16.0":   false,
@@ -40,8 +40,8 @@ func TestOldServersAreRefused(t *testing.T) {
 		"2.10.0":   true,
 		"nonsense": true,
 	} {
-		if got := tooOld(have); got != want {
-			t.Errorf("%s is too old: %v", have, got)
+		if got := tooOld(server); got != want {
+			t.Errorf("%s is too old: %v", server, got)
 		}
 	}
 }

@@ -24,7 +24,7 @@ func get(ctx context.Context, js jetstream.JetStream, request map[string]any) (*
 	if err != nil {
 		return nil, err
 	}
-	var answer struct {
+	var response struct {
 		Error   *jetstream.APIError `json:"error"`
 		Message struct {
 			Subject  string    `json:"subject"`
@@ -34,27 +34,27 @@ func get(ctx context.Context, js jetstream.JetStream, request map[string]any) (*
 			Time     time.Time `json:"time"`
 		} `json:"message"`
 	}
-	if err := json.Unmarshal(m.Data, &answer); err != nil {
+	if err := json.Unmarshal(m.Data, &response); err != nil {
 		return nil, err
 	}
 	switch {
-	case answer.Error == nil:
-	case answer.Error.ErrorCode == jetstream.JSErrCodeMessageNotFound:
+	case response.Error == nil:
+	case response.Error.ErrorCode == jetstream.JSErrCodeMessageNotFound:
 		return nil, jetstream.ErrMsgNotFound
 	default:
-		return nil, answer.Error
+		return nil, response.Error
 	}
 	var header nats.Header
-	if len(answer.Message.Header) > 0 {
-		if header, err = nats.DecodeHeadersMsg(answer.Message.Header); err != nil {
-			return nil, fmt.Errorf("message %d of the log: %w", answer.Message.Sequence, err)
+	if len(response.Message.Header) > 0 {
+		if header, err = nats.DecodeHeadersMsg(response.Message.Header); err != nil {
+			return nil, fmt.Errorf("message %d of the log: %w", response.Message.Sequence, err)
 		}
 	}
 	return &jetstream.RawStreamMsg{
-		Subject:  answer.Message.Subject,
-		Sequence: answer.Message.Sequence,
+		Subject:  response.Message.Subject,
+		Sequence: response.Message.Sequence,
 		Header:   header,
-		Data:     answer.Message.Data,
-		Time:     answer.Message.Time,
+		Data:     response.Message.Data,
+		Time:     response.Message.Time,
 	}, nil
 }

@@ -17,10 +17,10 @@ const (
 	// reader reads these from the stream.
 	pendingMessages = 16 << 10
 	pendingBytes    = 64 << 20
-	// watchdog is after how long without a message a reader compares itself with the stream. Progress comes every 2 s.
-	watchdog = 3 * time.Second
-	// wake is how often an idle reader looks for a new connection.
-	wake = 250 * time.Millisecond
+	// compareAfter is after how long without a message a reader compares itself with the stream. Progress comes every 2 s.
+	compareAfter = 3 * time.Second
+	// pollInterval is how often an idle reader looks for a new connection.
+	pollInterval = 250 * time.Millisecond
 	// compareTimeout bounds one comparison with the stream.
 	compareTimeout = 2 * time.Second
 	// flushTimeout bounds the wait until NATS has the subscription.
@@ -34,8 +34,8 @@ const (
 //
 // Read has no consumer. It subscribes to the messages that NATS publishes again once the stream holds them, and reads
 // from stored the messages that the subscription missed.
-func Read(ctx context.Context, nc *nats.Conn, stored Stored, handle func(*logv1.Event) error) error {
-	r := &reader{nc: nc, stored: stored, handle: handle}
+func Read(ctx context.Context, nc *nats.Conn, stream StreamReader, handle func(*logv1.Event) error) error {
+	r := &reader{nc: nc, stream: stream, handle: handle}
 	for {
 		err := r.read(ctx)
 		if ctx.Err() != nil {
@@ -63,14 +63,14 @@ type handlerError struct{ error }
 // reader is where a reader is in the log.
 type reader struct {
 	nc     *nats.Conn
-	stored Stored
+	stream StreamReader
 	handle func(*logv1.Event) error
 	// created tells streams of the same name apart; sequence and id are those of the last message.
 	created  int64
 	sequence uint64
 	id       string
-	// lost: what was read last is not in the log any more, so the next message follows a gap.
-	lost bool
+	// afterGap: what was read last is not in the log any more, so the next message follows a gap.
+	afterGap bool
 }
 
 var (
@@ -81,7 +81,7 @@ var (
 )
 
 func (r *reader) read(ctx context.Context) error {
-	sub, err := r.nc.SubscribeSync(republished + ">")
+	sub, err := r.nc.SubscribeSync(storedPrefix + ">")
 	if err != nil {
 		return err
 	}
@@ -95,9 +95,9 @@ func (r *reader) read(ctx context.Context) error {
 	if err := r.catchUp(ctx); err != nil {
 		return err
 	}
-	compared, at, due := time.Now(), r.sequence, false
+	compared, lastSequence, due := time.Now(), r.sequence, false
 	for {
-		m, err := sub.NextMsg(wake)
+		m, err := sub.NextMsg(pollInterval)
 		if err == nil {
 			err = r.next(m)
 		}
@@ -111,9 +111,9 @@ func (r *reader) read(ctx context.Context) error {
 		switch {
 		case err != nil:
 			return err
-		case r.sequence != at:
-			compared, at = time.Now(), r.sequence
-		case due || time.Since(compared) > watchdog:
+		case r.sequence != lastSequence:
+			compared, lastSequence = time.Now(), r.sequence
+		case due || time.Since(compared) > compareAfter:
 			ok, err := r.compare(ctx)
 			if err != nil {
 				return err
@@ -147,9 +147,9 @@ func (r *reader) next(m *nats.Msg) error {
 // compare reads what the stream has and the subscription has not brought. If the stream cannot be read, compare returns
 // false and the subscription goes on.
 func (r *reader) compare(ctx context.Context) (ok bool, err error) {
-	one, cancel := context.WithTimeout(ctx, compareTimeout)
+	compareCtx, cancel := context.WithTimeout(ctx, compareTimeout)
 	defer cancel()
-	err = r.catchUp(one)
+	err = r.catchUp(compareCtx)
 	var h *handlerError
 	if err == nil || errors.As(err, &h) {
 		return true, err
@@ -169,8 +169,8 @@ func (r *reader) catchUp(ctx context.Context) error {
 		if r.sequence > 0 {
 			request.Sequence = r.sequence + 1
 		}
-		err := r.stored.Messages(ctx, request, func(c *logv1.Chunk) error {
-			if r.moved(c) {
+		err := r.stream.Messages(ctx, request, func(c *logv1.Chunk) error {
+			if r.reposition(c) {
 				again = true
 				return errMissed
 			}
@@ -187,18 +187,18 @@ func (r *reader) catchUp(ctx context.Context) error {
 	}
 }
 
-// moved returns true if the stream does not continue at the reader's position, and moves the reader.
-func (r *reader) moved(c *logv1.Chunk) bool {
-	was := r.created
+// reposition returns true if the stream does not continue at the reader's position, and moves the reader.
+func (r *reader) reposition(c *logv1.Chunk) bool {
+	previous := r.created
 	r.created = c.Created
 	switch {
 	case r.sequence == 0:
 		return false
-	case c.Created != was: // another stream: from its beginning, which is a reset
-		r.sequence, r.id, r.lost = 0, "", true
+	case c.Created != previous: // another stream: from its beginning, which is a reset
+		r.sequence, r.id, r.afterGap = 0, "", true
 		return true
 	case c.Last < r.sequence: // its end is lost, and the messages up to Last may be others
-		r.sequence, r.id, r.lost = c.Last, "", true
+		r.sequence, r.id, r.afterGap = c.Last, "", true
 		return true
 	}
 	return false
@@ -213,7 +213,7 @@ func (r *reader) deliver(m *logv1.StoredMessage, fromStream bool) error {
 		id, _ := ParseID(m.Id)
 		e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: id.Revision}
 	}
-	if (e.Type != logv1.Type_TYPE_RESET || e.StorageResource != "") && (r.lost || r.id != "" && m.ExpectedLastMsgId != r.id) {
+	if (e.Type != logv1.Type_TYPE_RESET || e.StorageResource != "") && (r.afterGap || r.id != "" && m.ExpectedLastMsgId != r.id) {
 		if !fromStream {
 			return errMissed
 		}
@@ -226,7 +226,7 @@ func (r *reader) deliver(m *logv1.StoredMessage, fromStream bool) error {
 			return &handlerError{err}
 		}
 	}
-	r.lost, r.id = false, m.Id
+	r.afterGap, r.id = false, m.Id
 	if err := r.handle(e); err != nil {
 		return &handlerError{err}
 	}

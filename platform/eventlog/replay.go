@@ -20,13 +20,13 @@ const replayPause = 100 * time.Millisecond
 // where the log has a reset, or where its retention may have overtaken the reading: what each was given before is sound
 // and has no gap. each is called for as many messages at a time as are known to follow each other, so it lags a little
 // behind the log; it must be quick.
-func Replay(ctx context.Context, stored Stored, storedAs string, after int64,
+func Replay(ctx context.Context, stream StreamReader, storedAs string, after int64,
 	each func(*logv1.Event) (bool, error)) error {
 	r := &replay{after: after, each: each}
 	request := &logv1.ReadRequest{StorageResource: storedAs, After: after}
 	for {
-		if err := stored.Messages(ctx, request, r.take); err != nil {
-			if errors.Is(err, errEnough) {
+		if err := stream.Messages(ctx, request, r.handleChunk); err != nil {
+			if errors.Is(err, errStopReplay) {
 				err = nil
 			}
 			return err
@@ -40,20 +40,20 @@ func Replay(ctx context.Context, stored Stored, storedAs string, after int64,
 	}
 }
 
-// errEnough ends a replay whose reader has enough.
-var errEnough = errors.New("enough")
+// errStopReplay ends a replay whose reader has enough.
+var errStopReplay = errors.New("enough")
 
 // replay is how far a replay has come.
 type replay struct {
-	after   int64
-	each    func(*logv1.Event) (bool, error)
-	given   bool
-	created int64
-	through uint64
+	after     int64
+	each      func(*logv1.Event) (bool, error)
+	delivered bool
+	created   int64
+	through   uint64
 }
 
-// take calls each with a chunk's events.
-func (r *replay) take(c *logv1.Chunk) error {
+// handleChunk calls each with a chunk's events.
+func (r *replay) handleChunk(c *logv1.Chunk) error {
 	if r.created != 0 && (c.Created != r.created || c.Last < r.through) { // another stream, or its end is lost
 		return ErrExpired
 	}
@@ -64,18 +64,18 @@ func (r *replay) take(c *logv1.Chunk) error {
 			e = &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: math.MaxInt64}
 		}
 		switch {
-		case e.Type == logv1.Type_TYPE_RESET && (r.given || e.Revision > r.after):
+		case e.Type == logv1.Type_TYPE_RESET && (r.delivered || e.Revision > r.after):
 			return ErrExpired
 		case e.Revision <= r.after:
 			continue
 		}
-		r.given = true
+		r.delivered = true
 		more, err := r.each(e)
 		if err != nil {
 			return err
 		}
 		if !more {
-			return errEnough
+			return errStopReplay
 		}
 	}
 	return nil

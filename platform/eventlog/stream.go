@@ -25,14 +25,14 @@ func (o *Options) Stream(ctx context.Context, js jetstream.JetStream) (jetstream
 	}
 	stream, err := js.CreateOrUpdateStream(ctx, jetstream.StreamConfig{
 		Name:         StreamName,
-		Subjects:     []string{events + ">", ProgressSubject},
+		Subjects:     []string{eventPrefix + ">", ProgressSubject},
 		Storage:      storage,
 		Replicas:     max(o.Replicas, 1),
 		MaxAge:       o.Retention,
 		MaxBytes:     o.MaxBytes,
 		Discard:      jetstream.DiscardOld,
 		Duplicates:   min(o.Retention, time.Second),
-		RePublish:    &jetstream.RePublish{Source: ">", Destination: republished + ">"},
+		RePublish:    &jetstream.RePublish{Source: ">", Destination: storedPrefix + ">"},
 		AllowDirect:  true, // replicas that lag answer direct gets too: see Direct
 		MaxConsumers: 1,    // no reader has a consumer, and 0 means no limit
 	})

@@ -32,19 +32,19 @@ type Writer struct {
 	// nonce keeps this writer's ids apart from those of others, with a number for each.
 	nonce string
 	sent  int
-	// anew: the next message expects no id, but to come right after the stream's sequence number first.
-	anew  bool
-	first uint64
-	// largest is how many bytes a message may have.
-	largest int64
-	// acknowledged is told of each message that the log has.
-	acknowledged func(ID)
-	failed       chan error
-	newest       *settlement
+	// restart: the next message expects no id, but to come right after the stream's sequence number first.
+	restart      bool
+	restartAfter uint64
+	// maxBytes is how many bytes a message may have.
+	maxBytes int64
+	// onAck is told of each message that the log has.
+	onAck      func(ID)
+	failed     chan error
+	lastResult *publishResult
 }
 
-// settlement is what became of a message. err may be read once done is closed.
-type settlement struct {
+// publishResult is what became of a message. err may be read once done is closed.
+type publishResult struct {
 	done chan struct{}
 	err  error
 }
@@ -52,27 +52,27 @@ type settlement struct {
 // NewWriter returns a writer that goes on after last, the id of the log's last message. maxPayload is how many bytes
 // NATS takes in one message, its headers among them. acknowledged is called with the id of each message once the log
 // has it, in any order and from any goroutine.
-func NewWriter(js jetstream.JetStream, maxPayload int64, last ID, acknowledged func(ID)) *Writer {
+func NewWriter(js jetstream.JetStream, maxPayload int64, last ID, onAck func(ID)) *Writer {
 	return &Writer{
-		js:           js,
-		last:         last,
-		nonce:        rand.Text()[:8] + "-",
-		largest:      maxPayload - headroom,
-		acknowledged: acknowledged,
-		failed:       make(chan error, 1),
+		js:       js,
+		last:     last,
+		nonce:    rand.Text()[:8] + "-",
+		maxBytes: maxPayload - headroom,
+		onAck:    onAck,
+		failed:   make(chan error, 1),
 	}
 }
 
 // Restart has the next message begin the log anew, after whatever has the stream's sequence number. It is to be a
 // reset.
-func (w *Writer) Restart(sequence uint64) { w.anew, w.first = true, sequence }
+func (w *Writer) Restart(sequence uint64) { w.restart, w.restartAfter = true, sequence }
 
 // Last is the id of the last message that was sent, or of the log's last one.
 func (w *Writer) Last() ID { return w.last }
 
 // Has says whether the log has an event already: it ended amid the event's transaction when this writer began.
 func (w *Writer) Has(e *logv1.Event) bool {
-	return !w.last.Mark && e.Revision == w.last.Revision && e.Index <= w.last.Index
+	return !w.last.Progress && e.Revision == w.last.Revision && e.Index <= w.last.Index
 }
 
 // UnsendableError is the error of an event that can be no message: nothing was asked of NATS, and the next event may be
@@ -87,7 +87,7 @@ func (w *Writer) Check(e *logv1.Event) error {
 
 func (w *Writer) message(e *logv1.Event) (*nats.Msg, error) {
 	m, err := Message(e)
-	if err == nil && int64(len(m.Data)) > w.largest {
+	if err == nil && int64(len(m.Data)) > w.maxBytes {
 		err = fmt.Errorf("it takes %d bytes, more than NATS takes in one message", len(m.Data))
 	}
 	if err != nil {
@@ -106,8 +106,8 @@ func (w *Writer) Append(e *logv1.Event) error {
 	w.sent++
 	id := IDOf(e, w.nonce+strconv.Itoa(w.sent))
 	opts := []jetstream.PublishOpt{jetstream.WithMsgID(id.String()), jetstream.WithStallWait(stallWait)}
-	if w.anew {
-		opts = append(opts, jetstream.WithExpectLastSequence(w.first))
+	if w.restart {
+		opts = append(opts, jetstream.WithExpectLastSequence(w.restartAfter))
 	} else {
 		opts = append(opts, jetstream.WithExpectLastMsgID(w.last.String()))
 	}
@@ -115,19 +115,19 @@ func (w *Writer) Append(e *logv1.Event) error {
 	if err != nil {
 		return err
 	}
-	w.last, w.anew = id, false
-	w.newest = &settlement{done: make(chan struct{})}
-	go w.settle(ack, id, w.newest, e.Traceparent, time.Now())
+	w.last, w.restart = id, false
+	w.lastResult = &publishResult{done: make(chan struct{})}
+	go w.awaitAck(ack, id, w.lastResult, e.Traceparent, time.Now())
 	return nil
 }
 
-// settle waits for what becomes of a message.
-func (w *Writer) settle(ack jetstream.PubAckFuture, id ID, s *settlement, traced string, since time.Time) {
+// awaitAck waits for what becomes of a message.
+func (w *Writer) awaitAck(ack jetstream.PubAckFuture, id ID, s *publishResult, traceparent string, since time.Time) {
 	defer close(s.done)
 	select {
 	case <-ack.Ok(): // and so are all before it: each is refused without the one before
-		telemetry.EventSpan(traced, "log", since)
-		w.acknowledged(id)
+		telemetry.RecordEventSpan(traceparent, "log", since)
+		w.onAck(id)
 	case err := <-ack.Err():
 		s.err = fmt.Errorf("publish %s: %w", id, err)
 		select {
@@ -142,12 +142,12 @@ func (w *Writer) Failed() <-chan error { return w.failed }
 
 // Flush waits until all that was appended is in the log: the last message is refused without those before it.
 func (w *Writer) Flush(ctx context.Context) error {
-	if w.newest == nil {
+	if w.lastResult == nil {
 		return nil
 	}
 	select {
-	case <-w.newest.done:
-		return w.newest.err
+	case <-w.lastResult.done:
+		return w.lastResult.err
 	case <-ctx.Done():
 		return ctx.Err()
 	}

@@ -4,9 +4,9 @@ import logv1 "watershed.dev/proto/watershed/log/v1"
 
 // What a selection sees of an event: nothing, or a watch event's type.
 const (
-	Unseen   = ""
-	Added    = "ADDED"
-	Modified = "MODIFIED"
+	Unselected = ""
+	Added      = "ADDED"
+	Modified   = "MODIFIED"
 	// Deleted is of the object as it was when it was last selected: the event's own where the object is no more, and
 	// the one before where it has left the selection.
 	Deleted = "DELETED"
@@ -35,5 +35,5 @@ func Classify(t logv1.Type, now, before bool) (event string, left bool) {
 			return Deleted, true
 		}
 	}
-	return Unseen, false
+	return Unselected, false
 }

@@ -8,7 +8,7 @@ import (
 )
 
 // What a selection sees of an event, by whether it selects the object now and selected it before.
-func TestWhatASelectionSees(t *testing.T) {
+func TestClassify(t *testing.T) {
 	for _, c := range []struct {
 		t           logv1.Type
 		now, before bool
@@ -16,17 +16,17 @@ func TestWhatASelectionSees(t *testing.T) {
 		left        bool
 	}{
 		{logv1.Type_TYPE_ADDED, true, false, Added, false},
-		{logv1.Type_TYPE_ADDED, false, false, Unseen, false},
+		{logv1.Type_TYPE_ADDED, false, false, Unselected, false},
 		{logv1.Type_TYPE_MODIFIED, true, true, Modified, false},
 		{logv1.Type_TYPE_MODIFIED, true, false, Added, false},
 		{logv1.Type_TYPE_MODIFIED, false, true, Deleted, true},
-		{logv1.Type_TYPE_MODIFIED, false, false, Unseen, false},
+		{logv1.Type_TYPE_MODIFIED, false, false, Unselected, false},
 		{logv1.Type_TYPE_DELETED, true, true, Deleted, false},
 		{logv1.Type_TYPE_DELETED, true, false, Deleted, false},
 		{logv1.Type_TYPE_DELETED, false, true, Deleted, false},
-		{logv1.Type_TYPE_DELETED, false, false, Unseen, false},
-		{logv1.Type_TYPE_RESET, true, true, Unseen, false},
-		{logv1.Type_TYPE_UNSPECIFIED, true, true, Unseen, false},
+		{logv1.Type_TYPE_DELETED, false, false, Unselected, false},
+		{logv1.Type_TYPE_RESET, true, true, Unselected, false},
+		{logv1.Type_TYPE_UNSPECIFIED, true, true, Unselected, false},
 	} {
 		if event, left := Classify(c.t, c.now, c.before); event != c.event || left != c.left {
 			t.Errorf("%v, now %v, before %v: %q, left %v", c.t, c.now, c.before, event, left)
@@ -48,8 +48,8 @@ func TestPositions(t *testing.T) {
 		{at(1, 0, "a"), at(2, 0, "b"), true, true},
 		{at(1, 0, "a"), at(2, 0, ""), true, false},
 	} {
-		if c.p.Before(c.q) != c.before || c.p.Foreign(c.q) != c.foreign {
-			t.Errorf("%v and %v: before %v, foreign %v", c.p, c.q, c.p.Before(c.q), c.p.Foreign(c.q))
+		if c.p.Before(c.q) != c.before || c.p.DifferentEpoch(c.q) != c.foreign {
+			t.Errorf("%v and %v: before %v, foreign %v", c.p, c.q, c.p.Before(c.q), c.p.DifferentEpoch(c.q))
 		}
 	}
 	p := at(7, 3, "h")

@@ -16,8 +16,8 @@ const LastIndex = 1<<31 - 1
 type Position struct {
 	Revision int64
 	Index    int32
-	// History is that of etcd which the revision is of; empty where nobody has said.
-	History string
+	// Epoch is that of etcd which the revision is of; empty where nobody has said.
+	Epoch string
 }
 
 // PositionOf is an event's place.
@@ -30,7 +30,7 @@ func FromProto(p *watchfanoutv1.Position) Position {
 
 // Proto is the place for the contracts.
 func (p Position) Proto() *watchfanoutv1.Position {
-	return &watchfanoutv1.Position{Revision: p.Revision, Index: p.Index, Epoch: p.History}
+	return &watchfanoutv1.Position{Revision: p.Revision, Index: p.Index, Epoch: p.Epoch}
 }
 
 // Before says whether p comes before q, in one history.
@@ -38,7 +38,7 @@ func (p Position) Before(q Position) bool {
 	return cmp.Or(cmp.Compare(p.Revision, q.Revision), cmp.Compare(p.Index, q.Index)) < 0
 }
 
-// Foreign says whether the two are known to be of different histories of etcd: then neither is before the other.
-func (p Position) Foreign(q Position) bool {
-	return p.History != "" && q.History != "" && p.History != q.History
+// DifferentEpoch says whether the two are known to be of different histories of etcd: then neither is before the other.
+func (p Position) DifferentEpoch(q Position) bool {
+	return p.Epoch != "" && q.Epoch != "" && p.Epoch != q.Epoch
 }

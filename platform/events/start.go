@@ -16,8 +16,8 @@ type Start struct {
 	// At is where events begin; with Initial its revision is what the objects are not to be older than. Its zero value
 	// is now.
 	At Position
-	// Any: objects of any age will do.
-	Any bool
+	// AnyRevision: objects of any age will do.
+	AnyRevision bool
 }
 
 // StartOf is where r begins. One that has been open goes on after the last event that it was sent.
@@ -33,7 +33,7 @@ func StartOf(r *watchfanoutv1.WatchRequest) (Start, error) {
 	case "":
 		return Start{Initial: initial}, nil
 	case "0":
-		return Start{Initial: initial, Any: initial}, nil
+		return Start{Initial: initial, AnyRevision: initial}, nil
 	}
 	revision, err := strconv.ParseInt(r.ResourceVersion, 10, 64)
 	if err != nil {

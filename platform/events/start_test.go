@@ -7,9 +7,9 @@ import (
 )
 
 // A watch begins where the watch API says, and one that was open goes on.
-func TestWhereAWatchBegins(t *testing.T) {
+func TestStartOf(t *testing.T) {
 	yes, no := true, false
-	at := Position{Revision: 7, Index: 2, History: "h"}
+	at := Position{Revision: 7, Index: 2, Epoch: "h"}
 	five := Position{Revision: 5, Index: LastIndex}
 	for name, c := range map[string]struct {
 		version string
@@ -19,7 +19,7 @@ func TestWhereAWatchBegins(t *testing.T) {
 		want    Start
 	}{
 		"unset":                          {"", nil, false, false, Start{Initial: true}},
-		"any":                            {"0", nil, false, false, Start{Initial: true, Any: true}},
+		"any":                            {"0", nil, false, false, Start{Initial: true, AnyRevision: true}},
 		"a revision":                     {"5", nil, false, false, Start{At: five}},
 		"no initial events":              {"", &no, false, false, Start{}},
 		"no initial events of any":       {"0", &no, false, false, Start{}},

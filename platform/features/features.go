@@ -16,19 +16,19 @@ import (
 // AddFlag adds --feature-gates to fs. What it is set to takes effect at once, for the whole process. A gate that
 // nothing in the process knows is an error. With others, one of kube-apiserver's that this process does not link is
 // accepted and does nothing.
-func AddFlag(fs *pflag.FlagSet, others bool) {
-	fs.Var(&gates{others: others}, "feature-gates",
+func AddFlag(fs *pflag.FlagSet, acceptUnlinked bool) {
+	fs.Var(&gates{acceptUnlinked: acceptUnlinked}, "feature-gates",
 		"A set of key=value pairs that describe feature gates for alpha/experimental features, as kube-apiserver's: "+
 			"AllAlpha=true,SomeFeature=false.")
 }
 
 type gates struct {
-	others bool
-	text   string
+	acceptUnlinked bool
+	text           string
 }
 
-// Known are the gates that are taken though nothing in the process may know them.
-func Known() []string { return slices.Sorted(maps.Keys(names)) }
+// KnownGates are the gates that are taken though nothing in the process may know them.
+func KnownGates() []string { return slices.Sorted(maps.Keys(knownGates)) }
 
 // String implements pflag.Value.
 func (g *gates) String() string { return g.text }
@@ -38,7 +38,7 @@ func (g *gates) Type() string { return "mapStringBool" }
 
 // Set implements pflag.Value.
 func (g *gates) Set(text string) error {
-	known := utilfeature.DefaultMutableFeatureGate.GetAll()
+	linked := utilfeature.DefaultMutableFeatureGate.GetAll()
 	set := map[string]bool{}
 	for _, pair := range strings.Split(text, ",") {
 		if pair = strings.TrimSpace(pair); pair == "" {
@@ -52,7 +52,7 @@ func (g *gates) Set(text string) error {
 		if err != nil {
 			return fmt.Errorf("invalid value of %s=%s, err: %w", name, value, err)
 		}
-		if _, ok := known[featuregate.Feature(name)]; !ok && g.others && names[name] {
+		if _, ok := linked[featuregate.Feature(name)]; !ok && g.acceptUnlinked && knownGates[name] {
 			continue
 		}
 		set[name] = on

@@ -8,7 +8,7 @@ import (
 )
 
 // A gate that nothing here knows is taken where it is kube-apiserver's, and refused in its words where it is nobody's.
-func TestAGateOfNobodysIsRefused(t *testing.T) {
+func TestUnknownGatesAreRejected(t *testing.T) {
 	fs := pflag.NewFlagSet("x", pflag.ContinueOnError)
 	AddFlag(fs, true)
 	if err := fs.Set("feature-gates", "DynamicResourceAllocation=true, ConstrainedImpersonation=false"); err != nil {

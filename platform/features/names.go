@@ -1,9 +1,9 @@
 package features
 
-// names are the feature gates that kube-apiserver 1.36 knows. The gateway links a few of the packages that declare
+// knownGates are the feature gates that kube-apiserver 1.36 knows. The gateway links a few of the packages that declare
 // them, and is still not to take a name that nobody knows; services/registry, which links them all, holds the list
 // against them.
-var names = map[string]bool{
+var knownGates = map[string]bool{
 	"APIResponseCompression":            true,
 	"APIServerIdentity":                 true,
 	"APIServerTracing":                  true,

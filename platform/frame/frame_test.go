@@ -145,7 +145,7 @@ func TestAFrameInPiecesIsTheSameFrame(t *testing.T) {
 // A list says its size before it is sent: the gateway gives it as Content-Length.
 func TestAListIsAsLongAsItSays(t *testing.T) {
 	body, message := []byte(`{"metadata":{"name":"a"},"x":1}`), append([]byte{0x0a, 3, 0x0a, 1, 'a'}, 0x12, 1, 'x')
-	for name, f := range map[string]Form{
+	for name, f := range map[string]Encoding{
 		"typed":        {Kind: "Pod", APIVersion: "v1"},
 		"unstructured": {Kind: "Widget", APIVersion: "g/v1", Unstructured: true},
 		"partial":      {Kind: "PartialObjectMetadata", APIVersion: "meta.k8s.io/v1", Partial: true},

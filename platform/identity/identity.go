@@ -34,16 +34,16 @@ const (
 // Gateway is the gateway's name on the inner network, by which authn, authz and admission ask for it.
 const Gateway = "gateway"
 
-// GenerationLease is for how long a message of Authz.PolicyRevisions is good: a gateway that has heard nothing for so long
+// PolicyRevisionLease is for how long a message of Authz.PolicyRevisions is good: a gateway that has heard nothing for so long
 // keeps no decision, since the replica that it listens to may be frozen.
-const GenerationLease = 3 * time.Second
+const PolicyRevisionLease = 3 * time.Second
 
-// Stranger says whether a user is nobody in particular: anonymous, by name or by group.
-func Stranger(u user.Info) bool {
-	return u == nil || stranger(u)
+// IsAnonymous says whether a user is nobody in particular: anonymous, by name or by group.
+func IsAnonymous(u user.Info) bool {
+	return u == nil || isAnonymous(u)
 }
 
-func stranger(u named) bool {
+func isAnonymous(u subject) bool {
 	return u.GetName() == user.Anonymous || slices.Contains(u.GetGroups(), user.AllUnauthenticated)
 }
 
@@ -57,17 +57,17 @@ func Owner(user string) string {
 	return user
 }
 
-// Share is whose share of what lasts at a gateway (connections, streams, what watches are delivered) a request from an
+// QuotaOwner is whose share of what lasts at a gateway (connections, streams, what watches are delivered) a request from an
 // address counts against: that of its user's Owner or, of strangers, of the address' host, so that one of them does not
 // keep the others out. "" is nobody's: what the cluster itself lives by has no bounds, which are the system's services,
 // nodes, and the service accounts of kube-system, some of which are on every node; nor has who may do everything.
-func Share(u named, address string) string {
+func QuotaOwner(u subject, address string) string {
 	for _, g := range u.GetGroups() {
 		if g == ServicesGroup || g == user.NodesGroup || g == user.SystemPrivilegedGroup || g == systemAccounts {
 			return ""
 		}
 	}
-	if stranger(u) {
+	if isAnonymous(u) {
 		host, _, err := net.SplitHostPort(address)
 		if err != nil {
 			host = address
@@ -77,8 +77,8 @@ func Share(u named, address string) string {
 	return Owner(u.GetName())
 }
 
-// named is a user as apiserver or the contracts have it.
-type named interface {
+// subject is a user as apiserver or the contracts have it.
+type subject interface {
 	GetName() string
 	GetGroups() []string
 }

@@ -83,7 +83,7 @@ func TestOwners(t *testing.T) {
 	}
 }
 
-func TestStrangers(t *testing.T) {
+func TestIsAnonymous(t *testing.T) {
 	for _, c := range []struct {
 		u    user.Info
 		want bool
@@ -93,24 +93,24 @@ func TestStrangers(t *testing.T) {
 		{&user.DefaultInfo{Name: "jane", Groups: []string{user.AllUnauthenticated}}, true},
 		{&user.DefaultInfo{Name: "jane", Groups: []string{user.AllAuthenticated}}, false},
 	} {
-		if got := Stranger(c.u); got != c.want {
+		if got := IsAnonymous(c.u); got != c.want {
 			t.Errorf("%v: %v", c.u, got)
 		}
 	}
 }
 
-func TestShares(t *testing.T) {
+func TestQuotaOwner(t *testing.T) {
 	for want, u := range map[string]*user.DefaultInfo{
 		"alice":                        {Name: "alice", Groups: []string{"system:authenticated"}},
 		"system:serviceaccount:shop":   {Name: "system:serviceaccount:shop:robot", Groups: []string{"system:serviceaccounts"}},
 		"system:anonymous at 10.0.0.1": {Name: "system:anonymous", Groups: []string{"system:unauthenticated"}},
 	} {
-		if got := Share(u, "10.0.0.1:1234"); got != want {
+		if got := QuotaOwner(u, "10.0.0.1:1234"); got != want {
 			t.Errorf("%s: %q, want %q", u.Name, got, want)
 		}
 	}
 	for _, group := range []string{"system:masters", "system:nodes", "system:watershed", "system:serviceaccounts:kube-system"} {
-		if got := Share(&user.DefaultInfo{Name: "x", Groups: []string{"y", group}}, "10.0.0.1:1234"); got != "" {
+		if got := QuotaOwner(&user.DefaultInfo{Name: "x", Groups: []string{"y", group}}, "10.0.0.1:1234"); got != "" {
 			t.Errorf("%s: %q", group, got)
 		}
 	}

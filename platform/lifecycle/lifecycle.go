@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// Part is something that runs for as long as the process does.
-type Part struct {
+// Runner is something that runs for as long as the process does.
+type Runner struct {
 	Name string
 	// Run serves until ctx is done and leaves no goroutine behind.
 	Run func(ctx context.Context) error
@@ -30,7 +30,7 @@ const StopTimeout = 30 * time.Second
 
 // Run starts parts in order, calls started, waits for ctx's end or a part's, and stops them in the opposite order.
 // The error is that of the part that ended first on its own.
-func Run(ctx context.Context, parts []Part, starting func(name string), started func()) error {
+func Run(ctx context.Context, runners []Runner, onStarting func(name string), onStarted func()) error {
 	type running struct {
 		name   string
 		cancel context.CancelFunc
@@ -38,7 +38,7 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 		stop   func() time.Duration
 	}
 	var all []running
-	failed := make(chan error, len(parts))
+	failed := make(chan error, len(runners))
 	defer func() {
 		for i := len(all) - 1; i >= 0; i-- {
 			timeout := StopTimeout
@@ -53,18 +53,18 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 			}
 		}
 	}()
-	for _, p := range parts {
-		if starting != nil {
-			starting(p.Name)
+	for _, p := range runners {
+		if onStarting != nil {
+			onStarting(p.Name)
 		}
-		partCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+		runnerCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 		r := running{p.Name, cancel, make(chan struct{}), p.StopTimeout}
 		all = append(all, r)
 		go func() {
 			defer close(r.done)
-			if err := p.Run(partCtx); err != nil && !errors.Is(err, context.Canceled) {
+			if err := p.Run(runnerCtx); err != nil && !errors.Is(err, context.Canceled) {
 				failed <- fmt.Errorf("%s: %w", p.Name, err)
-			} else if partCtx.Err() == nil {
+			} else if runnerCtx.Err() == nil {
 				failed <- fmt.Errorf("%s: ended by itself", p.Name)
 			}
 		}()
@@ -75,8 +75,8 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 			return err
 		}
 	}
-	if started != nil {
-		started()
+	if onStarted != nil {
+		onStarted()
 	}
 	select {
 	case <-ctx.Done():
@@ -89,7 +89,7 @@ func Run(ctx context.Context, parts []Part, starting func(name string), started 
 // slowStart is how long a part may take to be ready before that is told, and how often then.
 const slowStart = 10 * time.Second
 
-func waitReady(ctx context.Context, p Part, failed chan error) error {
+func waitReady(ctx context.Context, p Runner, failed chan error) error {
 	if p.Ready == nil {
 		return nil
 	}
@@ -112,8 +112,8 @@ func waitReady(ctx context.Context, p Part, failed chan error) error {
 	}
 }
 
-// Signalled returns a context that ends at the first SIGINT or SIGTERM; a second signal ends the process at once.
-func Signalled() (context.Context, context.CancelFunc) {
+// SignalContext returns a context that ends at the first SIGINT or SIGTERM; a second signal ends the process at once.
+func SignalContext() (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(context.Background())
 	c := make(chan os.Signal, 2)
 	signal.Notify(c, syscall.SIGINT, syscall.SIGTERM)

@@ -17,20 +17,20 @@ type Readiness struct {
 }
 
 // Set says why what is waited for is not there, or with nil that it is.
-func (r *Readiness) Set(what string, why error) {
+func (r *Readiness) Set(name string, reason error) {
 	r.reasons.Update(func(old map[string]error) (map[string]error, bool) {
-		if _, waiting := old[what]; !waiting && why == nil {
+		if _, waiting := old[name]; !waiting && reason == nil {
 			return old, false
 		}
 		reasons := maps.Clone(old)
-		if why == nil {
-			delete(reasons, what)
+		if reason == nil {
+			delete(reasons, name)
 			return reasons, true
 		}
 		if reasons == nil {
 			reasons = map[string]error{}
 		}
-		reasons[what] = why
+		reasons[name] = reason
 		return reasons, true
 	})
 }
@@ -44,8 +44,8 @@ func (r *Readiness) Err() error {
 // get is Err; changed is closed when that may be another.
 func (r *Readiness) get() (changed <-chan struct{}, err error) {
 	reasons, changed := r.reasons.Get()
-	for _, what := range slices.Sorted(maps.Keys(reasons)) {
-		return changed, fmt.Errorf("%s: %w", what, reasons[what])
+	for _, name := range slices.Sorted(maps.Keys(reasons)) {
+		return changed, fmt.Errorf("%s: %w", name, reasons[name])
 	}
 	return changed, nil
 }
@@ -66,10 +66,10 @@ func (r *Readiness) Wait(ctx context.Context) error {
 }
 
 // OnChange calls told with the state now, and whenever it has changed, until ctx is done.
-func (r *Readiness) OnChange(ctx context.Context, told func(err error)) {
+func (r *Readiness) OnChange(ctx context.Context, notify func(err error)) {
 	for {
 		changed, err := r.get()
-		told(err)
+		notify(err)
 		select {
 		case <-ctx.Done():
 			return
@@ -78,9 +78,9 @@ func (r *Readiness) OnChange(ctx context.Context, told func(err error)) {
 	}
 }
 
-// Starting is a readiness that waits for one thing.
-func Starting(what string) *Readiness {
+// NotReady is a readiness that waits for one thing.
+func NotReady(name string) *Readiness {
 	r := &Readiness{}
-	r.Set(what, errors.New("it is starting"))
+	r.Set(name, errors.New("it is starting"))
 	return r
 }

@@ -8,7 +8,7 @@ import (
 	"sync"
 	"time"
 
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 )
 
 // Supervisor runs a service's background tasks and starts again what ends or panics. Its zero value is ready to use.
@@ -19,38 +19,38 @@ type Supervisor struct {
 }
 
 const (
-	// leastPause and mostPause are how long a task that ended stays down: longer each time, until it has run for a
+	// minBackoff and maxBackoff are how long a task that ended stays down: longer each time, until it has run for a
 	// while.
-	leastPause = 100 * time.Millisecond
-	mostPause  = 10 * time.Second
-	steady     = time.Minute
+	minBackoff   = 100 * time.Millisecond
+	maxBackoff   = 10 * time.Second
+	backoffReset = time.Minute
 )
 
 // Go runs a task in a goroutine of its own until ctx is done.
 func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Context) error) {
 	task := "the task " + name
 	s.wg.Go(func() {
-		pause := leastPause
+		backoff := minBackoff
 		for {
 			began := time.Now()
-			err := guarded(ctx, name, run)
+			err := withRecovery(ctx, name, run)
 			if ctx.Err() != nil {
 				return
 			}
 			if err == nil {
 				err = errors.New("it ended by itself")
 			}
-			slog.Error("A background task ended; starting it again", "task", name, "error", err, "pause", pause)
+			slog.Error("A background task ended; starting it again", "task", name, "error", err, "pause", backoff)
 			s.Ready.Set(task, fmt.Errorf("it is down: %w", err))
-			if time.Since(began) > steady {
-				pause = leastPause
+			if time.Since(began) > backoffReset {
+				backoff = minBackoff
 			}
 			select {
 			case <-ctx.Done():
 				return
-			case <-time.After(pause):
+			case <-time.After(backoff):
 			}
-			pause = min(2*pause, mostPause)
+			backoff = min(2*backoff, maxBackoff)
 			s.Ready.Set(task, nil)
 		}
 	})
@@ -59,8 +59,8 @@ func (s *Supervisor) Go(ctx context.Context, name string, run func(context.Conte
 // Wait waits until every task has ended, after ctx has.
 func (s *Supervisor) Wait() { s.wg.Wait() }
 
-// guarded makes a panic an error.
-func guarded(ctx context.Context, name string, run func(context.Context) error) (err error) {
-	defer guard.Error("the task "+name, &err)
+// withRecovery makes a panic an error.
+func withRecovery(ctx context.Context, name string, run func(context.Context) error) (err error) {
+	defer recovery.ToError("the task "+name, &err)
 	return run(ctx)
 }

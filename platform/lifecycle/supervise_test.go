@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-func TestATaskThatPanicsOrEndsIsStartedAgain(t *testing.T) {
+func TestTasksAreRestarted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		var s Supervisor

@@ -18,10 +18,10 @@ type Cache[K comparable, V any] struct {
 }
 
 type entry[K comparable, V any] struct {
-	key   K
-	value V
-	bytes int
-	used  time.Time
+	key      K
+	value    V
+	bytes    int
+	lastUsed time.Time
 }
 
 // New returns a cache of at most so many bytes, as whoever keeps a value counts them. Where that is 0 it keeps nothing.
@@ -38,9 +38,9 @@ func (c *Cache[K, V]) Get(key K) (value V, ok bool) {
 		return value, false
 	}
 	c.order.MoveToFront(e)
-	kept := e.Value.(*entry[K, V])
-	kept.used = time.Now()
-	return kept.value, true
+	cached := e.Value.(*entry[K, V])
+	cached.lastUsed = time.Now()
+	return cached.value, true
 }
 
 // Put keeps a value at key in place of what was there, unless it has no room by itself.
@@ -64,12 +64,12 @@ func (c *Cache[K, V]) put(key K, value V, bytes int) {
 }
 
 // PutUnless is Put where nothing is kept at key that stays, in one step. It answers what stays, or else value.
-func (c *Cache[K, V]) PutUnless(key K, stays func(V) bool, value V, bytes int) V {
+func (c *Cache[K, V]) PutUnless(key K, retain func(V) bool, value V, bytes int) V {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if e, ok := c.byKey[key]; ok {
-		if kept := e.Value.(*entry[K, V]).value; stays(kept) {
-			return kept
+		if cached := e.Value.(*entry[K, V]).value; retain(cached) {
+			return cached
 		}
 	}
 	c.put(key, value, bytes)
@@ -77,10 +77,10 @@ func (c *Cache[K, V]) PutUnless(key K, stays func(V) bool, value V, bytes int) V
 }
 
 // RemoveIf forgets what is kept at key if it is what goes. It is not asked for so.
-func (c *Cache[K, V]) RemoveIf(key K, goes func(V) bool) {
+func (c *Cache[K, V]) RemoveIf(key K, match func(V) bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if e, ok := c.byKey[key]; ok && goes(e.Value.(*entry[K, V]).value) {
+	if e, ok := c.byKey[key]; ok && match(e.Value.(*entry[K, V]).value) {
 		c.remove(e)
 	}
 }
@@ -91,17 +91,17 @@ func (c *Cache[K, V]) remove(e *list.Element) {
 	c.bytes -= old.bytes
 }
 
-// Forget forgets what nobody has asked for for some time.
-func (c *Cache[K, V]) Forget(unused time.Duration) {
+// EvictIdle forgets what nobody has asked for for some time.
+func (c *Cache[K, V]) EvictIdle(idle time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for e := c.order.Back(); e != nil && time.Since(e.Value.(*entry[K, V]).used) >= unused; e = c.order.Back() {
+	for e := c.order.Back(); e != nil && time.Since(e.Value.(*entry[K, V]).lastUsed) >= idle; e = c.order.Back() {
 		c.remove(e)
 	}
 }
 
 // Clear forgets everything.
-func (c *Cache[K, V]) Clear() { c.Forget(0) }
+func (c *Cache[K, V]) Clear() { c.EvictIdle(0) }
 
 // Bytes is how much is kept.
 func (c *Cache[K, V]) Bytes() int {

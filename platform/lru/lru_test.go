@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-func TestWhatWasLastAskedForIsKept(t *testing.T) {
+func TestLeastRecentlyUsedIsEvicted(t *testing.T) {
 	c := New[string, int](10)
 	c.Put("a", 1, 4)
 	c.Put("b", 2, 4)
@@ -53,10 +53,10 @@ func TestConditions(t *testing.T) {
 	}
 }
 
-func TestForget(t *testing.T) {
+func TestEvictIdle(t *testing.T) {
 	c := New[string, int](10)
 	c.Put("a", 1, 2)
-	if c.Forget(time.Hour); c.Bytes() != 2 {
+	if c.EvictIdle(time.Hour); c.Bytes() != 2 {
 		t.Error("what was asked for just now is gone")
 	}
 	if c.Clear(); c.Bytes() != 0 {

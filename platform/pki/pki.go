@@ -24,8 +24,8 @@ import (
 	"time"
 )
 
-// caLife is how long a CA is good for.
-const caLife = 10 * 365 * 24 * time.Hour
+// caLifetime is how long a CA is good for.
+const caLifetime = 10 * 365 * 24 * time.Hour
 
 // CA is a certificate authority with its key.
 type CA struct {
@@ -49,7 +49,7 @@ func OpenCA(dir, name, commonName string) (*CA, error) {
 		if err != nil {
 			return nil, err
 		}
-		t := template(commonName, nil, caLife)
+		t := template(commonName, nil, caLifetime)
 		t.IsCA, t.BasicConstraintsValid = true, true
 		t.KeyUsage = x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature | x509.KeyUsageKeyEncipherment
 		t.DNSNames = []string{commonName}
@@ -102,22 +102,22 @@ type Leaf struct {
 }
 
 const (
-	// leafLife is how long a leaf is good for, and renewAfter the part of it after which it is made anew.
-	leafLife   = 365 * 24 * time.Hour
-	renewAfter = 0.6
+	// leafLifetime is how long a leaf is good for, and renewAfter the part of it after which it is made anew.
+	leafLifetime = 365 * 24 * time.Hour
+	renewAfter   = 0.6
 )
 
 // Leaf makes the leaf's files, or keeps existing ones that say the same and are young enough. made says which.
-func (c *CA) Leaf(l Leaf) (crtFile, keyFile string, made bool, err error) {
+func (c *CA) Leaf(l Leaf) (crtFile, keyFile string, created bool, err error) {
 	crtFile, keyFile = filepath.Join(c.Dir, l.Name+".crt"), filepath.Join(c.Dir, l.Name+".key")
-	if c.keeps(crtFile, l) && exists(keyFile) {
+	if c.isCurrent(crtFile, l) && exists(keyFile) {
 		return crtFile, keyFile, false, nil
 	}
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		return "", "", false, err
 	}
-	t := template(l.CommonName, l.Organizations, leafLife)
+	t := template(l.CommonName, l.Organizations, leafLifetime)
 	if t.NotAfter.After(c.cert.NotAfter) {
 		t.NotAfter = c.cert.NotAfter
 	}
@@ -133,8 +133,8 @@ func (c *CA) Leaf(l Leaf) (crtFile, keyFile string, made bool, err error) {
 	return crtFile, keyFile, true, write(crtFile, keyFile, t, c.cert, k, c.key)
 }
 
-// keeps says whether an existing certificate is this CA's, says what l says, and is young enough.
-func (c *CA) keeps(crtFile string, l Leaf) bool {
+// isCurrent says whether an existing certificate is this CA's, says what l says, and is young enough.
+func (c *CA) isCurrent(crtFile string, l Leaf) bool {
 	b, err := os.ReadFile(crtFile)
 	if err != nil {
 		return false
@@ -147,8 +147,8 @@ func (c *CA) keeps(crtFile string, l Leaf) bool {
 	if err != nil || cert.CheckSignatureFrom(c.cert) != nil {
 		return false
 	}
-	life := cert.NotAfter.Sub(cert.NotBefore)
-	if life > leafLife+24*time.Hour || float64(time.Since(cert.NotBefore)) > renewAfter*float64(life) {
+	lifetime := cert.NotAfter.Sub(cert.NotBefore)
+	if lifetime > leafLifetime+24*time.Hour || float64(time.Since(cert.NotBefore)) > renewAfter*float64(lifetime) {
 		return false
 	}
 	if cert.Subject.CommonName != l.CommonName || !slices.Equal(cert.Subject.Organization, l.Organizations) ||
@@ -207,13 +207,13 @@ func ServiceAccountKeys(dir string) (keyFile, pubFile string, err error) {
 	return keyFile, pubFile, writePEM(pubFile, "PUBLIC KEY", pub, 0o644)
 }
 
-func template(commonName string, organizations []string, life time.Duration) *x509.Certificate {
+func template(commonName string, organizations []string, lifetime time.Duration) *x509.Certificate {
 	serial, _ := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 120))
 	return &x509.Certificate{
 		SerialNumber: serial,
 		Subject:      pkix.Name{CommonName: commonName, Organization: organizations},
 		NotBefore:    time.Now().Add(-time.Hour),
-		NotAfter:     time.Now().Add(life),
+		NotAfter:     time.Now().Add(lifetime),
 	}
 }
 

@@ -18,9 +18,9 @@ func open(t *testing.T, dir string) *CA {
 	return ca
 }
 
-func leaf(t *testing.T, ca *CA, l Leaf) (cert *x509.Certificate, made bool) {
+func leaf(t *testing.T, ca *CA, l Leaf) (cert *x509.Certificate, created bool) {
 	t.Helper()
-	crt, key, made, err := ca.Leaf(l)
+	crt, key, created, err := ca.Leaf(l)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -28,10 +28,10 @@ func leaf(t *testing.T, ca *CA, l Leaf) (cert *x509.Certificate, made bool) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return pair.Leaf, made
+	return pair.Leaf, created
 }
 
-func TestALeafIsItsCAsAndGoodForItsUseAlone(t *testing.T) {
+func TestLeafUsage(t *testing.T) {
 	ca := open(t, t.TempDir())
 	cert, _ := leaf(t, ca, Leaf{
 		Name:       "serving",
@@ -53,13 +53,13 @@ func TestALeafIsItsCAsAndGoodForItsUseAlone(t *testing.T) {
 	}); err == nil {
 		t.Error("a server's certificate is good as a client's")
 	}
-	if life := time.Until(cert.NotAfter); life > leafLife {
+	if life := time.Until(cert.NotAfter); life > leafLifetime {
 		t.Errorf("it lives for %v", life)
 	}
 }
 
 // What says the same and is young is kept; anything else makes a new one.
-func TestALeafIsMadeAnewWhenItShouldBe(t *testing.T) {
+func TestLeafRenewal(t *testing.T) {
 	dir := t.TempDir()
 	ca := open(t, dir)
 	l := Leaf{
@@ -69,13 +69,13 @@ func TestALeafIsMadeAnewWhenItShouldBe(t *testing.T) {
 		SANs:          []string{"localhost"},
 		Usage:         Client | Server,
 	}
-	if _, made := leaf(t, ca, l); !made {
+	if _, created := leaf(t, ca, l); !created {
 		t.Fatal("the first was not made")
 	}
-	if _, made := leaf(t, open(t, dir), l); made {
+	if _, created := leaf(t, open(t, dir), l); created {
 		t.Error("one that says the same was made anew")
 	}
-	for what, change := range map[string]func(*Leaf){
+	for name, change := range map[string]func(*Leaf){
 		"a name":        func(l *Leaf) { l.SANs = []string{"localhost", "other.example"} },
 		"fewer names":   func(l *Leaf) { l.SANs = nil },
 		"another group": func(l *Leaf) { l.Organizations = []string{"other"} },
@@ -84,16 +84,16 @@ func TestALeafIsMadeAnewWhenItShouldBe(t *testing.T) {
 	} {
 		changed := l
 		change(&changed)
-		if _, made := leaf(t, ca, changed); !made {
-			t.Errorf("%s: the old one was kept", what)
+		if _, created := leaf(t, ca, changed); !created {
+			t.Errorf("%s: the old one was kept", name)
 		}
 		leaf(t, ca, l)
 	}
 	// One that has lived for most of its time, and one of another CA.
-	for what, build := range map[string]func(*CA) error{
+	for name, build := range map[string]func(*CA) error{
 		"an old one": func(ca *CA) error {
-			t := template(l.CommonName, l.Organizations, leafLife)
-			t.NotBefore, t.NotAfter = time.Now().Add(-leafLife*2/3), time.Now().Add(leafLife/3)
+			t := template(l.CommonName, l.Organizations, leafLifetime)
+			t.NotBefore, t.NotAfter = time.Now().Add(-leafLifetime*2/3), time.Now().Add(leafLifetime/3)
 			t.DNSNames, t.ExtKeyUsage = l.SANs, l.Usage.extended()
 			return write(filepath.Join(dir, "leaf.crt"), filepath.Join(dir, "leaf.key"), t, ca.cert, ca.key, ca.key)
 		},
@@ -109,8 +109,8 @@ func TestALeafIsMadeAnewWhenItShouldBe(t *testing.T) {
 		if err := build(ca); err != nil {
 			t.Fatal(err)
 		}
-		if _, made := leaf(t, ca, l); !made {
-			t.Errorf("%s was kept", what)
+		if _, created := leaf(t, ca, l); !created {
+			t.Errorf("%s was kept", name)
 		}
 	}
 }

@@ -7,10 +7,10 @@ import (
 	"watershed.dev/platform/version"
 )
 
-// MainOf is the main function of a binary that has one command: it runs it with the command line's arguments, or prints
+// CommandMain is the main function of a binary that has one command: it runs it with the command line's arguments, or prints
 // the version.
-func MainOf(name string, command func(name string, args []string) error) {
-	PaceCollector()
+func CommandMain(name string, command func(name string, args []string) error) {
+	PaceGC()
 	if len(os.Args) == 2 && (os.Args[1] == "version" || os.Args[1] == "--version") {
 		fmt.Println(version.Line(name))
 		return

@@ -17,17 +17,17 @@ import (
 type Module struct {
 	// Name is the service's, and the common name of its identity on the inner network.
 	Name string
-	// Calls are the services that it calls, and that are built before it where all are in one process. Which of their
+	// DependsOn are the services that it calls, and that are built before it where all are in one process. Which of their
 	// methods it may call is in rpc.Callers.
-	Calls []string
-	// Serves: it offers RPCs.
-	Serves bool
-	// Settings returns the service's settings at their defaults.
-	Settings func() Settings
+	DependsOn []string
+	// ServesRPC: it offers RPCs.
+	ServesRPC bool
+	// Options returns the service's settings at their defaults.
+	Options func() Options
 }
 
-// Settings are a service's, and build it once they are set.
-type Settings interface {
+// Options are a service's, and build it once they are set.
+type Options interface {
 	AddFlags(*pflag.FlagSet)
 	Build(context.Context, *Deps) (Service, error)
 }
@@ -55,19 +55,19 @@ type Deps struct {
 // InProcessNATS is a NATS server in this process (nats.InProcessConnProvider).
 type InProcessNATS interface{ InProcessConn() (net.Conn, error) }
 
-// SettingsOf is a service's own Config with its constructor.
-func SettingsOf[C interface{ AddFlags(*pflag.FlagSet) }](config C,
-	build func(context.Context, C, *Deps) (Service, error)) Settings {
-	return &settingsOf[C]{config, build}
+// OptionsOf is a service's own Config with its constructor.
+func OptionsOf[C interface{ AddFlags(*pflag.FlagSet) }](config C,
+	build func(context.Context, C, *Deps) (Service, error)) Options {
+	return &optionsOf[C]{config, build}
 }
 
-type settingsOf[C interface{ AddFlags(*pflag.FlagSet) }] struct {
+type optionsOf[C interface{ AddFlags(*pflag.FlagSet) }] struct {
 	config C
 	build  func(context.Context, C, *Deps) (Service, error)
 }
 
-func (s *settingsOf[C]) AddFlags(fs *pflag.FlagSet) { s.config.AddFlags(fs) }
+func (s *optionsOf[C]) AddFlags(fs *pflag.FlagSet) { s.config.AddFlags(fs) }
 
-func (s *settingsOf[C]) Build(ctx context.Context, d *Deps) (Service, error) {
+func (s *optionsOf[C]) Build(ctx context.Context, d *Deps) (Service, error) {
 	return s.build(ctx, s.config, d)
 }

@@ -11,8 +11,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/component-base/metrics/legacyregistry"
 
-	"watershed.dev/platform/guard"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/version"
 )
@@ -29,7 +29,7 @@ func NewMetrics() *Metrics {
 	m := &Metrics{own: prometheus.NewRegistry()}
 	m.own.MustRegister(version.Metrics()...)
 	m.own.MustRegister(rpc.Metrics()...)
-	m.own.MustRegister(guard.Metrics()...)
+	m.own.MustRegister(recovery.Metrics()...)
 	m.Gatherer = prometheus.Gatherers{m.own, legacyregistry.DefaultGatherer}
 	return m
 }
@@ -39,18 +39,18 @@ func (m *Metrics) Add(s interface{ Collectors() []prometheus.Collector }) {
 	m.own.MustRegister(s.Collectors()...)
 }
 
-// Built is a service that is being built, or has been. Its methods may be called by any number of goroutines.
-type Built struct {
+// Instance is a service that is being built, or has been. Its methods may be called by any number of goroutines.
+type Instance struct {
 	// Name is the service's.
 	Name    string
 	service atomic.Pointer[Service]
 }
 
 // Set says that the service has been built.
-func (b *Built) Set(s Service) { b.service.Store(&s) }
+func (b *Instance) Set(s Service) { b.service.Store(&s) }
 
 // Get is the service, or nil while it is being built.
-func (b *Built) Get() Service {
+func (b *Instance) Get() Service {
 	if s := b.service.Load(); s != nil {
 		return *s
 	}
@@ -58,7 +58,7 @@ func (b *Built) Get() Service {
 }
 
 // stopTimeout is how long the service says that it takes to stop; 0 where it does not say.
-func (b *Built) stopTimeout() time.Duration {
+func (b *Instance) stopTimeout() time.Duration {
 	if t, ok := b.Get().(interface{ StopTimeout() time.Duration }); ok {
 		return t.StopTimeout()
 	}
@@ -67,7 +67,7 @@ func (b *Built) stopTimeout() time.Duration {
 
 // Pages are the service's own pages of the debug address: /healthz (everything that it needs answers), /readyz (it is
 // to be called), /files (what is in force of the files that it reads anew), and what it shows of itself.
-func (b *Built) Pages() map[string]http.Handler {
+func (b *Instance) Pages() map[string]http.Handler {
 	page := func(check func(context.Context) error) http.Handler {
 		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			if err := check(r.Context()); err != nil {
@@ -97,7 +97,7 @@ func (b *Built) Pages() map[string]http.Handler {
 
 // ready says why the service is not to be called: it has not read what it decides by, or it is on its way out. That
 // another service is away is no reason, since no replica would be better.
-func (b *Built) ready(context.Context) error {
+func (b *Instance) ready(context.Context) error {
 	s := b.Get()
 	if s == nil {
 		return fmt.Errorf("%s is being built; its log says what it waits for", b.Name)
@@ -115,7 +115,7 @@ func (b *Built) ready(context.Context) error {
 }
 
 // check says why the service cannot serve.
-func (b *Built) check(ctx context.Context) error {
+func (b *Instance) check(ctx context.Context) error {
 	s := b.Get()
 	if s == nil {
 		return fmt.Errorf("%s is being built; its log says what it waits for", b.Name)

@@ -27,18 +27,18 @@ func init() { utilruntime.ReallyCrash = false }
 // Main is the main function of a service's own binary: it runs the service with the command line's settings until it is
 // told to stop, or prints the version.
 func Main(m *Module) {
-	MainOf(m.Name, func(name string, args []string) error { return Run(m, name, args) })
+	CommandMain(m.Name, func(name string, args []string) error { return Run(m, name, args) })
 }
 
 // Run runs one service with settings until it is told to stop. command is what it was called as.
 func Run(m *Module, command string, args []string) error {
 	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
 	p := &process{}
-	settings := p.addFlags(fs, m)
+	options := p.addFlags(fs, m)
 	if err := config.Load(fs, args); err != nil {
-		return Help(err)
+		return ExitOnHelp(err)
 	}
-	ctx, cancel := lifecycle.Signalled()
+	ctx, cancel := lifecycle.SignalContext()
 	defer cancel()
 	flush, err := p.telemetry.Start(ctx, m.Name, os.Stderr)
 	if err != nil {
@@ -50,47 +50,47 @@ func Run(m *Module, command string, args []string) error {
 	if err := p.findReplicas(ctx); err != nil {
 		return err
 	}
-	parts, err := p.parts(m, settings)
+	runners, err := p.runners(m, options)
 	if err != nil {
 		return err
 	}
-	return lifecycle.Run(ctx, parts, nil, nil)
+	return lifecycle.Run(ctx, runners, nil, nil)
 }
 
-// parts are the process's pages, the service, and its RPCs. The pages come first: a service that waits for what it is
+// runners are the process's pages, the service, and its RPCs. The pages come first: a service that waits for what it is
 // built on, as registry does for etcd, is alive and says why it is not ready.
-func (p *process) parts(m *Module, settings Settings) ([]lifecycle.Part, error) {
+func (p *process) runners(m *Module, options Options) ([]lifecycle.Runner, error) {
 	server, err := rpc.NewServer(p.id)
 	if err != nil {
 		return nil, err
 	}
-	own := &Built{Name: m.Name}
+	instance := &Instance{Name: m.Name}
 	metrics := NewMetrics()
-	ready := lifecycle.Starting(m.Name)
-	parts := []lifecycle.Part{
+	ready := lifecycle.NotReady(m.Name)
+	runners := []lifecycle.Runner{
 		{Name: "debug", Run: func(ctx context.Context) error {
-			return p.telemetry.ServeDebug(ctx, metrics, own.Pages())
+			return p.telemetry.ServeDebug(ctx, metrics, instance.Pages())
 		}},
-		{Name: m.Name, Ready: ready, StopTimeout: own.stopTimeout, Run: func(ctx context.Context) error {
-			s, err := settings.Build(ctx, &Deps{ID: p.id, Dial: p.dial})
+		{Name: m.Name, Ready: ready, StopTimeout: instance.stopTimeout, Run: func(ctx context.Context) error {
+			s, err := options.Build(ctx, &Deps{ID: p.id, Dial: p.dial})
 			if err != nil {
 				return err
 			}
 			s.Register(server)
 			metrics.Add(s)
-			own.Set(s)
+			instance.Set(s)
 			ready.Set(m.Name, nil)
 			return s.Run(ctx)
 		}},
 	}
-	if m.Serves {
-		parts = append(parts, lifecycle.Part{
+	if m.ServesRPC {
+		runners = append(runners, lifecycle.Runner{
 			Name:        "rpc",
 			StopTimeout: func() time.Duration { return p.drain + time.Second },
-			Run:         func(ctx context.Context) error { return p.serve(ctx, own.Get(), server) },
+			Run:         func(ctx context.Context) error { return p.serve(ctx, instance.Get(), server) },
 		})
 	}
-	return parts, nil
+	return runners, nil
 }
 
 // CheckConfig says whether a process of the service takes a file of settings.
@@ -100,8 +100,8 @@ func CheckConfig(m *Module, file string) error {
 	return config.Load(fs, []string{"--config", file})
 }
 
-// Help makes --help end well.
-func Help(err error) error {
+// ExitOnHelp makes --help end well.
+func ExitOnHelp(err error) error {
 	if errors.Is(err, pflag.ErrHelp) {
 		os.Exit(0)
 	}
@@ -123,14 +123,14 @@ type process struct {
 }
 
 // addFlags adds the process's flags and the service's, which it returns.
-func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
+func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Options {
 	p.telemetry.AddFlags(fs)
 	p.id.AddFlags(fs)
-	if m.Serves {
+	if m.ServesRPC {
 		fs.StringVar(&p.address, "rpc-address", "", "host:port, or unix:/path, to serve RPCs on.")
 	}
 	p.peers = map[string]*[]string{}
-	for _, peer := range m.Calls {
+	for _, peer := range m.DependsOn {
 		p.peers[peer] = fs.StringSlice(
 			peer+"-addresses",
 			nil,
@@ -138,16 +138,16 @@ func (p *process) addFlags(fs *pflag.FlagSet, m *Module) Settings {
 				"one of those has answered.",
 		)
 	}
-	if len(m.Calls) > 0 {
+	if len(m.DependsOn) > 0 {
 		fs.StringSliceVar(&p.xdsServers, "xds-servers", nil,
 			"host:port of every replica of the xDS server that says where the replicas of other services are.")
 		fs.StringVar(&p.xdsCacheDir, "xds-cache-dir", "",
 			"Where what the xDS server said is kept for the next start. Empty: nowhere.")
 	}
 	fs.DurationVar(&p.drain, "drain-timeout", 10*time.Second, "How long RPCs in flight may take to end at shutdown.")
-	settings := m.Settings()
-	settings.AddFlags(fs)
-	return settings
+	options := m.Options()
+	options.AddFlags(fs)
+	return options
 }
 
 // findReplicas asks xDS servers for the replicas of other services, where there are such servers.
@@ -198,10 +198,10 @@ func (p *process) close() {
 
 // serve offers a service's RPCs until ctx is done.
 func (p *process) serve(ctx context.Context, s Service, server *rpc.Server) error {
-	go s.Ready().OnChange(ctx, func(why error) { server.SetReady(why == nil) })
+	go s.Ready().OnChange(ctx, func(err error) { server.SetReady(err == nil) })
 	if d, ok := s.(interface{ Drain() }); ok {
 		// its callers have begun elsewhere by then what lasts
-		defer context.AfterFunc(ctx, func() { time.AfterFunc(min(rpc.HandOver, p.drain/2), d.Drain) })()
+		defer context.AfterFunc(ctx, func() { time.AfterFunc(min(rpc.LameDuckPeriod, p.drain/2), d.Drain) })()
 	}
 	return server.Serve(ctx, p.address, p.drain)
 }

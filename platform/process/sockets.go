@@ -33,7 +33,7 @@ func SocketDir(dir string) (string, error) {
 	err := os.MkdirAll(short, 0o700)
 	for _, d := range []string{root, short} { // in a place where anybody may make directories, ours must be ours
 		if err == nil {
-			err = OwnDirectory(d)
+			err = RestrictDirectory(d)
 		}
 	}
 	if err != nil {
@@ -50,8 +50,8 @@ func socketsFit(dir string) bool {
 	return err == nil && len(dir) < maxSocketDir
 }
 
-// OwnDirectory makes sure that nobody else can put anything into a directory: keys and sockets are there.
-func OwnDirectory(dir string) error {
+// RestrictDirectory makes sure that nobody else can put anything into a directory: keys and sockets are there.
+func RestrictDirectory(dir string) error {
 	info, err := os.Lstat(dir)
 	if err != nil {
 		return err

@@ -8,7 +8,7 @@ import (
 )
 
 // Keys and sockets lie where nobody else can put anything (S16).
-func TestADirectoryIsItsOwners(t *testing.T) {
+func TestRestrictDirectory(t *testing.T) {
 	dir := t.TempDir()
 	open := filepath.Join(dir, "open")
 	if err := os.Mkdir(open, 0o777); err != nil {
@@ -17,7 +17,7 @@ func TestADirectoryIsItsOwners(t *testing.T) {
 	if err := os.Chmod(open, 0o777); err != nil {
 		t.Fatal(err)
 	}
-	if err := OwnDirectory(open); err != nil {
+	if err := RestrictDirectory(open); err != nil {
 		t.Error(err)
 	}
 	if info, err := os.Stat(open); err != nil || info.Mode().Perm() != 0o700 {
@@ -31,7 +31,7 @@ func TestADirectoryIsItsOwners(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, bad := range []string{link, file, filepath.Join(dir, "none")} {
-		if err := OwnDirectory(bad); err == nil {
+		if err := RestrictDirectory(bad); err == nil {
 			t.Errorf("%s is taken for a directory of one's own", bad)
 		}
 	}
@@ -45,12 +45,12 @@ func TestADirectoryIsItsOwners(t *testing.T) {
 	if err := os.Chown(foreign, 65534, 65534); err != nil {
 		t.Fatal(err)
 	}
-	if err := OwnDirectory(foreign); err == nil {
+	if err := RestrictDirectory(foreign); err == nil {
 		t.Error("another's directory is taken for one's own")
 	}
 }
 
-func TestSocketsOfALongPathLieInAPlaceOfTheirOwn(t *testing.T) {
+func TestSocketDirOfALongPath(t *testing.T) {
 	runtime, err := os.MkdirTemp("", "w") // shorter than t.TempDir
 	if err != nil {
 		t.Fatal(err)

@@ -12,12 +12,12 @@ import (
 	"watershed.dev/platform/reload/reloadtest"
 )
 
-func TestAFileIsReadAnew(t *testing.T) {
+func TestFilesAreReloaded(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	reloadtest.Replace(t, path, "first")
 	applied := make(chan string, 10)
 	f := &reload.Files{}
-	if err := f.Take(t.Context(), "some-file", path, func(_ context.Context, data []byte) error {
+	if err := f.LoadAndWatch(t.Context(), "some-file", path, func(_ context.Context, data []byte) error {
 		if strings.HasPrefix(string(data), "bad") {
 			return errors.New("it is bad")
 		}
@@ -26,7 +26,7 @@ func TestAFileIsReadAnew(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	reloadtest.Follow(t, f)
+	reloadtest.Watch(t, f)
 	next := func(want string) {
 		t.Helper()
 		reloadtest.Until(t, want+" is applied", func() bool { return len(applied) > 0 && <-applied == want })
@@ -34,19 +34,19 @@ func TestAFileIsReadAnew(t *testing.T) {
 	next("first")
 	reloadtest.Replace(t, path, "second")
 	next("second")
-	reloadtest.Shown(t, f, "[+]some-file")
+	reloadtest.WaitForPage(t, f, "[+]some-file")
 	reloadtest.Replace(t, path, "bad")
-	reloadtest.Shown(t, f, "[-]some-file "+path+" refused: it is bad; in force is what was read")
+	reloadtest.WaitForPage(t, f, "[-]some-file "+path+" refused: it is bad; in force is what was read")
 	reloadtest.Replace(t, path, "second") // as what is in force
-	reloadtest.Shown(t, f, "[+]some-file")
+	reloadtest.WaitForPage(t, f, "[+]some-file")
 	reloadtest.Replace(t, path, "third")
 	next("third")
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
 	for _, read := range []func() error{
-		func() error { return f.Follow("some-file", path, nil) },
-		func() error { return f.Take(t.Context(), "some-file", path, nil) },
+		func() error { return f.Watch("some-file", path, nil) },
+		func() error { return f.LoadAndWatch(t.Context(), "some-file", path, nil) },
 	} {
 		if err := read(); err == nil || !strings.Contains(err.Error(), "--some-file") {
 			t.Errorf("%v", err)
@@ -54,10 +54,10 @@ func TestAFileIsReadAnew(t *testing.T) {
 	}
 }
 
-func TestABadFileAtTheStartIsTold(t *testing.T) {
+func TestABadFileFailsTheStart(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "file")
 	reloadtest.Replace(t, path, "bad")
-	err := new(reload.Files).Take(t.Context(), "some-file", path, func(context.Context, []byte) error {
+	err := new(reload.Files).LoadAndWatch(t.Context(), "some-file", path, func(context.Context, []byte) error {
 		return errors.New("it is bad")
 	})
 	if err == nil || !strings.Contains(err.Error(), `--some-file "`+path+`": it is bad`) {

@@ -19,12 +19,12 @@ import (
 )
 
 const (
-	// period is how often a file is looked at where nothing tells of its changes.
-	period = time.Minute
-	// settle is how long a file must be the same before it is believed to be whole.
-	settle = 50 * time.Millisecond
-	// retry is how long to wait before what may become better is tried again.
-	retry = 5 * time.Second
+	// pollPeriod is how often a file is looked at where nothing tells of its changes.
+	pollPeriod = time.Minute
+	// settleDelay is how long a file must be the same before it is believed to be whole.
+	settleDelay = 50 * time.Millisecond
+	// retryDelay is how long to wait before what may become better is tried again.
+	retryDelay = 5 * time.Second
 )
 
 var (
@@ -47,54 +47,54 @@ type Files struct{ all []*file }
 
 type file struct {
 	flag, path string
-	apply      Apply
+	update     UpdateFunc
 
 	mu sync.Mutex
-	// inForce is what was applied last, seen what was read last.
-	inForce, seen []byte
-	since         time.Time
-	err           error
+	// active is what was applied last, seen what was read last.
+	active, seen []byte
+	since        time.Time
+	err          error
 }
 
-// Apply puts a file's new contents in force, or says why they are bad and leaves everything as it was. An error of
-// MayRecover is tried again; any other stands until the contents change.
-type Apply func(ctx context.Context, data []byte) error
+// UpdateFunc puts a file's new contents in force, or says why they are bad and leaves everything as it was. An error of
+// Retryable is tried again; any other stands until the contents change.
+type UpdateFunc func(ctx context.Context, data []byte) error
 
-// MayRecover says of an error that the same contents may be good later: another server did not answer.
-func MayRecover(err error) error { return mayRecover{err} }
+// Retryable says of an error that the same contents may be good later: another server did not answer.
+func Retryable(err error) error { return retryable{err} }
 
-type mayRecover struct{ error }
+type retryable struct{ error }
 
-func (m mayRecover) Unwrap() error { return m.error }
+func (m retryable) Unwrap() error { return m.error }
 
 // Add has a file followed which the flag names; data is what it said at the start. An empty path is no file.
-func (f *Files) Add(flag, path string, data []byte, apply Apply) {
+func (f *Files) Add(flag, path string, data []byte, update UpdateFunc) {
 	if path == "" {
 		return
 	}
-	f.all = append(f.all, &file{flag: flag, path: path, apply: apply, inForce: data, seen: data, since: time.Now()})
+	f.all = append(f.all, &file{flag: flag, path: path, update: update, active: data, seen: data, since: time.Now()})
 	refused.WithLabelValues(flag, path).Set(0)
 }
 
-// Follow has a file followed whose contents now are in force. An empty path is no file.
-func (f *Files) Follow(flag, path string, apply Apply) error {
-	_, err := f.read(flag, path, apply)
+// Watch has a file followed whose contents now are in force. An empty path is no file.
+func (f *Files) Watch(flag, path string, update UpdateFunc) error {
+	_, err := f.read(flag, path, update)
 	return err
 }
 
-// Take puts in force what a file says, now and whenever it changes. An empty path is no file. Its error names the flag.
-func (f *Files) Take(ctx context.Context, flag, path string, apply Apply) error {
-	data, err := f.read(flag, path, apply)
+// LoadAndWatch puts in force what a file says, now and whenever it changes. An empty path is no file. Its error names the flag.
+func (f *Files) LoadAndWatch(ctx context.Context, flag, path string, update UpdateFunc) error {
+	data, err := f.read(flag, path, update)
 	if err != nil || path == "" {
 		return err
 	}
-	if err := apply(ctx, data); err != nil {
+	if err := update(ctx, data); err != nil {
 		return fmt.Errorf("--%s %q: %w", flag, path, err)
 	}
 	return nil
 }
 
-func (f *Files) read(flag, path string, apply Apply) ([]byte, error) {
+func (f *Files) read(flag, path string, update UpdateFunc) ([]byte, error) {
 	if path == "" {
 		return nil, nil
 	}
@@ -102,31 +102,31 @@ func (f *Files) read(flag, path string, apply Apply) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--%s %q: %w", flag, path, err)
 	}
-	f.Add(flag, path, data, apply)
+	f.Add(flag, path, data, update)
 	return data, nil
 }
 
 // Run follows the files until ctx is done.
 func (f *Files) Run(ctx context.Context) {
 	var wg sync.WaitGroup
-	for _, one := range f.all {
+	for _, file := range f.all {
 		wg.Go(func() {
-			filesystem.WatchUntil(ctx, period, one.path, func() { one.follow(ctx) }, func(err error) {
-				slog.Warn("A file's changes are not told; it is looked at now and then", "flag", "--"+one.flag,
-					"file", one.path, "every", period, "error", err)
+			filesystem.WatchUntil(ctx, pollPeriod, file.path, func() { file.watch(ctx) }, func(err error) {
+				slog.Warn("A file's changes are not told; it is looked at now and then", "flag", "--"+file.flag,
+					"file", file.path, "every", pollPeriod, "error", err)
 			})
 		})
 	}
 	wg.Wait()
 }
 
-// follow reads the file until what it says is decided.
-func (f *file) follow(ctx context.Context) {
+// watch reads the file until what it says is decided.
+func (f *file) watch(ctx context.Context) {
 	for ctx.Err() == nil {
-		if err := f.reload(ctx); !errors.As(err, new(mayRecover)) {
+		if err := f.reload(ctx); !errors.As(err, new(retryable)) {
 			return
 		}
-		wait(ctx, retry)
+		wait(ctx, retryDelay)
 	}
 }
 
@@ -139,33 +139,33 @@ func wait(ctx context.Context, d time.Duration) {
 
 // reload reads the file once it rests, and applies what it says if that is new.
 func (f *file) reload(ctx context.Context) error {
-	data, err := f.settled(ctx)
+	data, err := f.readStable(ctx)
 	if err == nil && bytes.Equal(data, f.lastSeen()) {
 		f.unchanged(data)
 		return nil
 	}
 	if err == nil {
-		err = f.apply(ctx, data)
+		err = f.update(ctx, data)
 	}
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	told := f.err != nil && err != nil && f.err.Error() == err.Error()
+	reported := f.err != nil && err != nil && f.err.Error() == err.Error()
 	if f.err = err; err != nil {
-		if data != nil && !errors.As(err, new(mayRecover)) {
+		if data != nil && !errors.As(err, new(retryable)) {
 			f.seen = data
 		}
 		refused.WithLabelValues(f.flag, f.path).Set(1)
 		reloads.WithLabelValues(f.flag, f.path, "refused").Inc()
-		if !told {
+		if !reported {
 			slog.Error("A file was not read anew; what was read before stays in force", "flag", "--"+f.flag, "file",
 				f.path, "error", err)
 		}
 		return err
 	}
-	f.inForce, f.seen, f.since = data, data, time.Now()
+	f.active, f.seen, f.since = data, data, time.Now()
 	refused.WithLabelValues(f.flag, f.path).Set(0)
 	reloads.WithLabelValues(f.flag, f.path, "applied").Inc()
 	slog.Info("A file was read anew", "flag", "--"+f.flag, "file", f.path)
@@ -176,7 +176,7 @@ func (f *file) reload(ctx context.Context) error {
 func (f *file) unchanged(data []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if bytes.Equal(data, f.inForce) {
+	if bytes.Equal(data, f.active) {
 		f.err = nil
 		refused.WithLabelValues(f.flag, f.path).Set(0)
 	}
@@ -189,11 +189,11 @@ func (f *file) lastSeen() []byte {
 	return f.seen
 }
 
-// settled is what the file says once it says the same twice: whoever writes it in place is then done.
-func (f *file) settled(ctx context.Context) ([]byte, error) {
+// readStable is what the file says once it says the same twice: whoever writes it in place is then done.
+func (f *file) readStable(ctx context.Context) ([]byte, error) {
 	data, err := os.ReadFile(f.path)
 	for err == nil && !bytes.Equal(data, f.lastSeen()) && ctx.Err() == nil {
-		wait(ctx, settle)
+		wait(ctx, settleDelay)
 		var again []byte
 		if again, err = os.ReadFile(f.path); bytes.Equal(data, again) {
 			break
@@ -205,14 +205,14 @@ func (f *file) settled(ctx context.Context) ([]byte, error) {
 
 // ServeHTTP shows, a line for each file, what is in force and why what lies there is not.
 func (f *Files) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
-	for _, one := range f.all {
-		one.mu.Lock()
-		if one.err != nil {
-			fmt.Fprintf(w, "[-]%s %s refused: %v; in force is what was read %s\n", one.flag, one.path, one.err,
-				one.since.UTC().Format(time.RFC3339))
+	for _, file := range f.all {
+		file.mu.Lock()
+		if file.err != nil {
+			fmt.Fprintf(w, "[-]%s %s refused: %v; in force is what was read %s\n", file.flag, file.path, file.err,
+				file.since.UTC().Format(time.RFC3339))
 		} else {
-			fmt.Fprintf(w, "[+]%s %s in force since %s\n", one.flag, one.path, one.since.UTC().Format(time.RFC3339))
+			fmt.Fprintf(w, "[+]%s %s in force since %s\n", file.flag, file.path, file.since.UTC().Format(time.RFC3339))
 		}
-		one.mu.Unlock()
+		file.mu.Unlock()
 	}
 }

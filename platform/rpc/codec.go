@@ -18,7 +18,7 @@ import (
 // sent from where they are too: messages that wait for slow receivers on many streams share them.
 type codec struct{ encoding.CodecV2 }
 
-var lists = codec{encoding.GetCodecV2("proto")}
+var wireCodec = codec{encoding.GetCodecV2("proto")}
 
 // smallPiece is the size below which a piece is copied beside others rather than sent by itself.
 const smallPiece = 1 << 10
@@ -42,9 +42,9 @@ func (c codec) Marshal(v any) (mem.BufferSlice, error) {
 		if len(m.Data) >= smallPiece || len(m.Initial) > 0 {
 			return c.marshalFrame(m)
 		}
-	case *Tracked:
+	case *TrackedFrame:
 		out, err := c.marshalFrame(m.WatchFrame)
-		return append(out, m.end()), err
+		return append(out, m.endBuffer()), err
 	case *Held:
 		out, err := c.Marshal(m.Message)
 		return append(out, m.end()), err
@@ -52,16 +52,16 @@ func (c codec) Marshal(v any) (mem.BufferSlice, error) {
 	return c.CodecV2.Marshal(v)
 }
 
-// Tracked is a WatchFrame whose sender learns when the transport is done with it. Send it with SendMsg.
-type Tracked struct {
+// TrackedFrame is a WatchFrame whose sender learns when the transport is done with it. Send it with SendMsg.
+type TrackedFrame struct {
 	*watchfanoutv1.WatchFrame
 	// Done is called when the frame's bytes are written or dropped; between services of one process, when the frame is
 	// received. It is not called for a frame that no transport takes: the stream's context ends then.
 	Done func()
 }
 
-// end returns the last buffer of an encoded frame. It is empty, and calls Done when it is freed.
-func (m *Tracked) end() mem.Buffer {
+// endBuffer returns the last buffer of an encoded frame. It is empty, and calls Done when it is freed.
+func (m *TrackedFrame) endBuffer() mem.Buffer {
 	data := counted[:0]
 	return mem.NewBuffer(&data, doneFunc(m.Done))
 }
@@ -106,7 +106,7 @@ func (c codec) marshalFrame(m *watchfanoutv1.WatchFrame) (mem.BufferSlice, error
 	if len(m.Data) < smallPiece {
 		size += len(m.Data)
 	}
-	s := sharing{out: out, copied: make([]byte, 0, size)}
+	s := messageBuilder{out: out, copied: make([]byte, 0, size)}
 	for _, p := range m.Initial {
 		s.add(frameInitial, p)
 	}
@@ -117,28 +117,28 @@ func (c codec) marshalFrame(m *watchfanoutv1.WatchFrame) (mem.BufferSlice, error
 	return s.out, nil
 }
 
-// sharing gathers an encoded message: small parts are copied, and large ones are where they were.
-type sharing struct {
+// messageBuilder gathers an encoded message: small parts are copied, and large ones are where they were.
+type messageBuilder struct {
 	out mem.BufferSlice
 	// copied has room for all that is copied: out refers to it. begun is the beginning of what out lacks.
-	copied []byte
-	begun  int
+	copied  []byte
+	flushed int
 }
 
 // add appends a field of bytes.
-func (s *sharing) add(field protowire.Number, p []byte) {
+func (s *messageBuilder) add(field protowire.Number, p []byte) {
 	s.head(field, len(p))
 	s.piece(p)
 }
 
 // head appends the tag and the length of a field of bytes.
-func (s *sharing) head(field protowire.Number, length int) {
+func (s *messageBuilder) head(field protowire.Number, length int) {
 	s.copied = protowire.AppendTag(s.copied, field, protowire.BytesType)
 	s.copied = protowire.AppendVarint(s.copied, uint64(length))
 }
 
 // piece appends bytes of a field.
-func (s *sharing) piece(p []byte) {
+func (s *messageBuilder) piece(p []byte) {
 	if len(p) < smallPiece {
 		s.copied = append(s.copied, p...)
 		return
@@ -147,10 +147,10 @@ func (s *sharing) piece(p []byte) {
 	s.out = append(s.out, mem.SliceBuffer(p))
 }
 
-func (s *sharing) flush() {
-	if len(s.copied) > s.begun {
-		s.out = append(s.out, mem.SliceBuffer(s.copied[s.begun:len(s.copied):len(s.copied)]))
-		s.begun = len(s.copied)
+func (s *messageBuilder) flush() {
+	if len(s.copied) > s.flushed {
+		s.out = append(s.out, mem.SliceBuffer(s.copied[s.flushed:len(s.copied):len(s.copied)]))
+		s.flushed = len(s.copied)
 	}
 }
 
@@ -162,7 +162,7 @@ func marshalChunk(m *watchfanoutv1.ListChunk) mem.BufferSlice {
 			small += len(p)
 		}
 	}
-	g := sharing{copied: make([]byte, 0, maxChunkHead+small)}
+	g := messageBuilder{copied: make([]byte, 0, maxChunkHead+small)}
 	if m.Size != 0 {
 		g.copied = protowire.AppendTag(g.copied, fieldSize, protowire.VarintType)
 		g.copied = protowire.AppendVarint(g.copied, uint64(m.Size))
@@ -184,7 +184,7 @@ func marshalChunk(m *watchfanoutv1.ListChunk) mem.BufferSlice {
 // Unmarshal implements encoding.CodecV2.
 func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
 	if m, ok := v.(*Chunk); ok {
-		return m.read(data)
+		return m.unmarshal(data)
 	}
 	return c.CodecV2.Unmarshal(data, v)
 }
@@ -199,7 +199,7 @@ type Chunk struct {
 	// Gzip says that the body is compressed, in the first chunk.
 	Gzip bool
 
-	held mem.BufferSlice
+	buffers mem.BufferSlice
 }
 
 // ReceiveChunk receives a list's next chunk in place of stream.Recv.
@@ -213,62 +213,62 @@ func ReceiveChunk(stream grpc.ClientStream) (*Chunk, error) {
 
 // Free gives the bytes back to the transport: they are another message's from here on.
 func (c *Chunk) Free() {
-	c.held.Free()
-	c.Data, c.held = nil, nil
+	c.buffers.Free()
+	c.Data, c.buffers = nil, nil
 }
 
-// of makes the chunk a message that was not encoded.
-func (c *Chunk) of(m *watchfanoutv1.ListChunk) {
+// setFrom makes the chunk a message that was not encoded.
+func (c *Chunk) setFrom(m *watchfanoutv1.ListChunk) {
 	c.Data, c.Size, c.Gzip = m.GetData(), m.GetSize(), m.GetGzip()
 }
 
-func (c *Chunk) read(data mem.BufferSlice) error {
-	var begins [maxChunkHead]byte
+func (c *Chunk) unmarshal(data mem.BufferSlice) error {
+	var prefix [maxChunkHead]byte
 	reader := data.Reader()
-	n, _ := reader.Read(begins[:])
+	n, _ := reader.Read(prefix[:])
 	_ = reader.Close()
-	size, gzip, at, ok := headOf(begins[:n], data.Len())
+	size, gzip, offset, ok := parseHead(prefix[:n], data.Len())
 	if !ok { // in several pieces, as an older release sends them
 		m := &watchfanoutv1.ListChunk{}
 		if err := proto.Unmarshal(data.Materialize(), m); err != nil {
 			return err
 		}
-		c.of(m)
+		c.setFrom(m)
 		return nil
 	}
 	c.Size, c.Gzip = size, gzip
 	data.Ref()
-	c.held = slices.Clone(data)
+	c.buffers = slices.Clone(data)
 	for _, b := range data {
 		p := b.ReadOnlyData()
-		skipped := min(at, len(p))
-		if at -= skipped; len(p) > skipped {
+		skipped := min(offset, len(p))
+		if offset -= skipped; len(p) > skipped {
 			c.Data = append(c.Data, p[skipped:])
 		}
 	}
 	return nil
 }
 
-// headOf reads what comes before the data of a message of some length: its size, whether it is compressed, and where
+// parseHead reads what comes before the data of a message of some length: its size, whether it is compressed, and where
 // the data begins. It is not ok where anything else is there than one piece, at the end.
-func headOf(begins []byte, length int) (size int64, gzip bool, at int, ok bool) {
+func parseHead(prefix []byte, length int) (size int64, gzip bool, offset int, ok bool) {
 	for {
-		field, kind, n := protowire.ConsumeTag(begins[at:])
+		field, kind, n := protowire.ConsumeTag(prefix[offset:])
 		if n < 0 {
 			return 0, false, 0, false
 		}
-		value, m := protowire.ConsumeVarint(begins[at+n:])
+		value, m := protowire.ConsumeVarint(prefix[offset+n:])
 		if m < 0 {
 			return 0, false, 0, false
 		}
-		at += n + m
+		offset += n + m
 		switch {
 		case field == fieldSize && kind == protowire.VarintType:
 			size = int64(value)
 		case field == fieldGzip && kind == protowire.VarintType:
 			gzip = value != 0
-		case field == fieldData && kind == protowire.BytesType && value == uint64(length-at):
-			return size, gzip, at, true
+		case field == fieldData && kind == protowire.BytesType && value == uint64(length-offset):
+			return size, gzip, offset, true
 		default:
 			return 0, false, 0, false
 		}

@@ -37,7 +37,7 @@ func cut(data []byte, size int) (out mem.BufferSlice) {
 // piece by itself.
 func TestChunksCrossAsTheyAre(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 1))
-	for what, m := range map[string]*watchfanoutv1.ListChunk{
+	for name, m := range map[string]*watchfanoutv1.ListChunk{
 		"nothing":     {},
 		"a size":      {Size: 7},
 		"empty":       {Size: 1, Data: [][]byte{{}}},
@@ -49,25 +49,25 @@ func TestChunksCrossAsTheyAre(t *testing.T) {
 		"compressed":  {Size: 1 << 30, Gzip: true, Data: [][]byte{{0x1f, 0x8b}, make([]byte, 5000)}},
 	} {
 		want := bytes.Join(m.Data, nil)
-		ours, err := lists.Marshal(m)
+		ours, err := wireCodec.Marshal(m)
 		if err != nil {
-			t.Fatal(what, err)
+			t.Fatal(name, err)
 		}
 		old, err := proto.Marshal(m)
 		if err != nil {
-			t.Fatal(what, err)
+			t.Fatal(name, err)
 		}
 		var seen watchfanoutv1.ListChunk
-		if err := lists.Unmarshal(ours, &seen); err != nil || seen.Size != m.Size || seen.Gzip != m.Gzip ||
+		if err := wireCodec.Unmarshal(ours, &seen); err != nil || seen.Size != m.Size || seen.Gzip != m.Gzip ||
 			!bytes.Equal(bytes.Join(seen.Data, nil), want) {
-			t.Errorf("%s: an older release reads %d bytes of %d, %v", what, len(bytes.Join(seen.Data, nil)), len(want), err)
+			t.Errorf("%s: an older release reads %d bytes of %d, %v", name, len(bytes.Join(seen.Data, nil)), len(want), err)
 		}
 		for _, size := range []int{1, 3, 20, 16384, 1 << 20} {
 			for from, data := range map[string][]byte{"this": ours.Materialize(), "an older": old} {
 				var c Chunk
-				err := lists.Unmarshal(cut(data, size), &c)
+				err := wireCodec.Unmarshal(cut(data, size), &c)
 				if err != nil || c.Size != m.Size || c.Gzip != m.Gzip || !bytes.Equal(bytes.Join(c.Data, nil), want) {
-					t.Errorf("%s from %s release in buffers of %d: %d bytes of %d, size %d, %v", what, from, size,
+					t.Errorf("%s from %s release in buffers of %d: %d bytes of %d, size %d, %v", name, from, size,
 						len(bytes.Join(c.Data, nil)), len(want), c.Size, err)
 				}
 				c.Free()
@@ -102,12 +102,12 @@ func TestFramesCrossAsTheyAre(t *testing.T) {
 		{Initial: [][]byte{small}},
 		{Data: small, Initial: full.Initial},
 	} {
-		data, err := lists.Marshal(m)
+		data, err := wireCodec.Marshal(m)
 		if err != nil {
 			t.Fatal(err)
 		}
 		var got watchfanoutv1.WatchFrame
-		if err := lists.Unmarshal(cut(data.Materialize(), 999), &got); err != nil || !proto.Equal(&got, m) {
+		if err := wireCodec.Unmarshal(cut(data.Materialize(), 999), &got); err != nil || !proto.Equal(&got, m) {
 			t.Errorf("%v, %v", &got, err)
 		}
 		shared := 0
@@ -138,7 +138,7 @@ func FuzzChunk(f *testing.F) {
 		var m watchfanoutv1.ListChunk
 		wantErr := proto.Unmarshal(data, &m)
 		var c Chunk
-		err := lists.Unmarshal(cut(data, 7), &c)
+		err := wireCodec.Unmarshal(cut(data, 7), &c)
 		if (err == nil) != (wantErr == nil) {
 			t.Fatalf("%v, protobuf says %v", err, wantErr)
 		}
@@ -159,9 +159,9 @@ func BenchmarkChunk(b *testing.B) {
 	b.SetBytes(34 * 7601)
 	b.ReportAllocs()
 	for b.Loop() {
-		data, _ := lists.Marshal(m)
+		data, _ := wireCodec.Marshal(m)
 		c := &Chunk{}
-		_ = c.read(data)
+		_ = c.unmarshal(data)
 		c.Free()
 	}
 }

@@ -10,7 +10,7 @@ import (
 )
 
 // docs/security.md shows the table as it is.
-func TestTheDocumentedCallersAreTheCallers(t *testing.T) {
+func TestDocumentedClients(t *testing.T) {
 	text, err := os.ReadFile("../../docs/security.md")
 	if err != nil {
 		t.Fatal(err)
@@ -18,8 +18,8 @@ func TestTheDocumentedCallersAreTheCallers(t *testing.T) {
 	_, rest, _ := strings.Cut(string(text), "<!-- callers -->\n")
 	documented, _, ok := strings.Cut(rest, "<!-- /callers -->")
 	want := "| method | callers |\n|---|---|\n"
-	for _, m := range slices.Sorted(maps.Keys(Callers)) {
-		want += fmt.Sprintf("| `%s` | %s |\n", strings.TrimPrefix(m, "/"), strings.Join(Callers[m], ", "))
+	for _, m := range slices.Sorted(maps.Keys(AllowedClients)) {
+		want += fmt.Sprintf("| `%s` | %s |\n", strings.TrimPrefix(m, "/"), strings.Join(AllowedClients[m], ", "))
 	}
 	if !ok || documented != want {
 		t.Errorf("docs/security.md is to say:\n%s", want)
@@ -45,7 +45,7 @@ func TestEveryFailureIsDocumented(t *testing.T) {
 			documented[service+"/"+name] = true
 		}
 	}
-	for m := range Callers {
+	for m := range AllowedClients {
 		if short := m[strings.LastIndex(m, ".")+1:]; !documented[short] {
 			t.Errorf("docs/architecture.md does not say what happens when %s fails", short)
 		}

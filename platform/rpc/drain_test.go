@@ -15,12 +15,12 @@ import (
 	"watershed.dev/platform/pki"
 )
 
-// news has something to say once, and then nothing more.
-type news struct {
+// discoveryServer has something to say once, and then nothing more.
+type discoveryServer struct {
 	registryv1.UnimplementedDiscoveryServer
 }
 
-func (news) Watch(_ *registryv1.DiscoveryRequest,
+func (discoveryServer) Watch(_ *registryv1.DiscoveryRequest,
 	stream grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
 	if err := stream.Send(&registryv1.DiscoveryResponse{}); err != nil {
 		return err
@@ -30,13 +30,13 @@ func (news) Watch(_ *registryv1.DiscoveryRequest,
 }
 
 // A server that drains ends the streams that have nothing to lose at once; it does not wait for who listens to them.
-func TestADrainEndsWhatLosesNothing(t *testing.T) {
+func TestDrainEndsStreams(t *testing.T) {
 	ca := newCA(t)
 	server, err := NewServer(identityOf(t, ca, "registry", pki.Server))
 	if err != nil {
 		t.Fatal(err)
 	}
-	registryv1.RegisterDiscoveryServer(server, news{})
+	registryv1.RegisterDiscoveryServer(server, discoveryServer{})
 	server.SetReady(true)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -74,9 +74,9 @@ func TestADrainEndsWhatLosesNothing(t *testing.T) {
 }
 
 // What a drain ends is offered.
-func TestWhatADrainEndsHasCallers(t *testing.T) {
-	for _, m := range EndedByDrain {
-		if len(Callers[m]) == 0 {
+func TestEndOnDrainMethodsExist(t *testing.T) {
+	for _, m := range EndOnDrain {
+		if len(AllowedClients[m]) == 0 {
 			t.Errorf("there is no %s", m)
 		}
 	}

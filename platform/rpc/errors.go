@@ -5,9 +5,9 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// ErrAskRegistry is the answer of a service that holds a part of what is stored to what only registry's Objects can
+// ErrDelegate is the answer of a service that holds a part of what is stored to what only registry's Objects can
 // say: what it does not hold, a form that it does not write, or in which words something is refused.
-var ErrAskRegistry = status.Error(codes.FailedPrecondition, "not held here; ask registry")
+var ErrDelegate = status.Error(codes.FailedPrecondition, "not held here; ask registry")
 
 // ErrDraining ends a stream that another replica goes on with.
 var ErrDraining = status.Error(codes.Unavailable, "the replica is draining")

@@ -31,7 +31,7 @@ func (s *holding) ReadLog(_ *logv1.ReadRequest, stream grpc.ServerStreamingServe
 func TestAHeldMessageIsReleased(t *testing.T) {
 	s := &holding{released: make(chan struct{}, 10)}
 	l := bufconn.Listen(1 << 10)
-	server := grpc.NewServer(grpc.ForceServerCodecV2(lists))
+	server := grpc.NewServer(grpc.ForceServerCodecV2(wireCodec))
 	registryv1.RegisterSourceServer(server, s)
 	go func() { _ = server.Serve(l) }()
 	defer server.Stop()

@@ -42,9 +42,9 @@ type method struct {
 const streamBuffer = 32
 
 // NewInProcess returns an empty transport; traced says whether calls are traced.
-func NewInProcess(traced bool) *InProcess {
+func NewInProcess(tracing bool) *InProcess {
 	p := &InProcess{methods: map[string]method{}}
-	if traced {
+	if tracing {
 		p.spans = otelgrpc.NewServerHandler()
 	}
 	return p
@@ -77,16 +77,16 @@ func (c *inProcessClient) Invoke(ctx context.Context, name string, args, reply a
 	if !ok || m.unary == nil {
 		return status.Error(codes.Unimplemented, "unknown method "+name)
 	}
-	if err := bounded(args); err != nil {
+	if err := checkSize(args); err != nil {
 		return err
 	}
 	ctx, end := c.begin(ctx, name)
 	defer func() { end(err) }()
-	out, err := m.unary.Handler(m.impl, ctx, func(in any) error { share(in, args); return nil }, unary)
+	out, err := m.unary.Handler(m.impl, ctx, func(in any) error { shallowCopy(in, args); return nil }, unaryInterceptor)
 	if err != nil {
 		return ToStatus(err)
 	}
-	share(reply, out)
+	shallowCopy(reply, out)
 	return nil
 }
 
@@ -113,7 +113,7 @@ func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, nam
 		defer cancel()
 		defer close(s.done)
 		ctx, end := c.begin(ctx, name)
-		s.err = ToStatus(stream(m.impl, &serverPipe{s, ctx}, info, m.stream.Handler))
+		s.err = ToStatus(streamInterceptor(m.impl, &serverPipe{s, ctx}, info, m.stream.Handler))
 		end(s.err)
 	}()
 	return &clientPipe{pipe: s}, nil
@@ -122,8 +122,8 @@ func (c *inProcessClient) NewStream(ctx context.Context, _ *grpc.StreamDesc, nam
 // begin is the server's context of a call, and what is to be called at the call's end.
 func (c *inProcessClient) begin(ctx context.Context, name string) (context.Context, func(error)) {
 	ctx, cancel := serverContext(ctx)
-	ctx = asCaller(ctx, c.service)
-	if c.spans == nil || !inTrace(ctx) {
+	ctx = withClient(ctx, c.service)
+	if c.spans == nil || !clientSampled(ctx) {
 		return ctx, func(error) { cancel() }
 	}
 	began := time.Now()
@@ -139,8 +139,8 @@ func (c *inProcessClient) begin(ctx context.Context, name string) (context.Conte
 	}
 }
 
-// bounded refuses a request that is too large for the wire. An answer is not refused: what it tells of has happened.
-func bounded(m any) error {
+// checkSize refuses a request that is too large for the wire. An answer is not refused: what it tells of has happened.
+func checkSize(m any) error {
 	if n := proto.Size(m.(proto.Message)); n > MaxMessageBytes {
 		return status.Errorf(codes.ResourceExhausted, "a message of %d bytes is larger than %d", n, MaxMessageBytes)
 	}
@@ -150,7 +150,7 @@ func bounded(m any) error {
 // serverContext is a call's context at the server, until cancel: what a wire carries of the caller's, with the span as
 // it is, and no other of its values. A service must not find more beside it than it does in a process of its own.
 func serverContext(caller context.Context) (ctx context.Context, cancel context.CancelFunc) {
-	ctx, cancel = context.WithCancel(carried{caller})
+	ctx, cancel = context.WithCancel(withoutValues{caller})
 	if span := trace.SpanFromContext(caller); span.SpanContext().IsValid() {
 		ctx = trace.ContextWithSpan(ctx, span)
 	}
@@ -163,23 +163,23 @@ func serverContext(caller context.Context) (ctx context.Context, cancel context.
 	return ctx, cancel
 }
 
-// carried is a context without its values.
-type carried struct{ context.Context }
+// withoutValues is a context without its values.
+type withoutValues struct{ context.Context }
 
 // Value implements context.Context.
-func (carried) Value(any) any { return nil }
+func (withoutValues) Value(any) any { return nil }
 
 // AfterFunc has the context that is made of this one end with it without a goroutine for that (package context). Those
 // that are made of that one find it by themselves.
-func (c carried) AfterFunc(f func()) (stop func() bool) { return context.AfterFunc(c.Context, f) }
+func (c withoutValues) AfterFunc(f func()) (stop func() bool) { return context.AfterFunc(c.Context, f) }
 
-// share makes dst the same message as src without copying what src refers to.
-func share(dst, src any) {
+// shallowCopy makes dst the same message as src without copying what src refers to.
+func shallowCopy(dst, src any) {
 	if c, ok := dst.(*Chunk); ok {
-		c.of(src.(*watchfanoutv1.ListChunk))
+		c.setFrom(src.(*watchfanoutv1.ListChunk))
 		return
 	}
-	if m, ok := src.(*Tracked); ok {
+	if m, ok := src.(*TrackedFrame); ok {
 		m.Done()
 		src = m.WatchFrame
 	}
@@ -215,7 +215,7 @@ func (c *clientPipe) CloseSend() error {
 }
 
 func (c *clientPipe) SendMsg(m any) error {
-	if err := bounded(m); err != nil {
+	if err := checkSize(m); err != nil {
 		return err
 	}
 	select {
@@ -231,18 +231,18 @@ func (c *clientPipe) SendMsg(m any) error {
 func (c *clientPipe) RecvMsg(m any) error {
 	select {
 	case v := <-c.down:
-		share(m, v)
+		shallowCopy(m, v)
 		return nil
 	default:
 	}
 	select {
 	case v := <-c.down:
-		share(m, v)
+		shallowCopy(m, v)
 		return nil
 	case <-c.done:
 		select { // what was sent before the end comes before the end
 		case v := <-c.down:
-			share(m, v)
+			shallowCopy(m, v)
 			return nil
 		default:
 		}
@@ -278,7 +278,7 @@ func (s *serverPipe) RecvMsg(m any) error {
 		if !ok {
 			return io.EOF
 		}
-		share(m, v)
+		shallowCopy(m, v)
 		return nil
 	case <-s.ctx.Done():
 		return status.FromContextError(s.ctx.Err()).Err()

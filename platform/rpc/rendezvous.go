@@ -13,31 +13,31 @@ import (
 	"google.golang.org/grpc/metadata"
 )
 
-// routeBy is the metadata that names what a call is about.
-const routeBy = "watershed-route"
+// hashKeyHeader is the metadata that names what a call is about.
+const hashKeyHeader = "watershed-hash-key"
 
-// replicasFor is how many replicas serve one key: while one is away the other has what it takes in memory.
-const replicasFor = 2
+// replicasPerKey is how many replicas serve one key: while one is away the other has what it takes in memory.
+const replicasPerKey = 2
 
-// Routed makes a call go to one of the two replicas that serve key, which are chosen by rendezvous hashing (Thaler and
+// WithHashKey makes a call go to one of the two replicas that serve key, which are chosen by rendezvous hashing (Thaler and
 // Ravishankar, 1998): every caller chooses the same ones without asking, and when a replica comes or goes only what it
 // serves moves.
-func Routed(ctx context.Context, key string) context.Context {
-	return metadata.AppendToOutgoingContext(ctx, routeBy, key)
+func WithHashKey(ctx context.Context, key string) context.Context {
+	return metadata.AppendToOutgoingContext(ctx, hashKeyHeader, key)
 }
 
-// Staying is Routed for a call that lasts. Once key is served by other replicas and no more by the one that the call
+// WithReassignment is Routed for a call that lasts. Once key is served by other replicas and no more by the one that the call
 // has come to, moved is called, in a goroutine of its own: the call goes on, and is the caller's to begin anew.
-func Staying(ctx context.Context, key string, moved func()) context.Context {
-	return context.WithValue(Routed(ctx, key), movedKey{}, moved)
+func WithReassignment(ctx context.Context, key string, onReassign func()) context.Context {
+	return context.WithValue(WithHashKey(ctx, key), reassignmentKey{}, onReassign)
 }
 
-type movedKey struct{}
+type reassignmentKey struct{}
 
-// MovedOf is what Staying was given for a call's context, or nil.
-func MovedOf(ctx context.Context) func() {
-	moved, _ := ctx.Value(movedKey{}).(func())
-	return moved
+// ReassignmentOf is what Staying was given for a call's context, or nil.
+func ReassignmentOf(ctx context.Context) func() {
+	onReassign, _ := ctx.Value(reassignmentKey{}).(func())
+	return onReassign
 }
 
 func init() { balancer.Register(rendezvousBuilder{}) }
@@ -50,16 +50,16 @@ func (rendezvousBuilder) Name() string { return Balancer }
 // Build implements balancer.Builder.
 func (rendezvousBuilder) Build(cc balancer.ClientConn, o balancer.BuildOptions) balancer.Balancer {
 	config := base.Config{HealthCheck: true}
-	r := &rendezvous{open: map[*stay]struct{}{}}
-	return byAddress{base.NewBalancerBuilder(Balancer, r, config).Build(cc, o)}
+	r := &rendezvous{longCalls: map[*longCall]struct{}{}}
+	return addressBalancer{base.NewBalancerBuilder(Balancer, r, config).Build(cc, o)}
 }
 
-// byAddress tells a balancer the addresses of endpoints: gRPC's own xDS client says nothing else, and base looks at
+// addressBalancer tells a balancer the addresses of endpoints: gRPC's own xDS client says nothing else, and base looks at
 // addresses alone.
-type byAddress struct{ balancer.Balancer }
+type addressBalancer struct{ balancer.Balancer }
 
 // UpdateClientConnState implements balancer.Balancer.
-func (b byAddress) UpdateClientConnState(s balancer.ClientConnState) error {
+func (b addressBalancer) UpdateClientConnState(s balancer.ClientConnState) error {
 	if len(s.ResolverState.Addresses) == 0 {
 		for _, e := range s.ResolverState.Endpoints {
 			s.ResolverState.Addresses = append(s.ResolverState.Addresses, e.Addresses...)
@@ -70,28 +70,28 @@ func (b byAddress) UpdateClientConnState(s balancer.ClientConnState) error {
 
 // rendezvous is the calls of one connection that last, and who serves now.
 type rendezvous struct {
-	mu   sync.Mutex
-	now  *picker
-	open map[*stay]struct{}
+	mu        sync.Mutex
+	current   *picker
+	longCalls map[*longCall]struct{}
 }
 
-// pendingOf is what a connection is known to have to answer; nothing, where it was not ready just before. The lock is
+// outstandingOf is what a connection is known to have to answer; nothing, where it was not ready just before. The lock is
 // held.
-func (r *rendezvous) pendingOf(sc balancer.SubConn) *pending {
-	if r.now != nil {
-		for _, old := range r.now.ready {
+func (r *rendezvous) outstandingOf(sc balancer.SubConn) *outstanding {
+	if r.current != nil {
+		for _, old := range r.current.ready {
 			if old.conn == sc {
-				return old.pending
+				return old.outstanding
 			}
 		}
 	}
-	return &pending{}
+	return &outstanding{}
 }
 
-// stay is a call that lasts.
-type stay struct {
+// longCall is a call that lasts.
+type longCall struct {
 	key, address string
-	moved        func()
+	onReassign   func()
 }
 
 // Build implements base.PickerBuilder.
@@ -101,87 +101,87 @@ func (r *rendezvous) Build(info base.PickerBuildInfo) balancer.Picker {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	p := &picker{of: r}
+	p := &picker{owner: r}
 	for sc, i := range info.ReadySCs {
-		p.ready = append(p.ready, replica{i.Address.Addr, sc, r.pendingOf(sc)})
+		p.ready = append(p.ready, replica{i.Address.Addr, sc, r.outstandingOf(sc)})
 	}
 	slices.SortFunc(p.ready, func(a, b replica) int { return cmp.Compare(a.address, b.address) })
-	r.now = p
-	for s := range r.open {
-		r.check(s)
+	r.current = p
+	for s := range r.longCalls {
+		r.reassign(s)
 	}
 	return p
 }
 
-// check tells a call that its replica does not serve its key any more. The lock is held.
-func (r *rendezvous) check(s *stay) {
-	if !slices.ContainsFunc(r.now.serving(s.key), func(r replica) bool { return r.address == s.address }) {
-		delete(r.open, s)
-		go s.moved()
+// reassign tells a call that its replica does not serve its key any more. The lock is held.
+func (r *rendezvous) reassign(s *longCall) {
+	if !slices.ContainsFunc(r.current.serving(s.key), func(r replica) bool { return r.address == s.address }) {
+		delete(r.longCalls, s)
+		go s.onReassign()
 	}
 }
 
 // begin notes a call that lasts, until it is done.
-func (r *rendezvous) begin(s *stay) (done func(balancer.DoneInfo)) {
+func (r *rendezvous) begin(s *longCall) (done func(balancer.DoneInfo)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.open[s] = struct{}{}
-	r.check(s) // since it was picked replicas may have come and gone
+	r.longCalls[s] = struct{}{}
+	r.reassign(s) // since it was picked replicas may have come and gone
 	return func(balancer.DoneInfo) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		delete(r.open, s)
+		delete(r.longCalls, s)
 	}
 }
 
 type replica struct {
 	address string
 	conn    balancer.SubConn
-	*pending
+	*outstanding
 }
 
 type picker struct {
-	of    *rendezvous
-	ready []replica
-	next  atomic.Uint64
-	known sync.Map // key → []replica
+	owner    *rendezvous
+	ready    []replica
+	next     atomic.Uint64
+	assigned sync.Map // key → []replica
 }
 
 // Pick implements balancer.Picker. A call goes to the replica with less to answer, by turns where they have as much,
 // which keeps both of a key's replicas warm.
 func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
-	n := noteOf(info.Ctx)
+	n := callStateOf(info.Ctx)
 	if n != nil && n.slot != "" {
-		return n.send(n.preferred(p)), nil
+		return n.pick(n.preferred(p)), nil
 	}
-	of, key := p.ready, ""
+	candidates, key := p.ready, ""
 	if md, ok := metadata.FromOutgoingContext(info.Ctx); ok {
-		if keys := md.Get(routeBy); len(keys) > 0 {
+		if keys := md.Get(hashKeyHeader); len(keys) > 0 {
 			key = keys[0]
-			of = p.serving(key)
+			candidates = p.serving(key)
 		}
 	}
-	chosen := p.turn(of)
-	if moved := MovedOf(info.Ctx); moved != nil {
-		return balancer.PickResult{SubConn: chosen.conn, Done: p.of.begin(&stay{key, chosen.address, moved})}, nil
+	chosen := p.leastRequest(candidates)
+	if onReassign := ReassignmentOf(info.Ctx); onReassign != nil {
+		return balancer.PickResult{SubConn: chosen.conn, Done: p.owner.begin(&longCall{key, chosen.address, onReassign})}, nil
 	}
 	if n != nil {
-		return n.send(chosen), nil
+		return n.pick(chosen), nil
 	}
 	return balancer.PickResult{SubConn: chosen.conn}, nil
 }
 
-// turn is of the next two replicas that are not silent the one with less to answer; of all of them, where all are
+// leastRequest is of the next two replicas that are not silent the one with less to answer; of all of them, where all are
 // silent.
-func (p *picker) turn(of []replica) replica {
-	at := p.next.Add(1)
-	if slices.ContainsFunc(of, func(r replica) bool { return r.silent() }) {
-		if answer := slices.DeleteFunc(slices.Clone(of), func(r replica) bool { return r.silent() }); len(answer) > 0 {
-			of = answer
+func (p *picker) leastRequest(candidates []replica) replica {
+	next := p.next.Add(1)
+	if slices.ContainsFunc(candidates, func(r replica) bool { return r.unresponsive() }) {
+		if responsive := slices.DeleteFunc(slices.Clone(candidates), func(r replica) bool { return r.unresponsive() }); len(responsive) > 0 {
+			candidates = responsive
 		}
 	}
-	n := uint64(len(of))
-	first, second := &of[at%n], &of[(at+1)%n]
+	n := uint64(len(candidates))
+	first, second := &candidates[next%n], &candidates[(next+1)%n]
 	if second.calls.Load() < first.calls.Load() {
 		return *second
 	}
@@ -189,10 +189,10 @@ func (p *picker) turn(of []replica) replica {
 }
 
 func (p *picker) serving(key string) []replica {
-	if known, ok := p.known.Load(key); ok {
-		return known.([]replica)
+	if cached, ok := p.assigned.Load(key); ok {
+		return cached.([]replica)
 	}
-	all := slices.Clone(p.ready)
+	ranked := slices.Clone(p.ready)
 	weight := func(r replica) uint64 {
 		h := fnv.New64a()
 		_, _ = h.Write([]byte(key))
@@ -200,10 +200,10 @@ func (p *picker) serving(key string) []replica {
 		_, _ = h.Write([]byte(r.address))
 		return mix(h.Sum64())
 	}
-	slices.SortFunc(all, func(a, b replica) int { return cmp.Compare(weight(b), weight(a)) })
-	all = all[:min(len(all), replicasFor)]
-	p.known.Store(key, all)
-	return all
+	slices.SortFunc(ranked, func(a, b replica) int { return cmp.Compare(weight(b), weight(a)) })
+	ranked = ranked[:min(len(ranked), replicasPerKey)]
+	p.assigned.Store(key, ranked)
+	return ranked
 }
 
 // mix spreads a hash over all bits (the finalizer of MurmurHash3): addresses differ in their last bytes alone.

@@ -15,7 +15,7 @@ type conn struct {
 }
 
 func pickerOf(addresses ...string) balancer.Picker {
-	return readyOf(&rendezvous{open: map[*stay]struct{}{}}, addresses...)
+	return readyOf(&rendezvous{longCalls: map[*longCall]struct{}{}}, addresses...)
 }
 
 func readyOf(r *rendezvous, addresses ...string) balancer.Picker {
@@ -30,7 +30,7 @@ func chosen(t *testing.T, p balancer.Picker, key string) map[string]bool {
 	t.Helper()
 	got := map[string]bool{}
 	for range 8 {
-		r, err := p.Pick(balancer.PickInfo{Ctx: Routed(t.Context(), key)})
+		r, err := p.Pick(balancer.PickInfo{Ctx: WithHashKey(t.Context(), key)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -39,15 +39,15 @@ func chosen(t *testing.T, p balancer.Picker, key string) map[string]bool {
 	return got
 }
 
-func TestEveryKeyHasTwoReplicasAndTheyHaveEquallyMany(t *testing.T) {
+func TestKeysAreBalanced(t *testing.T) {
 	p := pickerOf("a:1", "a:2", "a:3", "a:4")
 	load := map[string]int{}
 	for i := range 400 {
-		of := chosen(t, p, fmt.Sprint("resource", i))
-		if len(of) != 2 {
-			t.Fatalf("%v", of)
+		replicas := chosen(t, p, fmt.Sprint("resource", i))
+		if len(replicas) != 2 {
+			t.Fatalf("%v", replicas)
 		}
-		for a := range of {
+		for a := range replicas {
 			load[a]++
 		}
 	}
@@ -58,19 +58,19 @@ func TestEveryKeyHasTwoReplicasAndTheyHaveEquallyMany(t *testing.T) {
 	}
 }
 
-func TestOnlyWhatALostReplicaServedMoves(t *testing.T) {
+func TestOnlyLostKeysMove(t *testing.T) {
 	before, after := pickerOf("a:1", "a:2", "a:3", "a:4"), pickerOf("a:1", "a:2", "a:4")
 	for i := range 100 {
 		key := fmt.Sprint("resource", i)
-		was, is := chosen(t, before, key), chosen(t, after, key)
-		for a := range was {
+		previous, is := chosen(t, before, key), chosen(t, after, key)
+		for a := range previous {
 			if a != "a:3" && !is[a] {
-				t.Errorf("%s moved off %s: %v, then %v", key, a, was, is)
+				t.Errorf("%s moved off %s: %v, then %v", key, a, previous, is)
 			}
 		}
 	}
-	if of := chosen(t, pickerOf("a:1"), "x"); len(of) != 1 {
-		t.Errorf("%v", of)
+	if replicas := chosen(t, pickerOf("a:1"), "x"); len(replicas) != 1 {
+		t.Errorf("%v", replicas)
 	}
 	if _, err := pickerOf().Pick(balancer.PickInfo{Ctx: t.Context()}); err != balancer.ErrNoSubConnAvailable {
 		t.Error(err)
@@ -79,11 +79,11 @@ func TestOnlyWhatALostReplicaServedMoves(t *testing.T) {
 
 // A call that lasts is told when its replica does not serve its key any more: of replicas that come, of those that go,
 // and where it was picked a moment too late; not while its replica does, nor once the call has ended.
-func TestACallThatLastsIsToldThatItsKeyHasMoved(t *testing.T) {
-	r := &rendezvous{open: map[*stay]struct{}{}}
-	told := make(chan string, 100)
+func TestReassignment(t *testing.T) {
+	r := &rendezvous{longCalls: map[*longCall]struct{}{}}
+	reassigned := make(chan string, 100)
 	begin := func(p balancer.Picker, key string) (address string, done func(balancer.DoneInfo)) {
-		ctx := Staying(t.Context(), key, func() { told <- key })
+		ctx := WithReassignment(t.Context(), key, func() { reassigned <- key })
 		got, err := p.Pick(balancer.PickInfo{Ctx: ctx})
 		if err != nil {
 			t.Fatal(err)
@@ -91,17 +91,17 @@ func TestACallThatLastsIsToldThatItsKeyHasMoved(t *testing.T) {
 		return got.SubConn.(*conn).address, got.Done
 	}
 	old := readyOf(r, "a:1", "a:2")
-	at := map[string]string{}
+	addresses := map[string]string{}
 	for i := range 50 {
 		key := fmt.Sprint("resource", i)
-		at[key], _ = begin(old, key)
+		addresses[key], _ = begin(old, key)
 	}
 	_, done := begin(old, "ended")
 	done(balancer.DoneInfo{})
 	readyOf(r) // nobody is ready: there is nowhere to go
 	now := readyOf(r, "a:1", "a:2", "a:3", "a:4", "a:5", "a:6")
 	want := map[string]bool{}
-	for key, a := range at {
+	for key, a := range addresses {
 		if !chosen(t, now, key)[a] {
 			want[key] = true
 		}
@@ -110,7 +110,7 @@ func TestACallThatLastsIsToldThatItsKeyHasMoved(t *testing.T) {
 		t.Fatalf("%d of 50 move", len(want))
 	}
 	for range len(want) {
-		if s := <-told; !want[s] {
+		if s := <-reassigned; !want[s] {
 			t.Errorf("%s is told to move", s)
 		}
 	}
@@ -118,10 +118,10 @@ func TestACallThatLastsIsToldThatItsKeyHasMoved(t *testing.T) {
 		key := fmt.Sprint("late", i)
 		a, _ := begin(old, key)
 		if !chosen(t, now, key)[a] {
-			<-told
+			<-reassigned
 		}
 	}
-	if len(told) > 0 || len(r.open) == 0 {
-		t.Errorf("%d told, %d open", len(told), len(r.open))
+	if len(reassigned) > 0 || len(r.longCalls) == 0 {
+		t.Errorf("%d told, %d open", len(reassigned), len(r.longCalls))
 	}
 }

@@ -47,8 +47,8 @@ func (t *TLS) AddFlags(fs *pflag.FlagSet) {
 
 // files are what a TLS names, read again whenever they have changed on disk.
 type files struct {
-	own         *reread[*tls.Certificate]
-	authorities *reread[*x509.CertPool]
+	own         *reloadedFile[*tls.Certificate]
+	authorities *reloadedFile[*x509.CertPool]
 }
 
 func (t TLS) files() (*files, error) {
@@ -62,14 +62,14 @@ func (t TLS) files() (*files, error) {
 		}
 	}
 	f := &files{
-		own: &reread[*tls.Certificate]{file: t.CertFile, load: func() (*tls.Certificate, error) {
+		own: &reloadedFile[*tls.Certificate]{file: t.CertFile, load: func() (*tls.Certificate, error) {
 			c, err := tls.LoadX509KeyPair(t.CertFile, t.KeyFile)
 			if err != nil {
 				return nil, fmt.Errorf("--rpc-cert-file %q with --rpc-key-file %q: %w", t.CertFile, t.KeyFile, err)
 			}
 			return &c, nil
 		}},
-		authorities: &reread[*x509.CertPool]{file: t.CAFile, load: func() (*x509.CertPool, error) {
+		authorities: &reloadedFile[*x509.CertPool]{file: t.CAFile, load: func() (*x509.CertPool, error) {
 			pem, err := os.ReadFile(t.CAFile)
 			if err != nil {
 				return nil, fmt.Errorf("--rpc-ca-file: %w", err)
@@ -131,48 +131,48 @@ func (f *files) verify(state tls.ConnectionState, name string, usage x509.ExtKey
 	if len(state.PeerCertificates) == 0 {
 		return errors.New("tls: the peer shows no certificate")
 	}
-	between := x509.NewCertPool()
+	intermediates := x509.NewCertPool()
 	for _, c := range state.PeerCertificates[1:] {
-		between.AddCert(c)
+		intermediates.AddCert(c)
 	}
 	_, err = state.PeerCertificates[0].Verify(x509.VerifyOptions{
 		Roots:         authorities,
-		Intermediates: between,
+		Intermediates: intermediates,
 		DNSName:       name,
 		KeyUsages:     []x509.ExtKeyUsage{usage},
 	})
 	return err
 }
 
-// reread is what a file holds, read again whenever it has changed. While it cannot be read, what it held before is
+// reloadedFile is what a file holds, read again whenever it has changed. While it cannot be read, what it held before is
 // good.
-type reread[T any] struct {
+type reloadedFile[T any] struct {
 	file string
 	load func() (T, error)
 
-	mu    sync.Mutex
-	at    time.Time
-	known bool
-	value T
+	mu      sync.Mutex
+	modTime time.Time
+	loaded  bool
+	value   T
 }
 
-func (r *reread[T]) get() (T, error) {
+func (r *reloadedFile[T]) get() (T, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	info, err := os.Stat(r.file)
-	if err == nil && (!r.known || !info.ModTime().Equal(r.at)) {
+	if err == nil && (!r.loaded || !info.ModTime().Equal(r.modTime)) {
 		var v T
 		if v, err = r.load(); err == nil {
-			r.value, r.at, r.known = v, info.ModTime(), true
+			r.value, r.modTime, r.loaded = v, info.ModTime(), true
 		}
 	}
-	if r.known {
+	if r.loaded {
 		return r.value, nil
 	}
 	return r.value, err
 }
 
-var handled = prometheus.NewHistogramVec(prometheus.HistogramOpts{
+var rpcDuration = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 	Name:    "watershed_rpc_duration_seconds",
 	Help:    "Duration of RPCs served, by method and code. Streams count to their end.",
 	Buckets: prometheus.ExponentialBuckets(0.00025, 4, 9),
@@ -180,7 +180,7 @@ var handled = prometheus.NewHistogramVec(prometheus.HistogramOpts{
 
 // Metrics are this package's collectors, for a service's registry.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{handled, xdsUpdates, xdsConnected}
+	return []prometheus.Collector{rpcDuration, xdsUpdates, xdsConnected}
 }
 
 // Server is one service's gRPC endpoint.
@@ -209,9 +209,9 @@ func NewServer(id TLS) (*Server, error) {
 	}
 	s := &Server{health: health.NewServer()}
 	s.draining, s.drain = context.WithCancelCause(context.Background())
-	options := append(tracedServer(),
-		grpc.Creds(onSockets{credentials.NewTLS(conf)}),
-		grpc.ForceServerCodecV2(lists),
+	options := append(tracingServerOptions(),
+		grpc.Creds(socketCredentials{credentials.NewTLS(conf)}),
+		grpc.ForceServerCodecV2(wireCodec),
 		grpc.NumStreamWorkers(uint32(lastingCalls+streamWorkers*runtime.GOMAXPROCS(0))),
 		grpc.MaxRecvMsgSize(MaxMessageBytes), grpc.MaxSendMsgSize(MaxMessageBytes),
 		grpc.InitialWindowSize(1<<20), grpc.InitialConnWindowSize(4<<20),
@@ -220,8 +220,8 @@ func NewServer(id TLS) (*Server, error) {
 			MinTime:             5 * time.Second,
 			PermitWithoutStream: true,
 		}),
-		grpc.UnaryInterceptor(unary),
-		grpc.ChainStreamInterceptor(stream, s.endByDrain),
+		grpc.UnaryInterceptor(unaryInterceptor),
+		grpc.ChainStreamInterceptor(streamInterceptor, s.endOnDrain),
 	)
 	s.Server = grpc.NewServer(options...)
 	healthv1.RegisterHealthServer(s.Server, s.health)
@@ -238,11 +238,11 @@ func (s *Server) SetReady(ready bool) {
 	s.health.SetServingStatus("", st)
 }
 
-// HandOver is how long a watchfanout that is told to stop still serves its watches, so that callers begin them anew
+// LameDuckPeriod is how long a watchfanout that is told to stop still serves its watches, so that callers begin them anew
 // elsewhere before it ends them: its health has turned.
-const HandOver = 2 * time.Second
+const LameDuckPeriod = 2 * time.Second
 
-// Serve listens on addr (Listen) until ctx is done, then drains: health turns first, the streams in EndedByDrain end,
+// Serve listens on addr (Listen) until ctx is done, then drains: health turns first, the streams in EndOnDrain end,
 // and calls in flight get up to drain to end.
 func (s *Server) Serve(ctx context.Context, addr string, drain time.Duration) error {
 	l, err := Listen(addr)
@@ -294,7 +294,7 @@ func serviceConfig() string {
 		"backoffMultiplier":    3,
 		"retryableStatusCodes": []string{"UNAVAILABLE"},
 	}}}
-	for _, m := range Once {
+	for _, m := range NonIdempotent {
 		service, call, _ := strings.Cut(strings.TrimPrefix(m, "/"), "/")
 		methods = append(methods, method{Name: []name{{service, call}}, WaitForReady: true})
 	}
@@ -335,14 +335,14 @@ func Dial(id TLS, service string, replicas Replicas) (*grpc.ClientConn, error) {
 		return nil, err
 	}
 	r := replicas.builder()
-	options := append(TracedClient(),
-		grpc.WithChainUnaryInterceptor(noteUnary),
+	options := append(TracingDialOptions(),
+		grpc.WithChainUnaryInterceptor(trackUnary),
 		grpc.WithResolvers(r),
-		grpc.WithTransportCredentials(onSockets{credentials.NewTLS(conf)}),
+		grpc.WithTransportCredentials(socketCredentials{credentials.NewTLS(conf)}),
 		grpc.WithDefaultServiceConfig(serviceConfig()),
 		grpc.WithIdleTimeout(0), // what is known of replicas is not forgotten
 		grpc.WithUserAgent("watershed/"+version.Release()),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(lists), grpc.MaxCallRecvMsgSize(MaxMessageBytes),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(wireCodec), grpc.MaxCallRecvMsgSize(MaxMessageBytes),
 			grpc.MaxCallSendMsgSize(MaxMessageBytes)),
 		// A stream that is not received from holds this much of a client; a message that is waited for has a window of
 		// its own size.

@@ -58,8 +58,8 @@ func TestInProcessCallsCarryNoValues(t *testing.T) {
 	c := clientOf(&fake{get: func(ctx context.Context, _ *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
 		md, _ := metadata.FromIncomingContext(ctx)
 		_, bounded := ctx.Deadline()
-		if ctx.Value(key{}) != nil || len(md["a"]) != 1 || !bounded || ctx.Value(callerKey{}) != "gateway" {
-			t.Errorf("%v, %v, %v, %v", ctx.Value(key{}), md, bounded, ctx.Value(callerKey{}))
+		if ctx.Value(key{}) != nil || len(md["a"]) != 1 || !bounded || ctx.Value(clientKey{}) != "gateway" {
+			t.Errorf("%v, %v, %v, %v", ctx.Value(key{}), md, bounded, ctx.Value(clientKey{}))
 		}
 		if md, _ := metadata.FromOutgoingContext(ctx); md != nil {
 			t.Errorf("it would be passed on: %v", md)

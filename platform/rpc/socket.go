@@ -21,7 +21,7 @@ func Listen(address string) (net.Listener, error) {
 		return net.Listen("tcp", address)
 	}
 	a, err := ParseAddress(address)
-	if err == nil && !SocketsWork {
+	if err == nil && !SocketsSupported {
 		err = errors.New("services speak over Unix sockets on Linux alone: want host:port")
 	}
 	if err != nil {
@@ -57,17 +57,17 @@ func ListenSocket(path string) (net.Listener, error) {
 	return l, nil
 }
 
-// onSockets is TLS, but where a connection is a Unix socket: there both sides prove who they are by TLS' handshake,
+// socketCredentials is TLS, but where a connection is a Unix socket: there both sides prove who they are by TLS' handshake,
 // and what they say after it crosses as it is. The kernel carries it between two processes of one user, whom it is
 // asked for, and nobody stands between them: the last that they say within TLS is which process the server sees at the
 // other end, and that the client is that one. Its level of security is what google.golang.org/grpc/credentials/local
 // has for sockets.
-type onSockets struct {
+type socketCredentials struct {
 	credentials.TransportCredentials
 }
 
 // ClientHandshake implements credentials.TransportCredentials. gRPC closes conn when ctx is done.
-func (c onSockets) ClientHandshake(ctx context.Context, authority string,
+func (c socketCredentials) ClientHandshake(ctx context.Context, authority string,
 	conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	socket, ok := conn.(*net.UnixConn)
 	if !ok {
@@ -96,7 +96,7 @@ func (c onSockets) ClientHandshake(ctx context.Context, authority string,
 }
 
 // ServerHandshake implements credentials.TransportCredentials. gRPC has set a deadline on conn.
-func (c onSockets) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
+func (c socketCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	socket, ok := conn.(*net.UnixConn)
 	if !ok {
 		return c.TransportCredentials.ServerHandshake(conn)
@@ -111,15 +111,15 @@ func (c onSockets) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInf
 	if err != nil {
 		return nil, nil, err
 	}
-	var said, confirmed [pidBytes]byte
-	binary.BigEndian.PutUint64(said[:], uint64(pid))
-	if _, err := encrypted.Write(said[:]); err != nil {
+	var sent, echoed [pidBytes]byte
+	binary.BigEndian.PutUint64(sent[:], uint64(pid))
+	if _, err := encrypted.Write(sent[:]); err != nil {
 		return nil, nil, err
 	}
-	if _, err := io.ReadFull(encrypted, confirmed[:]); err != nil {
+	if _, err := io.ReadFull(encrypted, echoed[:]); err != nil {
 		return nil, nil, err
 	}
-	if confirmed != said {
+	if echoed != sent {
 		return nil, nil, errors.New("the client is not the process at the other end of the socket")
 	}
 	return conn, info, records.done()
@@ -129,8 +129,8 @@ func (c onSockets) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInf
 const pidBytes = 8
 
 // Clone implements credentials.TransportCredentials.
-func (c onSockets) Clone() credentials.TransportCredentials {
-	return onSockets{c.TransportCredentials.Clone()}
+func (c socketCredentials) Clone() credentials.TransportCredentials {
+	return socketCredentials{c.TransportCredentials.Clone()}
 }
 
 // recordReader is a connection of which no more is read than one record of TLS at a time (RFC 8446, section 5.1): what

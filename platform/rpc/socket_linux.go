@@ -8,8 +8,8 @@ import (
 	"syscall"
 )
 
-// SocketsWork says whether services can speak over Unix sockets here: it takes a kernel that says who the peer is.
-const SocketsWork = true
+// SocketsSupported says whether services can speak over Unix sockets here: it takes a kernel that says who the peer is.
+const SocketsSupported = true
 
 // peerOf is the process at the other end of a socket, as the kernel has it (SO_PEERCRED of socket(7)): one of this
 // user's.
@@ -19,11 +19,11 @@ func peerOf(conn *net.UnixConn) (pid int32, err error) {
 		return 0, err
 	}
 	var peer *syscall.Ucred
-	var asked error
+	var credErr error
 	err = raw.Control(func(fd uintptr) {
-		peer, asked = syscall.GetsockoptUcred(int(fd), syscall.SOL_SOCKET, syscall.SO_PEERCRED)
+		peer, credErr = syscall.GetsockoptUcred(int(fd), syscall.SOL_SOCKET, syscall.SO_PEERCRED)
 	})
-	if err = errors.Join(err, asked); err != nil {
+	if err = errors.Join(err, credErr); err != nil {
 		return 0, err
 	}
 	return peer.Pid, sameUser(peer.Uid)

@@ -136,7 +136,7 @@ func TestOverASocketServicesKnowEachOther(t *testing.T) {
 			t.Fatal(err)
 		}
 		_ = conn.SetDeadline(time.Now().Add(5 * time.Second))
-		_, _, err = onSockets{credentials.NewTLS(conf)}.ClientHandshake(t.Context(), c.server, conn)
+		_, _, err = socketCredentials{credentials.NewTLS(conf)}.ClientHandshake(t.Context(), c.server, conn)
 		if (err == nil) != (c.says == "") || err != nil && !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %v", name, err)
 		}
@@ -280,7 +280,7 @@ func TestOverASocketOnlyHandshakesAreHeard(t *testing.T) {
 			t.Fatal(err)
 		}
 		_ = server.SetDeadline(time.Now().Add(10 * time.Second))
-		_, _, err = onSockets{credentials.NewTLS(conf)}.ServerHandshake(server)
+		_, _, err = socketCredentials{credentials.NewTLS(conf)}.ServerHandshake(server)
 		if err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 			t.Errorf("%s: %v", name, err)
 		}

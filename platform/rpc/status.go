@@ -1,4 +1,4 @@
-// Package rpc is how the services talk: gRPC with mutual TLS, of which Unix sockets have the handshake (onSockets), or
+// Package rpc is how the services talk: gRPC with mutual TLS, of which Unix sockets have the handshake (socketCredentials), or
 // the same contracts inside one process.
 //
 // It knows nothing of what is said. Errors are the one exception: a Kubernetes API error crosses a hop whole, as a
@@ -33,18 +33,18 @@ func ToStatus(err error) error {
 			if !utf8.ValidString(st.Message()) {
 				st = status.New(st.Code(), strings.ToValidUTF8(st.Message(), "\ufffd"))
 			}
-			return withBeside(st, err).Err()
+			return withDetails(st, err).Err()
 		}
 		if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
-			return withBeside(status.FromContextError(err), err).Err()
+			return withDetails(status.FromContextError(err), err).Err()
 		}
-		api = Plain(err)
+		api = ToAPIStatus(err)
 	}
-	s := fitted(api.Status())
+	s := truncated(api.Status())
 	// gRPC's own field is checked for UTF-8; the detail has the message as it is.
-	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message[:min(len(s.Message), ownMessage)], "\ufffd"))
+	st := status.New(codeOf(s.Code), strings.ToValidUTF8(s.Message[:min(len(s.Message), maxStatusMessage)], "\ufffd"))
 	detail := StatusProto(&s)
-	detail.Warnings, detail.Audit = Warnings(err), Trail(err)
+	detail.Warnings, detail.Audit = Warnings(err), AuditContextOf(err)
 	if len(detail.Json)+proto.Size(detail.Audit) > maxDetails {
 		detail.Audit = nil
 	}
@@ -55,15 +55,15 @@ func ToStatus(err error) error {
 }
 
 const (
-	// ownMessage is how much of an error's message gRPC's own field has, which is for logs.
-	ownMessage = 1 << 10
+	// maxStatusMessage is how much of an error's message gRPC's own field has, which is for logs.
+	maxStatusMessage = 1 << 10
 	// maxDetails bounds what an error's details take: they are headers, of which a connection takes 16 MB, base64 and
 	// all, and breaks for all who share it where there are more.
 	maxDetails = 4 << 20
 )
 
-// fitted is a Status that fits: who names an object with 3 MB is told the beginning of it.
-func fitted(s metav1.Status) metav1.Status {
+// truncated is a Status that fits: who names an object with 3 MB is told the beginning of it.
+func truncated(s metav1.Status) metav1.Status {
 	size := len(s.Message)
 	if d := s.Details; d != nil {
 		size += len(d.Name)
@@ -74,15 +74,15 @@ func fitted(s metav1.Status) metav1.Status {
 	if size < maxDetails/6 { // each byte may be escaped
 		return s
 	}
-	const most = maxDetails / 6 / 4
-	s.Message = s.Message[:min(len(s.Message), most)]
+	const limit = maxDetails / 6 / 4
+	s.Message = s.Message[:min(len(s.Message), limit)]
 	if d := s.Details.DeepCopy(); d != nil {
-		d.Name = d.Name[:min(len(d.Name), most)]
-		room := most
+		d.Name = d.Name[:min(len(d.Name), limit)]
+		remaining := limit
 		for i := range d.Causes {
 			c := &d.Causes[i]
-			c.Message = c.Message[:min(len(c.Message), room)]
-			if room -= 64 + len(c.Message) + len(c.Field); room < 0 {
+			c.Message = c.Message[:min(len(c.Message), remaining)]
+			if remaining -= 64 + len(c.Message) + len(c.Field); remaining < 0 {
 				d.Causes = d.Causes[:i]
 				break
 			}
@@ -92,9 +92,9 @@ func fitted(s metav1.Status) metav1.Status {
 	return s
 }
 
-// withBeside is the status of an error that is not the API's own, with what is told beside it.
-func withBeside(st *status.Status, err error) *status.Status {
-	detail := &commonv1.Status{Warnings: Warnings(err), Audit: Trail(err)}
+// withDetails is the status of an error that is not the API's own, with what is told beside it.
+func withDetails(st *status.Status, err error) *status.Status {
+	detail := &commonv1.Status{Warnings: Warnings(err), Audit: AuditContextOf(err)}
 	if detail.Warnings == nil && detail.Audit == nil || proto.Size(detail) > maxDetails {
 		return st
 	}
@@ -104,9 +104,9 @@ func withBeside(st *status.Status, err error) *status.Status {
 	return st
 }
 
-// Plain is what kube-apiserver answers for an error that is not the API's own: 500, with the error's text and no reason
+// ToAPIStatus is what kube-apiserver answers for an error that is not the API's own: 500, with the error's text and no reason
 // (k8s.io/apiserver/pkg/endpoints/handlers/responsewriters, ErrorToAPIStatus).
-func Plain(err error) *apierrors.StatusError {
+func ToAPIStatus(err error) *apierrors.StatusError {
 	return &apierrors.StatusError{ErrStatus: metav1.Status{
 		Status:  metav1.StatusFailure,
 		Code:    http.StatusInternalServerError,
@@ -140,38 +140,38 @@ func Warnings(err error) []string {
 	return nil
 }
 
-// trailedError is an API error with what the audit event says of what came before it.
-type trailedError struct {
+// auditedError is an API error with what the audit event says of what came before it.
+type auditedError struct {
 	error
-	trail *commonv1.AuditContext
+	audit *commonv1.AuditContext
 }
 
-func (t *trailedError) Unwrap() error { return t.error }
+func (t *auditedError) Unwrap() error { return t.error }
 
-// WithTrail attaches what is to be audited, if anything.
-func WithTrail(err error, trail *commonv1.AuditContext) error {
-	if err == nil || trail == nil {
+// WithAuditContext attaches what is to be audited, if anything.
+func WithAuditContext(err error, audit *commonv1.AuditContext) error {
+	if err == nil || audit == nil {
 		return err
 	}
-	return &trailedError{err, trail}
+	return &auditedError{err, audit}
 }
 
-// Trail is what is to be audited of a request that ended with an error.
-func Trail(err error) *commonv1.AuditContext {
-	var trailed *trailedError
-	if errors.As(err, &trailed) {
-		return trailed.trail
+// AuditContextOf is what is to be audited of a request that ended with an error.
+func AuditContextOf(err error) *commonv1.AuditContext {
+	var audited *auditedError
+	if errors.As(err, &audited) {
+		return audited.audit
 	}
 	return nil
 }
 
-// Bare is the error without what is told beside it.
-func Bare(err error) error {
+// WithoutDetails is the error without what is told beside it.
+func WithoutDetails(err error) error {
 	for {
 		switch e := err.(type) { //nolint:errorlint // it is this very error that is taken off
 		case *WarnedError:
 			err = e.error
-		case *trailedError:
+		case *auditedError:
 			err = e.error
 		default:
 			return err
@@ -189,15 +189,15 @@ func FromStatus(err error) error {
 	if !ok {
 		return err
 	}
-	beside := &commonv1.Status{}
+	details := &commonv1.Status{}
 	for _, d := range st.Details() {
 		if p, ok := d.(*commonv1.Status); ok {
-			if beside = p; len(p.Json) > 0 {
-				return WithTrail(WithWarnings(APIError(p), p.Warnings), p.Audit)
+			if details = p; len(p.Json) > 0 {
+				return WithAuditContext(WithWarnings(APIError(p), p.Warnings), p.Audit)
 			}
 		}
 	}
-	return WithTrail(WithWarnings(fromCode(st), beside.Warnings), beside.Audit)
+	return WithAuditContext(WithWarnings(fromCode(st), details.Warnings), details.Audit)
 }
 
 // fromCode is the API error for a status that carries none.
@@ -233,8 +233,8 @@ func APIError(p *commonv1.Status) error {
 	return e
 }
 
-func codeOf(http2 int32) codes.Code {
-	switch http2 {
+func codeOf(httpCode int32) codes.Code {
+	switch httpCode {
 	case http.StatusNotFound:
 		return codes.NotFound
 	case http.StatusConflict:
@@ -248,7 +248,7 @@ func codeOf(http2 int32) codes.Code {
 	case http.StatusGone:
 		return codes.OutOfRange
 	}
-	if http2 >= 400 && http2 < 500 {
+	if httpCode >= 400 && httpCode < 500 {
 		return codes.InvalidArgument
 	}
 	return codes.Unknown

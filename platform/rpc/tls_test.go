@@ -82,7 +82,7 @@ func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
 	if err := try(registry, gateway, "registry"); err != nil {
 		t.Errorf("gateway to registry: %v", err)
 	}
-	for what, err := range map[string]error{
+	for desc, err := range map[string]error{
 		"another service passes for registry":     try(authz, gateway, "registry"),
 		"a client passes for a server":            try(gateway, gateway, "gateway"),
 		"a server passes for a client":            try(registry, authz, "registry"),
@@ -91,7 +91,7 @@ func TestTheInnerNetworkKnowsNamesUsesAndAuthorities(t *testing.T) {
 			gateway, "registry"),
 	} {
 		if err == nil {
-			t.Error(what)
+			t.Error(desc)
 		}
 	}
 }
@@ -113,7 +113,7 @@ func TestAuthoritiesAreReadAgain(t *testing.T) {
 	}
 	newer := newCA(t)
 	replaced := identityOf(t, newer, "registry", pki.Server|pki.Client)
-	was, err := os.ReadFile(id.CAFile)
+	previous, err := os.ReadFile(id.CAFile)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -136,7 +136,7 @@ func TestAuthoritiesAreReadAgain(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(bundle, append(was, now...), 0o600); err != nil {
+	if err := os.WriteFile(bundle, append(previous, now...), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	move(bundle, id.CAFile) // first both are believed
@@ -149,7 +149,7 @@ func TestAuthoritiesAreReadAgain(t *testing.T) {
 		t.Errorf("with a certificate of the new one: %v", err)
 	}
 	at := time.Now().Add(2 * time.Minute)
-	if err := errors.Join(os.WriteFile(id.CAFile, was, 0o600), os.Chtimes(id.CAFile, at, at)); err != nil {
+	if err := errors.Join(os.WriteFile(id.CAFile, previous, 0o600), os.Chtimes(id.CAFile, at, at)); err != nil {
 		t.Fatal(err)
 	}
 	if err := shake(server, client); err == nil {

@@ -35,27 +35,27 @@ func (s *sampledOnly) HandleRPC(ctx context.Context, r stats.RPCStats) {
 
 type taggedKey struct{}
 
-// inTrace says of a client's call whether its caller is traced.
-func inTrace(ctx context.Context) bool { return trace.SpanContextFromContext(ctx).IsSampled() }
+// clientSampled says of a client's call whether its caller is traced.
+func clientSampled(ctx context.Context) bool { return trace.SpanContextFromContext(ctx).IsSampled() }
 
-// fromTrace says of a server's call whether its client is traced; no client of ours says so but then.
-func fromTrace(ctx context.Context) bool {
+// serverSampled says of a server's call whether its client is traced; no client of ours says so but then.
+func serverSampled(ctx context.Context) bool {
 	md, _ := metadata.FromIncomingContext(ctx)
 	return len(md["traceparent"]) > 0
 }
 
-// TracedClient has a connection's calls be a part of the traces that they are made in; nothing where nothing is traced.
-func TracedClient() []grpc.DialOption {
-	if !telemetry.Traced() {
+// TracingDialOptions has a connection's calls be a part of the traces that they are made in; nothing where nothing is traced.
+func TracingDialOptions() []grpc.DialOption {
+	if !telemetry.TracingEnabled() {
 		return nil
 	}
-	return []grpc.DialOption{grpc.WithStatsHandler(&sampledOnly{otelgrpc.NewClientHandler(), inTrace})}
+	return []grpc.DialOption{grpc.WithStatsHandler(&sampledOnly{otelgrpc.NewClientHandler(), clientSampled})}
 }
 
-// tracedServer is TracedClient's other side.
-func tracedServer() []grpc.ServerOption {
-	if !telemetry.Traced() {
+// tracingServerOptions is TracingDialOptions's other side.
+func tracingServerOptions() []grpc.ServerOption {
+	if !telemetry.TracingEnabled() {
 		return nil
 	}
-	return []grpc.ServerOption{grpc.StatsHandler(&sampledOnly{otelgrpc.NewServerHandler(), fromTrace})}
+	return []grpc.ServerOption{grpc.StatsHandler(&sampledOnly{otelgrpc.NewServerHandler(), serverSampled})}
 }

@@ -22,7 +22,7 @@ type tracking struct {
 func (s *tracking) Watch(_ *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	m := &watchfanoutv1.WatchFrame{Data: make([]byte, 1<<20)}
-	if err := stream.SendMsg(&Tracked{WatchFrame: m, Done: func() { s.done <- struct{}{} }}); err != nil {
+	if err := stream.SendMsg(&TrackedFrame{WatchFrame: m, Done: func() { s.done <- struct{}{} }}); err != nil {
 		return err
 	}
 	<-stream.Context().Done()
@@ -34,13 +34,13 @@ func (s *tracking) Watch(_ *watchfanoutv1.WatchRequest,
 func TestATrackedFrameIsDoneOnce(t *testing.T) {
 	s := &tracking{done: make(chan struct{}, 10)}
 	l := bufconn.Listen(1 << 10)
-	server := grpc.NewServer(grpc.ForceServerCodecV2(lists))
+	server := grpc.NewServer(grpc.ForceServerCodecV2(wireCodec))
 	watchfanoutv1.RegisterWatchServer(server, s)
 	go func() { _ = server.Serve(l) }()
 	defer server.Stop()
 	conn, err := grpc.NewClient("passthrough:///x", grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) { return l.Dial() }),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(lists)), grpc.WithInitialWindowSize(64<<10))
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(wireCodec)), grpc.WithInitialWindowSize(64<<10))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -37,9 +37,9 @@ type XDS struct {
 	conn   *grpc.ClientConn
 
 	mu       sync.Mutex
-	services map[string]*found
-	// asked has a token when a service is asked for that the stream has not asked for yet.
-	asked chan struct{}
+	services map[string]*serviceState
+	// subscribed has a token when a service is asked for that the stream has not asked for yet.
+	subscribed chan struct{}
 }
 
 // XDSConfig says where xDS servers are.
@@ -63,8 +63,8 @@ const (
 	maxReplicas = 10_000
 	// xdsPause is how long a stream that ended stays down.
 	xdsPause = 200 * time.Millisecond
-	// xdsPatience is how long a server may have no answer at all, before the next one is asked.
-	xdsPatience = 3 * time.Second
+	// xdsTimeout is how long a server may have no answer at all, before the next one is asked.
+	xdsTimeout = 3 * time.Second
 )
 
 var (
@@ -78,10 +78,10 @@ var (
 	})
 )
 
-// found is what is known of one service's replicas.
-type found struct {
+// serviceState is what is known of one service's replicas.
+type serviceState struct {
 	addresses []string
-	followers map[resolver.ClientConn]bool
+	watchers  map[resolver.ClientConn]bool
 }
 
 // NewXDS returns a client of xDS servers, which Run connects.
@@ -96,7 +96,7 @@ func NewXDS(id TLS, c XDSConfig) (*XDS, error) {
 			c.Dir = ""
 		}
 	}
-	return &XDS{config: c, conn: conn, services: map[string]*found{}, asked: make(chan struct{}, 1)}, nil
+	return &XDS{config: c, conn: conn, services: map[string]*serviceState{}, subscribed: make(chan struct{}, 1)}, nil
 }
 
 // Run follows the servers until ctx is done.
@@ -123,7 +123,7 @@ func (x *XDS) stream(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	answers, ended := make(chan *discovery.DiscoveryResponse), make(chan error, 1)
+	responses, ended := make(chan *discovery.DiscoveryResponse), make(chan error, 1)
 	go func() {
 		for {
 			m, err := stream.Recv()
@@ -132,17 +132,17 @@ func (x *XDS) stream(ctx context.Context) error {
 				return
 			}
 			select {
-			case answers <- m:
+			case responses <- m:
 			case <-ctx.Done():
 				return
 			}
 		}
 	}()
-	nothing := time.NewTimer(xdsPatience)
-	defer nothing.Stop()
+	timeout := time.NewTimer(xdsTimeout)
+	defer timeout.Stop()
 	request := &discovery.DiscoveryRequest{Node: &core.Node{Id: x.config.Node}, TypeUrl: endpointType}
 	for {
-		request.ResourceNames = x.names()
+		request.ResourceNames = x.serviceNames()
 		if len(request.ResourceNames) > 0 {
 			if err := stream.Send(proto.CloneOf(request)); err != nil {
 				return errors.Join(err, <-ended)
@@ -151,19 +151,19 @@ func (x *XDS) stream(ctx context.Context) error {
 		select {
 		case err := <-ended:
 			return err
-		case <-nothing.C:
+		case <-timeout.C:
 			if len(request.ResourceNames) > 0 {
 				return errors.New("it knows nothing")
 			}
-			nothing.Reset(xdsPatience)
-		case <-x.asked:
-		case m := <-answers:
+			timeout.Reset(xdsTimeout)
+		case <-x.subscribed:
+		case m := <-responses:
 			if len(m.GetResources()) > 0 { // a server that knows nothing may say so
-				nothing.Stop()
+				timeout.Stop()
 				xdsConnected.Set(1)
 			}
 			request.ResponseNonce, request.ErrorDetail = m.GetNonce(), nil
-			if err := x.take(m); err != nil {
+			if err := x.handleResponse(m); err != nil {
 				slog.Error("The xDS server's answer is refused in part", "error", err)
 				request.ErrorDetail = &rpcstatus.Status{Code: int32(codes.InvalidArgument), Message: err.Error()}
 			} else {
@@ -173,8 +173,8 @@ func (x *XDS) stream(ctx context.Context) error {
 	}
 }
 
-// take keeps what is good of an answer; the error says what is not.
-func (x *XDS) take(m *discovery.DiscoveryResponse) error {
+// handleResponse keeps what is good of an answer; the error says what is not.
+func (x *XDS) handleResponse(m *discovery.DiscoveryResponse) error {
 	if m.GetTypeUrl() != endpointType {
 		return fmt.Errorf("it is of type %q", m.GetTypeUrl())
 	}
@@ -187,7 +187,7 @@ func (x *XDS) take(m *discovery.DiscoveryResponse) error {
 		}
 		addresses, err := addressesOf(a)
 		switch service := a.GetClusterName(); {
-		case !slices.Contains(x.names(), service): // a server may send more than it is asked for
+		case !slices.Contains(x.serviceNames(), service): // a server may send more than it is asked for
 		case err != nil:
 			xdsUpdates.WithLabelValues(service, "refused").Inc()
 			errs = append(errs, fmt.Errorf("%s: %w", service, err))
@@ -197,7 +197,7 @@ func (x *XDS) take(m *discovery.DiscoveryResponse) error {
 		default:
 			xdsUpdates.WithLabelValues(service, "taken").Inc()
 			x.set(service, addresses)
-			x.keep(service, addresses)
+			x.writeCache(service, addresses)
 		}
 	}
 	return errors.Join(errs...)
@@ -205,7 +205,7 @@ func (x *XDS) take(m *discovery.DiscoveryResponse) error {
 
 // addressesOf are the endpoints that may be called, sorted.
 func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
-	var all []string
+	var addresses []string
 	for _, l := range a.GetEndpoints() {
 		for _, e := range l.GetLbEndpoints() {
 			switch e.GetHealthStatus() {
@@ -217,40 +217,40 @@ func addressesOf(a *endpoint.ClusterLoadAssignment) ([]string, error) {
 			if err != nil {
 				return nil, err
 			}
-			all = append(all, address)
+			addresses = append(addresses, address)
 		}
 	}
-	if len(all) > maxReplicas {
-		return nil, fmt.Errorf("%d endpoints are more than %d", len(all), maxReplicas)
+	if len(addresses) > maxReplicas {
+		return nil, fmt.Errorf("%d endpoints are more than %d", len(addresses), maxReplicas)
 	}
-	slices.Sort(all)
-	return slices.Compact(all), nil
+	slices.Sort(addresses)
+	return slices.Compact(addresses), nil
 }
 
 // endpointAddress is where an endpoint is, host:port or a socket.
 func endpointAddress(a *core.Address) (string, error) {
-	at := Address{Path: a.GetPipe().GetPath()}
+	address := Address{Path: a.GetPipe().GetPath()}
 	if s := a.GetSocketAddress(); s != nil && s.GetPortValue() <= 65535 {
-		at = Address{Host: s.GetAddress(), Port: uint16(s.GetPortValue())}
+		address = Address{Host: s.GetAddress(), Port: uint16(s.GetPortValue())}
 	}
-	if _, err := ParseAddress(at.String()); err != nil {
+	if _, err := ParseAddress(address.String()); err != nil {
 		return "", fmt.Errorf("an endpoint is no address: %v", a)
 	}
-	return at.String(), nil
+	return address.String(), nil
 }
 
-// names are the services that are dialled.
-func (x *XDS) names() []string {
+// serviceNames are the services that are dialled.
+func (x *XDS) serviceNames() []string {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	var all []string
+	var services []string
 	for name, f := range x.services {
-		if len(f.followers) > 0 {
-			all = append(all, name)
+		if len(f.watchers) > 0 {
+			services = append(services, name)
 		}
 	}
-	slices.Sort(all)
-	return all
+	slices.Sort(services)
+	return services
 }
 
 // set tells a service's connections of its replicas.
@@ -263,13 +263,13 @@ func (x *XDS) set(service string, addresses []string) {
 	}
 	slog.Info("Replicas are found", "of", service, "addresses", strings.Join(addresses, " "))
 	f.addresses = addresses
-	for cc := range f.followers {
+	for cc := range f.watchers {
 		_ = cc.UpdateState(stateOf(addresses))
 	}
 }
 
-// keep writes a service's replicas down for the next start.
-func (x *XDS) keep(service string, addresses []string) {
+// writeCache writes a service's replicas down for the next start.
+func (x *XDS) writeCache(service string, addresses []string) {
 	if x.config.Dir == "" {
 		return
 	}
@@ -279,23 +279,23 @@ func (x *XDS) keep(service string, addresses []string) {
 	}
 }
 
-// kept are a service's replicas as the last process found them, and as its flags have them: what is not there any more
+// readCache are a service's replicas as the last process found them, and as its flags have them: what is not there any more
 // is not called, since it does not answer. A file that does not hold addresses counts for nothing.
-func (x *XDS) kept(service string) []string {
-	all := slices.Clone(x.config.Fallback[service])
+func (x *XDS) readCache(service string) []string {
+	addresses := slices.Clone(x.config.Fallback[service])
 	if x.config.Dir != "" {
 		data, err := os.ReadFile(filepath.Join(x.config.Dir, service))
-		found := strings.Fields(string(data))
-		for _, a := range found {
+		cached := strings.Fields(string(data))
+		for _, a := range cached {
 			_, perr := ParseAddress(a)
 			err = errors.Join(err, perr)
 		}
 		if err == nil {
-			all = append(all, found...)
+			addresses = append(addresses, cached...)
 		}
 	}
-	slices.Sort(all)
-	return slices.Compact(all)
+	slices.Sort(addresses)
+	return slices.Compact(addresses)
 }
 
 // builder implements Replicas: connections to eds:///service follow x.
@@ -315,15 +315,15 @@ func (b xdsBuilder) Build(t resolver.Target, cc resolver.ClientConn,
 	defer b.mu.Unlock()
 	f := b.services[service]
 	if f == nil {
-		f = &found{addresses: b.kept(service), followers: map[resolver.ClientConn]bool{}}
+		f = &serviceState{addresses: b.readCache(service), watchers: map[resolver.ClientConn]bool{}}
 		b.services[service] = f
 	}
-	f.followers[cc] = true
+	f.watchers[cc] = true
 	if len(f.addresses) > 0 { // else calls wait, as long as their contexts let them
 		_ = cc.UpdateState(stateOf(f.addresses))
 	}
 	select {
-	case b.asked <- struct{}{}:
+	case b.subscribed <- struct{}{}:
 	default:
 	}
 	return &xdsResolver{b.XDS, service, cc}, nil
@@ -342,7 +342,7 @@ func (*xdsResolver) ResolveNow(resolver.ResolveNowOptions) {}
 func (r *xdsResolver) Close() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(r.services[r.service].followers, r.cc)
+	delete(r.services[r.service].watchers, r.cc)
 }
 
 func stateOf(addresses []string) resolver.State {

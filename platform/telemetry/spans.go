@@ -27,7 +27,7 @@ func small(s sdktrace.ReadOnlySpan) sdktrace.ReadOnlySpan {
 	}
 	c := tracetest.SpanStubFromReadOnlySpan(s)
 	if len(c.Name) > maxValueBytes {
-		c.Name = cut(c.Name, maxValueBytes)
+		c.Name = truncate(c.Name, maxValueBytes)
 	}
 	c.Attributes = shortened(c.Attributes)
 	events := make([]sdktrace.Event, len(c.Events))
@@ -64,13 +64,13 @@ func shortened(all []attribute.KeyValue) []attribute.KeyValue {
 		switch a.Value.Type() {
 		case attribute.STRING:
 			if s := a.Value.AsString(); len(s) > maxValueBytes {
-				a = a.Key.String(cut(s, maxValueBytes))
+				a = a.Key.String(truncate(s, maxValueBytes))
 			}
 		case attribute.STRINGSLICE:
 			values := a.Value.AsStringSlice()
 			for i, s := range values {
 				if len(s) > maxValueBytes {
-					values[i] = cut(s, maxValueBytes)
+					values[i] = truncate(s, maxValueBytes)
 				}
 			}
 			a = a.Key.StringSlice(values)

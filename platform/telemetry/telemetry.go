@@ -61,17 +61,17 @@ func (o *Options) Start(ctx context.Context, service string, w io.Writer) (stop 
 	if err != nil {
 		return nil, err
 	}
-	level := slog.Level(-max(o.Verbosity, modules.most()))
+	level := slog.Level(-max(o.Verbosity, modules.maxVerbosity()))
 	switch o.LogFormat {
 	case "text", "":
-		h = slog.NewTextHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: bounded})
+		h = slog.NewTextHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: truncateAttr})
 	case "json":
-		h = slog.NewJSONHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: bounded})
+		h = slog.NewJSONHandler(w, &slog.HandlerOptions{Level: level, ReplaceAttr: truncateAttr})
 	default:
 		return nil, fmt.Errorf(`--logging-format %q: want "text" or "json"`, o.LogFormat)
 	}
 	if len(modules) > 0 {
-		h = &byModule{Handler: h, verbosity: o.Verbosity, modules: modules}
+		h = &moduleHandler{Handler: h, verbosity: o.Verbosity, modules: modules}
 	}
 	slog.SetDefault(slog.New(h).With("service", service))
 	klogFlags := flag.NewFlagSet("klog", flag.ContinueOnError)

@@ -62,16 +62,16 @@ type tracer struct {
 	ratio            float64
 }
 
-// off is the tracer of a process that traces nothing.
-var off = &tracer{requests: noop.NewTracerProvider(), events: noop.NewTracerProvider()}
+// disabled is the tracer of a process that traces nothing.
+var disabled = &tracer{requests: noop.NewTracerProvider(), events: noop.NewTracerProvider()}
 
-var current = off
+var current = disabled
 
-// Traced says whether this process traces anything at all. It is known once Start has returned, and stays.
-func Traced() bool { return current != off }
+// TracingEnabled says whether this process traces anything at all. It is known once Start has returned, and stays.
+func TracingEnabled() bool { return current != disabled }
 
-// Requests makes the spans of requests that Sampled chose.
-func Requests() trace.TracerProvider { return current.requests }
+// RequestTracerProvider makes the spans of requests that Sampled chose.
+func RequestTracerProvider() trace.TracerProvider { return current.requests }
 
 // Sampled chooses the share of requests that is traced.
 func Sampled() bool { return current.ratio > 0 && rand.Float64() < current.ratio }

@@ -15,7 +15,7 @@ var logUnhandled = utilruntime.ErrorHandlers[0]
 // unhandled logs such an error. It logs at verbosity 4 that an answer could not be written because the client has left:
 // a client can cause any number of these.
 func unhandled(ctx context.Context, err error, message string, keysAndValues ...any) {
-	if err != nil && clientLeft(err.Error()) {
+	if err != nil && clientDisconnected(err.Error()) {
 		klog.FromContext(ctx).V(4).Info("A client left before it had its answer", "error", err)
 		return
 	}
@@ -40,7 +40,7 @@ var (
 	}
 )
 
-func clientLeft(text string) bool {
+func clientDisconnected(text string) bool {
 	return slices.ContainsFunc(writeErrors, func(begin string) bool { return strings.HasPrefix(text, begin) }) &&
 		slices.ContainsFunc(closedErrors, func(end string) bool { return strings.HasSuffix(text, end) })
 }

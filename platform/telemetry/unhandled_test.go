@@ -3,7 +3,7 @@ package telemetry
 import "testing"
 
 // An answer that could not be written because its client has left is no error; any other failure is one.
-func TestAClientThatLeftIsNoError(t *testing.T) {
+func TestDisconnectedClientsAreNoError(t *testing.T) {
 	for text, left := range map[string]bool{
 		"apiserver was unable to write a JSON response: write tcp 127.0.0.1:1->127.0.0.1:2: write: broken pipe":         true,
 		"apiserver was unable to write a fallback JSON response: http2: stream closed":                                  true,
@@ -13,7 +13,7 @@ func TestAClientThatLeftIsNoError(t *testing.T) {
 		"failed to list *v1.Pod: dial tcp 127.0.0.1:1: connect: connection refused":                                     false,
 		"some controller: context canceled": false,
 	} {
-		if clientLeft(text) != left {
+		if clientDisconnected(text) != left {
 			t.Errorf("%q: %v", text, !left)
 		}
 	}

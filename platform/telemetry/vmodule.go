@@ -35,8 +35,8 @@ func parseModules(s string) (modules, error) {
 	return all, nil
 }
 
-// most is the highest verbosity of any.
-func (m modules) most() int {
+// maxVerbosity is the highest verbosity of any.
+func (m modules) maxVerbosity() int {
 	n := 0
 	for _, x := range m {
 		n = max(n, x.verbosity)
@@ -44,8 +44,8 @@ func (m modules) most() int {
 	return n
 }
 
-// of is the verbosity of a file; ok is false where no pattern matches.
-func (m modules) of(file string) (verbosity int, ok bool) {
+// verbosityOf is the verbosity of a file; ok is false where no pattern matches.
+func (m modules) verbosityOf(file string) (verbosity int, ok bool) {
 	name := strings.TrimSuffix(path.Base(file), ".go")
 	for _, x := range m {
 		if match, _ := path.Match(x.pattern, name); match {
@@ -55,19 +55,19 @@ func (m modules) of(file string) (verbosity int, ok bool) {
 	return 0, false
 }
 
-// byModule lets through what is beyond the verbosity where --vmodule asks for it. klog filters by -v and --vmodule
+// moduleHandler lets through what is beyond the verbosity where --vmodule asks for it. klog filters by -v and --vmodule
 // before it hands a line on, but a logger taken from a context does not.
-type byModule struct {
+type moduleHandler struct {
 	slog.Handler
 	verbosity int
 	modules   modules
 }
 
 // Handle implements slog.Handler.
-func (h *byModule) Handle(ctx context.Context, r slog.Record) error {
+func (h *moduleHandler) Handle(ctx context.Context, r slog.Record) error {
 	if int(r.Level) < -h.verbosity {
 		frame, _ := runtime.CallersFrames([]uintptr{r.PC}).Next()
-		if v, ok := h.modules.of(frame.File); !ok || int(r.Level) < -v {
+		if v, ok := h.modules.verbosityOf(frame.File); !ok || int(r.Level) < -v {
 			return nil
 		}
 	}
@@ -75,11 +75,11 @@ func (h *byModule) Handle(ctx context.Context, r slog.Record) error {
 }
 
 // WithAttrs implements slog.Handler.
-func (h *byModule) WithAttrs(attrs []slog.Attr) slog.Handler {
-	return &byModule{h.Handler.WithAttrs(attrs), h.verbosity, h.modules}
+func (h *moduleHandler) WithAttrs(attrs []slog.Attr) slog.Handler {
+	return &moduleHandler{h.Handler.WithAttrs(attrs), h.verbosity, h.modules}
 }
 
 // WithGroup implements slog.Handler.
-func (h *byModule) WithGroup(name string) slog.Handler {
-	return &byModule{h.Handler.WithGroup(name), h.verbosity, h.modules}
+func (h *moduleHandler) WithGroup(name string) slog.Handler {
+	return &moduleHandler{h.Handler.WithGroup(name), h.verbosity, h.modules}
 }

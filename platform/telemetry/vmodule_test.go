@@ -8,7 +8,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-func TestVModuleLetsThroughWhatItNames(t *testing.T) {
+func TestVModule(t *testing.T) {
 	var b bytes.Buffer
 	o := Options{VModule: "vmodule_*=5,other=9"}
 	stop, err := o.Start(t.Context(), "test", &b)

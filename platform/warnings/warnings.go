@@ -11,22 +11,22 @@ import (
 )
 
 const (
-	// most is how many runes of warnings a client is told, of which a long one counts as item: no more are kept here
+	// maxRunes is how many runes of warnings a client is told, of which a long one counts as item: no more are kept here
 	// either (k8s.io/apiserver/pkg/endpoints/filters, WithWarningRecorder).
-	most = 4 << 10
-	item = 256
+	maxRunes     = 4 << 10
+	maxItemRunes = 256
 )
 
 // Recorder gathers warnings, as many as a client is told. Its methods may be called by any number of goroutines.
 type Recorder struct {
 	mu    sync.Mutex
-	said  map[string]struct{}
+	seen  map[string]struct{}
 	list  []string
 	runes int
 }
 
-// Record returns a context in which warnings are gathered, and what gathers them.
-func Record(ctx context.Context) (context.Context, *Recorder) {
+// WithRecorder returns a context in which warnings are gathered, and what gathers them.
+func WithRecorder(ctx context.Context) (context.Context, *Recorder) {
 	r := &Recorder{}
 	return warning.WithWarningRecorder(ctx, r), r
 }
@@ -35,27 +35,27 @@ func Record(ctx context.Context) (context.Context, *Recorder) {
 func (r *Recorder) AddWarning(_, text string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.runes >= most {
+	if r.runes >= maxRunes {
 		return
 	}
-	if _, ok := r.said[text]; ok || text == "" {
+	if _, ok := r.seen[text]; ok || text == "" {
 		return
 	}
-	if len(text) > most { // a client is told the beginning alone of what is longer than all
+	if len(text) > maxRunes { // a client is told the beginning alone of what is longer than all
 		n := 0
 		for i := range text {
-			if n++; n > most+1 {
+			if n++; n > maxRunes+1 {
 				text = text[:i]
 				break
 			}
 		}
 	}
-	if r.said == nil {
-		r.said = map[string]struct{}{}
+	if r.seen == nil {
+		r.seen = map[string]struct{}{}
 	}
-	r.said[text] = struct{}{}
+	r.seen[text] = struct{}{}
 	r.list = append(r.list, text)
-	r.runes += min(utf8.RuneCountInString(text), item)
+	r.runes += min(utf8.RuneCountInString(text), maxItemRunes)
 }
 
 // List is what has been said, each once and in order.
@@ -65,8 +65,8 @@ func (r *Recorder) List() []string {
 	return append([]string(nil), r.list...)
 }
 
-// Tell hands warnings of another service to whoever answers the request of ctx.
-func Tell(ctx context.Context, list []string) {
+// Forward hands warnings of another service to whoever answers the request of ctx.
+func Forward(ctx context.Context, list []string) {
 	for _, text := range list {
 		warning.AddWarning(ctx, "", text)
 	}

@@ -35,7 +35,7 @@ type customs struct {
 }
 
 type custom struct {
-	*crd.Definition
+	*crd.CRD
 	converter   *crd.Converter
 	equivalents runtime.EquivalentResourceMapper
 }
@@ -95,7 +95,7 @@ func (c *customs) get(ctx context.Context, name, version string) (*custom, error
 	if err != nil {
 		return nil, err
 	}
-	k := &custom{Definition: definition, equivalents: definition.Equivalents()}
+	k := &custom{CRD: definition, equivalents: definition.Equivalents()}
 	if k.converter, err = definition.Converter(c.converters); err != nil {
 		return nil, err
 	}
@@ -110,7 +110,7 @@ func (c *customs) interfaces(ctx context.Context, name, version string) (admissi
 		return nil, apierrors.NewInternalError(err)
 	}
 	parameters := k.Parameters(version)
-	safe, _ := k.converter.Within(ctx)
+	safe, _ := k.converter.WithContext(ctx)
 	return &interfaces{
 		custom:    k,
 		safe:      safe,

@@ -270,7 +270,7 @@ func (h *hooks) wrapped(c *rest.Config, err error) (*rest.Config, error) {
 	}
 	c = rest.CopyConfig(c) // it may be everybody's
 	c.Wrap(func(next http.RoundTripper) http.RoundTripper {
-		return &hookTransport{h, egress.BoundAnswers(next, answerBytes, 0)}
+		return &hookTransport{h, egress.LimitResponses(next, answerBytes, 0)}
 	})
 	return c, nil
 }

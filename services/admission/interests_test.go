@@ -35,10 +35,10 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/kubernetes/plugin/pkg/admission/noderestriction"
 
+	"watershed.dev/platform/admissionrules"
 	"watershed.dev/platform/apiclient"
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/identity"
-	"watershed.dev/platform/interest"
 	"watershed.dev/platform/warnings"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -319,7 +319,7 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 			options, false, u),
 		reads: map[string]bool{},
 	}
-	ctx, warned := warnings.Record(audit.WithAuditContext(
+	ctx, warned := warnings.WithRecorder(audit.WithAuditContext(
 		request.WithUser(request.WithNamespace(t.Context(), namespace), u)))
 	audit.AuditContextFrom(ctx).Init(audit.RequestAuditConfig{Level: auditinternal.LevelMetadata}, nil)
 	defer func() {
@@ -331,7 +331,7 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 	for _, known := range beforehand[plugin] {
 		delete(a.reads, known)
 	}
-	if interest.Own(identity.UserProto(u), object) { // whose object it is decides, and it is its own
+	if admissionrules.IsOwnNode(identity.UserProto(u), object) { // whose object it is decides, and it is its own
 		delete(a.reads, "name")
 	}
 	switch {
@@ -355,7 +355,7 @@ func asked(plugin, phase string, all []*admissionv1.AdmissionRule, r served, op 
 	if phase == admits {
 		flag = (*admissionv1.AdmissionRule).GetNamespaceLifecycleOnly
 	}
-	asked, flagged := interest.Operations(all, of, namespace, object, identity.UserProto(u), flag)
+	asked, flagged := admissionrules.Operations(all, of, namespace, object, identity.UserProto(u), flag)
 	if plugin == lifecycle.PluginName || phase == validates {
 		asked = append(asked, flagged...)
 	}

@@ -8,9 +8,9 @@ import (
 
 // Module is admission as whoever runs it sees it.
 var Module = &process.Module{
-	Name:     "admission",
-	Serves:   true,
-	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+	Name:      "admission",
+	ServesRPC: true,
+	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
 }
 
 func build(ctx context.Context, c *Config, _ *process.Deps) (process.Service, error) {

@@ -61,7 +61,7 @@ func (s *Service) atOnce(ctx context.Context, r *admissionv1.Review, a admission
 			annotations, ok = nil, false
 		}
 	}()
-	ctx, warned := warnings.Record(ctx)
+	ctx, warned := warnings.WithRecorder(ctx)
 	ctx, trail := audited(ctx, r.AuditLevel)
 	if s.validate(ctx, a, o) != nil || len(warned.List()) > 0 {
 		return nil, false
@@ -114,14 +114,14 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 			}, r.Resource.Subresource,
 			operations[r.Operation], opts, r.DryRun, u)
 	}
-	ctx, warned := warnings.Record(asRequest(ctx, r, u))
+	ctx, warned := warnings.WithRecorder(asRequest(ctx, r, u))
 	ctx, trail := audited(s.hooks.withBudget(ctx), r.AuditLevel)
 	if err := run(ctx, record(), c.interfaces); err != nil {
 		// As kube-apiserver does it: an API error that another one speaks of is not what is answered.
 		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason
-			err = rpc.Plain(err)
+			err = rpc.ToAPIStatus(err)
 		}
-		err = rpc.WithTrail(err, &commonv1.AuditContext{Annotations: trail.GetEventAnnotations()})
+		err = rpc.WithAuditContext(err, &commonv1.AuditContext{Annotations: trail.GetEventAnnotations()})
 		return nil, rpc.WithWarnings(err, warned.List())
 	}
 	v := &admissionv1.Verdict{Warnings: warned.List(), AuditAnnotations: trail.GetEventAnnotations()}

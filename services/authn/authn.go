@@ -338,7 +338,7 @@ func (s *Service) Authenticate(ctx context.Context,
 	if err != nil || !out.Authenticated {
 		return out, err
 	}
-	if !identity.Stranger(u) {
+	if !identity.IsAnonymous(u) {
 		var certificates []*x509.Certificate
 		if req.TLS != nil {
 			certificates = req.TLS.PeerCertificates
@@ -391,7 +391,7 @@ func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.Authentic
 	if len(audiences) > 0 {
 		req = req.WithContext(authenticator.WithAudiences(req.Context(), audiences))
 	}
-	ctx, warned := warnings.Record(audit.WithAuditContext(req.Context()))
+	ctx, warned := warnings.WithRecorder(audit.WithAuditContext(req.Context()))
 	resp, ok, err := s.auth.AuthenticateRequest(req.WithContext(ctx))
 	if !ok && errors.Is(err, errBusy) { // nobody has looked at the password: it is not wrong
 		return nil, nil, status.Error(codes.Unavailable, errBusy.Error())

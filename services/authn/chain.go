@@ -186,7 +186,7 @@ func (h *chain) refresh() {
 // tokenFile reads --token-auth-file, now and whenever it changes.
 func (h *chain) tokenFile(ctx context.Context, files *reload.Files) error {
 	path := h.config.TokenAuthFile
-	return files.Take(ctx, "token-auth-file", path, func(context.Context, []byte) error {
+	return files.LoadAndWatch(ctx, "token-auth-file", path, func(context.Context, []byte) error {
 		t, err := tokenfile.NewCSV(path)
 		if err != nil {
 			return err
@@ -201,7 +201,7 @@ func (h *chain) tokenFile(ctx context.Context, files *reload.Files) error {
 func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 	c := &h.config
 	path := c.WebhookTokenAuthnConfigFile
-	return files.Take(ctx, "authentication-token-webhook-config-file", path, func(context.Context, []byte) error {
+	return files.LoadAndWatch(ctx, "authentication-token-webhook-config-file", path, func(context.Context, []byte) error {
 		client, err := webhookutil.LoadKubeconfig(path, c.CustomDial)
 		if err != nil {
 			return err
@@ -220,7 +220,7 @@ func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 // followIssuerCA has --oidc-ca-file followed: configure makes the configuration with what it says now.
 func (h *chain) followIssuerCA(files *reload.Files, path string,
 	configure func() (kubeauthenticator.Config, error)) error {
-	return files.Follow("oidc-ca-file", path, func(ctx context.Context, _ []byte) error {
+	return files.Watch("oidc-ca-file", path, func(ctx context.Context, _ []byte) error {
 		next, err := configure()
 		if err != nil {
 			return err
@@ -228,7 +228,7 @@ func (h *chain) followIssuerCA(files *reload.Files, path string,
 		timed, cancel := context.WithTimeout(ctx, updateTimeout)
 		defer cancel()
 		if err := h.updateJWT(timed, next.AuthenticationConfig); err != nil {
-			return reload.MayRecover(err)
+			return reload.Retryable(err)
 		}
 		h.refresh()
 		return nil

@@ -38,7 +38,7 @@ func TestAFileOfTokensIsReadAnew(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	reloadtest.Follow(t, files)
+	reloadtest.Watch(t, files)
 	knows := func(token string) bool {
 		_, ok, err := auth.AuthenticateRequest(bearer(t, token))
 		if !ok && err == nil {
@@ -54,7 +54,7 @@ func TestAFileOfTokensIsReadAnew(t *testing.T) {
 	reloadtest.Until(t, "the second token is known", func() bool { return knows("second") })
 	reloadtest.Until(t, "a token that the file has no more is forgotten", func() bool { return !knows("first") })
 	reloadtest.Replace(t, path, "no columns\n")
-	reloadtest.Shown(t, files, "refused")
+	reloadtest.WaitForPage(t, files, "refused")
 	if !knows("second") {
 		t.Error("a bad file was put in force")
 	}

@@ -73,7 +73,7 @@ func (f *configFile) apply(ctx context.Context, data []byte) error {
 		return err
 	}
 	if next.AuthenticationConfigData != string(data) {
-		return reload.MayRecover(errors.New("it changes while it is read"))
+		return reload.Retryable(errors.New("it changes while it is read"))
 	}
 	errs := apiservervalidation.ValidateAuthenticationConfiguration(authenticationcel.NewDefaultCompiler(),
 		next.AuthenticationConfig, f.issuers)
@@ -86,7 +86,7 @@ func (f *configFile) apply(ctx context.Context, data []byte) error {
 	timed, cancel := context.WithTimeout(ctx, updateTimeout)
 	defer cancel()
 	if err := f.update(timed, next.AuthenticationConfig); err != nil {
-		return reload.MayRecover(err)
+		return reload.Retryable(err)
 	}
 	return nil
 }

@@ -28,7 +28,7 @@ type keyFiles struct {
 func newKeyFiles(ctx context.Context, paths []string, files *reload.Files) (*keyFiles, error) {
 	k := &keyFiles{byFile: make([][]any, len(paths))}
 	for i, p := range paths {
-		if err := files.Take(ctx, "service-account-key-file", p, func(_ context.Context, data []byte) error {
+		if err := files.LoadAndWatch(ctx, "service-account-key-file", p, func(_ context.Context, data []byte) error {
 			return k.take(i, data)
 		}); err != nil {
 			return nil, err

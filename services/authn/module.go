@@ -8,9 +8,9 @@ import (
 
 // Module is authn as whoever runs it sees it.
 var Module = &process.Module{
-	Name:     "authn",
-	Serves:   true,
-	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+	Name:      "authn",
+	ServesRPC: true,
+	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
 }
 
 func build(ctx context.Context, c *Config, _ *process.Deps) (process.Service, error) {

@@ -86,7 +86,7 @@ type accounts struct {
 // newPasswords reads the file, and again when it changes.
 func newPasswords(ctx context.Context, path string, files *reload.Files) (*passwords, error) {
 	p := &passwords{hashing: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)/2))}
-	return p, files.Take(ctx, "basic-auth-file", path, func(_ context.Context, data []byte) error {
+	return p, files.LoadAndWatch(ctx, "basic-auth-file", path, func(_ context.Context, data []byte) error {
 		users, err := parsePasswords(data)
 		if err == nil {
 			p.users.set(users)

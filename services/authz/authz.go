@@ -188,7 +188,7 @@ func (s *Service) Run(ctx context.Context) error {
 		s.cluster.Informers.WaitForCacheSync(ctx.Done())
 		s.synced.Store(ctx.Err() == nil)
 		select {
-		case <-s.cluster.Known():
+		case <-s.cluster.Fresh():
 			s.policies.Set("policies", nil)
 		case <-ctx.Done():
 		}

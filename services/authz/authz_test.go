@@ -265,7 +265,7 @@ func TestAPolicyFileIsReadAnew(t *testing.T) {
 	})
 	moved := make(chan struct{}, 10)
 	c.reloaded = func() { moved <- struct{}{} }
-	reloadtest.Follow(t, files)
+	reloadtest.Watch(t, files)
 	decided := func() authorizer.Decision {
 		d, _, _, _ := c.decide(t.Context(), by("bob"))
 		return d
@@ -280,7 +280,7 @@ func TestAPolicyFileIsReadAnew(t *testing.T) {
 		t.Error("bob may not")
 	}
 	reloadtest.Replace(t, file, "nonsense\n")
-	reloadtest.Shown(t, files, "refused")
+	reloadtest.WaitForPage(t, files, "refused")
 	if decided() != authorizer.DecisionAllow || len(moved) > 0 {
 		t.Error("a bad file was put in force")
 	}

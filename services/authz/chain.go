@@ -221,7 +221,7 @@ func (h *chain) follow(files *reload.Files) error {
 				flag = "authorization-config" // which names it
 			}
 		}
-		if err := files.Follow(flag, file, func(ctx context.Context, _ []byte) error {
+		if err := files.Watch(flag, file, func(ctx context.Context, _ []byte) error {
 			return h.remake(ctx, a.Type)
 		}); err != nil {
 			return err

@@ -25,8 +25,8 @@ import (
 	"k8s.io/component-base/metrics/prometheus/slis"
 	_ "k8s.io/component-base/metrics/prometheus/version" // kubernetes_build_info
 
-	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/egress"
 	"watershed.dev/platform/features"
 	"watershed.dev/platform/identity"
@@ -138,7 +138,7 @@ type Service struct {
 	deps      Deps
 	server    *edge.Server
 	authz     *access.Authorizer
-	catalog   *catalog.Catalog
+	catalog   *discovery.Watcher
 	interests *routing.Interests
 	views     *views
 	handler   http.Handler
@@ -186,7 +186,7 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		return nil, err
 	}
 	g.views = newViews(g.external, d.Catalog, remotes)
-	g.catalog = &catalog.Catalog{Registry: d.Catalog, Changed: g.views.publish}
+	g.catalog = &discovery.Watcher{Registry: d.Catalog, OnChange: g.views.publish}
 	names, prefixes := c.Edge.FrontProxyHeaders()
 	authn := access.NewAuthenticator(d.Authn, names, prefixes)
 	router := g.router(carrier)
@@ -412,7 +412,7 @@ func (g *Service) follow(ctx context.Context) {
 }
 
 // tierRoute leads a question to the replicas that namespaces are on.
-func tierRoute(ctx context.Context) context.Context { return rpc.Routed(ctx, "namespaces") }
+func tierRoute(ctx context.Context) context.Context { return rpc.WithHashKey(ctx, "namespaces") }
 
 // page serves GET of a path in one media type, and refuses all else as kube-apiserver's web framework does.
 func page(mux *http.ServeMux, path, mediaType string, serve http.HandlerFunc) {

@@ -203,7 +203,7 @@ func (g *Service) tier(ctx context.Context) error {
 	if v == nil {
 		return errors.New("registry has not said what is served")
 	}
-	entry, ok := v.Entry("", "v1", "namespaces", "")
+	entry, ok := v.APIResource("", "v1", "namespaces", "")
 	if !ok {
 		return errors.New("namespaces are not served")
 	}

@@ -10,7 +10,7 @@ func (g *Service) labelled(info *request.RequestInfo) *request.RequestInfo {
 	}
 	if info.IsResourceRequest {
 		if view := g.catalog.View(); view != nil {
-			if _, ok := view.Entry(info.APIGroup, info.APIVersion, info.Resource, info.Subresource); ok {
+			if _, ok := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, info.Subresource); ok {
 				return info
 			}
 		}

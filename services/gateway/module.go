@@ -16,9 +16,9 @@ import (
 
 // Module is the gateway as whoever runs it sees it.
 var Module = &process.Module{
-	Name:     "gateway",
-	Calls:    []string{"authn", "authz", "admission", "registry", "watchfanout"},
-	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+	Name:      "gateway",
+	DependsOn: []string{"authn", "authz", "admission", "registry", "watchfanout"},
+	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
 }
 
 func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {

@@ -3,7 +3,7 @@ package gateway
 import (
 	"sync"
 
-	"watershed.dev/platform/catalog"
+	apidiscovery "watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
 	"watershed.dev/services/gateway/discovery"
@@ -19,7 +19,7 @@ type views struct {
 
 	// mu lets one view be published after the other.
 	mu     sync.Mutex
-	latest *catalog.View
+	latest *apidiscovery.View
 }
 
 func newViews(address string, registry registryv1.DiscoveryClient, remotes *aggregation.Proxy) *views {
@@ -31,7 +31,7 @@ func newViews(address string, registry registryv1.DiscoveryClient, remotes *aggr
 }
 
 // publish makes a view the one that clients are told of.
-func (v *views) publish(view *catalog.View) {
+func (v *views) publish(view *apidiscovery.View) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.remotes.Set(view) {

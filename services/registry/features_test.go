@@ -18,7 +18,7 @@ func TestTheKnownFeatureGatesAreKubernetesOwn(t *testing.T) {
 		all = append(all, string(f))
 	}
 	slices.Sort(all)
-	if !slices.Equal(all, features.Known()) {
+	if !slices.Equal(all, features.KnownGates()) {
 		t.Errorf("platform/features/names.go is to have:\n%q", all)
 	}
 }

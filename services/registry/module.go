@@ -8,9 +8,9 @@ import (
 
 // Module is registry as whoever runs it sees it.
 var Module = &process.Module{
-	Name:     "registry",
-	Serves:   true,
-	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+	Name:      "registry",
+	ServesRPC: true,
+	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
 }
 
 func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {

@@ -183,12 +183,12 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	s.keys = storage.NewLogKeys(store)
 	s.publisher.Keys = s.keys
-	if telemetry.Traced() {
+	if telemetry.TracingEnabled() {
 		store.TellCauses(s.publisher.Tell)
 	}
 	s.resources = &resources.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
-	s.source = source.New(s.resources, s.keys, eventlog.Direct{JS: logJS})
+	s.source = source.New(s.resources, s.keys, eventlog.DirectGetReader{JS: logJS})
 	s.catalog = catalog.New(s.resources)
 	s.policy = policy.New(s.resources, s.source, s.tail)
 	if err := s.reachable(ctx); err != nil {
@@ -346,12 +346,12 @@ func (s *Service) Run(ctx context.Context) error {
 	s.tasks.Go(ctx, "publisher", s.publisher.Run)
 	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
 		s.tail.Begin()
-		return eventlog.Read(ctx, s.nats, eventlog.Direct{JS: s.js},
-			eventlog.Opened(ctx, s.source.SealedWith, s.tail.Append))
+		return eventlog.Read(ctx, s.nats, eventlog.DirectGetReader{JS: s.js},
+			eventlog.WithDecryption(ctx, s.source.SealedWith, s.tail.Append))
 	})
 	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
 		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error {
-			return s.nats.Publish(eventlog.AskProgress, nil)
+			return s.nats.Publish(eventlog.ProgressRequestSubject, nil)
 		})
 	})
 	s.tasks.Go(ctx, "loops", func(ctx context.Context) error {

@@ -9,10 +9,10 @@ import (
 
 // Module is watchfanout as whoever runs it sees it.
 var Module = &process.Module{
-	Name:     "watchfanout",
-	Serves:   true,
-	Calls:    []string{"registry"},
-	Settings: func() process.Settings { return process.SettingsOf(NewConfig(), build) },
+	Name:      "watchfanout",
+	ServesRPC: true,
+	DependsOn: []string{"registry"},
+	Options:   func() process.Options { return process.OptionsOf(NewConfig(), build) },
 }
 
 func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, error) {

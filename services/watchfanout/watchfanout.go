@@ -11,7 +11,7 @@ import (
 	"github.com/spf13/pflag"
 	"google.golang.org/grpc"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/eventlog"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
@@ -64,7 +64,7 @@ type Service struct {
 	config    *Config
 	source    registryv1.SourceClient
 	converter *convert.Converter
-	catalog   *catalog.Catalog
+	catalog   *discovery.Watcher
 	nats      *nats.Conn
 	cache     *cache.Cache
 	log       *log.Log
@@ -91,9 +91,9 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	}
 	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleAfter)}
 	s.tasks.Ready.Set("the catalog", errors.New("registry has not said what is served"))
-	s.catalog = &catalog.Catalog{
+	s.catalog = &discovery.Watcher{
 		Registry: d.Catalog,
-		Changed:  func(*catalog.View) { s.tasks.Ready.Set("the catalog", nil) },
+		OnChange: func(*discovery.View) { s.tasks.Ready.Set("the catalog", nil) },
 	}
 	var err error
 	if s.nats, err = c.Log.Connect("watchfanout", d.ID); err != nil {

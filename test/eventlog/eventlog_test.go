@@ -64,7 +64,7 @@ func start(t testing.TB) *cluster {
 }
 
 // stored is the stream as registries read it.
-func (c *cluster) stored() eventlog.Stored { return eventlog.Direct{JS: c.js} }
+func (c *cluster) stored() eventlog.StreamReader { return eventlog.DirectGetReader{JS: c.js} }
 
 func (c *cluster) run() {
 	s, err := natsserver.NewServer(&natsserver.Options{

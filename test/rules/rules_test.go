@@ -52,7 +52,7 @@ func TestModulesImportOnlyWhatTheyMay(t *testing.T) {
 		"services/admission": {"github.com/nats-io"},
 		"platform":           {"k8s.io/kubernetes", "go.etcd.io/etcd"},
 		"cmd/certgen":        {"k8s.io/kubernetes", "github.com/nats-io", "go.etcd.io/etcd"},
-		"cmd/stores":         {"k8s.io/kubernetes", "k8s.io/apiserver", "k8s.io/client-go"},
+		"cmd/embedded":         {"k8s.io/kubernetes", "k8s.io/apiserver", "k8s.io/client-go"},
 		"cmd/xds":            {"k8s.io/kubernetes", "k8s.io/apiserver", "github.com/nats-io", "go.etcd.io/etcd"},
 		"proto":              {"k8s.io/"},
 	} {
@@ -103,12 +103,12 @@ func TestOnlyRegistryOpensEtcd(t *testing.T) {
 var floors = map[string][][]string{
 	"platform": {
 		{
-			"config", "deflate", "egress", "events", "features", "frame", "guard", "identity", "interest", "lru",
+			"config", "deflate", "egress", "events", "features", "frame", "recovery", "identity", "admissionrules", "lru",
 			"patchlimit", "paths", "pki", "reload", "version", "warnings", "watchable",
 		},
 		{"kubeversion", "reload/reloadtest", "telemetry"},
 		{"rpc"},
-		{"apiclient", "catalog", "coalesce", "crd", "eventlog", "lifecycle"},
+		{"apiclient", "discovery", "coalesce", "crd", "eventlog", "lifecycle"},
 		{"process"},
 	},
 	"services/authn":     {{"."}, {"cmd/authn"}},
@@ -116,7 +116,7 @@ var floors = map[string][][]string{
 	"services/admission": {{"."}, {"cmd/admission"}},
 	"cmd/watershed":      {{"."}},
 	"cmd/certgen":        {{"."}, {"cmd/certgen"}},
-	"cmd/stores":         {{"."}, {"cmd/etcd", "cmd/nats"}},
+	"cmd/embedded":         {{"."}, {"cmd/etcd", "cmd/nats"}},
 	"cmd/xds":            {{"."}, {"cmd/xds"}},
 	"services/gateway": {
 		{"audit", "upgrade", "wire"},

@@ -12,8 +12,8 @@ import (
 	"watershed.dev/platform/reload"
 )
 
-// bound is how long a change may take to be read: nothing but a lost notification takes longer.
-const bound = 10 * time.Second
+// timeout is how long a change may take to be read: nothing but a lost notification takes longer.
+const timeout = 10 * time.Second
 
 // Replace makes a file say a text, at once: it is never there in part.
 func Replace(t testing.TB, path, text string) {
@@ -26,8 +26,8 @@ func Replace(t testing.TB, path, text string) {
 	}
 }
 
-// Follow has files followed until the test ends.
-func Follow(t testing.TB, files *reload.Files) {
+// Watch has files followed until the test ends.
+func Watch(t testing.TB, files *reload.Files) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
 	go func() {
@@ -38,18 +38,18 @@ func Follow(t testing.TB, files *reload.Files) {
 }
 
 // Until waits until something is so; it fails the test where that does not come.
-func Until(t testing.TB, what string, so func() bool) {
+func Until(t testing.TB, name string, condition func() bool) {
 	t.Helper()
-	const look = 5 * time.Millisecond // how often it is looked whether it is so
-	for deadline := time.Now().Add(bound); !so(); time.Sleep(look) {
+	const interval = 5 * time.Millisecond // how often it is looked whether it is so
+	for deadline := time.Now().Add(timeout); !condition(); time.Sleep(interval) {
 		if time.Now().After(deadline) {
-			t.Fatalf("not within %s: %s", bound, what)
+			t.Fatalf("not within %s: %s", timeout, name)
 		}
 	}
 }
 
-// Shown waits until files show a text.
-func Shown(t testing.TB, files *reload.Files, text string) {
+// WaitForPage waits until files show a text.
+func WaitForPage(t testing.TB, files *reload.Files, text string) {
 	t.Helper()
 	Until(t, text, func() bool {
 		w := httptest.NewRecorder()

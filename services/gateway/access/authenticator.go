@@ -94,7 +94,7 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 		return nil, false, rpc.FromStatus(err)
 	}
 	if !resp.Authenticated {
-		warnings.Tell(req.Context(), resp.Warnings)
+		warnings.Forward(req.Context(), resp.Warnings)
 		audit.AddAuditAnnotationsMap(req.Context(), resp.AuditAnnotations)
 		if resp.Challenge != "" {
 			*req = *req.WithContext(context.WithValue(req.Context(), challengeKey{}, resp.Challenge))
@@ -130,7 +130,7 @@ func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.R
 			k.consulted = append(k.consulted, h)
 		}
 	}
-	if keepable && resp.CacheMilliseconds > 0 && !identity.Stranger(k.response.User) {
+	if keepable && resp.CacheMilliseconds > 0 && !identity.IsAnonymous(k.response.User) {
 		a.known.put(key, identity.Owner(k.response.User.GetName()), k, size,
 			time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
 	}
@@ -233,7 +233,7 @@ func (a *Authenticator) finish(req *http.Request, k *knownUser) (*authenticator.
 			req.Header[http.CanonicalHeaderKey(name)] = slices.Clone(values)
 		}
 	}
-	warnings.Tell(req.Context(), k.warnings)
+	warnings.Forward(req.Context(), k.warnings)
 	if len(k.annotations) > 0 {
 		audit.AddAuditAnnotationsMap(req.Context(), k.annotations)
 	}

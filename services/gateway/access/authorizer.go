@@ -94,7 +94,7 @@ func (a *Authorizer) Run(ctx context.Context) {
 		// It must not wait for an authz that is away: nobody is heard of meanwhile.
 		return a.Client.PolicyRevisions(ctx, &authzv1.PolicyRevisionsRequest{}, grpc.WaitForReady(false))
 	}
-	rpc.Follow(ctx, followPause, open, a.moved, func(error) { a.moved(nil, false) })
+	rpc.RetryWatch(ctx, followPause, open, a.moved, func(error) { a.moved(nil, false) })
 	a.moved(nil, false)
 }
 
@@ -195,7 +195,7 @@ func (a *Authorizer) stands(d decision) bool {
 	}
 	a.mu.RLock()
 	defer a.mu.RUnlock()
-	if a.replica == "" || d.replica != a.replica || time.Since(a.lastMessage) > identity.GenerationLease {
+	if a.replica == "" || d.replica != a.replica || time.Since(a.lastMessage) > identity.PolicyRevisionLease {
 		return false
 	}
 	space := a.spaces[d.namespace]
@@ -261,7 +261,7 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 	k, keepable := keysOf(attrs)
 	if keepable {
 		if d, ok := a.cached(k); ok {
-			telemetry.Note(ctx, "Decision kept", nil)
+			telemetry.AddSpanEvent(ctx, "Decision kept", nil)
 			return d.decision, d.reason, nil
 		}
 	}
@@ -274,7 +274,7 @@ func (a *Authorizer) Authorize(ctx context.Context, attrs authorizer.Attributes)
 		return d.decision, d.reason, errors.New(resp.EvaluationError)
 	}
 	if keepable && !d.transient && (d.generation != 0 || resp.CacheMilliseconds > 0) &&
-		!identity.Stranger(attrs.GetUser()) && a.stands(d) {
+		!identity.IsAnonymous(attrs.GetUser()) && a.stands(d) {
 		ttl := time.Duration(math.MaxInt64)
 		if resp.CacheMilliseconds > 0 {
 			ttl = time.Duration(resp.CacheMilliseconds) * time.Millisecond

@@ -24,7 +24,7 @@ import (
 	"k8s.io/client-go/transport"
 	"k8s.io/streaming/pkg/httpstream"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/upgrade"
 )
@@ -76,7 +76,7 @@ func New(c *Config, dialer *transport.DialHolder) (*Proxy, error) {
 
 // Set makes v the view whose servers are known, and says whether they are others than before. What is the same keeps
 // its connections.
-func (p *Proxy) Set(v *catalog.View) (changed bool) {
+func (p *Proxy) Set(v *discovery.View) (changed bool) {
 	before := p.said
 	p.said = v.ApiServices
 	if slices.EqualFunc(before, v.ApiServices, func(a, b *registryv1.APIService) bool { return proto.Equal(a, b) }) {

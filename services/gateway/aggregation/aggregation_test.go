@@ -18,7 +18,7 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/util/flowcontrol"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
@@ -44,7 +44,7 @@ func proxyTo(t *testing.T, all ...*registryv1.APIService) *Proxy {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.Set(catalog.NewView(&registryv1.DiscoveryResponse{ApiServices: all}))
+	p.Set(discovery.NewView(&registryv1.DiscoveryResponse{ApiServices: all}))
 	return p
 }
 
@@ -188,7 +188,7 @@ func TestWhatAServerServesIsLearned(t *testing.T) {
 	if got := l.Of(gv); got == nil || !got.Stale || len(got.Resources) != 1 {
 		t.Errorf("while it is down: %+v", got)
 	}
-	p.Set(catalog.NewView(&registryv1.DiscoveryResponse{}))
+	p.Set(discovery.NewView(&registryv1.DiscoveryResponse{}))
 	l.Wake()
 	wait()
 	if got := l.Of(gv); got != nil || len(l.Groups()) != 0 {

@@ -333,12 +333,12 @@ func TestThePolicyIsReadAnew(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer a.Close()
-	reloadtest.Follow(t, files)
+	reloadtest.Watch(t, files)
 	level := func() auditinternal.Level { return a.Policy.EvaluatePolicyRule(authorizer.AttributesRecord{}).Level }
 	policy("Request")
 	reloadtest.Until(t, "the new policy is in force", func() bool { return level() == auditinternal.LevelRequest })
 	policy("Odd")
-	reloadtest.Shown(t, files, "[-]audit-policy-file")
+	reloadtest.WaitForPage(t, files, "[-]audit-policy-file")
 	if level() != auditinternal.LevelRequest {
 		t.Errorf("a bad policy is in force: %s", level())
 	}

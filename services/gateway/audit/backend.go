@@ -48,7 +48,7 @@ func New(ctx context.Context, c *Config, dial utilnet.DialFunc, files *reload.Fi
 	}
 	a := &Auditor{stop: make(chan struct{})}
 	p := &currentPolicy{}
-	if err := files.Take(ctx, "audit-policy-file", c.PolicyFile, p.read); err != nil {
+	if err := files.LoadAndWatch(ctx, "audit-policy-file", c.PolicyFile, p.read); err != nil {
 		return nil, err
 	}
 	var backends []audit.Backend

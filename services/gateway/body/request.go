@@ -79,7 +79,7 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 			return
 		}
 		u, ok := request.UserFrom(req.Context())
-		if ok && identity.Stranger(u) {
+		if ok && identity.IsAnonymous(u) {
 			next.ServeHTTP(w, req)
 			return
 		}

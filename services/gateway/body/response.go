@@ -62,7 +62,7 @@ func encoded(h http.Header) {
 
 // Compressed says whether an answer of some size is compressed for who asks.
 func Compressed(req *http.Request, size int64) bool {
-	return size > deflate.Above && deflate.Accepted(req.Header)
+	return size > deflate.Threshold && deflate.AcceptsGzip(req.Header)
 }
 
 // Write implements io.Writer. No turn at compressing is held while the client is waited for.
@@ -71,7 +71,7 @@ func (b *Writer) Write(p []byte) (int, error) {
 		return b.w.Write(p)
 	}
 	for written := 0; written < len(p); {
-		piece := p[written:min(len(p), written+deflate.Piece)]
+		piece := p[written:min(len(p), written+deflate.TurnBytes)]
 		if err := deflate.Turn(func() error { _, err := b.gz.Write(piece); return err }); err != nil {
 			return written, err
 		}

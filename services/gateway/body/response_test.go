@@ -31,7 +31,7 @@ func (h *held) Write(p []byte) (int, error) {
 
 // An answer is whole in whatever pieces it is compressed, and who takes nothing keeps nobody else from compressing.
 func TestACompressedAnswerIsWhole(t *testing.T) {
-	whole := make([]byte, 5*deflate.Piece+17)
+	whole := make([]byte, 5*deflate.TurnBytes+17)
 	random := rand.NewChaCha8([32]byte{})
 	_, _ = random.Read(whole) // which compresses badly: much is to be written
 	answer := func(w http.ResponseWriter) {
@@ -39,7 +39,7 @@ func TestACompressedAnswerIsWhole(t *testing.T) {
 		req.Header.Set("Accept-Encoding", "gzip")
 		b := NewWriter(w, req, "application/json", http.StatusOK, int64(len(whole)))
 		for left := whole; len(left) > 0; {
-			n := min(len(left), 1+int(random.Uint64()%(2*deflate.Piece)))
+			n := min(len(left), 1+int(random.Uint64()%(2*deflate.TurnBytes)))
 			if _, err := b.Write(left[:n]); err != nil {
 				t.Error(err)
 			}

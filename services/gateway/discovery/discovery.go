@@ -14,7 +14,7 @@ import (
 	genericapi "k8s.io/apiserver/pkg/endpoints"
 	"k8s.io/apiserver/pkg/endpoints/discovery/aggregated"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
 	"watershed.dev/services/gateway/answer"
@@ -31,27 +31,27 @@ type Handler struct {
 
 // documents is discovery of one view.
 type documents struct {
-	view         *catalog.View
+	view         *discovery.View
 	versions     map[string][]metav1.APIResource
 	groups       metav1.APIGroupList
 	legacy, apis http.Handler
 }
 
 // Set makes v the view that is told of. Its documents are made when somebody asks.
-func (h *Handler) Set(v *catalog.View) {
+func (h *Handler) Set(v *discovery.View) {
 	h.current.Store(&lazy{make: sync.OnceValue(func() *documents { return h.documents(v) })})
 }
 
 type lazy struct{ make func() *documents }
 
-func (h *Handler) documents(v *catalog.View) *documents {
+func (h *Handler) documents(v *discovery.View) *documents {
 	d := &documents{view: v, versions: map[string][]metav1.APIResource{}}
 	for _, e := range v.Resources {
 		if e.NotEstablished {
 			continue
 		}
 		gv := groupVersion(e.Resource.Group, e.Resource.Version)
-		d.versions[gv] = append(d.versions[gv], catalog.APIResource(e))
+		d.versions[gv] = append(d.versions[gv], discovery.ToMetaV1(e))
 	}
 	remote := map[schema.GroupVersion]bool{}
 	for _, r := range v.ApiServices {

@@ -10,7 +10,7 @@ import (
 	apidiscoveryv2 "k8s.io/api/apidiscovery/v2"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
@@ -34,7 +34,7 @@ func handler(t *testing.T) *Handler {
 	}
 	hidden := entry("example.com", "v1", "secrets", "Hidden", true)
 	hidden.NotEstablished = true
-	view := catalog.NewView(&registryv1.DiscoveryResponse{
+	view := discovery.NewView(&registryv1.DiscoveryResponse{
 		Resources: []*registryv1.APIResource{
 			entry("", "v1", "pods", "Pod", false),
 			entry("apps", "v1", "deployments", "Deployment", false),

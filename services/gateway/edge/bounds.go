@@ -211,7 +211,7 @@ func (b *bounds) filter(next http.Handler) http.Handler {
 			next.ServeHTTP(w, req)
 			return
 		}
-		owner := identity.Share(u, req.RemoteAddr)
+		owner := identity.QuotaOwner(u, req.RemoteAddr)
 		if c, ok := req.Context().Value(connectionKey{}).(*connection); ok && c != nil && !b.connect(c, owner) {
 			if b.unused(c) {
 				w.Header().Set("Connection", "close") // GOAWAY, over HTTP/2

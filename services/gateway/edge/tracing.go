@@ -22,7 +22,7 @@ const traceResponse = "Traceresponse"
 // anybody else's becomes a link; of the others a share is chosen. The choice comes first, so that a request that is not
 // traced costs nothing: upstream's filter alone takes 4 µs.
 func traced(h http.Handler) http.Handler {
-	if !telemetry.Traced() {
+	if !telemetry.TracingEnabled() {
 		return h
 	}
 	spans := genericapifilters.WithTracing(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
@@ -34,7 +34,7 @@ func traced(h http.Handler) http.Handler {
 			}
 		}
 		h.ServeHTTP(w, req)
-	}), telemetry.Requests())
+	}), telemetry.RequestTracerProvider())
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if len(req.Header["Traceparent"]) > 0 && maySample(req) || telemetry.Sampled() {
 			spans.ServeHTTP(w, req)
@@ -49,7 +49,7 @@ func traced(h http.Handler) http.Handler {
 // (k8s.io/apiserver/pkg/endpoints/filterlatency).
 func step(name string, next http.Handler, filter func(http.Handler) http.Handler) http.Handler {
 	plain := filter(next)
-	if !telemetry.Traced() {
+	if !telemetry.TracingEnabled() {
 		return plain
 	}
 	spanned := filter(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
@@ -63,7 +63,7 @@ func step(name string, next http.Handler, filter func(http.Handler) http.Handler
 			plain.ServeHTTP(w, req)
 			return
 		}
-		ctx, span := telemetry.Step(context.WithValue(req.Context(), stepOf{}, request), name)
+		ctx, span := telemetry.StartSpan(context.WithValue(req.Context(), stepOf{}, request), name)
 		defer span.End()
 		spanned.ServeHTTP(w, req.WithContext(ctx))
 	})

@@ -72,7 +72,7 @@ const compressedPerPlain = 4
 
 // cost is as how many bytes the answer counts that a request gets.
 func (s size) cost(req *http.Request, verb string) int64 {
-	if verb == "list" && s.compressed && deflate.Accepted(req.Header) {
+	if verb == "list" && s.compressed && deflate.AcceptsGzip(req.Header) {
 		return s.bytes / compressedPerPlain
 	}
 	return s.bytes
@@ -109,7 +109,7 @@ func (s *sizes) note(req *http.Request, n size) {
 	l := s.list(req)
 	info, ok := request.RequestInfoFrom(req.Context())
 	// who takes no compressed list, and a watch, say nothing of those who do
-	if !deflate.Accepted(req.Header) || ok && info.Verb == "watch" {
+	if !deflate.AcceptsGzip(req.Header) || ok && info.Verb == "watch" {
 		known, _ := s.exact.Get(l.exact)
 		before, _ := known.(size)
 		n.compressed = before.compressed

@@ -24,8 +24,8 @@ import (
 	"k8s.io/kube-openapi/pkg/aggregator"
 	"k8s.io/kube-openapi/pkg/validation/spec"
 
-	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
@@ -39,7 +39,7 @@ type Handler struct {
 	aggregated *aggregation.Learner
 
 	mu   sync.Mutex
-	view *catalog.View
+	view *discovery.View
 	made map[string]*document
 	// making shares the making of a document among the requests for it.
 	making coalesce.Group[*document]
@@ -68,7 +68,7 @@ type document struct {
 }
 
 // Set makes v the view whose documents are served. What is the same stays.
-func (h *Handler) Set(v *catalog.View) {
+func (h *Handler) Set(v *discovery.View) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.view = v

@@ -14,7 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
@@ -60,7 +60,7 @@ func handler(t *testing.T) (*Handler, *documents) {
 		t.Fatal(err)
 	}
 	h := New(registryv1.NewDiscoveryClient(p.Client("gateway")), aggregation.NewLearner(proxy, func() {}))
-	h.Set(catalog.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
+	h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
 	return h, d
 }
 
@@ -102,7 +102,7 @@ func TestDocumentsAreMadeOnceAndNamedByTheirHash(t *testing.T) {
 		w.Header().Get("Etag")); again.Code != http.StatusNotModified {
 		t.Errorf("what the client has: %d", again.Code)
 	}
-	h.Set(catalog.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}))
+	h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}))
 	get(h, "/openapi/v3/apis/apps/v1")
 	if n := d.asked.Load(); n != 2 {
 		t.Errorf("registry is asked %d times for two documents", n)

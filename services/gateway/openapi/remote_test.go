@@ -11,7 +11,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
 )
@@ -52,7 +52,7 @@ func aggregated(t *testing.T, s *httptest.Server) *Handler {
 	if err != nil {
 		t.Fatal(err)
 	}
-	proxy.Set(catalog.NewView(&registryv1.DiscoveryResponse{ApiServices: []*registryv1.APIService{{
+	proxy.Set(discovery.NewView(&registryv1.DiscoveryResponse{ApiServices: []*registryv1.APIService{{
 		Group:                 "metrics.k8s.io",
 		Version:               "v1",
 		Addresses:             []string{strings.TrimPrefix(s.URL, "https://")},

@@ -21,7 +21,7 @@ func (c *call) get() {
 	}
 	r := c.getRequest()
 	ctx := c.preferring(c.req.Context(), r.Namespace, r.Name)
-	resp, err := rpc.Hedged(ctx, rpc.AskAgain, func(ctx context.Context) (*registryv1.ObjectResponse, error) {
+	resp, err := rpc.Hedged(ctx, rpc.HedgeDelay, func(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return c.router.Objects.Get(ctx, r)
 	})
 	if err != nil {
@@ -46,6 +46,6 @@ func (c *call) getRequest() *registryv1.GetRequest {
 func (c *call) getFromTier(r *watchfanoutv1.GetRequest) (body []byte, ok bool) {
 	ctx, cancel := context.WithTimeout(c.req.Context(), answersWithin)
 	defer cancel()
-	resp, err := c.router.TierGets.Get(rpc.Routed(ctx, c.entry.StorageResource), r, grpc.WaitForReady(false))
+	resp, err := c.router.TierGets.Get(rpc.WithHashKey(ctx, c.entry.StorageResource), r, grpc.WaitForReady(false))
 	return resp.GetBody(), err == nil
 }

@@ -7,7 +7,7 @@ import (
 
 	"google.golang.org/grpc"
 
-	"watershed.dev/platform/interest"
+	"watershed.dev/platform/admissionrules"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -28,7 +28,7 @@ func (i *Interests) Run(ctx context.Context) {
 	open := func(ctx context.Context) (grpc.ServerStreamingClient[admissionv1.AdmissionRuleSet], error) {
 		return i.Client.AdmissionRules(ctx, &admissionv1.AdmissionRulesRequest{})
 	}
-	rpc.Follow(ctx, interestsPause, open,
+	rpc.RetryWatch(ctx, interestsPause, open,
 		func(m *admissionv1.AdmissionRuleSet, _ bool) { i.current.Store(m) },
 		func(error) { i.current.Store(nil) })
 }
@@ -44,10 +44,10 @@ func (i *Interests) Name(w *registryv1.WriteRequest) {
 		w.Admit, w.Validate = allOperations, allOperations
 		return
 	}
-	others, lifecycle := interest.Operations(set.Admit, w.Resource, w.Namespace, w.Name, w.User,
+	others, lifecycle := admissionrules.Operations(set.Admit, w.Resource, w.Namespace, w.Name, w.User,
 		(*admissionv1.AdmissionRule).GetNamespaceLifecycleOnly)
 	w.Admit, w.NamespaceLifecycleOnly = append(others, lifecycle...), lifecycle
-	others, atOnce := interest.Operations(set.Validate, w.Resource, w.Namespace, w.Name, w.User,
+	others, atOnce := admissionrules.Operations(set.Validate, w.Resource, w.Namespace, w.Name, w.User,
 		(*admissionv1.AdmissionRule).GetValidateInAdmit)
 	w.Validate, w.ValidateInAdmit = append(others, atOnce...), atOnce
 }

@@ -60,14 +60,14 @@ func (c *call) listFrom(p *plan) {
 	if p.deciding && !c.ofOne(p.query) {
 		silent.Stop()
 	}
-	stream, err := p.from.Lists.List(rpc.Routed(listing, c.entry.StorageResource), &watchfanoutv1.ListRequest{
+	stream, err := p.from.Lists.List(rpc.WithHashKey(listing, c.entry.StorageResource), &watchfanoutv1.ListRequest{
 		Query:                p.query,
 		ResourceVersion:      p.opts.ResourceVersion,
 		ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
 		Limit:                p.opts.Limit,
 		Continue:             p.opts.Continue,
 		// an audit event has the body as it is
-		Gzip: deflate.Accepted(c.req.Header) && !audit.Responds(ctx),
+		Gzip: deflate.AcceptsGzip(c.req.Header) && !audit.Responds(ctx),
 	}, grpc.WaitForReady(false))
 	var chunk *rpc.Chunk
 	if err == nil {
@@ -187,7 +187,7 @@ func listQuery(q url.Values) string {
 
 // readList reads a list from a registry, or from another one where that is silent.
 func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
-	return rpc.Hedged(rpc.Noting(ctx), rpc.AskAgain, func(ctx context.Context) (data []byte, err error) {
+	return rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, func(ctx context.Context) (data []byte, err error) {
 		stream, err := c.router.Objects.List(ctx, r)
 		if err == nil {
 			err = rpc.Each(stream, func(chunk *registryv1.ListChunk) error {

@@ -15,15 +15,15 @@ import (
 
 // fail answers an error, with what came beside it.
 func (c *call) fail(err error) {
-	warnings.Tell(c.req.Context(), rpc.Warnings(err))
-	audit.Follow(c.req.Context(), rpc.Trail(err), c.body)
-	answer.Error(c.w, c.req, c.groupVersion(), rpc.Bare(err))
+	warnings.Forward(c.req.Context(), rpc.Warnings(err))
+	audit.Follow(c.req.Context(), rpc.AuditContextOf(err), c.body)
+	answer.Error(c.w, c.req, c.groupVersion(), rpc.WithoutDetails(err))
 }
 
 // respond answers what registry has answered.
 func (c *call) respond(resp *registryv1.ObjectResponse) {
 	ctx := c.req.Context()
-	warnings.Tell(ctx, resp.Warnings)
+	warnings.Forward(ctx, resp.Warnings)
 	audit.Follow(ctx, resp.Audit, c.body)
 	if audit.Responds(ctx) {
 		audit.Response(ctx, c.out.MediaType, resp.Body)

@@ -20,8 +20,8 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 	"k8s.io/apiserver/pkg/warning"
 
-	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/identity"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
@@ -37,7 +37,7 @@ import (
 
 // Router serves /api and /apis.
 type Router struct {
-	Catalog   *catalog.Catalog
+	Catalog   *discovery.Watcher
 	Interests *Interests
 	// Objects is registry, for what the watch tier does not answer.
 	Objects registryv1.ObjectsClient
@@ -136,12 +136,12 @@ func starting() error {
 var errNoPath = errors.New("nothing serves the path")
 
 // find is the entry of the resource that a path names, or the error that there is none.
-func find(view *catalog.View, info *request.RequestInfo, req *http.Request) (*registryv1.APIResource, error) {
-	entry, ok := view.Entry(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
+func find(view *discovery.View, info *request.RequestInfo, req *http.Request) (*registryv1.APIResource, error) {
+	entry, ok := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
 	if ok && dialectOf(entry).has(entry, info, req) {
 		return entry, nil
 	}
-	if main, defined := view.Entry(info.APIGroup, info.APIVersion, info.Resource, ""); !ok && defined {
+	if main, defined := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, ""); !ok && defined {
 		if err := dialectOf(main).lacks(main, info); err != nil {
 			return nil, err
 		}

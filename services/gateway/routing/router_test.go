@@ -21,8 +21,8 @@ import (
 	"k8s.io/apiserver/pkg/authentication/user"
 	"k8s.io/apiserver/pkg/endpoints/request"
 
-	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/coalesce"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/paths"
 	"watershed.dev/platform/rpc"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
@@ -173,7 +173,7 @@ func routerOver(t *testing.T, b *behind) *Router {
 	watches := &watch.Hub{Config: &watch.Config{}}
 	lists := func() *coalesce.Group[[]byte] { return &coalesce.Group[[]byte]{Limit: 1, Timeout: time.Minute} }
 	r := &Router{
-		Catalog:    &catalog.Catalog{Registry: registryv1.NewDiscoveryClient(conn)},
+		Catalog:    &discovery.Watcher{Registry: registryv1.NewDiscoveryClient(conn)},
 		Interests:  &Interests{Client: admissionv1.NewAdmissionClient(conn)},
 		Objects:    registryv1.NewObjectsClient(conn),
 		Tier:       Source{watchfanoutv1.NewWatchClient(conn), watches},
@@ -283,7 +283,7 @@ func TestRegistryAnswersForTheTier(t *testing.T) {
 
 // Before registry has said what is served, clients are told to come back.
 func TestWithoutACatalogClientsComeBack(t *testing.T) {
-	if code, body := ask(t, &Router{Catalog: &catalog.Catalog{}}, "GET", "/api/v1/pods", ""); code != 503 ||
+	if code, body := ask(t, &Router{Catalog: &discovery.Watcher{}}, "GET", "/api/v1/pods", ""); code != 503 ||
 		!strings.Contains(body, "starting") {
 		t.Errorf("%d %s", code, body)
 	}

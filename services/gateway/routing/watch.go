@@ -76,7 +76,7 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 			ResourceVersion:   version,
 			AllowBookmarks:    p.opts.AllowWatchBookmarks,
 			SendInitialEvents: p.opts.SendInitialEvents,
-			Owner:             identity.Share(c.user, c.req.RemoteAddr),
+			Owner:             identity.QuotaOwner(c.user, c.req.RemoteAddr),
 		},
 		StoredAs:       c.entry.StorageResource,
 		Deadline:       time.Now().Add(timeout),
@@ -117,7 +117,7 @@ func (c *call) stillAllowed() func(context.Context) bool {
 func (c *call) stillServed() func() bool {
 	catalog, r := c.router.Catalog, c.entry.Resource
 	return func() bool {
-		_, ok := catalog.View().Entry(r.Group, r.Version, r.Resource, r.Subresource)
+		_, ok := catalog.View().APIResource(r.Group, r.Version, r.Resource, r.Subresource)
 		return ok
 	}
 }

@@ -93,7 +93,7 @@ func (c *call) writeDirect(r *registryv1.WriteRequest) (result *registryv1.Objec
 		if err := proto.Unmarshal(reply.Error, of); err != nil {
 			return nil, false, err
 		}
-		return nil, false, rpc.WithTrail(rpc.FromStatus(status.ErrorProto(of)), reply.Audit)
+		return nil, false, rpc.WithAuditContext(rpc.FromStatus(status.ErrorProto(of)), reply.Audit)
 	}
 	return reply.Result, reply.CallbackRequired, nil
 }
@@ -103,7 +103,7 @@ func (c *call) preferring(ctx context.Context, namespace, name string) context.C
 	if name == "" {
 		return ctx
 	}
-	return rpc.Preferring(ctx, c.entry.StorageResource+"/"+namespace+"/"+name)
+	return rpc.WithAffinity(ctx, c.entry.StorageResource+"/"+namespace+"/"+name)
 }
 
 func (c *call) writeRequest() *registryv1.WriteRequest {
@@ -175,9 +175,9 @@ func (c *call) converse(r *registryv1.WriteRequest,
 			}
 			return m, nil
 		}
-		err = stream.Send(c.resolve(telemetry.WithTrace(asking, m.Traceparent), m))
+		err = stream.Send(c.resolve(telemetry.WithTraceparent(asking, m.Traceparent), m))
 	}
-	return nil, rpc.WithTrail(rpc.FromStatus(err), trail)
+	return nil, rpc.WithAuditContext(rpc.FromStatus(err), trail)
 }
 
 // resolve asks the service that registry's question is for. A question that cannot be answered refuses the write.
@@ -220,10 +220,10 @@ func (c *call) review(ctx context.Context, q *registryv1.AdmissionCallback) *reg
 		return &registryv1.AdmissionResult{Verdict: verdict}
 	}
 	err = rpc.FromStatus(err)
-	audit.Annotate(ctx, rpc.Trail(err).GetAnnotations())
+	audit.Annotate(ctx, rpc.AuditContextOf(err).GetAnnotations())
 	var api apierrors.APIStatus
 	if !errors.As(err, &api) {
-		api = rpc.Plain(err)
+		api = rpc.ToAPIStatus(err)
 	}
 	st := api.Status()
 	refusal := rpc.StatusProto(&st)

@@ -88,7 +88,7 @@ type subscriber struct {
 func (f *feed) join(at events.Position) *subscriber {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.ended || at.Before(f.low) || at.Foreign(f.high) {
+	if f.ended || at.Before(f.low) || at.DifferentEpoch(f.high) {
 		return nil
 	}
 	next := f.entries.Search(func(e entry) bool { return at.Before(e.at) })
@@ -306,7 +306,7 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 		}
 	}
 	if p := events.FromProto(m.Position); !p.Before(f.high) {
-		p.History = cmp.Or(p.History, f.high.History)
+		p.Epoch = cmp.Or(p.Epoch, f.high.Epoch)
 		f.high = p
 	}
 	fresh := f.entries.From(known)
@@ -318,7 +318,7 @@ func (f *feed) broadcast(m *watchfanoutv1.WatchFrame) {
 	}
 	f.trim()
 	for _, trace := range traces {
-		telemetry.EventSpan(trace, "deliver", began, attribute.Int("watches", len(f.subs)))
+		telemetry.RecordEventSpan(trace, "deliver", began, attribute.Int("watches", len(f.subs)))
 	}
 }
 

@@ -146,7 +146,7 @@ func (h *Hub) answered(ctx context.Context, question string, f *flight, storedAs
 
 // run reads the stream, as far as anybody asks for it.
 func (f *flight) run(ctx context.Context, storedAs string, r *watchfanoutv1.WatchRequest, answered func()) {
-	stream, err := f.hub.Client.Watch(rpc.Routed(ctx, storedAs), r, grpc.WaitForReady(false))
+	stream, err := f.hub.Client.Watch(rpc.WithHashKey(ctx, storedAs), r, grpc.WaitForReady(false))
 	for first := true; ; first = false {
 		var m *watchfanoutv1.WatchFrame
 		if err == nil {

@@ -288,7 +288,7 @@ func (h *Hub) joinable(k key, at events.Position) bool {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return !f.ended && !at.Before(f.low) && !at.Foreign(f.high)
+	return !f.ended && !at.Before(f.low) && !at.DifferentEpoch(f.high)
 }
 
 // drop forgets a feed: it has ended.

@@ -34,7 +34,7 @@ func (f *feed) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (*replic
 	f.mu.Lock()
 	request.ResumeAfter = f.high.Proto()
 	f.mu.Unlock()
-	placed := rpc.Staying(own, f.storedAs, func() {
+	placed := rpc.WithReassignment(own, f.storedAs, func() {
 		pause := rand.N(moveWithin)
 		for sleep(own, pause) && !f.move(ctx, own, s, r) {
 			pause = min(2*pause+retryAfter, heldOpen)
@@ -49,7 +49,7 @@ func (f *feed) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (*replic
 }
 
 // moveWithin is over how long feeds move that are to move at the same time. A replica that goes serves on for longer.
-const moveWithin = rpc.HandOver / 2
+const moveWithin = rpc.LameDuckPeriod / 2
 
 // sleep is false if ctx ended meanwhile.
 func sleep(ctx context.Context, d time.Duration) bool {

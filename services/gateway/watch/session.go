@@ -377,7 +377,7 @@ func (s *session) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (fram
 	if s.ResumeAfter == nil && s.initial() && s.hub.flown.Load() < s.hub.Config.FeedsBytes/2 {
 		return s.hub.board(ctx, s.StoredAs, r)
 	}
-	stream, err := s.hub.Client.Watch(rpc.Routed(ctx, s.StoredAs), r, grpc.WaitForReady(false))
+	stream, err := s.hub.Client.Watch(rpc.WithHashKey(ctx, s.StoredAs), r, grpc.WaitForReady(false))
 	return stream, func() {}, err
 }
 

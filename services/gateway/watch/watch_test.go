@@ -372,7 +372,7 @@ func TestAFeedMovesWithItsResource(t *testing.T) {
 		up.mu.Lock()
 		last := up.contexts[n-1]
 		up.mu.Unlock()
-		go rpc.MovedOf(last)()
+		go rpc.ReassignmentOf(last)()
 		select {
 		case <-last.Done(): // another has taken over
 		case <-time.After(20 * time.Second):
@@ -419,7 +419,7 @@ func (t *tier) open(tt *testing.T, n int) {
 func (t *tier) moves(n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	go rpc.MovedOf(t.contexts[n-1])()
+	go rpc.ReassignmentOf(t.contexts[n-1])()
 }
 
 // Where replicas change again while a feed moves, it ends with one stream.

@@ -39,7 +39,7 @@ import (
 // builder builds what serves one definition, as k8s.io/apiextensions-apiserver/pkg/apiserver's
 // getOrCreateServingInfoFor does.
 type builder struct {
-	*crd.Definition
+	*crd.CRD
 	table       *Set
 	converter   *crd.Converter
 	types       managedfields.TypeConverter
@@ -54,7 +54,7 @@ type builder struct {
 
 func (s *served) build(t *Set) {
 	b := &builder{
-		Definition:  s.Definition,
+		CRD:         s.CRD,
 		table:       t,
 		equivalents: s.Equivalents(),
 		replicas:    managedfields.ResourcePathMappings{},
@@ -74,7 +74,7 @@ func (s *served) build(t *Set) {
 // within is the endpoint of a resource whose conversions end with ctx. It is made for each request, of parts that were
 // built once: a webhook's calls are to end with the request, and upstream's storages and codecs pass no context on.
 func (b *builder) within(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoint, error) {
-	safe, unsafe := b.converter.Within(ctx)
+	safe, unsafe := b.converter.WithContext(ctx)
 	st, err := b.open[r.GetVersion()](safe)
 	if err != nil {
 		return nil, err
@@ -90,7 +90,7 @@ func (b *builder) build() (map[string]*servedVersion, error) {
 	if b.converter, err = b.Converter(b.table.Converters); err != nil {
 		return nil, err
 	}
-	safe, unsafe := b.converter.Within(context.Background()) // the finalizer's, or where no webhook is called
+	safe, unsafe := b.converter.WithContext(context.Background()) // the finalizer's, or where no webhook is called
 	if b.types, err = b.typeConverter(); err != nil {
 		return nil, err
 	}

@@ -43,7 +43,7 @@ func sign(e *registryv1.APIResource) *registryv1.APIResource {
 }
 
 // entriesOf writes a definition's catalog entries, one for each served version and subresource.
-func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.APIResource {
+func entriesOf(d *crd.CRD, st *storage.Stored) []*registryv1.APIResource {
 	var all []*registryv1.APIResource
 	for _, v := range d.Spec.Versions {
 		if !v.Served {
@@ -85,7 +85,7 @@ func entriesOf(d *crd.Definition, st *storage.Stored) []*registryv1.APIResource 
 }
 
 // entryOf is the entry of one version.
-func entryOf(d *crd.Definition, st *storage.Stored,
+func entryOf(d *crd.CRD, st *storage.Stored,
 	v apiextensionsv1.CustomResourceDefinitionVersion) *registryv1.APIResource {
 	definedAt, _ := storage.Revision(d) // it has one, or it would not be served
 	names := d.Status.AcceptedNames
@@ -119,7 +119,7 @@ func entryOf(d *crd.Definition, st *storage.Stored,
 		NotEstablished:     !apihelpers.IsCRDConditionTrue(d.CustomResourceDefinition, apiextensionsv1.Established),
 		StorageVersionHash: discovery.StorageVersionHash(d.Spec.Group, d.StorageVersion, d.Spec.Names.Kind),
 		Warnings:           warningsOf(d, v),
-		ConvertedFields:    d.Webhook() && len(v.SelectableFields) > 0,
+		ConvertedFields:    d.UsesWebhook() && len(v.SelectableFields) > 0,
 		CrdRevision:        int64(definedAt),
 	}
 	if main.Namespaced {
@@ -133,7 +133,7 @@ func entryOf(d *crd.Definition, st *storage.Stored,
 }
 
 // warningsOf is what every answer in a deprecated version carries.
-func warningsOf(d *crd.Definition, v apiextensionsv1.CustomResourceDefinitionVersion) []string {
+func warningsOf(d *crd.CRD, v apiextensionsv1.CustomResourceDefinitionVersion) []string {
 	if !v.Deprecated {
 		return nil
 	}

@@ -46,7 +46,7 @@ type Set struct {
 
 // served is one definition.
 type served struct {
-	*crd.Definition
+	*crd.CRD
 	// foreign: its revision is of another history of etcd, and whatever is read now is newer.
 	foreign bool
 	stored  *storage.Stored
@@ -150,9 +150,9 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *served {
 	}
 	var s *served
 	if old != nil && crd.Same(old.CustomResourceDefinition, d) { // nothing but its conditions: what was built stands
-		definition := *old.Definition
+		definition := *old.CRD
 		definition.CustomResourceDefinition = d
-		s = &served{Definition: &definition, stored: old.stored, built: old.built}
+		s = &served{CRD: &definition, stored: old.stored, built: old.built}
 	} else {
 		definition, err := crd.New(d)
 		if err != nil {
@@ -161,9 +161,9 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *served {
 			t.remove(d, true)
 			return nil
 		}
-		s = &served{Definition: definition, stored: StoredOf(t.Storage, definition), built: &built{}}
+		s = &served{CRD: definition, stored: StoredOf(t.Storage, definition), built: &built{}}
 	}
-	s.entries = entriesOf(s.Definition, s.stored)
+	s.entries = entriesOf(s.CRD, s.stored)
 	t.byName[d.Name] = s
 	t.mu.Unlock()
 	t.Changed()
@@ -219,7 +219,7 @@ func (t *Set) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoi
 		slog.Error("A custom resource cannot be served", "name", s.Name, "error", s.err)
 		return nil, apierrors.NewInternalError(errors.New("error resolving resource"))
 	}
-	if s.Webhook() {
+	if s.UsesWebhook() {
 		return s.builder.within(ctx, r)
 	}
 	return s.versions[r.GetVersion()].endpoints[r.GetSubresource()], nil

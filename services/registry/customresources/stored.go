@@ -26,7 +26,7 @@ func Defines(st *storage.Stored) bool { return st.Name() == definitionsName }
 // StoredOf is how the publisher and the watch tier read a definition's objects: each in the version that it is stored
 // in, so that no webhook has to be asked. Their fields are those that any version may select by; where another version
 // of an object is more than its apiVersion, they are what they are in the version stored.
-func StoredOf(s *storage.Storage, d *crd.Definition) *storage.Stored {
+func StoredOf(s *storage.Storage, d *crd.CRD) *storage.Stored {
 	var selectable []apiextensionsv1.SelectableField
 	seen := map[string]bool{}
 	for _, v := range d.Spec.Versions {
@@ -41,7 +41,7 @@ func StoredOf(s *storage.Storage, d *crd.Definition) *storage.Stored {
 	strategy := customresource.NewStrategy(crdserverscheme.NewUnstructuredObjectTyper(), d.Namespaced(), kind, nil,
 		nil, nil, nil, nil, selectable)
 	return s.Custom(d.Resource("").GroupResource(), kind, d.Decode, strategy.GetAttrs,
-		d.Webhook() && len(selectable) > 0)
+		d.UsesWebhook() && len(selectable) > 0)
 }
 
 // Definitions knows, for the publisher, how to read custom resources as of each definition's change: it is told of

@@ -22,7 +22,7 @@ import (
 	restclient "k8s.io/client-go/rest"
 	"k8s.io/component-base/version"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/paths"
 	admissionv1 "watershed.dev/proto/watershed/admission/v1"
 	authnv1 "watershed.dev/proto/watershed/authn/v1"
@@ -200,7 +200,7 @@ func (l *Loopback) discovery(req *http.Request, info *request.RequestInfo) (*htt
 	}
 	for _, e := range l.registry.Entries() {
 		if r := e.Resource; r.Group == gv.Group && r.Version == gv.Version {
-			list.APIResources = append(list.APIResources, catalog.APIResource(e))
+			list.APIResources = append(list.APIResources, discovery.ToMetaV1(e))
 		}
 	}
 	data, err := json.Marshal(list)

@@ -29,7 +29,7 @@ type streamGate struct {
 }
 
 func (g *streamGate) ask(ctx context.Context, q *registryv1.WriteReply) (*registryv1.WriteCall, error) {
-	q.Traceparent = telemetry.TraceOf(ctx)
+	q.Traceparent = telemetry.Traceparent(ctx)
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if err := g.stream.Send(q); err != nil {

@@ -90,7 +90,7 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 	}
 	resp, err := e.Write(ctx, r, &streamGate{Namespaces: o.Namespaces, stream: stream})
 	if err != nil {
-		if trail := rpc.Trail(err); trail != nil { // it is too large for what an error has room for
+		if trail := rpc.AuditContextOf(err); trail != nil { // it is too large for what an error has room for
 			if serr := stream.Send(&registryv1.WriteReply{Audit: trail}); serr != nil {
 				return serr
 			}
@@ -102,7 +102,7 @@ func (o *Objects) Write(stream grpc.BidiStreamingServer[registryv1.WriteCall, re
 
 // withoutTrail is a write's error as a status, without what is told of it beside it.
 func withoutTrail(err error) error {
-	return rpc.ToStatus(rpc.WithWarnings(rpc.Bare(err), rpc.Warnings(err)))
+	return rpc.ToStatus(rpc.WithWarnings(rpc.WithoutDetails(err), rpc.Warnings(err)))
 }
 
 // reviews are the groups of what is never stored, and tells in its answer what was asked, also where that failed: an
@@ -130,7 +130,7 @@ func (o *Objects) WriteUnary(ctx context.Context, r *registryv1.WriteRequest) (*
 	if merr != nil {
 		return nil, merr
 	}
-	return &registryv1.WriteUnaryReply{Error: of, Audit: rpc.Trail(err)}, nil
+	return &registryv1.WriteUnaryReply{Error: of, Audit: rpc.AuditContextOf(err)}, nil
 }
 
 // Connect decides where a request that carries bytes goes, asking back in its own stream.

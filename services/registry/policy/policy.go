@@ -74,7 +74,7 @@ func (p *Policy) ofOne(ctx context.Context, q *watchfanoutv1.Query) (bool, error
 func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
 	limited := r.Limit != 0 && r.ResourceVersion != "0" // with "0" a limit does not count
 	if limited || r.Continue != "" || r.ResourceVersionMatch == "Exact" {
-		return rpc.ErrAskRegistry
+		return rpc.ErrDelegate
 	}
 	ctx := stream.Context()
 	// A list of one object waits for no other: how fresh policy is is asked by one.
@@ -101,7 +101,7 @@ func (p *Policy) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingS
 	items := make([][]byte, len(rows))
 	for i, row := range rows {
 		if !v.own(row.Version) {
-			return rpc.ErrAskRegistry
+			return rpc.ErrDelegate
 		}
 		if items[i], err = v.form.Item(row.Json, row.Protobuf); err != nil {
 			return rpc.ToStatus(err)
@@ -128,7 +128,7 @@ type view struct {
 	policy  *Policy
 	entry   *registryv1.APIResource
 	output  *registryv1.Output
-	form    frame.Form
+	form    frame.Encoding
 	stored  *storage.Stored
 	selects tail.Selector
 	// revision was etcd's before the definition was read that objects are read by: a later one is told of after it.
@@ -152,7 +152,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 	}
 	entry, as := e.Entry, q.GetOutput().GetAs()
 	if entry.GetStorageResource() == "" || !offered(q.GetOutput()) || q.GetNamespace() != "" && !entry.Namespaced {
-		return nil, rpc.ErrAskRegistry
+		return nil, rpc.ErrDelegate
 	}
 	v := &view{
 		policy:   p,
@@ -161,7 +161,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 		output:   q.GetOutput(),
 		skips:    q.GetSkipUnreadable(),
 	}
-	v.form = frame.FormOf(entry.Kind, as, q.GetOutput().GetMediaType(), entry.Unstructured)
+	v.form = frame.EncodingOf(entry.Kind, as, q.GetOutput().GetMediaType(), entry.Unstructured)
 	k, stored := entry.Kind, entry.StoredKind
 	v.native = k.Group == stored.Group && k.Version == stored.Version && k.Kind == stored.Kind
 	if v.stored, err = p.resources.Stored(ctx, entry.StorageResource); err != nil {
@@ -177,7 +177,7 @@ func (p *Policy) view(ctx context.Context, q *watchfanoutv1.Query) (*view, error
 		v.prefix += name // and what else begins so, which is not selected
 	}
 	if entry.ConvertedFields && convertedField(q.GetFieldSelector()) {
-		return nil, rpc.ErrAskRegistry
+		return nil, rpc.ErrDelegate
 	}
 	v.selects, err = tail.NewSelector(namespace, q.GetLabelSelector(), q.GetFieldSelector())
 	return v, err
@@ -224,7 +224,7 @@ func (v *view) own(version string) bool {
 func (v *view) rows(ctx context.Context, resourceVersion string) ([]*registryv1.Row, error) {
 	if resourceVersion != "" {
 		if least, err := strconv.ParseInt(resourceVersion, 10, 64); err != nil || least > v.revision {
-			return nil, rpc.ErrAskRegistry // which knows in which words that is refused
+			return nil, rpc.ErrDelegate // which knows in which words that is refused
 		}
 	}
 	var out []*registryv1.Row

@@ -86,11 +86,11 @@ func (w *watch) begin(ctx context.Context) error {
 		return err
 	}
 	high, history := w.tail.At()
-	if start.At.Foreign(events.Position{History: history}) {
+	if start.At.DifferentEpoch(events.Position{Epoch: history}) {
 		return tail.ErrExpired
 	}
 	// which the reading corrects, where nobody knows it yet
-	w.position = events.Position{Index: events.LastIndex, History: cmp.Or(start.At.History, history)}
+	w.position = events.Position{Index: events.LastIndex, Epoch: cmp.Or(start.At.Epoch, history)}
 	switch {
 	case start.Initial:
 		return w.initial(ctx)
@@ -147,7 +147,7 @@ func (w *watch) sendEvents(ctx context.Context) error {
 	defer bookmarks.Stop()
 	for due := false; ; {
 		came, high, changed, overrun := f.Next()
-		w.position.History = f.History()
+		w.position.Epoch = f.History()
 		if err := w.deliver(ctx, came); err != nil {
 			return err
 		}

@@ -129,7 +129,7 @@ func watchOf(t *testing.T, l *tail.Tail, r *watchfanoutv1.WatchRequest, labels s
 		view: &view{
 			policy:  &Policy{tail: l},
 			entry:   &registryv1.APIResource{StorageResource: "roles", Kind: k, StoredKind: k},
-			form:    frame.FormOf(k, nil, frame.JSON, false),
+			form:    frame.EncodingOf(k, nil, frame.JSON, false),
 			selects: selects,
 			native:  true,
 		}}, s

@@ -79,7 +79,7 @@ func (p *Publisher) tellOthers(ctx context.Context) {
 			return
 		case t := <-p.causes.others():
 			one, cancel := context.WithTimeout(ctx, tellTimeout)
-			if err := eventlog.TellCause(one, p.NATS, t.TraceContext); err != nil {
+			if err := eventlog.PublishTraceContext(one, p.NATS, t.TraceContext); err != nil {
 				slog.Debug("The publisher is not told of a traced write", "error", err)
 			}
 			cancel()

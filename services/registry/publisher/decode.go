@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/registry/customresources"
 	"watershed.dev/services/registry/storage"
@@ -38,7 +38,7 @@ func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Ev
 	if !ok {
 		return nil, "", nil
 	}
-	defer guard.Error("reading an object", &err)
+	defer recovery.ToError("reading an object", &err)
 	hidden := storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
 	if hidden {
 		if err := p.slow.refused(st.Name()); err != nil {
@@ -108,7 +108,7 @@ func (p *Publisher) seal(ctx context.Context, e *logv1.Event, st *storage.Stored
 	if err != nil {
 		return err
 	}
-	return eventlog.Seal(e, key, secret)
+	return eventlog.Encrypt(e, key, secret)
 }
 
 const (

@@ -206,7 +206,7 @@ func (p *Publisher) remembers(ctx context.Context, h history, written, revision 
 // mark changes the mark: what it is about to be is in the log first, so that whoever finds either knows it. It is done
 // between two transactions only, since it says that everything up to the log's last revision has been published.
 func (p *Publisher) mark(ctx context.Context, w *term) error {
-	if !w.log.Last().Mark && !w.whole {
+	if !w.log.Last().Progress && !w.whole {
 		return nil
 	}
 	next := rand.Text()

@@ -143,7 +143,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 		return err
 	}
 	asked := make(chan struct{}, 1)
-	sub, err := p.NATS.Subscribe(eventlog.AskProgress, func(*nats.Msg) {
+	sub, err := p.NATS.Subscribe(eventlog.ProgressRequestSubject, func(*nats.Msg) {
 		select {
 		case asked <- struct{}{}:
 		default:
@@ -153,8 +153,8 @@ func (p *Publisher) publish(ctx context.Context) error {
 		return err
 	}
 	defer func() { _ = sub.Unsubscribe() }()
-	if telemetry.Traced() {
-		told, err := eventlog.HearCauses(p.NATS, p.causes.add)
+	if telemetry.TracingEnabled() {
+		told, err := eventlog.SubscribeTraceContexts(p.NATS, p.causes.add)
 		if err != nil {
 			return err
 		}
@@ -164,7 +164,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 	}
 	last := w.log.Last()
 	from := last.Revision + 1
-	if !last.Mark {
+	if !last.Progress {
 		from = last.Revision // its transaction may hold more
 	}
 	if p.customs, err = customresources.DefinitionsAt(ctx, p.Storage, from-1); err == nil {

@@ -54,7 +54,7 @@ func newJournal(t *testing.T) *journal {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() { defer close(done); _ = eventlog.Read(ctx, j.nats, eventlog.Direct{JS: j.js}, j.take) }()
+	go func() { defer close(done); _ = eventlog.Read(ctx, j.nats, eventlog.DirectGetReader{JS: j.js}, j.take) }()
 	t.Cleanup(func() { cancel(); <-done })
 	return j
 }

@@ -135,7 +135,7 @@ func one(ctx context.Context, w *term, event *logv1.Event) error {
 		return w.log.Check(w.stamp(event))
 	}
 	began := time.Unix(0, event.ObservedUnixNano)
-	span, traced := telemetry.BeginEvent(ctx, event.Traceparent, event.StorageResource, event.Revision, began)
+	span, traced := telemetry.StartEventSpan(ctx, event.Traceparent, event.StorageResource, event.Revision, began)
 	defer span.End()
 	event.Traceparent = traced
 	if err := w.append(event); err != nil {

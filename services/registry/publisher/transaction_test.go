@@ -84,7 +84,7 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 	whole := []string{"pods 0 more", "definitions 1 more", "reset widgets 7 more",
 		"reset secrets 8 more", "reset configmaps 10"}
 	begins := map[string]eventlog.ID{
-		"between two":      {Revision: 19, Mark: true},
+		"between two":      {Revision: 19, Progress: true},
 		"after its first":  {Revision: 20, Index: 0},
 		"after its events": {Revision: 20, Index: 1},
 		"amid its resets":  {Revision: 20, Index: 7},

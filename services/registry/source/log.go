@@ -9,7 +9,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -18,7 +18,7 @@ import (
 // (calls).
 func (s *Source) ReadLog(r *logv1.ReadRequest, stream grpc.ServerStreamingServer[logv1.Chunk]) error {
 	err := s.logReads.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
-		defer guard.Error("reading the event log", &err)
+		defer recovery.ToError("reading the event log", &err)
 		return s.stored.Messages(ctx, r, func(c *logv1.Chunk) error {
 			return one.send(ctx, c, stream.SendMsg)
 		})

@@ -20,7 +20,7 @@ import (
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/registry/encoder"
@@ -49,13 +49,13 @@ type Source struct {
 	resources *resources.Resources
 	revisions coalesce.Group[int64]
 	keys      *storage.LogKeys
-	stored    eventlog.Stored
+	stored    eventlog.StreamReader
 	snapshots calls
 	logReads  calls
 }
 
 // New returns a source of the served resources. Its log is read from stored, and sealed with keys.
-func New(r *resources.Resources, keys *storage.LogKeys, stored eventlog.Stored) *Source {
+func New(r *resources.Resources, keys *storage.LogKeys, stored eventlog.StreamReader) *Source {
 	return &Source{
 		resources: r,
 		keys:      keys,
@@ -127,7 +127,7 @@ func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
 func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 	stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
 	return rpc.ToStatus(s.snapshots.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
-		defer guard.Error("a snapshot", &err)
+		defer recovery.ToError("a snapshot", &err)
 		return s.snapshot(ctx, r, func(m *registryv1.SnapshotChunk) error {
 			return one.send(ctx, m, stream.SendMsg)
 		})

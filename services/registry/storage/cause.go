@@ -35,7 +35,7 @@ func (t *tracedWrites) OptimisticDelete(ctx context.Context, key string, expecte
 }
 
 func (t *tracedWrites) cause(ctx context.Context, key string, expected int64) {
-	if traced := telemetry.TraceOf(ctx); traced != "" {
+	if traced := telemetry.Traceparent(ctx); traced != "" {
 		t.tell(&logv1.TraceContext{Key: key, ExpectedRevision: expected, Traceparent: traced})
 	}
 }

@@ -60,7 +60,7 @@ func (l *LogKeys) Current(ctx context.Context, st *Stored) (id string, secret []
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	k, ok := l.current[st.Name()]
-	if age := time.Since(k.since); ok && (k.err == nil && age < keyFor || k.err != nil && age < eventlog.RefusedFor) {
+	if age := time.Since(k.since); ok && (k.err == nil && age < keyFor || k.err != nil && age < eventlog.NegativeTTL) {
 		return k.id, k.secret, k.err
 	}
 	k = logKey{since: time.Now()}

@@ -187,7 +187,7 @@ func local(servers []string) bool {
 
 // dialOptions are those of the connection to etcd's servers.
 func dialOptions(dial utilnet.DialFunc) []grpc.DialOption {
-	options := rpc.TracedClient()
+	options := rpc.TracingDialOptions()
 	if dial == nil {
 		return options
 	}

@@ -19,7 +19,7 @@ import (
 	"k8s.io/apiserver/pkg/storage/value"
 	"k8s.io/kubernetes/pkg/api/legacyscheme"
 
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -225,7 +225,7 @@ func (s *Stored) Row(ctx context.Context, key string, data []byte, revision int6
 // reach, is an error like any other.
 func (s *Stored) Read(ctx context.Context, key string, data []byte,
 	revision int64) (m metav1.Object, o *logv1.Object, err error) {
-	defer guard.Error("reading an object", &err)
+	defer recovery.ToError("reading an object", &err)
 	obj, err := s.Decode(ctx, key, data, revision)
 	if err != nil {
 		return nil, nil, err

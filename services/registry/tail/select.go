@@ -38,7 +38,7 @@ func Classify(e *logv1.Event, selects Selector) (event string, o *logv1.Object) 
 	}
 	event, left := events.Classify(e.Type, now, before)
 	switch {
-	case event == events.Unseen:
+	case event == events.Unselected:
 		return "", nil
 	case left:
 		return event, e.Previous

@@ -105,7 +105,7 @@ func (t *Tail) Append(e *logv1.Event) error {
 	event := e.Type != logv1.Type_TYPE_UNSPECIFIED && (e.Type != logv1.Type_TYPE_RESET || e.StorageResource != "")
 	foreign := e.Epoch != "" && t.history != "" && e.Epoch != t.history
 	switch {
-	case t.started && events.Refills(e, t.history, t.high):
+	case t.started && events.IsRefill(e, t.history, t.high):
 	case e.Type == logv1.Type_TYPE_RESET && !event:
 		t.drop(e.Revision)
 	case !t.started, foreign: // the log's beginning is gone
@@ -285,7 +285,7 @@ func (f *Reading) Next() (came []*logv1.Event, high int64, changed <-chan struct
 	if !t.started && f.next < 0 {
 		return nil, 0, r.changed.C(), nil
 	}
-	if f.at.Foreign(events.Position{History: t.history}) || f.next >= 0 && f.epoch != t.epoch {
+	if f.at.DifferentEpoch(events.Position{Epoch: t.history}) || f.next >= 0 && f.epoch != t.epoch {
 		return nil, 0, nil, ErrExpired
 	}
 	if f.next < 0 {
@@ -296,7 +296,7 @@ func (f *Reading) Next() (came []*logv1.Event, high int64, changed <-chan struct
 		if after < t.low {
 			return nil, 0, nil, ErrExpired
 		}
-		f.epoch, f.at.History = t.epoch, t.history
+		f.epoch, f.at.Epoch = t.epoch, t.history
 		f.next = r.Search(func(e *logv1.Event) bool { return e.Revision > after })
 	}
 	if f.next <= r.Base() && f.at.Before(r.gone) {
@@ -318,7 +318,7 @@ func (f *Reading) Next() (came []*logv1.Event, high int64, changed <-chan struct
 }
 
 // History is that of etcd which the reading is of; empty before anything is known.
-func (f *Reading) History() string { return f.at.History }
+func (f *Reading) History() string { return f.at.Epoch }
 
 // Each calls handle with every event until ctx is done, handle fails, or the reading is at its end.
 func (f *Reading) Each(ctx context.Context, handle func(*logv1.Event) error) error {

@@ -160,11 +160,11 @@ func TestTheTailIsBoundedInBytes(t *testing.T) {
 // objects.
 func TestLargeEventsPushOutTheirOwn(t *testing.T) {
 	l := tailOf(t, reset(1, 0, ""), event(2, 0, "roles"))
-	reading := l.Read("roles", events.Position{Revision: 1, Index: events.LastIndex, History: "h"})
+	reading := l.Read("roles", events.Position{Revision: 1, Index: events.LastIndex, Epoch: "h"})
 	if got := told(reading); got != "2.0 to 2" {
 		t.Error(got)
 	}
-	idle := l.Read("nodes", events.Position{Revision: 1, Index: events.LastIndex, History: "h"})
+	idle := l.Read("nodes", events.Position{Revision: 1, Index: events.LastIndex, Epoch: "h"})
 	_ = l.Append(event(3, 0, "roles"))
 	for r := int64(4); r < 20; r++ {
 		e := event(r, 0, "configmaps")
@@ -188,28 +188,28 @@ func TestLargeEventsPushOutTheirOwn(t *testing.T) {
 	if got := told(l.Read("roles", events.Position{
 		Revision: 2,
 		Index:    events.LastIndex,
-		History:  "h",
+		Epoch:    "h",
 	})); got != "3.0 to 39" {
 		t.Errorf("who comes from a list is told %q", got)
 	}
 	if got := told(l.Read("configmaps", events.Position{
 		Revision: 5,
 		Index:    events.LastIndex,
-		History:  "h",
+		Epoch:    "h",
 	})); got != " to 0 overrun" {
 		t.Errorf("who reads what is gone is told %q", got)
 	}
 	if got := told(l.Read("configmaps", events.Position{
 		Revision: 19,
 		Index:    events.LastIndex,
-		History:  "h",
+		Epoch:    "h",
 	})); got != " to 39" {
 		t.Errorf("who has seen it is told %q", got)
 	}
 	if got := told(l.Read("roles", events.Position{
 		Revision: 19,
 		Index:    events.LastIndex,
-		History:  "restored",
+		Epoch:    "restored",
 	})); got != " to 0 overrun" {
 		t.Errorf("who comes from another history is told %q", got)
 	}

@@ -37,7 +37,7 @@ func (e *Endpoint) Connect(ctx context.Context, r *registryv1.WriteRequest,
 	if r.Name == "" {
 		return nil, errEmptyName
 	}
-	ctx, warned := warnings.Record(WithGate(request.WithNamespace(ctx, r.Namespace), gate))
+	ctx, warned := warnings.WithRecorder(WithGate(request.WithNamespace(ctx, r.Namespace), gate))
 	defer func() {
 		if err = rpc.WithWarnings(err, warned.List()); err == nil {
 			c.Warnings = warned.List()

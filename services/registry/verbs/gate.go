@@ -318,10 +318,10 @@ func (g *gateAdmission) ask(ctx context.Context, phase registryv1.Phase,
 	}
 	verdict, err := g.gate.Review(ctx, phase, r)
 	if err != nil {
-		warnings.Tell(ctx, rpc.Warnings(err))
+		warnings.Forward(ctx, rpc.Warnings(err))
 		return nil, err
 	}
-	warnings.Tell(ctx, verdict.GetWarnings())
+	warnings.Forward(ctx, verdict.GetWarnings())
 	return verdict, nil
 }
 

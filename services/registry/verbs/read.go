@@ -29,7 +29,7 @@ func (e *Endpoint) Get(ctx context.Context, r *registryv1.GetRequest) (*registry
 	if r.Name == "" {
 		return nil, errEmptyName
 	}
-	ctx, span := telemetry.Step(request.WithNamespace(ctx, r.Namespace), "Get")
+	ctx, span := telemetry.StartSpan(request.WithNamespace(ctx, r.Namespace), "Get")
 	defer span.End()
 	getter, ok := e.Storage.(rest.Getter)
 	if !ok { // a GetterWithOptions is connected to
@@ -106,7 +106,7 @@ func (e *Endpoint) List(ctx context.Context, r *registryv1.GetRequest) ([]byte, 
 	if err != nil {
 		return nil, err
 	}
-	ctx, span := telemetry.Step(request.WithNamespace(ctx, r.Namespace), "List")
+	ctx, span := telemetry.StartSpan(request.WithNamespace(ctx, r.Namespace), "List")
 	defer span.End()
 	var list runtime.Object
 	read := func() error { list, err = lister.List(ctx, opts); return err }

@@ -43,7 +43,7 @@ func (e *Endpoint) respond(ctx context.Context, out *registryv1.Output, query st
 // Encode converts obj (a Table, partial metadata, or the served version) and encodes it in out's media type.
 func (e *Endpoint) Encode(ctx context.Context, out *registryv1.Output, query string,
 	obj runtime.Object) ([]byte, error) {
-	ctx, span := telemetry.Step(ctx, "SerializeObject")
+	ctx, span := telemetry.StartSpan(ctx, "SerializeObject")
 	defer span.End()
 	as := As(out)
 	tableOptions, err := tableOptions(as, query)

@@ -46,7 +46,7 @@ type call struct {
 // Write runs one write. ctx carries the user, the RequestInfo and the Gate.
 func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 	gate Gate) (resp *registryv1.ObjectResponse, err error) {
-	ctx, warned := warnings.Record(WithGate(ctx, gate))
+	ctx, warned := warnings.WithRecorder(WithGate(ctx, gate))
 	ctx, trail := recordTrail(ctx, r.AuditLevel)
 	gated := &gateAdmission{
 		gate:      gate,
@@ -72,7 +72,7 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		ctx, cancel = context.WithTimeout(ctx, timeout)
 		defer cancel()
 	}
-	ctx, span := telemetry.Step(ctx, steps[r.Verb])
+	ctx, span := telemetry.StartSpan(ctx, steps[r.Verb])
 	defer span.End()
 	switch r.Verb {
 	case "create":
@@ -89,7 +89,7 @@ func (e *Endpoint) Write(ctx context.Context, r *registryv1.WriteRequest,
 		err = e.MethodNotSupported(r.Verb)
 	}
 	if err != nil {
-		return nil, rpc.WithTrail(rpc.WithWarnings(err, warned.List()), trail.end())
+		return nil, rpc.WithAuditContext(rpc.WithWarnings(err, warned.List()), trail.end())
 	}
 	resp.Warnings, resp.Audit = warned.List(), trail.end()
 	return resp, nil
@@ -114,9 +114,9 @@ func (c *call) answer(ctx context.Context, code int, result runtime.Object) (*re
 // (k8s.io/apiserver/pkg/endpoints/handlers/finisher), but on its own goroutine: whatever waits in it heeds ctx, and
 // another goroutine's stack would have to grow.
 func finish(ctx context.Context, store func() (runtime.Object, error)) (runtime.Object, error) {
-	telemetry.Note(ctx, "About to store object in database", nil)
+	telemetry.AddSpanEvent(ctx, "About to store object in database", nil)
 	result, err := store()
-	telemetry.Note(ctx, "Write to database call completed", err)
+	telemetry.AddSpanEvent(ctx, "Write to database call completed", err)
 	if err != nil && ctx.Err() != nil {
 		return nil, apierrors.NewTimeoutError(
 			fmt.Sprintf("request did not complete within requested timeout - %s", ctx.Err()), 0)

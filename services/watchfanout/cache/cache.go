@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"watershed.dev/platform/events"
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/watchable"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
@@ -93,7 +93,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 		}
 		c.advance(e.Revision)
 		return
-	case events.Refills(e, *c.history.Load(), c.progress.Load()) && c.begun():
+	case events.IsRefill(e, *c.history.Load(), c.progress.Load()) && c.begun():
 		c.pending = nil // an open transaction comes whole
 		return
 	case e.Type == logv1.Type_TYPE_RESET:
@@ -173,7 +173,7 @@ func (c *Cache) applyTo(name string, events []*logv1.Event) {
 }
 
 func (c *Cache) tryApply(name string, events []*logv1.Event) (err error) {
-	defer guard.Error("applying events", &err)
+	defer recovery.ToError("applying events", &err)
 	own := make([]*Event, len(events))
 	for i, p := range events {
 		own[i] = EventOf(p)

@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 
 	"watershed.dev/platform/frame"
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -184,7 +184,7 @@ func (d *derived) leave(m *made) {
 
 // guarded makes a panic an error: others wait for the frame.
 func guarded(build func() ([]byte, error)) (data []byte, err error) {
-	defer guard.Error("making a frame", &err)
+	defer recovery.ToError("making a frame", &err)
 	return build()
 }
 

@@ -11,7 +11,7 @@ import (
 
 	"github.com/google/btree"
 
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
@@ -392,7 +392,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 func read(ctx context.Context, name string, source Source,
 	wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], bad map[string]string, bytes int,
 	revision int64, err error) {
-	defer guard.Error("loading "+name, &err)
+	defer recovery.ToError("loading "+name, &err)
 	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
 	defer cancel()
 	rows, revision, err := source(ctx, name)

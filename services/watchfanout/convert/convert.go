@@ -49,8 +49,8 @@ func (c *Converter) Metrics() []prometheus.Collector {
 
 // Sweep forgets what nobody has asked for for some time.
 func (c *Converter) Sweep() {
-	c.rows.made.Forget(rowLife)
-	c.versions.made.Forget(versionLife)
+	c.rows.made.EvictIdle(rowLife)
+	c.versions.made.EvictIdle(versionLife)
 }
 
 // AsTheyAre says whether items' own bytes are what a list in the form that q wants has: none is converted.

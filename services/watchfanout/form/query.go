@@ -16,7 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/selection"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -36,7 +36,7 @@ type Query struct {
 	// SkipUnreadable: a list leaves out what cannot be read.
 	SkipUnreadable bool
 
-	Form frame.Form
+	Form frame.Encoding
 	// Table: rows of a Table, of the kind As.
 	Table bool
 	As    *commonv1.Kind
@@ -62,12 +62,12 @@ var ErrNotInCatalog = errors.New("the catalog has not come to what is asked for"
 
 // Read reads what a caller asks for, by a view of the catalog that is nil before the first; an error is ErrNotInCatalog
 // or the API's own.
-func Read(v *catalog.View, p *watchfanoutv1.Query) (*Query, error) {
+func Read(v *discovery.View, p *watchfanoutv1.Query) (*Query, error) {
 	if v == nil {
 		return nil, ErrNotInCatalog
 	}
 	r := p.GetResource()
-	e, ok := v.Entry(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
+	e, ok := v.APIResource(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())
 	switch {
 	case !ok, e.CrdRevision < p.GetCrdRevision() && e.Digest != p.GetDigest():
 		return nil, ErrNotInCatalog
@@ -87,7 +87,7 @@ func NewQuery(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error)
 		As:             p.GetOutput().GetAs(),
 	}
 	if q.Entry.GetStorageResource() == "" {
-		return nil, rpc.ErrAskRegistry
+		return nil, rpc.ErrDelegate
 	}
 	if q.Entry.Namespaced {
 		q.Namespace = p.GetNamespace()
@@ -102,7 +102,7 @@ func NewQuery(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error)
 	switch q.Output.GetMediaType() {
 	case frame.JSON, frame.Protobuf:
 	default:
-		return nil, rpc.ErrAskRegistry // which writes every form
+		return nil, rpc.ErrDelegate // which writes every form
 	}
 	switch q.As.GetKind() {
 	case "":
@@ -110,10 +110,10 @@ func NewQuery(e *registryv1.APIResource, p *watchfanoutv1.Query) (*Query, error)
 		q.Table = true
 	case "PartialObjectMetadata", "PartialObjectMetadataList":
 	default:
-		return nil, rpc.ErrAskRegistry
+		return nil, rpc.ErrDelegate
 	}
 	k := q.Entry.GetKind()
-	q.Form = frame.FormOf(k, q.As, q.Output.MediaType, q.Entry.Unstructured)
+	q.Form = frame.EncodingOf(k, q.As, q.Output.MediaType, q.Entry.Unstructured)
 	q.native = proto.Equal(k, q.Entry.GetStoredKind()) || q.Form.Partial // metadata is the same in every version
 	q.Key = Key{
 		resource: q.Entry.StorageResource + " " + q.Entry.Resource.GetGroup() + " " + q.Entry.Resource.GetResource(),

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"unsafe"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/frame"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
@@ -18,8 +18,8 @@ import (
 // permission is for.
 func TestByWhichEntryAQueryIsAnswered(t *testing.T) {
 	widgets := &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
-	entry := func(namespaced bool) *catalog.View {
-		return catalog.NewView(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{{
+	entry := func(namespaced bool) *discovery.View {
+		return discovery.NewView(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{{
 			Resource:        widgets,
 			Kind:            &commonv1.Kind{Group: "example.com", Version: "v1", Kind: "Widget"},
 			StorageResource: "widgets.example.com",
@@ -29,7 +29,7 @@ func TestByWhichEntryAQueryIsAnswered(t *testing.T) {
 		}}})
 	}
 	for name, c := range map[string]struct {
-		view      *catalog.View
+		view      *discovery.View
 		resource  *commonv1.Resource
 		at        int64
 		digest    uint64

@@ -28,11 +28,11 @@ func decodeContinue(token string) (int64, string, error) {
 	var t continueToken
 	if err != nil || json.Unmarshal(b, &t) != nil || t.APIVersion != "meta.k8s.io/v1" || t.ResourceVersion <= 0 ||
 		t.StartKey == "" {
-		return 0, "", rpc.ErrAskRegistry
+		return 0, "", rpc.ErrDelegate
 	}
 	start := "/" + strings.TrimPrefix(t.StartKey, "/") // with the slash or without: kube-apiserver writes both
 	if path.Clean(start) != start {
-		return 0, "", rpc.ErrAskRegistry
+		return 0, "", rpc.ErrDelegate
 	}
 	return t.ResourceVersion, start[1:], nil
 }

@@ -14,8 +14,8 @@ import (
 	"google.golang.org/grpc"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"watershed.dev/platform/catalog"
 	"watershed.dev/platform/deflate"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
@@ -30,7 +30,7 @@ const coldTimeout = 5 * time.Second
 
 // Lists answers them, and keeps snapshots for those that are read in pages.
 type Lists struct {
-	catalog   *catalog.Catalog
+	catalog   *discovery.Watcher
 	cache     *cache.Cache
 	log       *log.Log
 	converter *convert.Converter
@@ -43,7 +43,7 @@ type Lists struct {
 
 // New returns lists of a cache's objects, as fresh as a log is and served as a catalog says. compressed is how many
 // bytes of them are kept as they are compressed; where that is 0 nothing is compressed here.
-func New(served *catalog.Catalog, c *cache.Cache, l *log.Log, converter *convert.Converter,
+func New(served *discovery.Watcher, c *cache.Cache, l *log.Log, converter *convert.Converter,
 	compressed int) *Lists {
 	return &Lists{
 		catalog:   served,
@@ -70,7 +70,7 @@ func (l *Lists) Metrics() []prometheus.Collector {
 func (l *Lists) read(p *watchfanoutv1.Query) (*form.Query, error) {
 	q, err := form.Read(l.catalog.View(), p)
 	if errors.Is(err, form.ErrNotInCatalog) {
-		return nil, rpc.ErrAskRegistry
+		return nil, rpc.ErrDelegate
 	}
 	if err != nil {
 		return nil, err
@@ -87,7 +87,7 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 	}
 	l.served.WithLabelValues(q.Entry.StorageResource).Inc()
 	if q.Converts() || q.Table && q.Entry.StorageResource == sortedTable {
-		return rpc.ErrAskRegistry
+		return rpc.ErrDelegate
 	}
 	page, err := l.page(ctx, q, r)
 	if err != nil {
@@ -109,7 +109,7 @@ func (l *Lists) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingSe
 	}
 	body := head.Body(q.Form.Protobuf, items)
 	// what is converted changes though its items do not
-	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Above && (q.Table || convert.AsTheyAre(q, page.items)) {
+	if r.Gzip && l.runs.limit > 0 && body.Size > deflate.Threshold && (q.Table || convert.AsTheyAre(q, page.items)) {
 		return l.compressed(stream, &content{form: q.Key, items: page.items, body: body})
 	}
 	return body.Send(&frame.Chunks{Bytes: frame.ChunkBytes, Send: func(pieces [][]byte, size int64) error {
@@ -167,7 +167,7 @@ func (l *Lists) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfan
 		return nil, rpc.ToStatus(err)
 	}
 	if q.Table || q.Form.Partial {
-		return nil, rpc.ErrAskRegistry
+		return nil, rpc.ErrDelegate
 	}
 	snapshot, _, err := l.at(ctx, q, &watchfanoutv1.ListRequest{ResourceVersion: r.ResourceVersion})
 	if err != nil {
@@ -175,7 +175,7 @@ func (l *Lists) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfan
 	}
 	item, ok := snapshot.Get(cache.Key(q.Namespace, r.Name))
 	if !ok || !q.Own(item) || q.Form.Protobuf && q.Form.Unstructured {
-		return nil, rpc.ErrAskRegistry
+		return nil, rpc.ErrDelegate
 	}
 	if q.Form.Protobuf {
 		return &watchfanoutv1.GetResponse{Body: frame.Envelope(q.Form.Kind, q.Form.APIVersion, item.Protobuf)}, nil
@@ -213,12 +213,12 @@ func (l *Lists) page(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRe
 		if i, ok := snapshot.Get(key); ok && q.Matches(i) {
 			p.items = append(p.items, i)
 		} else if snapshot.IsUnreadable(key) && !q.SkipUnreadable {
-			return nil, rpc.ErrAskRegistry
+			return nil, rpc.ErrDelegate
 		}
 		return p, nil
 	}
 	if _, _, bad := snapshot.Unreadable(prefix); bad && !q.SkipUnreadable {
-		return nil, rpc.ErrAskRegistry // which says what is wrong with it
+		return nil, rpc.ErrDelegate // which says what is wrong with it
 	}
 	total := int64(0)
 	err = snapshot.Select(ctx, q.Topic(), prefix, from, func(i *cache.Item) bool {
@@ -254,7 +254,7 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 	res := l.cache.Resource(q.Entry.StorageResource)
 	if r.Continue != "" {
 		if r.ResourceVersion != "" && r.ResourceVersion != "0" {
-			return nil, "", rpc.ErrAskRegistry // which is an error
+			return nil, "", rpc.ErrDelegate // which is an error
 		}
 		revision, start, err := decodeContinue(r.Continue)
 		if err != nil {
@@ -264,28 +264,28 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 			return kept, q.Prefix() + start, nil
 		}
 		if err := l.log.Reach(ctx, revision); err != nil {
-			return nil, "", rpc.ErrAskRegistry
+			return nil, "", rpc.ErrDelegate
 		}
 		if _, err := res.Snapshot(ctx, "", l.log.Load, l.log.Wait); err != nil { // loads it
-			return nil, "", rpc.ErrAskRegistry
+			return nil, "", rpc.ErrDelegate
 		}
 		if unchanged, ok := res.SnapshotAt(revision); ok {
 			return unchanged, q.Prefix() + start, nil
 		}
-		return nil, "", rpc.ErrAskRegistry
+		return nil, "", rpc.ErrDelegate
 	}
 	switch rv := r.ResourceVersion; {
 	case r.ResourceVersionMatch == string(metav1.ResourceVersionMatchExact),
 		rv != "" && rv != "0" && r.Limit > 0 && r.ResourceVersionMatch == "":
-		return nil, "", rpc.ErrAskRegistry
+		return nil, "", rpc.ErrDelegate
 	case rv == "":
 		if err := l.log.Consistent(ctx); err != nil { // the log does not move: registry can still say
-			return nil, "", rpc.ErrAskRegistry
+			return nil, "", rpc.ErrDelegate
 		}
 	case rv != "0":
 		revision, err := strconv.ParseUint(rv, 10, 63)
 		if err != nil {
-			return nil, "", rpc.ErrAskRegistry // registry says what is wrong with it
+			return nil, "", rpc.ErrDelegate // registry says what is wrong with it
 		}
 		if err := l.log.Reach(ctx, int64(revision)); err != nil {
 			return nil, "", err
@@ -296,7 +296,7 @@ func (l *Lists) at(ctx context.Context, q *form.Query, r *watchfanoutv1.ListRequ
 	snapshot, err := res.Snapshot(patient, q.Topic().Index(), l.log.Load, l.log.Wait)
 	if err != nil && ctx.Err() == nil { // it goes on being loaded, or cannot be
 		slog.Debug("Not loaded; registry is asked", "resource", q.Entry.StorageResource, "error", err)
-		err = rpc.ErrAskRegistry
+		err = rpc.ErrDelegate
 	}
 	return snapshot, "", err
 }

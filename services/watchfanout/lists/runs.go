@@ -13,8 +13,8 @@ import (
 
 	"watershed.dev/platform/deflate"
 	"watershed.dev/platform/frame"
-	"watershed.dev/platform/guard"
 	"watershed.dev/platform/lru"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/services/watchfanout/cache"
 	"watershed.dev/services/watchfanout/form"
 )
@@ -65,8 +65,8 @@ func (r *runs) of(key runKey) *lru.Cache[runKey, *run] {
 
 // forget forgets what nobody has asked for for some time.
 func (r *runs) forget(unused time.Duration) {
-	r.kept.Forget(unused)
-	r.rows.Forget(unused)
+	r.kept.EvictIdle(unused)
+	r.rows.EvictIdle(unused)
 }
 
 // bytes is how much is kept.
@@ -175,7 +175,7 @@ func (r *runs) newRun(key runKey, c *content, first, end int) *run {
 			another := func(kept *run) bool { return kept != made }
 			r.of(key).PutUnless(key, another, made, made.overhead()+len(part.Data))
 		}()
-		defer guard.Error("compressing a list", &err)
+		defer recovery.ToError("compressing a list", &err)
 		return deflate.Compress(c.body.Run(nil, first, end)...)
 	})
 	return made

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/guard"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	"watershed.dev/services/watchfanout/cache"
@@ -257,7 +257,7 @@ func (f *Backfill) ended() bool {
 func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
 	defer l.backfills.end(b)
 	defer b.cancel()
-	defer guard.Error("reading "+b.storedAs+" from the log", &b.err)
+	defer recovery.ToError("reading "+b.storedAs+" from the log", &b.err)
 	b.UpTo = b.after
 	if b.err = l.backfills.acquire(ctx, b); b.err != nil {
 		b.cut = true
@@ -266,7 +266,7 @@ func (l *Log) fill(ctx context.Context, b *Backfill, low int64) {
 	defer func() { <-l.backfills.reads }()
 	l.replays.Inc()
 	bytes := 0
-	keep := eventlog.Opened(ctx, l.keys, func(e *logv1.Event) error {
+	keep := eventlog.WithDecryption(ctx, l.keys, func(e *logv1.Event) error {
 		if e.Type == logv1.Type_TYPE_RESET { // it cannot be opened
 			return eventlog.ErrExpired
 		}

@@ -16,7 +16,7 @@ import (
 const keyTimeout = 5 * time.Second
 
 // keysOf asks registry for the log's keys.
-func keysOf(source registryv1.SourceClient) eventlog.Keys {
+func keysOf(source registryv1.SourceClient) eventlog.DataKeyFunc {
 	var kept eventlog.KeyCache
 	return func(ctx context.Context, storedAs, key string) ([]byte, error) {
 		return kept.Get(storedAs+"/"+key, func() ([]byte, error) {

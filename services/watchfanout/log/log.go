@@ -19,8 +19,8 @@ import (
 
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/eventlog"
-	"watershed.dev/platform/guard"
 	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	"watershed.dev/platform/telemetry"
 	logv1 "watershed.dev/proto/watershed/log/v1"
@@ -32,9 +32,9 @@ import (
 type Log struct {
 	cache  *cache.Cache
 	nats   *nats.Conn
-	stored eventlog.Stored
+	stored eventlog.StreamReader
 	source registryv1.SourceClient
-	keys   eventlog.Keys
+	keys   eventlog.DataKeyFunc
 
 	ready *lifecycle.Readiness
 	// revisions are readers' questions about etcd's revision.
@@ -93,7 +93,7 @@ func (l *Log) Run(ctx context.Context, tasks *lifecycle.Supervisor) {
 		return l.verify(ctx)
 	})
 	tasks.Go(ctx, "log", func(ctx context.Context) error {
-		return eventlog.Read(ctx, l.nats, l.stored, eventlog.Opened(ctx, l.keys, l.apply))
+		return eventlog.Read(ctx, l.nats, l.stored, eventlog.WithDecryption(ctx, l.keys, l.apply))
 	})
 }
 
@@ -110,12 +110,12 @@ func (l *Log) apply(e *logv1.Event) error {
 		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StorageResource: e.StorageResource})
 		return nil
 	}
-	telemetry.EventSpan(e.Traceparent, "apply", began)
+	telemetry.RecordEventSpan(e.Traceparent, "apply", began)
 	return nil
 }
 
 func (l *Log) tryApply(e *logv1.Event) (err error) {
-	defer guard.Error("applying a message of the log", &err)
+	defer recovery.ToError("applying a message of the log", &err)
 	l.cache.Apply(e)
 	return nil
 }
@@ -160,7 +160,7 @@ func (l *Log) Wait(ctx context.Context, revision int64) error {
 		case <-t.C:
 			now := time.Now().UnixNano()
 			if last := l.asking.Load(); now-last > int64(askAfter) && l.asking.CompareAndSwap(last, now) {
-				_ = l.nats.Publish(eventlog.AskProgress, nil)
+				_ = l.nats.Publish(eventlog.ProgressRequestSubject, nil)
 			}
 			pause = min(pause*2, 100*time.Millisecond)
 		}
@@ -174,7 +174,7 @@ func (l *Log) Current(ctx context.Context) error {
 		ask := func(ctx context.Context) (*registryv1.RevisionResponse, error) {
 			return l.source.Revision(ctx, &registryv1.RevisionRequest{})
 		}
-		r, err := rpc.Hedged(rpc.Noting(ctx), rpc.AskAgain, ask)
+		r, err := rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, ask)
 		return r.GetRevision(), err
 	})
 	if err != nil {

@@ -182,7 +182,7 @@ func (f *frames) flush() error {
 	err := f.send(m)
 	if !f.since.IsZero() {
 		for _, mark := range m.Boundaries {
-			telemetry.EventSpan(mark.Traceparent, "send", f.since)
+			telemetry.RecordEventSpan(mark.Traceparent, "send", f.since)
 		}
 		f.since = time.Time{}
 	}
@@ -204,7 +204,7 @@ func (f *frames) send(m *watchfanoutv1.WatchFrame) error {
 	}
 	// gRPC drops what it has of a stream that has ended
 	stop := context.AfterFunc(f.watcher.stream.Context(), release)
-	return f.watcher.stream.SendMsg(&rpc.Tracked{WatchFrame: m, Done: func() { stop(); release() }})
+	return f.watcher.stream.SendMsg(&rpc.TrackedFrame{WatchFrame: m, Done: func() { stop(); release() }})
 }
 
 func bytesOf(m *watchfanoutv1.WatchFrame) int {

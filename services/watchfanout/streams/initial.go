@@ -20,7 +20,7 @@ func (w *watcher) begin(ctx context.Context) (cache.Cursor, error) {
 		return w.resume(ctx, start.At)
 	case start.At.Revision > 0:
 		err = w.log.Reach(ctx, start.At.Revision)
-	case !start.Any:
+	case !start.AnyRevision:
 		err = w.log.Current(ctx)
 	}
 	switch {
@@ -77,7 +77,7 @@ func (w *watcher) initial(ctx context.Context) (cache.Cursor, error) {
 	if err := out.flush(); err != nil {
 		return 0, err
 	}
-	return w.resume(ctx, events.Position{Revision: snapshot.Revision, Index: events.LastIndex, History: history})
+	return w.resume(ctx, events.Position{Revision: snapshot.Revision, Index: events.LastIndex, Epoch: history})
 }
 
 // initialNative sends objects as they are stored: their own bytes, with what belongs around them.

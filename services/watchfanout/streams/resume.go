@@ -22,15 +22,15 @@ import (
 // resume goes on after a position, once the replica has come as far.
 func (w *watcher) resume(ctx context.Context, at events.Position) (cache.Cursor, error) {
 	w.place(at.Revision, at.Index)
-	if w.position.History = at.History; at.History == "" {
-		w.position.History = w.cache.History()
+	if w.position.Epoch = at.Epoch; at.Epoch == "" {
+		w.position.Epoch = w.cache.History()
 		if err := w.known(ctx, at.Revision); err != nil {
 			return 0, err
 		}
 	}
 	for {
 		cur, low, ok := w.events.After(w.position.Revision, w.position.Index)
-		if h := w.cache.History(); h != "" && w.position.History != "" && h != w.position.History {
+		if h := w.cache.History(); h != "" && w.position.Epoch != "" && h != w.position.Epoch {
 			return 0, expired(w.position.Revision, low)
 		}
 		if ok {

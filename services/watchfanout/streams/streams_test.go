@@ -44,7 +44,7 @@ func (f *frames) Send(m *watchfanoutv1.WatchFrame) error {
 }
 
 func (f *frames) SendMsg(m any) error {
-	tracked := m.(*rpc.Tracked)
+	tracked := m.(*rpc.TrackedFrame)
 	if f.done != nil {
 		f.done <- tracked.Done
 	} else {
@@ -256,7 +256,7 @@ func TestResume(t *testing.T) {
 			Query:             world.Query(),
 			ResourceVersion:   "10",
 			InitialEventsDone: true,
-			ResumeAfter:       events.Position{Revision: revision, Index: index, History: history}.Proto(),
+			ResumeAfter:       events.Position{Revision: revision, Index: index, Epoch: history}.Proto(),
 		})
 	}
 	if got := at(11, 0, "h").hears(1); got != "ADDED e" {
@@ -317,7 +317,7 @@ func TestAWatchOfWhatIsNotInTheCatalog(t *testing.T) {
 		q.Resource = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
 		r := &watchfanoutv1.WatchRequest{Query: q, ResourceVersion: "10"}
 		if c.revision > 0 {
-			r.ResumeAfter = events.Position{Revision: c.revision, Index: events.LastIndex, History: c.history}.Proto()
+			r.ResumeAfter = events.Position{Revision: c.revision, Index: events.LastIndex, Epoch: c.history}.Proto()
 		}
 		o := start(t, s, r)
 		var got string

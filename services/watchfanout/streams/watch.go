@@ -14,7 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/events"
 	"watershed.dev/platform/frame"
 	"watershed.dev/platform/rpc"
@@ -46,7 +46,7 @@ type Streams struct {
 	// ProgressPeriod is how often a stream is told how far it has come.
 	ProgressPeriod time.Duration
 
-	catalog   *catalog.Catalog
+	catalog   *discovery.Watcher
 	cache     *cache.Cache
 	log       *log.Log
 	source    registryv1.SourceClient
@@ -62,7 +62,7 @@ type Streams struct {
 }
 
 // New returns the watches of what a log brings into a cache, served as a catalog says.
-func New(progress time.Duration, served *catalog.Catalog, c *cache.Cache, l *log.Log, source registryv1.SourceClient,
+func New(progress time.Duration, served *discovery.Watcher, c *cache.Cache, l *log.Log, source registryv1.SourceClient,
 	converter *convert.Converter) *Streams {
 	return &Streams{
 		ProgressPeriod: progress,
@@ -116,8 +116,8 @@ func (s *Streams) Watch(r *watchfanoutv1.WatchRequest,
 func (s *Streams) notInCatalog(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	at, of := events.FromProto(r.ResumeAfter), r.GetQuery().GetResource()
-	if at.Foreign(events.Position{History: s.cache.History()}) {
-		f := frame.FormOf(nil, nil, r.Query.GetOutput().GetMediaType(), false)
+	if at.DifferentEpoch(events.Position{Epoch: s.cache.History()}) {
+		f := frame.EncodingOf(nil, nil, r.Query.GetOutput().GetMediaType(), false)
 		data, err := f.Error(expired(at.Revision, s.cache.Progress()).(apierrors.APIStatus).Status())
 		if err != nil {
 			return err

@@ -6,4 +6,4 @@ import (
 	"watershed.dev/platform/process"
 )
 
-func main() { process.MainOf("certgen", certgen.Command) }
+func main() { process.CommandMain("certgen", certgen.Command) }

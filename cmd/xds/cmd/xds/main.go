@@ -6,4 +6,4 @@ import (
 	"watershed.dev/platform/process"
 )
 
-func main() { process.MainOf("xds", xds.Command) }
+func main() { process.CommandMain("xds", xds.Command) }

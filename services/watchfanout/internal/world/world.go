@@ -13,7 +13,7 @@ import (
 
 	"google.golang.org/grpc"
 
-	"watershed.dev/platform/catalog"
+	"watershed.dev/platform/discovery"
 	"watershed.dev/platform/lifecycle"
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
@@ -27,7 +27,7 @@ import (
 
 // World is a replica without its log's transport.
 type World struct {
-	Catalog   *catalog.Catalog
+	Catalog   *discovery.Watcher
 	Cache     *cache.Cache
 	Log       *log.Log
 	Converter *convert.Converter
@@ -116,9 +116,9 @@ func New(t testing.TB) *World {
 		Registry: source,
 		Cache:    cache.New(1<<20, time.Hour),
 		Source:   registryv1.NewSourceClient(p.Client("watchfanout")),
-		Catalog: &catalog.Catalog{
+		Catalog: &discovery.Watcher{
 			Registry: registryv1.NewDiscoveryClient(p.Client("watchfanout")),
-			Changed:  func(*catalog.View) { close(told) },
+			OnChange: func(*discovery.View) { close(told) },
 		},
 	}
 	ctx, cancel := context.WithCancel(context.Background())

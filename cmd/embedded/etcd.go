@@ -1,0 +1,255 @@
+// Package stores is what Watershed keeps things in, run by Watershed itself: etcd, and NATS with JetStream. Each is a
+// part of a process (up) or a process of its own (split, Kubernetes).
+package embedded
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/spf13/pflag"
+	"go.etcd.io/etcd/client/pkg/v3/transport"
+	"go.etcd.io/etcd/client/pkg/v3/types"
+	"go.etcd.io/etcd/server/v3/embed"
+	"go.etcd.io/etcd/server/v3/etcdserver/api/membership"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+
+	"watershed.dev/platform/config"
+	"watershed.dev/platform/lifecycle"
+	"watershed.dev/platform/process"
+	"watershed.dev/platform/rpc"
+)
+
+// Etcd is an etcd member. The flags have etcd's own names.
+type Etcd struct {
+	// Dir is where it keeps its data.
+	Dir string
+	// Listen is the URL that it serves clients on: a unix socket, or https with mutual TLS. Advertise is the one that
+	// they find it by; empty: the same.
+	Listen, Advertise string
+	// Metrics is a URL to serve /metrics and /health on without TLS; empty: none.
+	Metrics string
+	// ID is its identity on the inner network.
+	ID rpc.TLS
+	// Name, Peer, AdvertisePeer and InitialCluster make it a member among several; with Peer empty it is the only one.
+	Name, Peer, AdvertisePeer, InitialCluster string
+	// State is "new", or "existing" for a member that joins a cluster that runs.
+	State string
+}
+
+// Quotas of etcd, as kube-apiserver's installers set them.
+const (
+	etcdQuotaBytes      = 8 << 30
+	etcdMaxRequestBytes = 3 << 20
+)
+
+// AddFlags adds the member's flags, with their defaults.
+func (e *Etcd) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&e.Dir, "data-dir", "", "Where etcd keeps its data.")
+	fs.StringVar(&e.Listen, "listen-client-urls", "https://127.0.0.1:2379", "The URL to serve clients on.")
+	fs.StringVar(&e.Advertise, "advertise-client-urls", "",
+		"The URL that clients find this member by. Empty: that of --listen-client-urls.")
+	fs.StringVar(&e.Metrics, "listen-metrics-urls", "",
+		"A URL to serve /metrics and /health on without TLS: loopback or an inner network only.")
+	fs.StringVar(&e.Name, "name", "watershed", "This member's name among those of --initial-cluster.")
+	fs.StringVar(&e.Peer, "listen-peer-urls", "", "The https URL to serve other members on. Empty: it is the only one.")
+	fs.StringVar(&e.AdvertisePeer, "initial-advertise-peer-urls", "",
+		"The URL that other members find this one by. Empty: that of --listen-peer-urls.")
+	fs.StringVar(&e.InitialCluster, "initial-cluster", "", "Every member's name and peer URL: a=https://host:2380,b=….")
+	fs.StringVar(&e.State, "initial-cluster-state", embed.ClusterStateFlagNew,
+		`"new", or "existing" for a member that joins a cluster that runs.`)
+	e.ID.AddFlags(fs)
+}
+
+// EtcdCommand runs a member in a process of its own until it is told to stop.
+func EtcdCommand(command string, args []string) error {
+	fs := pflag.NewFlagSet(command, pflag.ContinueOnError)
+	var e Etcd
+	e.AddFlags(fs)
+	if err := config.Load(fs, args); err != nil {
+		return process.ExitOnHelp(err)
+	}
+	return runStandalone(e.Runner())
+}
+
+// Runner runs the member as a part of a process, which is ready when the member serves.
+func (e *Etcd) Runner() lifecycle.Runner {
+	ready := lifecycle.NotReady("etcd")
+	return lifecycle.Runner{Name: "etcd", Ready: ready, Run: func(ctx context.Context) error {
+		if err := os.MkdirAll(e.Dir, 0o700); err != nil {
+			return fmt.Errorf("--data-dir %q: %w", e.Dir, err)
+		}
+		conf, err := e.config()
+		if err != nil {
+			return err
+		}
+		if err := e.checkSameCluster(conf); err != nil {
+			return err
+		}
+		member, err := embed.StartEtcd(conf)
+		if err != nil {
+			return err
+		}
+		defer member.Close()
+		select {
+		case <-member.Server.ReadyNotify():
+			ready.Set("etcd", nil)
+		case err := <-member.Err():
+			return err
+		case <-ctx.Done():
+			return nil
+		}
+		select {
+		case err := <-member.Err():
+			return err
+		case <-ctx.Done():
+			return nil
+		}
+	}}
+}
+
+func (e *Etcd) config() (*embed.Config, error) {
+	c := embed.NewConfig()
+	c.Name, c.Dir = cmp.Or(e.Name, "watershed"), e.Dir
+	c.QuotaBackendBytes, c.MaxRequestBytes = etcdQuotaBytes, etcdMaxRequestBytes
+	c.EnableGRPCGateway = false
+	c.LogLevel = "warn"
+	console := zapcore.NewConsoleEncoder(zap.NewProductionEncoderConfig())
+	errorsOnly := zapcore.NewCore(console, zapcore.AddSync(os.Stderr), zapcore.ErrorLevel)
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(errorsOnly))
+	if e.Metrics != "" {
+		m, err := parse("listen-metrics-urls", e.Metrics)
+		if err != nil {
+			return nil, err
+		}
+		c.ListenMetricsUrls = m
+	}
+	if err := e.clients(c); err != nil {
+		return nil, err
+	}
+	return c, e.peers(c)
+}
+
+// clients says where clients are served, and who they are: registry alone.
+func (e *Etcd) clients(c *embed.Config) (err error) {
+	if c.ListenClientUrls, err = parse("listen-client-urls", e.Listen); err != nil {
+		return err
+	}
+	if c.ListenClientUrls[0].Scheme == "unix" { // no socket may be advertised, and nobody asks
+		c.AdvertiseClientUrls = unusedURLs
+		return nil
+	}
+	if c.AdvertiseClientUrls, err = parse("advertise-client-urls", cmp.Or(e.Advertise, e.Listen)); err != nil {
+		return err
+	}
+	if c.ListenClientUrls[0].Scheme != "https" {
+		return fmt.Errorf(
+			"--listen-client-urls %q: want an https URL, or a unix socket: etcd's clients show certificates",
+			e.Listen,
+		)
+	}
+	c.ClientTLSInfo = e.mutualTLS("registry")
+	return nil
+}
+
+// unusedURLs is what is advertised where nobody asks: a member has to advertise something.
+var unusedURLs = []url.URL{{Scheme: "http", Host: "localhost:1"}}
+
+// peers makes it a member of a cluster, or the only one.
+func (e *Etcd) peers(c *embed.Config) (err error) {
+	c.ClusterState = cmp.Or(e.State, embed.ClusterStateFlagNew)
+	if e.Peer == "" {
+		sockets, err := process.SocketDir(e.Dir)
+		if err != nil {
+			return err
+		}
+		c.ListenPeerUrls = []url.URL{{Scheme: "unix", Path: filepath.Join(sockets, "peer.sock")}}
+		c.AdvertisePeerUrls = unusedURLs
+		c.InitialCluster = c.Name + "=" + unusedURLs[0].String()
+		return nil
+	}
+	if c.ListenPeerUrls, err = parse("listen-peer-urls", e.Peer); err != nil {
+		return err
+	}
+	c.AdvertisePeerUrls, err = parse("initial-advertise-peer-urls", cmp.Or(e.AdvertisePeer, e.Peer))
+	c.InitialCluster = e.InitialCluster
+	c.PeerTLSInfo = e.mutualTLS("etcd")
+	return err
+}
+
+// mutualTLS serves those whose certificate has a common name.
+func (e *Etcd) mutualTLS(client string) transport.TLSInfo {
+	return transport.TLSInfo{
+		CertFile:       e.ID.CertFile,
+		KeyFile:        e.ID.KeyFile,
+		TrustedCAFile:  e.ID.CAFile,
+		ClientCertAuth: true,
+		AllowedCNs:     []string{client},
+	}
+}
+
+func parse(flag, value string) ([]url.URL, error) {
+	u, err := url.Parse(value)
+	if err != nil {
+		return nil, fmt.Errorf("--%s %q: %w", flag, value, err)
+	}
+	return []url.URL{*u}, nil
+}
+
+// runStandalone runs a part as a process of its own.
+func runStandalone(p lifecycle.Runner) error {
+	ctx, cancel := lifecycle.SignalContext()
+	defer cancel()
+	return lifecycle.Run(ctx, []lifecycle.Runner{p}, nil, nil)
+}
+
+// checkSameCluster says whether the other members that run are of the cluster that this one is to begin with them. A member
+// without data that is given a list which those with data do not know of makes a second, empty cluster beside theirs.
+func (e *Etcd) checkSameCluster(c *embed.Config) error {
+	if c.ClusterState != embed.ClusterStateFlagNew || e.Peer == "" || hasData(e.Dir) {
+		return nil
+	}
+	members, err := types.NewURLsMap(c.InitialCluster)
+	if err != nil {
+		return fmt.Errorf("--initial-cluster %q: %w", c.InitialCluster, err)
+	}
+	cluster, err := membership.NewClusterFromURLsMap(zap.NewNop(), c.InitialClusterToken, members)
+	if err != nil {
+		return fmt.Errorf("--initial-cluster %q: %w", c.InitialCluster, err)
+	}
+	rt, err := transport.NewTransport(c.PeerTLSInfo, peerTimeout)
+	if err != nil {
+		return err
+	}
+	client := &http.Client{Transport: rt, Timeout: peerTimeout}
+	for name, urls := range members {
+		if name == c.Name {
+			continue
+		}
+		resp, err := client.Get(urls[0].String() + "/members")
+		if err != nil {
+			continue // it does not run yet
+		}
+		resp.Body.Close()
+		if id := resp.Header.Get("X-Etcd-Cluster-ID"); id != "" && id != cluster.ID().String() {
+			const text = "--initial-cluster %q: %s is a member of another cluster, %s: add this member there " +
+				"(etcdctl member add) and start it with --initial-cluster-state=existing"
+			return fmt.Errorf(text, c.InitialCluster, name, id)
+		}
+	}
+	return nil
+}
+
+// peerTimeout is how long another member may take to say which cluster it is of.
+const peerTimeout = 3 * time.Second
+
+func hasData(dir string) bool {
+	_, err := os.Stat(filepath.Join(dir, "member"))
+	return err == nil
+}

@@ -1,0 +1,393 @@
+package embedded
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/platform/pki"
+	"watershed.dev/platform/rpc"
+	logv1 "watershed.dev/proto/watershed/log/v1"
+)
+
+// inner is the identities of an inner network.
+func inner(t *testing.T) func(name string) rpc.TLS {
+	t.Helper()
+	dir := t.TempDir()
+	ca, err := pki.OpenCA(dir, "inner-ca", "test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return func(name string) rpc.TLS {
+		crt, key, _, err := ca.Leaf(pki.Leaf{
+			Name:       name,
+			CommonName: name,
+			SANs:       []string{name, "127.0.0.1"},
+			Usage:      pki.Client | pki.Server,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return rpc.TLS{CertFile: crt, KeyFile: key, CAFile: ca.CertFile()}
+	}
+}
+
+func natsServer(t *testing.T, id rpc.TLS) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := l.Addr().String()
+	l.Close()
+	key := filepath.Join(t.TempDir(), "key")
+	if err := pki.SecretKey(key); err != nil {
+		t.Fatal(err)
+	}
+	srv, err := (&NATS{Dir: t.TempDir(), KeyFile: key, Address: address, ID: id}).start()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { srv.Shutdown(); srv.WaitForShutdown() })
+	return "tls://" + address
+}
+
+// tenants are a NATS server, and clients of it.
+type tenants struct {
+	t   *testing.T
+	ids func(string) rpc.TLS
+	url string
+	log eventlog.Options
+	// last is the id of the log's last message.
+	last string
+	js   jetstream.JetStream
+}
+
+func newTenants(t *testing.T) *tenants {
+	ids := inner(t)
+	n := &tenants{t: t, ids: ids, url: natsServer(t, ids("nats"))}
+	n.log = eventlog.Options{URL: n.url, Storage: "file", Replicas: 1, Retention: time.Minute, MaxBytes: 1 << 20}
+	_, n.js = n.connect("registry")
+	if _, err := n.log.Stream(t.Context(), n.js); err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+func (n *tenants) connect(name string) (*nats.Conn, jetstream.JetStream) {
+	n.t.Helper()
+	nc, err := n.log.Connect(name, n.ids(name))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	n.t.Cleanup(nc.Close)
+	js, err := eventlog.JetStream(nc)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return nc, js
+}
+
+// publish appends an event to the log.
+func (n *tenants) publish(revision int64) {
+	n.t.Helper()
+	m, err := eventlog.Message(&logv1.Event{
+		Type:            logv1.Type_TYPE_ADDED,
+		Revision:        revision,
+		StorageResource: "pods",
+		Name:            "a",
+		Object:          &logv1.Object{},
+	})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	if n.last != "" {
+		m.Header.Set("Nats-Expected-Last-Msg-Id", n.last)
+	}
+	n.last = fmt.Sprintf("%d.0.t", revision)
+	m.Header.Set("Nats-Msg-Id", n.last)
+	if _, err := n.js.PublishMsg(n.t.Context(), m); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// read starts a watchfanout that reads the log, and returns what it reads. A registry reads the stream for it.
+func (n *tenants) read() <-chan int64 {
+	nc, _ := n.connect("watchfanout")
+	seen := make(chan int64, 100)
+	go func() {
+		_ = eventlog.Read(n.t.Context(), nc, eventlog.DirectGetReader{JS: n.js}, func(e *logv1.Event) error {
+			seen <- e.Revision
+			return nil
+		})
+	}()
+	return seen
+}
+
+func (n *tenants) expect(seen <-chan int64, want int64) {
+	n.t.Helper()
+	select {
+	case got := <-seen:
+		if got != want {
+			n.t.Errorf("read %d, want %d", got, want)
+		}
+	case <-time.After(10 * time.Second):
+		n.t.Fatalf("watchfanout does not read %d", want)
+	}
+}
+
+// state is the stream's configuration and messages.
+func (n *tenants) state() string {
+	n.t.Helper()
+	s, err := n.js.Stream(n.t.Context(), eventlog.StreamName)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	i := s.CachedInfo()
+	config, err := json.Marshal(i.Config)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return fmt.Sprintf("%s %d to %d, %d consumers, made at %v", config, i.State.FirstSeq, i.State.LastSeq,
+		i.State.Consumers, i.Created)
+}
+
+// apis are subjects of JetStream's API.
+var apis = []string{
+	"INFO", "STREAM.LIST", "STREAM.NAMES", "STREAM.CREATE.watershed", "STREAM.CREATE.other", "STREAM.UPDATE.watershed",
+	"STREAM.INFO.watershed", "STREAM.DELETE.watershed", "STREAM.PURGE.watershed", "STREAM.SNAPSHOT.watershed",
+	"STREAM.RESTORE.watershed", "STREAM.PEER.REMOVE.watershed", "STREAM.LEADER.STEPDOWN.watershed",
+	"STREAM.MSG.GET.watershed", "STREAM.MSG.DELETE.watershed", "DIRECT.GET.watershed",
+	"DIRECT.GET.watershed.watershed.event.pods", "CONSUMER.NAMES.watershed", "CONSUMER.LIST.watershed",
+	"CONSUMER.INFO.watershed.x", "CONSUMER.CREATE.watershed", "CONSUMER.CREATE.watershed.x",
+	"CONSUMER.CREATE.watershed.x.watershed.event.pods", "CONSUMER.DURABLE.CREATE.watershed.x",
+	"CONSUMER.DELETE.watershed.x", "CONSUMER.PAUSE.watershed.x", "CONSUMER.MSG.NEXT.watershed.x",
+	"CONSUMER.LEADER.STEPDOWN.watershed.x", "META.LEADER.STEPDOWN", "SERVER.REMOVE", "ACCOUNT.PURGE.log",
+}
+
+// Registry writes the log and watchfanout receives it. Neither may do more, and no other service may connect (S18).
+func TestNATSIsByAllowLists(t *testing.T) {
+	n := newTenants(t)
+	n.publish(11)
+	seen := n.read()
+	n.expect(seen, 11)
+	n.publish(12)
+	n.expect(seen, 12)
+	registry, _ := n.connect("registry")
+	asked, err := registry.SubscribeSync(eventlog.ProgressRequestSubject)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := registry.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	reader, _ := n.connect("watchfanout")
+	if err := reader.Publish(eventlog.ProgressRequestSubject, nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := asked.NextMsg(5 * time.Second); err != nil {
+		t.Errorf("watchfanout may not ask how far the publisher is: %v", err)
+	}
+	next := int64(100)
+	for _, subject := range []string{">", "_INBOX.>", "_INBOX_registry.>", "_INBOX_watchfanout.>", "watershed.event.>",
+		eventlog.ProgressRequestSubject, eventlog.TraceContextSubject, "$JS.API.>", "_R_.>"} {
+		sub, err := reader.SubscribeSync(subject)
+		if err == nil {
+			err = reader.Flush()
+		}
+		if err == nil {
+			n.publish(next)
+			next++
+			if m, merr := sub.NextMsg(200 * time.Millisecond); merr == nil {
+				t.Errorf("watchfanout receives %s on %s", m.Subject, subject)
+			}
+			_ = sub.Unsubscribe()
+		}
+	}
+	conf, err := n.ids("gateway").ClientConfig("nats")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if nc, err := nats.Connect(n.url, nats.Secure(conf), nats.MaxReconnects(0)); err == nil {
+		nc.Close()
+		t.Error("a gateway may connect to NATS")
+	}
+}
+
+// A stolen key of watchfanout changes nothing in NATS: not the stream, not a registry's inbox, and not another replica
+// of watchfanout, which starts and reads on (N3).
+func TestAStolenKeyOfWatchfanoutChangesNothing(t *testing.T) {
+	n := newTenants(t)
+	n.publish(11)
+	before := n.state()
+	registry, _ := n.connect("registry")
+	inbox, err := registry.SubscribeSync("_INBOX_registry.x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cause, err := registry.SubscribeSync(eventlog.TraceContextSubject)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, _ := n.connect("watchfanout")
+	republished, err := other.SubscribeSync("watershed.stored.>")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(registry.Flush(), other.Flush()); err != nil {
+		t.Fatal(err)
+	}
+	thief, _ := n.connect("watchfanout")
+	consumers := []string{
+		`{"stream_name":"watershed","config":{"name":"NAME","inactive_threshold":86400000000000,"ack_policy":"none"}}`,
+		`{"stream_name":"watershed","config":{"durable_name":"NAME","ack_policy":"explicit"}}`,
+		`{"stream_name":"watershed","config":{"ack_policy":"none","deliver_policy":"all"}}`,
+		`{"stream_name":"watershed","config":{"name":"NAME","ack_policy":"none","deliver_subject":"_INBOX_registry.x"}}`,
+		`{"stream_name":"watershed","config":{"name":"NAME","ack_policy":"none","deliver_subject":"watershed.tracecontext"}}`,
+	}
+	for i := range 2000 {
+		name := fmt.Sprint("c", i)
+		subject := []string{"CREATE.watershed." + name, "DURABLE.CREATE.watershed." + name, "CREATE.watershed"}[i%3]
+		body := strings.ReplaceAll(consumers[i%len(consumers)], "NAME", name)
+		if err := thief.PublishRequest("$JS.API.CONSUMER."+subject, "_INBOX_watchfanout.x", []byte(body)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	replies := []string{"watershed.progress", "watershed.event.pods", "watershed.stored.watershed.event.pods",
+		"_INBOX_registry.x", "_INBOX_watchfanout.x", eventlog.TraceContextSubject, eventlog.ProgressRequestSubject,
+		"$JS.API.STREAM.DELETE.watershed", "$JS.ACK.watershed.c1.1.1.1.1.0", "_R_.x"}
+	for _, subject := range append(slices.Clone(replies), apis...) {
+		for _, reply := range replies {
+			for _, s := range []string{subject, "$JS.API." + subject} {
+				if s == eventlog.ProgressRequestSubject {
+					continue // it may, and no one answers
+				}
+				for _, body := range []string{"", `{"seq":1,"batch":1000000}`} {
+					if err := thief.PublishRequest(s, reply, []byte(body)); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+		}
+	}
+	if err := thief.FlushTimeout(10 * time.Second); err != nil {
+		t.Fatal(err)
+	}
+	n.publish(12) // it comes after whatever the thief has caused
+	m, err := republished.NextMsg(10 * time.Second)
+	if err != nil || m.Header.Get("Nats-Sequence") != "2" {
+		t.Errorf("another replica receives %v, %v", m, err)
+	}
+	if err := registry.FlushTimeout(10 * time.Second); err != nil {
+		t.Fatal(err)
+	}
+	for _, sub := range []*nats.Subscription{inbox, cause, republished} {
+		if pending, _, err := sub.Pending(); err != nil || pending != 0 {
+			t.Errorf("%d messages on %s, %v", pending, sub.Subject, err)
+		}
+	}
+	if after, want := n.state(), strings.Replace(before, "1 to 1,", "1 to 2,", 1); after != want {
+		t.Errorf("the stream was\n%s, and is\n%s", want, after)
+	}
+	seen := n.read()
+	n.expect(seen, 11)
+	n.expect(seen, 12)
+	n.publish(13)
+	n.expect(seen, 13)
+}
+
+// A stolen key of watchfanout has few subscriptions and connections, and small messages. Other replicas read on.
+func TestReadersHaveLimits(t *testing.T) {
+	n := newTenants(t)
+	n.publish(11)
+	seen := n.read()
+	n.expect(seen, 11)
+	registry, _ := n.connect("registry")
+	asked, err := registry.SubscribeSync(eventlog.ProgressRequestSubject)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := registry.Flush(); err != nil {
+		t.Fatal(err)
+	}
+
+	thief, _ := n.connect("watchfanout")
+	for range 100 {
+		if _, err := thief.SubscribeSync("watershed.stored.>"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := thief.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	if err := thief.LastError(); !errors.Is(err, nats.ErrMaxSubscriptionsExceeded) {
+		t.Errorf("100 subscriptions: %v", err)
+	}
+
+	conf, err := n.ids("watchfanout").ClientConfig("nats")
+	if err != nil {
+		t.Fatal(err)
+	}
+	large, err := nats.Connect(n.url, nats.Secure(conf), nats.NoReconnect())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer large.Close()
+	err = large.Publish(eventlog.ProgressRequestSubject, make([]byte, 1<<20))
+	if err == nil {
+		err = large.Flush()
+	}
+	if err == nil {
+		t.Error("watchfanout may publish 1 MB")
+	}
+	if m, err := asked.NextMsg(200 * time.Millisecond); err == nil {
+		t.Errorf("the publisher receives %d bytes", len(m.Data))
+	}
+
+	connected := 0
+	for range 100 {
+		nc, err := nats.Connect(n.url, nats.Secure(conf), nats.NoReconnect())
+		if err != nil {
+			continue
+		}
+		defer nc.Close()
+		if nc.Flush() == nil {
+			connected++
+		}
+	}
+	if connected < 32 || connected > 64 {
+		t.Errorf("watchfanout has %d connections", connected)
+	}
+	n.publish(12)
+	n.expect(seen, 12)
+}
+
+// Registry may not create a consumer either, or do to the stream what it never does.
+func TestRegistryDoesWhatItNeeds(t *testing.T) {
+	n := newTenants(t)
+	n.publish(11)
+	registry, _ := n.connect("registry")
+	needs := []string{"STREAM.CREATE.watershed", "STREAM.UPDATE.watershed", "STREAM.INFO.watershed",
+		"STREAM.MSG.GET.watershed", "DIRECT.GET.watershed", "CONSUMER.NAMES.watershed", "CONSUMER.DELETE.watershed.x"}
+	var all sync.WaitGroup
+	for _, subject := range apis {
+		all.Go(func() {
+			_, err := registry.Request("$JS.API."+subject, []byte("{}"), time.Second)
+			if answered := err == nil; answered != slices.Contains(needs, subject) {
+				t.Errorf("%s: %v", subject, err)
+			}
+		})
+	}
+	all.Wait()
+}

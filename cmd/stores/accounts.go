@@ -1,8 +1,0 @@
-package stores
-
-import _ "embed"
-
-// natsAccounts is the part of the NATS server's configuration that says which identity may use which subjects.
-//
-//go:embed accounts.conf
-var natsAccounts string

@@ -1,0 +1,38 @@
+package discovery
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// ToMetaV1 is an entry as discovery tells of it, field by field what kube-apiserver's installer fills in
+// (k8s.io/apiserver/pkg/endpoints/installer.go).
+func ToMetaV1(e *registryv1.APIResource) metav1.APIResource {
+	name := e.Resource.Resource
+	if e.Resource.Subresource != "" {
+		name += "/" + e.Resource.Subresource
+	}
+	r := metav1.APIResource{
+		Name:               name,
+		SingularName:       e.Singular,
+		Namespaced:         e.Namespaced,
+		Kind:               e.Kind.Kind,
+		Verbs:              append(metav1.Verbs{}, e.Verbs...),
+		ShortNames:         e.ShortNames,
+		Categories:         e.Categories,
+		StorageVersionHash: e.StorageVersionHash,
+	}
+	if e.DiscoveryKind != "" {
+		r.Kind = e.DiscoveryKind
+	}
+	if ForeignKind(e) {
+		r.Group, r.Version = e.Kind.Group, e.Kind.Version
+	}
+	return r
+}
+
+// ForeignKind says whether an entry's kind is of another group version than its resource, as a scale's is.
+func ForeignKind(e *registryv1.APIResource) bool {
+	return e.Kind.Group != e.Resource.Group || e.Kind.Version != e.Resource.Version
+}

@@ -1,0 +1,156 @@
+// Package catalog follows registry's catalog: which resources there are, in which versions, and how each is served.
+package discovery
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"maps"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
+
+	"watershed.dev/platform/rpc"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// View is what is served, at one moment. It does not change.
+type View struct {
+	*registryv1.DiscoveryResponse
+	resources map[resourceKey]*registryv1.APIResource
+	builtIn   map[string]bool
+}
+
+type resourceKey struct{ group, version, resource, subresource string }
+
+// APIResource finds a resource or subresource.
+func (v *View) APIResource(group, version, resource, subresource string) (*registryv1.APIResource, bool) {
+	e, ok := v.resources[resourceKey{group, version, resource, subresource}]
+	return e, ok
+}
+
+// BuiltIn says whether a group has a resource that is not a custom resource.
+func (v *View) BuiltIn(group string) bool { return v.builtIn[group] }
+
+// Watcher follows registry's catalog.
+type Watcher struct {
+	Registry registryv1.DiscoveryClient
+	// OnChange is called with every new view, before it is used.
+	OnChange func(*View)
+
+	current atomic.Pointer[View]
+}
+
+// View is the newest view; nil before the first.
+func (c *Watcher) View() *View { return c.current.Load() }
+
+// watchPause is how long to wait before registry is asked for its catalog again.
+const watchPause = 200 * time.Millisecond
+
+// Run follows until ctx is done. While no registry answers, the last view stays.
+func (c *Watcher) Run(ctx context.Context) {
+	open := func(ctx context.Context) (grpc.ServerStreamingClient[registryv1.DiscoveryResponse], error) {
+		return c.Registry.Watch(ctx, &registryv1.DiscoveryRequest{})
+	}
+	var full *registryv1.DiscoveryResponse
+	rpc.RetryWatch(ctx, watchPause, open, func(m *registryv1.DiscoveryResponse, first bool) {
+		if first {
+			full = nil
+		}
+		if m.Delta {
+			m = mergeDelta(full, m)
+		}
+		if full = m; !m.More {
+			c.set(m)
+		}
+	}, func(err error) { slog.Debug("The catalog broke off", "error", err) })
+}
+
+// mergeDelta is a catalog with what has changed. Neither is changed itself.
+func mergeDelta(full, delta *registryv1.DiscoveryResponse) *registryv1.DiscoveryResponse {
+	out := &registryv1.DiscoveryResponse{
+		Groups:      delta.Groups,
+		ApiServices: delta.ApiServices,
+		More:        delta.More,
+		Openapi:     maps.Clone(full.GetOpenapi()),
+	}
+	removed, changed := map[resourceKey]bool{}, map[resourceKey]*registryv1.APIResource{}
+	for _, r := range delta.Removed {
+		removed[keyOf(r)] = true
+	}
+	for _, e := range delta.Resources {
+		changed[keyOf(e.Resource)] = e
+	}
+	for _, e := range full.GetResources() {
+		k := keyOf(e.Resource)
+		if removed[k] {
+			continue
+		}
+		if newer := changed[k]; newer != nil {
+			e = newer
+			delete(changed, k)
+		}
+		out.Resources = append(out.Resources, e)
+	}
+	for _, e := range delta.Resources {
+		if changed[keyOf(e.Resource)] != nil {
+			out.Resources = append(out.Resources, e)
+		}
+	}
+	// Custom resources stand where a full catalog has them, whichever was defined first.
+	slices.SortStableFunc(out.Resources, func(a, b *registryv1.APIResource) int {
+		if !a.Unstructured || !b.Unstructured {
+			return cmp.Compare(afterBuiltIn(a), afterBuiltIn(b))
+		}
+		return cmp.Or(strings.Compare(a.Resource.Group, b.Resource.Group),
+			strings.Compare(a.Resource.Resource, b.Resource.Resource))
+	})
+	if out.Openapi == nil {
+		out.Openapi = map[string]string{}
+	}
+	maps.Copy(out.Openapi, delta.Openapi)
+	for _, path := range delta.OpenapiRemoved {
+		delete(out.Openapi, path)
+	}
+	return out
+}
+
+// afterBuiltIn puts custom resources after what is built in.
+func afterBuiltIn(e *registryv1.APIResource) int {
+	if e.Unstructured {
+		return 1
+	}
+	return 0
+}
+
+func keyOf(r *commonv1.Resource) resourceKey {
+	return resourceKey{r.Group, r.Version, r.Resource, r.Subresource}
+}
+
+// NewView is the view that a whole catalog gives.
+func NewView(m *registryv1.DiscoveryResponse) *View {
+	v := &View{m, map[resourceKey]*registryv1.APIResource{}, map[string]bool{}}
+	for _, e := range m.Resources {
+		if !e.Unstructured {
+			v.builtIn[e.Resource.Group] = true
+		}
+		v.resources[keyOf(e.Resource)] = e
+	}
+	return v
+}
+
+func (c *Watcher) set(m *registryv1.DiscoveryResponse) {
+	if old := c.View(); old != nil && proto.Equal(old.DiscoveryResponse, m) {
+		return // the same, from another replica
+	}
+	v := NewView(m)
+	if c.OnChange != nil {
+		c.OnChange(v)
+	}
+	c.current.Store(v)
+}

@@ -1,0 +1,60 @@
+package discovery
+
+import (
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+func entry(resource, singular string) *registryv1.APIResource {
+	return &registryv1.APIResource{
+		Resource: &commonv1.Resource{Group: "g", Version: "v1", Resource: resource},
+		Singular: singular,
+	}
+}
+
+func TestDeltasAreMerged(t *testing.T) {
+	full := &registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{entry("a", "1"), entry("b", "1"), entry("c", "1")},
+		Openapi:   map[string]string{"v2": "x", "v3/a": "y"},
+	}
+	before := proto.Clone(full)
+	got := mergeDelta(full, &registryv1.DiscoveryResponse{
+		Delta:          true,
+		Resources:      []*registryv1.APIResource{entry("d", "1"), entry("b", "2")},
+		Removed:        []*commonv1.Resource{entry("a", "").Resource},
+		Openapi:        map[string]string{"v2": "z"},
+		OpenapiRemoved: []string{"v3/a"},
+	})
+	want := &registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{entry("b", "2"), entry("c", "1"), entry("d", "1")},
+		Openapi:   map[string]string{"v2": "z"},
+	}
+	if !proto.Equal(got, want) {
+		t.Errorf("got %v", got)
+	}
+	if !proto.Equal(full, before) {
+		t.Error("the catalog before was changed")
+	}
+}
+
+// Discovery tells of a group's resources by name, as kube-apiserver does, whichever was defined first.
+func TestCustomResourcesAreSortedByName(t *testing.T) {
+	builtIn, widgets, globals := entry("z", "1"), entry("widgets", "1"), entry("globals", "1")
+	widgets.Unstructured, globals.Unstructured = true, true
+	got := mergeDelta(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{builtIn, widgets}},
+		&registryv1.DiscoveryResponse{
+			Delta:     true,
+			Resources: []*registryv1.APIResource{globals},
+		})
+	want := &registryv1.DiscoveryResponse{
+		Resources: []*registryv1.APIResource{builtIn, globals, widgets},
+		Openapi:   map[string]string{},
+	}
+	if !proto.Equal(got, want) {
+		t.Errorf("got %v", got)
+	}
+}

@@ -1,0 +1,96 @@
+package egress
+
+import (
+	"fmt"
+	"io"
+	"net/http"
+)
+
+const (
+	// answerValues and answerValuesFactor bound the JSON values of an answer, with those of strings in base64: that
+	// many, and as many for each value of the request's body.
+	answerValues       = 200_000
+	answerValuesFactor = 4
+	// bytesPerValue is how many bytes a value has in a request whose body cannot be read again.
+	bytesPerValue = 16
+)
+
+// LimitResponses returns a RoundTripper whose answers fail after base bytes and factor bytes for each of the request's
+// body, or after 200,000 JSON values and four for each of the request's. Clients of webhooks read an answer whole, and
+// Go's transport expands gzip. Without a bound, a webhook could fill the memory of the service that calls it;
+// kube-apiserver has none.
+func LimitResponses(next http.RoundTripper, base, factor int64) http.RoundTripper {
+	return &limitedTransport{next, base, factor}
+}
+
+type limitedTransport struct {
+	next         http.RoundTripper
+	base, factor int64
+}
+
+// RoundTrip implements http.RoundTripper.
+func (b *limitedTransport) RoundTrip(req *http.Request) (*http.Response, error) {
+	resp, err := b.next.RoundTrip(req)
+	if err != nil {
+		return nil, err
+	}
+	limit := b.base + b.factor*max(req.ContentLength, 0)
+	at := req.URL.Host + req.URL.Path
+	resp.Body = &limitedBody{
+		ReadCloser: resp.Body,
+		at:         at,
+		remaining:  limit,
+		err:        fmt.Errorf("the webhook at %s answers with more than %d bytes", at, limit),
+		values:     Values{Base64: true},
+		mostValues: answerValues,
+		request:    req,
+	}
+	return resp, nil
+}
+
+// limitedBody reads at most left bytes, and then fails with err unless the body has ended.
+type limitedBody struct {
+	io.ReadCloser
+	at         string
+	remaining  int64
+	err        error
+	values     Values
+	mostValues int
+	// request is nil once mostValues includes its values. They are counted only if the answer has many.
+	request *http.Request
+}
+
+// Read implements io.Reader.
+func (b *limitedBody) Read(p []byte) (int, error) {
+	if b.remaining < 0 {
+		return 0, b.err
+	}
+	n, err := b.ReadCloser.Read(p)
+	if b.remaining -= int64(n); b.remaining < 0 {
+		return n + int(b.remaining), b.err
+	}
+	_, _ = b.values.Write(p[:n])
+	if b.values.Count() > b.mostValues && b.request != nil {
+		b.mostValues += answerValuesFactor * requestValues(b.request)
+		b.request = nil
+	}
+	if b.values.Count() > b.mostValues {
+		b.remaining, b.err = -1, fmt.Errorf("the webhook at %s answers with more than %d values", b.at, b.mostValues)
+		return 0, b.err
+	}
+	return n, err
+}
+
+// requestValues returns how many JSON values the body of a request has.
+func requestValues(req *http.Request) int {
+	if req.GetBody != nil {
+		if body, err := req.GetBody(); err == nil {
+			defer body.Close()
+			v := Values{Base64: true}
+			if _, err := io.Copy(&v, body); err == nil {
+				return v.Count()
+			}
+		}
+	}
+	return int(max(req.ContentLength, 0) / bytesPerValue)
+}

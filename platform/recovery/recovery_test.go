@@ -1,0 +1,28 @@
+package recovery
+
+import (
+	"errors"
+	"testing"
+)
+
+// A panic is an error that says in what; an error stays what it is.
+func TestAPanicIsAnError(t *testing.T) {
+	run := func(f func() error) (err error) {
+		defer ToError("reading pods/x", &err)
+		return f()
+	}
+	var none map[string]int
+	if err := run(func() error {
+		none["a"] = 1
+		return nil
+	}); err == nil || err.Error() != "reading pods/x panicked: assignment to entry in nil map" {
+		t.Errorf("%v", err)
+	}
+	want := errors.New("as it was")
+	if err := run(func() error { return want }); err != want {
+		t.Errorf("%v", err)
+	}
+	if err := run(func() error { return nil }); err != nil {
+		t.Errorf("%v", err)
+	}
+}

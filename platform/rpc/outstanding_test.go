@@ -1,0 +1,260 @@
+package rpc
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/balancer"
+	"google.golang.org/grpc/balancer/base"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/resolver"
+	"google.golang.org/grpc/status"
+)
+
+// picked is where a call goes, and what ends it.
+func picked(t *testing.T, p balancer.Picker, ctx context.Context) (address string, done func(balancer.DoneInfo)) {
+	t.Helper()
+	r, err := p.Pick(balancer.PickInfo{Ctx: ctx})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.Done == nil {
+		r.Done = func(balancer.DoneInfo) {}
+	}
+	return r.SubConn.(*conn).address, r.Done
+}
+
+// unaryOf is a noted context as a unary call has it.
+func unaryOf(ctx context.Context) context.Context {
+	callStateOf(ctx).unary.Store(true)
+	return ctx
+}
+
+// loads are where streams go now.
+func loads(t *testing.T, p balancer.Picker) string {
+	t.Helper()
+	load := map[string]int{}
+	for range 20 {
+		address, _ := picked(t, p, t.Context())
+		load[address]++
+	}
+	return fmt.Sprint(load)
+}
+
+// busy has a replica have something to answer, and answers what ends that.
+func busy(t *testing.T, p balancer.Picker, which string) (done func(balancer.DoneInfo)) {
+	t.Helper()
+	for range 10 {
+		address, done := picked(t, p, unaryOf(TrackReplica(t.Context())))
+		if address == which {
+			return done
+		}
+		done(balancer.DoneInfo{})
+	}
+	t.Fatalf("nothing goes to %s", which)
+	return nil
+}
+
+var errLeft = status.Error(codes.Canceled, "the caller has left")
+
+// Calls about one thing go to one replica, those about many things to all alike, and to others where it is away.
+func TestAffinity(t *testing.T) {
+	p, without := pickerOf("a:1", "a:2", "a:3"), pickerOf("a:1", "a:3")
+	pick := func(p balancer.Picker, key string) string {
+		address, done := picked(t, p, WithAffinity(t.Context(), key))
+		done(balancer.DoneInfo{})
+		return address
+	}
+	load := map[string]int{}
+	for i := range 3000 {
+		key := fmt.Sprint("leases/x/", i)
+		a := pick(p, key)
+		load[a]++
+		if again := pick(p, key); again != a {
+			t.Fatalf("%s goes to %s, then to %s", key, a, again)
+		}
+		if now := pick(without, key); now == "a:2" || a != "a:2" && now != a {
+			t.Errorf("%s goes to %s, and to %s when a:2 is away", key, a, now)
+		}
+	}
+	for a, n := range load {
+		if n < 700 || n > 1300 {
+			t.Errorf("%s is preferred by %d of 3000: %v", a, n, load)
+		}
+	}
+}
+
+// A replica with much to answer of what prefers it shares that with the next.
+func TestOverloadedReplicasShareCalls(t *testing.T) {
+	p := pickerOf("a:1", "a:2", "a:3")
+	load, preferred := map[string]int{}, ""
+	for range 200 {
+		address, _ := picked(t, p, unaryOf(WithAffinity(t.Context(), "configmaps/kube-system/hot")))
+		if preferred == "" {
+			preferred = address
+		}
+		load[address]++
+	}
+	other := 200 - load[preferred]
+	if len(load) != 2 || load[preferred] < 2*other || other < 50 {
+		t.Errorf("of 200 calls that nobody has answered %d are where they prefer to be: %v", load[preferred], load)
+	}
+}
+
+// A replica that is only busy goes on being preferred, and one that is silent does not, until it answers.
+func TestUnresponsiveReplicasLoseAffinity(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := pickerOf("a:1", "a:2", "a:3")
+		pick := func() (string, func(balancer.DoneInfo)) {
+			return picked(t, p, unaryOf(WithAffinity(t.Context(), "leases/kube-system/kube-scheduler")))
+		}
+		preferred, stuck := pick()
+		time.Sleep(unresponsiveAfter) // of the bubble's clock
+		if again, done := pick(); again != preferred {
+			t.Errorf("a busy replica is left for %s", again)
+		} else {
+			time.Sleep(time.Nanosecond) // of the bubble's clock
+			if other, done := pick(); other == preferred {
+				t.Error("a silent replica is preferred")
+			} else {
+				done(balancer.DoneInfo{})
+			}
+			done(balancer.DoneInfo{})
+		}
+		if again, done := pick(); again != preferred {
+			t.Errorf("a replica that answers again is left for %s", again)
+		} else {
+			done(balancer.DoneInfo{})
+		}
+		stuck(balancer.DoneInfo{})
+	})
+}
+
+// A call that is made again goes to another replica, whatever is known of those.
+func TestRepeatedCallsGoToAnotherReplica(t *testing.T) {
+	p := pickerOf("a:1", "a:2", "a:3")
+	for _, r := range p.(*picker).ready {
+		r.eject()
+	}
+	ctx := WithAffinity(t.Context(), "leases/kube-system/kube-scheduler")
+	first, _ := picked(t, p, ctx)
+	second, _ := picked(t, p, ctx)
+	third, _ := picked(t, p, ctx)
+	if first == second || third == second {
+		t.Errorf("to %s, %s, %s", first, second, third)
+	}
+}
+
+// Where both replicas that serve a key are silent, a third one is asked; and a crowded one goes on, where the other is.
+func TestUnresponsiveReplicasAreSkipped(t *testing.T) {
+	p := pickerOf("a:1", "a:2", "a:3")
+	ctx := WithAffinity(t.Context(), "leases/kube-system/kube-scheduler")
+	replicas := p.(*picker).serving(callStateOf(ctx).slot)
+	replicas[1].eject()
+	replicas[0].calls.Store(2 * overloaded)
+	replicas[0].since.Store(monotonic())
+	if a, _ := picked(t, p, ctx); a != replicas[0].address {
+		t.Errorf("beside a silent one, a crowded replica is left for %s", a)
+	}
+	replicas[0].eject()
+	if a, _ := picked(t, p, WithAffinity(t.Context(), "leases/kube-system/kube-scheduler")); a == replicas[0].address ||
+		a == replicas[1].address {
+		t.Errorf("it goes to %s, which is silent", a)
+	}
+}
+
+func TestLeastRequest(t *testing.T) {
+	p := pickerOf("a:1", "a:2")
+	if l := loads(t, p); l != "map[a:1:10 a:2:10]" {
+		t.Error(l)
+	}
+	done := busy(t, p, "a:1")
+	if l := loads(t, p); l != "map[a:2:20]" {
+		t.Error(l)
+	}
+	if done(balancer.DoneInfo{}); loads(t, p) != "map[a:1:10 a:2:10]" {
+		t.Error(loads(t, p))
+	}
+}
+
+// A caller who leaves tells nothing of its replica: it may only be slow. Who asks again because that is silent does,
+// for a while, or until it answers.
+func TestEjectionEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const both, other = "map[a:1:10 a:2:10]", "map[a:2:20]"
+		p := pickerOf("a:1", "a:2")
+		is := func(name, want string) {
+			t.Helper()
+			if l := loads(t, p); l != want {
+				t.Errorf("%s: %s, want %s", name, l, want)
+			}
+		}
+		done := busy(t, p, "a:1")
+		time.Sleep(unresponsiveAfter + 1) // of the bubble's clock
+		done(balancer.DoneInfo{Err: errLeft})
+		is("a caller has left", both)
+		done = busy(t, p, "a:1")
+		time.Sleep(unresponsiveAfter + 1) // of the bubble's clock
+		done(balancer.DoneInfo{Err: errLeft, BytesReceived: true})
+		is("a caller was refused", both)
+		a1 := p.(*picker).ready[0]
+		done = a1.begin()
+		a1.eject()
+		done(balancer.DoneInfo{Err: errLeft})
+		is("another was asked", other)
+		time.Sleep(ejectionTime - 1) // of the bubble's clock
+		is("another was asked, later", other)
+		time.Sleep(time.Nanosecond) // of the bubble's clock
+		is("another was asked, much later", both)
+		done = a1.begin()
+		a1.eject()
+		done(balancer.DoneInfo{})
+		is("it has answered after all", both)
+	})
+}
+
+// What is known of a replica is known when others come.
+func TestOutstandingSurvivesUpdates(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := &rendezvous{longCalls: map[*longCall]struct{}{}}
+		a, b, c := &conn{address: "a:1"}, &conn{address: "a:2"}, &conn{address: "a:3"}
+		build := func(conns ...*conn) balancer.Picker {
+			info := base.PickerBuildInfo{ReadySCs: map[balancer.SubConn]base.SubConnInfo{}}
+			for _, c := range conns {
+				info.ReadySCs[c] = base.SubConnInfo{Address: resolver.Address{Addr: c.address}}
+			}
+			return r.Build(info)
+		}
+		busy(t, build(a, b), "a:1")
+		time.Sleep(unresponsiveAfter + 1) // of the bubble's clock
+		if l := loads(t, build(a, b, c)); l != "map[a:2:10 a:3:10]" {
+			t.Error(l)
+		}
+	})
+}
+
+// Unary calls count, and streams do not.
+func TestUnaryCallsCount(t *testing.T) {
+	p := pickerOf("a:1")
+	own := p.(*picker).ready[0].outstanding
+	picked(t, p, TrackReplica(t.Context()))
+	picked(t, p, WithAffinity(t.Context(), "a"))
+	picked(t, p, t.Context())
+	if n := own.calls.Load(); n != 0 {
+		t.Errorf("%d streams count", n)
+	}
+	for i, ctx := range []context.Context{t.Context(), TrackReplica(t.Context()), WithAffinity(t.Context(), "a")} {
+		err := trackUnary(ctx, "m", nil, nil, nil, func(ctx context.Context, _ string, _, _ any, _ *grpc.ClientConn,
+			_ ...grpc.CallOption) error {
+			picked(t, p, ctx)
+			return nil
+		})
+		if n := own.calls.Load(); err != nil || n != int64(i)+1 {
+			t.Errorf("%d of %d unary calls count: %v", n, i+1, err)
+		}
+	}
+}

@@ -1,0 +1,46 @@
+package telemetry
+
+import (
+	"fmt"
+	"log/slog"
+	"strings"
+	"unicode/utf8"
+)
+
+// Bounds of a log line's parts, in bytes. Paths, users and other values may be a client's choice. Messages and errors
+// may quote one.
+const (
+	maxValueBytes   = 256
+	maxMessageBytes = 1 << 10
+	maxStackBytes   = 16 << 10
+)
+
+// truncateAttr is a slog.HandlerOptions.ReplaceAttr that cuts values above their bound.
+func truncateAttr(_ []string, a slog.Attr) slog.Attr {
+	limit := maxValueBytes
+	switch a.Key {
+	case slog.MessageKey, "error", "err":
+		limit = maxMessageBytes
+	case "panic", "stack", "stacktrace":
+		limit = maxStackBytes
+	}
+	switch a.Value.Kind() {
+	case slog.KindString:
+		if s := a.Value.String(); len(s) > limit {
+			a.Value = slog.StringValue(truncate(s, limit))
+		}
+	case slog.KindAny:
+		if s := fmt.Sprintf("%+v", a.Value.Any()); len(s) > limit {
+			a.Value = slog.StringValue(truncate(s, limit))
+		}
+	}
+	return a
+}
+
+// truncate returns the beginning of s, at most n bytes of whole characters, and the number of bytes that it leaves out.
+func truncate(s string, n int) string {
+	for n > 0 && !utf8.RuneStart(s[n]) {
+		n--
+	}
+	return fmt.Sprintf("%s… (%d bytes more)", strings.Clone(s[:n]), len(s)-n)
+}
