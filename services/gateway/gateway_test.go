@@ -276,7 +276,7 @@ func TestWhoIsAwayIsNamed(t *testing.T) {
 	if code, body, _ := g.ask("GET", "/readyz/watch-tier", "t"); code != 500 || !strings.Contains(body, "is away") {
 		t.Errorf("%d %s", code, body)
 	}
-	if code, body, _ := g.ask("GET", "/readyz?verbose", "t"); code != 200 || !strings.Contains(body, "[+]catalog ok") {
+	if code, body, _ := g.ask("GET", "/readyz?verbose", "t"); code != 200 || !strings.Contains(body, "[+]discovery ok") {
 		t.Errorf("%d %s", code, body)
 	}
 }

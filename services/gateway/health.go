@@ -42,14 +42,14 @@ var hooks = map[string]string{
 	"poststarthook/scheduling/bootstrap-system-priority-classes":  "etcd",
 	"poststarthook/start-cluster-authentication-info-controller":  "etcd",
 	"poststarthook/start-kube-aggregator-informers":               "etcd",
-	"poststarthook/apiservice-registration-controller":            "catalog",
-	"poststarthook/apiservice-discovery-controller":               "catalog",
+	"poststarthook/apiservice-registration-controller":            "discovery",
+	"poststarthook/apiservice-discovery-controller":               "discovery",
 	"poststarthook/apiservice-status-local-available-controller":  "etcd",
 	"poststarthook/apiservice-status-remote-available-controller": "etcd",
-	"poststarthook/kube-apiserver-autoregistration":               "catalog",
-	"poststarthook/apiservice-openapi-controller":                 "catalog",
-	"poststarthook/apiservice-openapiv3-controller":               "catalog",
-	"autoregister-completion":                                     "catalog",
+	"poststarthook/kube-apiserver-autoregistration":               "discovery",
+	"poststarthook/apiservice-openapi-controller":                 "discovery",
+	"poststarthook/apiservice-openapiv3-controller":               "discovery",
+	"autoregister-completion":                                     "discovery",
 }
 
 const (
@@ -95,7 +95,7 @@ func (g *Service) checks() map[string]*check {
 		return err
 	}}
 	return map[string]*check{
-		"catalog": {ask: func(context.Context) error {
+		"discovery": {ask: func(context.Context) error {
 			if g.catalog.View() == nil {
 				return errors.New("registry has not said what is served")
 			}
@@ -141,7 +141,7 @@ func (g *Service) checks() map[string]*check {
 }
 
 // needed are the checks without which a gateway has nothing to answer with.
-var needed = []string{"catalog", "etcd", "authn", "authz", "admission", "fairness"}
+var needed = []string{"discovery", "etcd", "authn", "authz", "admission", "fairness"}
 
 // started is a check that has come true: a start hook has run once it has, whatever comes later.
 func (c *check) started() healthz.HealthChecker {

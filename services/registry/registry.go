@@ -34,29 +34,29 @@ import (
 	"watershed.dev/platform/telemetry"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
-	"watershed.dev/services/registry/apis"
-	"watershed.dev/services/registry/catalog"
+	"watershed.dev/services/registry/controllers"
 	"watershed.dev/services/registry/customresources"
+	"watershed.dev/services/registry/discovery"
 	"watershed.dev/services/registry/election"
+	"watershed.dev/services/registry/installer"
+	"watershed.dev/services/registry/internalwatch"
+	"watershed.dev/services/registry/lookup"
 	"watershed.dev/services/registry/loopback"
-	"watershed.dev/services/registry/loops"
 	"watershed.dev/services/registry/managed"
 	"watershed.dev/services/registry/objects"
-	"watershed.dev/services/registry/policy"
 	"watershed.dev/services/registry/publisher"
-	"watershed.dev/services/registry/resources"
 	"watershed.dev/services/registry/source"
 	"watershed.dev/services/registry/storage"
-	"watershed.dev/services/registry/tail"
+	"watershed.dev/services/registry/watchcache"
 )
 
 // Config is what a registry is told.
 type Config struct {
-	Storage storage.Options
-	APIs    apis.Options
-	Log     eventlog.Options
-	Loops   loops.Options
-	Egress  egress.Config
+	Storage     storage.Options
+	APIs        installer.Options
+	Log         eventlog.Options
+	Controllers controllers.Options
+	Egress      egress.Config
 
 	ServiceAccountSigningKeyFile string
 	// ServiceAccountSigningEndpoint is the socket of an external signer; empty: the key file signs.
@@ -68,7 +68,7 @@ type Config struct {
 }
 
 // NewConfig returns the defaults.
-func NewConfig() *Config { return &Config{APIs: apis.NewOptions()} }
+func NewConfig() *Config { return &Config{APIs: installer.NewOptions()} }
 
 // AddFlags adds every setting to fs, under kube-apiserver's names where it has them.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
@@ -76,7 +76,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	c.Storage.AddFlags(fs)
 	c.APIs.AddFlags(fs)
 	c.Log.AddFlags(fs)
-	c.Loops.AddFlags(fs)
+	c.Controllers.AddFlags(fs)
 	c.Egress.AddFlags(fs)
 	fs.StringVar(&c.ServiceAccountSigningKeyFile, "service-account-signing-key-file", "",
 		"Path to the file that contains the current private key of the service account token issuer.")
@@ -97,21 +97,21 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 type Service struct {
 	config   *Config
 	identity string
-	// out dials what is outside.
-	out  egress.Selector
-	nats *nats.Conn
-	js   jetstream.JetStream
+	// egressSelector dials what is outside.
+	egressSelector egress.Selector
+	nats           *nats.Conn
+	js             jetstream.JetStream
 	// logNATS is the connection of ReadLog. Its answers do not delay what the publisher receives on nats.
 	logNATS *nats.Conn
 
-	resources *resources.Resources
-	objects   *objects.Objects
-	source    *source.Source
-	catalog   *catalog.Catalog
-	policy    *policy.Policy
-	tail      *tail.Tail
-	// keys are those that the event log is sealed with.
-	keys *storage.LogKeys
+	resources     *lookup.Resources
+	objects       *objects.Objects
+	source        *source.Source
+	discovery     *discovery.Discovery
+	internalWatch *internalwatch.InternalWatch
+	watchCache    *watchcache.Cache
+	// dataKeys are those that the event log is sealed with.
+	dataKeys *storage.DataKeys
 	// publisher writes the event log while this registry is elected.
 	publisher *publisher.Publisher
 
@@ -123,8 +123,8 @@ type Service struct {
 	extensions extensions.SharedInformerFactory
 	// services finds the addresses of services that are called: conversion webhooks and aggregated servers.
 	services apiclient.ServiceResolver
-	// crds says whether every CRD that was read has been taken over.
-	crds cache.ResourceEventHandlerRegistration
+	// crdHandler says whether every CRD that was read has been taken over.
+	crdHandler cache.ResourceEventHandlerRegistration
 
 	tasks lifecycle.Supervisor
 }
@@ -137,25 +137,25 @@ type Deps struct {
 
 // New connects and builds everything that is served.
 func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
-	served, err := c.APIs.Resources()
+	served, err := c.APIs.APIResourceConfig()
 	if err != nil {
 		return nil, err
 	}
-	out, err := c.Egress.Open()
+	selector, err := c.Egress.Open()
 	if err != nil {
 		return nil, err
 	}
 	host, _ := os.Hostname()
 	s := &Service{
-		config:   c,
-		out:      out,
-		tail:     tail.New(),
-		identity: fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano()),
+		config:         c,
+		egressSelector: selector,
+		watchCache:     watchcache.New(),
+		identity:       fmt.Sprintf("%s-%d-%d", host, os.Getpid(), time.Now().UnixNano()),
 	}
 	s.tasks.Ready.Set("informers", errors.New("they are not synced yet"))
 	s.tasks.Ready.Set("etcd", errors.New("it has not answered yet"))
 	etcdmetrics.Register()
-	store, err := storage.Open(ctx, c.Storage, out, served, s.identity)
+	store, err := storage.Open(ctx, c.Storage, selector, served, s.identity)
 	if err != nil {
 		return nil, err
 	}
@@ -181,46 +181,46 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 		Identity:           s.identity,
 		CompactionInterval: c.Storage.CompactionInterval,
 	}
-	s.keys = storage.NewLogKeys(store)
-	s.publisher.Keys = s.keys
+	s.dataKeys = storage.NewDataKeys(store)
+	s.publisher.DataKeys = s.dataKeys
 	if telemetry.TracingEnabled() {
-		store.TellCauses(s.publisher.Tell)
+		store.PublishTraceContexts(s.publisher.PublishTraceContext)
 	}
-	s.resources = &resources.Resources{Storage: store}
+	s.resources = &lookup.Resources{Storage: store}
 	s.objects = objects.New(s.resources)
-	s.source = source.New(s.resources, s.keys, eventlog.DirectGetReader{JS: logJS})
-	s.catalog = catalog.New(s.resources)
-	s.policy = policy.New(s.resources, s.source, s.tail)
-	if err := s.reachable(ctx); err != nil {
+	s.source = source.New(s.resources, s.dataKeys, eventlog.DirectGetReader{JS: logJS})
+	s.discovery = discovery.New(s.resources)
+	s.internalWatch = internalwatch.New(s.resources, s.source, s.watchCache)
+	if err := s.waitForEtcd(ctx); err != nil {
 		return nil, err
 	}
-	s.loopback = loopback.New(s.resources, s.tail).Config()
+	s.loopback = loopback.New(s.resources, s.watchCache).Config()
 	if s.client, err = kubernetes.NewForConfig(s.loopback); err != nil {
 		return nil, err
 	}
 	s.informers = informers.NewSharedInformerFactory(s.client, 10*time.Minute)
-	doubts := restclient.CopyConfig(s.loopback)
-	doubts.Timeout = doubtTimeout
-	patient, err := kubernetes.NewForConfig(doubts)
+	liveConfig := restclient.CopyConfig(s.loopback)
+	liveConfig.Timeout = liveLookupTimeout
+	liveClient, err := kubernetes.NewForConfig(liveConfig)
 	if err != nil {
 		return nil, err
 	}
-	if s.objects.Namespaces, err = objects.NewNamespaces(s.informers, patient, s.tail.Fresh); err != nil {
+	if s.objects.Namespaces, err = objects.NewNamespaces(s.informers, liveClient, s.watchCache.Fresh); err != nil {
 		return nil, err
 	}
 	if s.resources.BuiltIn, err = s.builtIn(ctx, served); err != nil {
 		return nil, err
 	}
-	if err := s.custom(); err != nil {
+	if err := s.initCustomResources(); err != nil {
 		return nil, err
 	}
-	return s, s.catalog.FollowAPIServices(s.loopback, s.informers, c.Loops.AggregatorRouting)
+	return s, s.discovery.WatchAPIServices(s.loopback, s.informers, c.Controllers.AggregatorRouting)
 }
 
 // builtIn builds the resources of Go's types.
-func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceConfig) (*apis.Set, error) {
+func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceConfig) (*installer.Set, error) {
 	c := s.config
-	tokens, err := c.tokens(ctx)
+	tokens, err := c.tokenConfig(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -228,49 +228,49 @@ func (s *Service) builtIn(ctx context.Context, served *serverstorage.ResourceCon
 	if len(audiences) == 0 {
 		audiences = c.ServiceAccountIssuers
 	}
-	return apis.BuiltIn(&c.APIs, s.resources.Storage, served, apis.Deps{
+	return installer.InstallAPIs(&c.APIs, s.resources.Storage, served, installer.Deps{
 		Loopback:        s.loopback,
 		Client:          s.client,
 		Informers:       s.informers,
 		TokenIssuer:     tokens.issuer,
 		TokenAudiences:  audiences,
-		MaxTokenExpiry:  tokens.longest,
+		MaxTokenExpiry:  tokens.maxExpiration,
 		ExtendExpiry:    c.ExtendTokenExpiration,
-		MaxExtendedTime: tokens.extended,
+		MaxExtendedTime: tokens.extendedExpiration,
 	})
 }
 
-// custom makes ready to serve custom resources.
-func (s *Service) custom() error {
+// initCustomResources makes ready to serve custom resources.
+func (s *Service) initCustomResources() error {
 	client, err := extensionsclient.NewForConfig(s.loopback)
 	if err != nil {
 		return err
 	}
 	s.extensions = extensions.NewSharedInformerFactory(client, 5*time.Minute)
-	customs := &customresources.Set{Storage: s.resources.Storage, Changed: s.catalog.Touch}
-	if customs.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
+	crds := &customresources.Set{Storage: s.resources.Storage, OnChange: s.discovery.Invalidate}
+	if crds.Models, err = s.resources.BuiltIn.Models(apiextensionsv1.GroupName); err != nil {
 		return err
 	}
-	if s.services, err = apiclient.NewServiceResolver(s.informers, s.config.Loops.AggregatorRouting); err != nil {
+	if s.services, err = apiclient.NewServiceResolver(s.informers, s.config.Controllers.AggregatorRouting); err != nil {
 		return err
 	}
-	customs.Converters = crd.NewConverters(s.services, crd.Webhooks(s.out, s.loopback))
-	s.resources.Custom = customs
-	s.tail.Foreign = func() {
-		customs.HistoryChanged()
-		s.resources.Storage.Forget()
+	crds.Converters = crd.NewConverters(s.services, crd.Webhooks(s.egressSelector, s.loopback))
+	s.resources.Custom = crds
+	s.watchCache.OnEpochChange = func() {
+		crds.EpochChanged()
+		s.resources.Storage.ClearCaches()
 	}
-	s.tail.Written = s.resources.Storage.Written
-	s.crds, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().
-		AddEventHandler(customs.Handler())
+	s.watchCache.OnEvent = s.resources.Storage.Invalidate
+	s.crdHandler, err = s.extensions.Apiextensions().V1().CustomResourceDefinitions().Informer().
+		AddEventHandler(crds.Handler())
 	return err
 }
 
-// reachable waits for etcd: some storages read it while they are built.
-func (s *Service) reachable(ctx context.Context) error {
+// waitForEtcd waits for etcd: some storages read it while they are built.
+func (s *Service) waitForEtcd(ctx context.Context) error {
 	for {
-		one, cancel := context.WithTimeout(ctx, 5*time.Second)
-		_, err := s.source.ReadRevision(one)
+		readCtx, cancel := context.WithTimeout(ctx, 5*time.Second)
+		_, err := s.source.ReadRevision(readCtx)
 		cancel()
 		if err == nil {
 			return nil
@@ -281,27 +281,27 @@ func (s *Service) reachable(ctx context.Context) error {
 		slog.Warn("etcd does not answer; trying again", "servers", s.config.Storage.Servers, "error", err)
 		select {
 		case <-ctx.Done():
-		case <-time.After(reachPause):
+		case <-time.After(etcdRetryPeriod):
 		}
 	}
 }
 
-// doubtTimeout bounds one look at a namespace that the informer does not know.
-const doubtTimeout = 10 * time.Second
+// liveLookupTimeout bounds one look at a namespace that the informer does not know.
+const liveLookupTimeout = 10 * time.Second
 
-// reachPause is how long to wait before etcd is asked again whether it is there.
-const reachPause = 200 * time.Millisecond
+// etcdRetryPeriod is how long to wait before etcd is asked again whether it is there.
+const etcdRetryPeriod = 200 * time.Millisecond
 
 // Register offers the service on g.
 func (s *Service) Register(g grpc.ServiceRegistrar) {
 	registryv1.RegisterObjectsServer(g, s.objects)
-	registryv1.RegisterDiscoveryServer(g, s.catalog)
+	registryv1.RegisterDiscoveryServer(g, s.discovery)
 	registryv1.RegisterSourceServer(g, s.source)
-	watchfanoutv1.RegisterInternalWatchServer(g, s.policy)
+	watchfanoutv1.RegisterInternalWatchServer(g, s.internalWatch)
 }
 
 // Drain ends the watches of those who decide, so that they go on at another registry.
-func (s *Service) Drain() { s.policy.Drain() }
+func (s *Service) Drain() { s.internalWatch.Drain() }
 
 // Collectors are the service's metrics.
 func (s *Service) Collectors() []prometheus.Collector {
@@ -311,12 +311,12 @@ func (s *Service) Collectors() []prometheus.Collector {
 // Ready is why the registry cannot serve: its informers are not synced, a task is down, or etcd does not answer.
 func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
 
-// etcdPeriod is how often the registry asks whether etcd answers.
-const etcdPeriod = 250 * time.Millisecond
+// etcdCheckPeriod is how often the registry asks whether etcd answers.
+const etcdCheckPeriod = 250 * time.Millisecond
 
-// askEtcd asks whether etcd answers until ctx is done.
-func (s *Service) askEtcd(ctx context.Context) error {
-	tick := time.NewTicker(etcdPeriod)
+// checkEtcd asks whether etcd answers until ctx is done.
+func (s *Service) checkEtcd(ctx context.Context) error {
+	tick := time.NewTicker(etcdCheckPeriod)
 	defer tick.Stop()
 	for {
 		_, err := s.source.CurrentRevision(ctx)
@@ -336,48 +336,48 @@ func (s *Service) Run(ctx context.Context) error {
 	defer s.logNATS.Close()
 	defer s.informers.Shutdown()
 	defer s.extensions.Shutdown()
-	defer s.catalog.APIServices.Informers.Shutdown()
-	l := s.loops()
-	if err := l.Prepare(); err != nil {
+	defer s.discovery.APIServices.Informers.Shutdown()
+	leader := s.controllers()
+	if err := leader.Prepare(); err != nil {
 		return err
 	}
-	s.tasks.Go(ctx, "etcd", s.askEtcd)
+	s.tasks.Go(ctx, "etcd", s.checkEtcd)
 	s.tasks.Go(ctx, "encryption", s.resources.Storage.CheckEncryption)
 	s.tasks.Go(ctx, "publisher", s.publisher.Run)
-	s.tasks.Go(ctx, "tail", func(ctx context.Context) error {
-		s.tail.Begin()
+	s.tasks.Go(ctx, "watch-cache", func(ctx context.Context) error {
+		s.watchCache.Reset()
 		return eventlog.Read(ctx, s.nats, eventlog.DirectGetReader{JS: s.js},
-			eventlog.WithDecryption(ctx, s.source.SealedWith, s.tail.Append))
+			eventlog.WithDecryption(ctx, s.source.ReadDataKey, s.watchCache.Apply))
 	})
-	s.tasks.Go(ctx, "progress", func(ctx context.Context) error {
-		return s.tail.Compare(ctx, s.source.CurrentRevision, func() error {
+	s.tasks.Go(ctx, "progress-requests", func(ctx context.Context) error {
+		return s.watchCache.RequestProgress(ctx, s.source.CurrentRevision, func() error {
 			return s.nats.Publish(eventlog.ProgressRequestSubject, nil)
 		})
 	})
-	s.tasks.Go(ctx, "loops", func(ctx context.Context) error {
-		return election.Run(ctx, s.resources.Storage.Client.Client, loops.ElectionKey, s.identity, l.Run, func() {})
+	s.tasks.Go(ctx, "controllers", func(ctx context.Context) error {
+		return election.Run(ctx, s.resources.Storage.Client.Client, controllers.ElectionKey, s.identity, leader.Run, func() {})
 	})
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())
-	s.catalog.APIServices.Informers.Start(ctx.Done())
-	s.tasks.Go(ctx, "catalog", func(ctx context.Context) error {
+	s.discovery.APIServices.Informers.Start(ctx.Done())
+	s.tasks.Go(ctx, "discovery", func(ctx context.Context) error {
 		s.informers.WaitForCacheSync(ctx.Done())
 		s.extensions.WaitForCacheSync(ctx.Done())
-		cache.WaitForCacheSync(ctx.Done(), s.crds.HasSynced) // what is known of CRDs, and not only read
-		s.catalog.APIServices.Informers.WaitForCacheSync(ctx.Done())
-		s.catalog.Renew()
+		cache.WaitForCacheSync(ctx.Done(), s.crdHandler.HasSynced) // what is known of CRDs, and not only read
+		s.discovery.APIServices.Informers.WaitForCacheSync(ctx.Done())
+		s.discovery.Rebuild()
 		s.tasks.Ready.Set("informers", nil)
-		return s.catalog.Run(ctx)
+		return s.discovery.Run(ctx)
 	})
 	<-ctx.Done()
 	s.tasks.Wait()
 	return nil
 }
 
-// loops are upstream's controllers, which run while this registry is elected.
-func (s *Service) loops() *loops.Loops {
-	return &loops.Loops{
-		Options:    s.config.Loops,
+// controllers are upstream's controllers, which run while this registry is elected.
+func (s *Service) controllers() *controllers.Controllers {
+	return &controllers.Controllers{
+		Options:    s.config.Controllers,
 		Client:     s.client,
 		Loopback:   s.loopback,
 		Informers:  s.informers,
@@ -387,8 +387,8 @@ func (s *Service) loops() *loops.Loops {
 		APIs:       &s.config.APIs,
 		Identity:   s.identity,
 		Extensions: s.extensions,
-		Customs:    s.resources.Custom,
+		CRClients:  s.resources.Custom,
 		Services:   s.services,
-		Dialer:     s.out.Cluster(),
+		Dialer:     s.egressSelector.Cluster(),
 	}
 }

@@ -12,26 +12,26 @@ import (
 	"k8s.io/kubernetes/pkg/serviceaccount/externaljwt/plugin"
 )
 
-// tokens is how service accounts' tokens are issued.
-type tokens struct {
+// tokenConfig is how service accounts' tokens are issued.
+type tokenConfig struct {
 	// issuer signs; nil: no tokens are issued.
 	issuer serviceaccount.TokenGenerator
-	// longest is the validity that may be asked for; 0: any. extended is the longest that a token of an old client is
+	// maxExpiration is the validity that may be asked for; 0: any. extended is the longest that a token of an old client is
 	// given.
-	longest, extended time.Duration
+	maxExpiration, extendedExpiration time.Duration
 }
 
 const (
-	// keySync bounds how long an external signer may take to tell its keys, and signerTimeout what it is: as in
+	// keySyncTimeout bounds how long an external signer may take to tell its keys, and signerTimeout what it is: as in
 	// kube-apiserver.
-	keySync       = time.Minute
-	signerTimeout = 10 * time.Second
+	keySyncTimeout = time.Minute
+	signerTimeout  = 10 * time.Second
 )
 
-// tokens follows k8s.io/kubernetes/pkg/controlplane/apiserver/options, completeServiceAccountOptions. An external
+// tokenConfig follows k8s.io/kubernetes/pkg/controlplane/apiserver/options, completeServiceAccountOptions. An external
 // signer is asked for as long as ctx is not done (KEP-740).
-func (c *Config) tokens(ctx context.Context) (*tokens, error) {
-	t := &tokens{longest: c.MaxTokenExpiration, extended: serviceaccount.ExpirationExtensionSeconds * time.Second}
+func (c *Config) tokenConfig(ctx context.Context) (*tokenConfig, error) {
+	t := &tokenConfig{maxExpiration: c.MaxTokenExpiration, extendedExpiration: serviceaccount.ExpirationExtensionSeconds * time.Second}
 	if d := c.MaxTokenExpiration; d != 0 && (d < time.Hour || d > time.Duration(1<<32)*time.Second) {
 		return nil, fmt.Errorf(
 			"--service-account-max-token-expiration %s: want between 1 hour and 2^32 seconds",
@@ -53,7 +53,7 @@ func (c *Config) tokens(ctx context.Context) (*tokens, error) {
 					"be given: either the key signs or the signer; leave one out",
 			)
 		}
-		return t, t.external(ctx, issuer, c.ServiceAccountSigningEndpoint)
+		return t, t.useExternalSigner(ctx, issuer, c.ServiceAccountSigningEndpoint)
 	}
 	key, err := keyutil.PrivateKeyFromFile(c.ServiceAccountSigningKeyFile)
 	if err != nil {
@@ -63,9 +63,9 @@ func (c *Config) tokens(ctx context.Context) (*tokens, error) {
 	return t, err
 }
 
-// external has the signer at a socket issue, for no longer than it does.
-func (t *tokens) external(ctx context.Context, issuer, endpoint string) error {
-	signer, _, err := plugin.New(ctx, issuer, endpoint, keySync, false)
+// useExternalSigner has the signer at a socket issue, for no longer than it does.
+func (t *tokenConfig) useExternalSigner(ctx context.Context, issuer, endpoint string) error {
+	signer, _, err := plugin.New(ctx, issuer, endpoint, keySyncTimeout, false)
 	if err != nil {
 		return fmt.Errorf(
 			"--service-account-signing-endpoint %q: while setting up external-jwt-signer: %w",
@@ -73,9 +73,9 @@ func (t *tokens) external(ctx context.Context, issuer, endpoint string) error {
 			err,
 		)
 	}
-	timed, cancel := context.WithTimeout(ctx, signerTimeout)
+	metadataCtx, cancel := context.WithTimeout(ctx, signerTimeout)
 	defer cancel()
-	about, err := signer.GetServiceMetadata(timed)
+	metadata, err := signer.GetServiceMetadata(metadataCtx)
 	if err != nil {
 		return fmt.Errorf(
 			"--service-account-signing-endpoint %q: while setting up external-jwt-signer: %w",
@@ -83,23 +83,23 @@ func (t *tokens) external(ctx context.Context, issuer, endpoint string) error {
 			err,
 		)
 	}
-	if about.MaxTokenExpirationSeconds < validation.MinTokenAgeSec {
+	if metadata.MaxTokenExpirationSeconds < validation.MinTokenAgeSec {
 		return fmt.Errorf(
 			"--service-account-signing-endpoint %q: max token life supported by external-jwt-signer (%ds) "+
 				"is less than acceptable (min %ds)",
 			endpoint,
-			about.MaxTokenExpirationSeconds,
+			metadata.MaxTokenExpirationSeconds,
 			validation.MinTokenAgeSec,
 		)
 	}
-	longest := time.Duration(about.MaxTokenExpirationSeconds) * time.Second
-	if t.longest > longest {
+	maxExpiration := time.Duration(metadata.MaxTokenExpirationSeconds) * time.Second
+	if t.maxExpiration > maxExpiration {
 		return fmt.Errorf("--service-account-max-token-expiration %s: --service-account-signing-endpoint supports %s "+
-			"at most; take that or less", t.longest, longest)
+			"at most; take that or less", t.maxExpiration, maxExpiration)
 	}
-	if t.longest == 0 {
-		t.longest = longest
+	if t.maxExpiration == 0 {
+		t.maxExpiration = maxExpiration
 	}
-	t.issuer, t.extended = signer, min(longest, t.extended)
+	t.issuer, t.extendedExpiration = signer, min(maxExpiration, t.extendedExpiration)
 	return nil
 }

@@ -117,7 +117,7 @@ func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
 func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
 	s.log.Run(ctx, &s.tasks)
-	s.tasks.Go(ctx, "catalog", func(ctx context.Context) error {
+	s.tasks.Go(ctx, "discovery", func(ctx context.Context) error {
 		s.catalog.Run(ctx)
 		return ctx.Err()
 	})

@@ -42,7 +42,7 @@ func TestTheWatchTierScalesAlone(t *testing.T) {
 			ready(t, s, fmt.Sprintf("watchfanout-%d", i))
 		}
 		harness.Eventually(t, time.Minute, func() error {
-			if gateways("watershed_gateway_watch_moves_total") == 0 {
+			if gateways("watershed_gateway_watch_reassignments_total") == 0 {
 				return errors.New("nothing moves")
 			}
 			return nil
@@ -56,7 +56,7 @@ func TestTheWatchTierScalesAlone(t *testing.T) {
 	for _, w := range c.stop() {
 		t.Error(w)
 	}
-	moved := gateways("watershed_gateway_watch_moves_total")
+	moved := gateways("watershed_gateway_watch_reassignments_total")
 	broken = gateways("watershed_gateway_watch_resumes_total") - broken
 	fmt.Printf("%d watches of %d resources; of the streams that they share %v moved, and %v broke off and went on:\n",
 		watches, len(kinds), moved, broken)

@@ -282,7 +282,7 @@ func decode(token string) string {
 
 // A watch goes on from further back than any replica's memory goes, as long as the log does.
 func TestAnOldWatchIsReplayedFromTheLog(t *testing.T) {
-	s := harness.Up(t, "", "--watch-ring-bytes=20000", "--watch-feed-bytes=2000")
+	s := harness.Up(t, "", "--watch-ring-bytes=20000", "--watch-broadcast-bytes=2000")
 	maps := s.Client().CoreV1().ConfigMaps("default")
 	const number = 300
 	var first string

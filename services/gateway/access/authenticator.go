@@ -32,11 +32,11 @@ const (
 
 var (
 	cacheBytes = prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "watershed_gateway_kept_bytes",
+		Name: "watershed_gateway_auth_cache_bytes",
 		Help: "Bytes of answers of authn and authz that are kept, by which of them.",
 	}, []string{"of"})
 	unsettledWatches = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "watershed_gateway_watches_unsettled_total",
+		Name: "watershed_gateway_watch_reauthorization_timeouts_total",
 		Help: "Open watches that were ended because nobody could say within the bound whether they are still allowed.",
 	})
 )

@@ -18,7 +18,7 @@ import (
 )
 
 var stripped = prometheus.NewCounter(prometheus.CounterOpts{
-	Name: "watershed_audit_events_without_objects_total",
+	Name: "watershed_gateway_audit_truncated_events_total",
 	Help: "Audit events that lost their objects because the queue (--audit-*-batch-buffer-bytes) was full.",
 })
 

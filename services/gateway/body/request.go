@@ -42,7 +42,7 @@ const (
 )
 
 var heldGauge = prometheus.NewGauge(prometheus.GaugeOpts{
-	Name: "watershed_gateway_body_bytes",
+	Name: "watershed_gateway_inflight_body_bytes",
 	Help: "Bytes of request bodies that have been read and whose requests are not answered yet.",
 })
 

@@ -49,7 +49,7 @@ func (c *BoundsConfig) Validate() error {
 }
 
 var overBound = prometheus.NewCounterVec(prometheus.CounterOpts{
-	Name: "watershed_gateway_over_user_bound_total",
+	Name: "watershed_gateway_user_limit_exceeded_total",
 	Help: "Requests refused because their user had --max-connections-per-user or --max-streams-per-user open.",
 }, []string{"bound"})
 

@@ -138,7 +138,7 @@ func (c *call) asksItself() bool {
 type conversation = grpc.BidiStreamingClient[registryv1.WriteCall, registryv1.WriteReply]
 
 // questionsWithin is how long what registry asks about one object's write may take, all together: a little longer than
-// the write itself may (services/registry/verbs), so that registry says so.
+// the write itself may (services/registry/handlers), so that registry says so.
 const questionsWithin = 34*time.Second + 100*time.Millisecond
 
 // converse sends one request and answers what registry asks until it has an answer.

@@ -54,9 +54,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 			"them at once; an event counts as one, and as one more for each KB. What is over comes later, and a watch "+
 			"that falls too far behind so is ended. 0: no bound. Nodes, system:masters and the service accounts of "+
 			"kube-system have none.")
-	fs.Int64Var(&c.FeedsBytes, "watch-feeds-bytes", 256<<20,
+	fs.Int64Var(&c.FeedsBytes, "watch-broadcast-total-bytes", 256<<20,
 		"How many bytes of recent events all shared streams together keep for clients that are behind.")
-	fs.IntVar(&c.FeedBytes, "watch-feed-bytes", 4<<20,
+	fs.IntVar(&c.FeedBytes, "watch-broadcast-bytes", 4<<20,
 		"How many bytes of recent events are kept for the clients of one shared stream; who falls further behind "+
 			"goes on with a stream of its own.")
 }
@@ -159,15 +159,15 @@ var (
 		Help: "Open watches of clients.",
 	})
 	shared = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "watershed_gateway_watch_clients_sharing",
+		Name: "watershed_gateway_watch_broadcast_receivers",
 		Help: "Open watches that share a stream with others that ask the same.",
 	})
 	feeds = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "watershed_gateway_watch_feeds",
+		Name: "watershed_gateway_watch_broadcasts",
 		Help: "Streams that watches share.",
 	})
 	feedBytes = prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "watershed_gateway_watch_feed_bytes",
+		Name: "watershed_gateway_watch_broadcast_bytes",
 		Help: "Bytes of recent events that shared streams keep.",
 	})
 	delivered = prometheus.NewCounter(prometheus.CounterOpts{
@@ -179,7 +179,7 @@ var (
 		Help: "Times that a stream went on with another replica of their source, unseen by clients.",
 	})
 	moves = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "watershed_gateway_watch_moves_total",
+		Name: "watershed_gateway_watch_reassignments_total",
 		Help: "Times that a stream was taken over by a replica that serves its resource now, while the one before still did.",
 	})
 	cutOff = prometheus.NewCounter(prometheus.CounterOpts{
@@ -194,7 +194,7 @@ var overBudget = prometheus.NewCounter(prometheus.CounterOpts{
 })
 
 var waitingForRate = prometheus.NewGauge(prometheus.GaugeOpts{
-	Name: "watershed_gateway_watches_waiting_for_rate",
+	Name: "watershed_gateway_watches_throttled",
 	Help: "Watches that wait because their user's are delivered more than --max-watch-rate-per-user.",
 })
 

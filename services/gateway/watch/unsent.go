@@ -18,7 +18,7 @@ const (
 )
 
 var heldUnsent = prometheus.NewGauge(prometheus.GaugeOpts{
-	Name: "watershed_gateway_watch_unsent_bytes",
+	Name: "watershed_gateway_watch_inflight_bytes",
 	Help: "Bytes of events that watches hold because their clients have not taken them yet.",
 })
 

@@ -32,15 +32,15 @@ import (
 	"watershed.dev/platform/crd"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/handlers"
 	"watershed.dev/services/registry/managed"
-	"watershed.dev/services/registry/verbs"
 )
 
 // builder builds what serves one definition, as k8s.io/apiextensions-apiserver/pkg/apiserver's
 // getOrCreateServingInfoFor does.
 type builder struct {
 	*crd.CRD
-	table       *Set
+	set         *Set
 	converter   *crd.Converter
 	types       managedfields.TypeConverter
 	replicas    managedfields.ResourcePathMappings
@@ -48,46 +48,46 @@ type builder struct {
 	equivalents runtime.EquivalentResourceMapper
 	terminating func() bool
 	// open opens a version's storages; safe converts what they read.
-	open    map[string]func(safe runtime.ObjectConvertor) (customresource.CustomResourceStorage, error)
-	entries []*registryv1.APIResource
+	open         map[string]func(safe runtime.ObjectConvertor) (customresource.CustomResourceStorage, error)
+	apiResources []*registryv1.APIResource
 }
 
-func (s *served) build(t *Set) {
+func (s *servedCRD) build(t *Set) {
 	b := &builder{
-		CRD:         s.CRD,
-		table:       t,
-		equivalents: s.Equivalents(),
-		replicas:    managedfields.ResourcePathMappings{},
-		statusReset: map[fieldpath.APIVersion]*fieldpath.Set{},
-		open:        map[string]func(runtime.ObjectConvertor) (customresource.CustomResourceStorage, error){},
-		entries:     s.entries,
+		CRD:          s.CRD,
+		set:          t,
+		equivalents:  s.Equivalents(),
+		replicas:     managedfields.ResourcePathMappings{},
+		statusReset:  map[fieldpath.APIVersion]*fieldpath.Set{},
+		open:         map[string]func(runtime.ObjectConvertor) (customresource.CustomResourceStorage, error){},
+		apiResources: s.apiResources,
 	}
 	name := s.Name
 	b.terminating = func() bool {
-		now := t.definition(name)
+		now := t.crd(name)
 		return now != nil && apihelpers.IsCRDConditionTrue(now.CustomResourceDefinition, apiextensionsv1.Terminating)
 	}
 	s.versions, s.err = b.build()
 	s.builder = b
 }
 
-// within is the endpoint of a resource whose conversions end with ctx. It is made for each request, of parts that were
+// requestScopeFor is the endpoint of a resource whose conversions end with ctx. It is made for each request, of parts that were
 // built once: a webhook's calls are to end with the request, and upstream's storages and codecs pass no context on.
-func (b *builder) within(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoint, error) {
+func (b *builder) requestScopeFor(ctx context.Context, r *commonv1.Resource) (*handlers.RequestScope, error) {
 	safe, unsafe := b.converter.WithContext(ctx)
 	st, err := b.open[r.GetVersion()](safe)
 	if err != nil {
 		return nil, err
 	}
-	i := slices.IndexFunc(b.entries, func(e *registryv1.APIResource) bool {
-		return e.Resource.Version == r.GetVersion() && e.Resource.Subresource == r.GetSubresource()
+	i := slices.IndexFunc(b.apiResources, func(apiResource *registryv1.APIResource) bool {
+		return apiResource.Resource.Version == r.GetVersion() && apiResource.Resource.Subresource == r.GetSubresource()
 	})
-	return b.endpoint(b.entries[i], st, safe, unsafe)
+	return b.requestScope(b.apiResources[i], st, safe, unsafe)
 }
 
 func (b *builder) build() (map[string]*servedVersion, error) {
 	var err error
-	if b.converter, err = b.Converter(b.table.Converters); err != nil {
+	if b.converter, err = b.Converter(b.set.Converters); err != nil {
 		return nil, err
 	}
 	safe, unsafe := b.converter.WithContext(context.Background()) // the finalizer's, or where no webhook is called
@@ -116,21 +116,21 @@ func (b *builder) build() (map[string]*servedVersion, error) {
 			return nil, fmt.Errorf("%s: %w", v.Name, err)
 		}
 		b.open[v.Name] = open
-		all[v.Name] = &servedVersion{storage: st, endpoints: map[string]*verbs.Endpoint{}}
+		all[v.Name] = &servedVersion{storage: st, scopes: map[string]*handlers.RequestScope{}}
 		if st.Status != nil {
 			maps.Copy(b.statusReset, st.Status.GetResetFields())
 		}
 	}
-	for _, entry := range b.entries {
-		v, ok := all[entry.Resource.Version]
+	for _, apiResource := range b.apiResources {
+		v, ok := all[apiResource.Resource.Version]
 		if !ok {
 			continue
 		}
-		e, err := b.endpoint(entry, v.storage, safe, unsafe)
+		scope, err := b.requestScope(apiResource, v.storage, safe, unsafe)
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", entry.Resource, err)
+			return nil, fmt.Errorf("%s: %w", apiResource.Resource, err)
 		}
-		v.endpoints[entry.Resource.Subresource] = e
+		v.scopes[apiResource.Resource.Subresource] = scope
 	}
 	return all, nil
 }
@@ -152,7 +152,7 @@ func (b *builder) typeConverter() (managedfields.TypeConverter, error) {
 	specs := []*spec3.OpenAPI{{
 		Version:    "3.0.0",
 		Info:       &spec.Info{InfoProps: spec.InfoProps{Title: "Kubernetes CRD Swagger", Version: "v0.1.0"}},
-		Components: &spec3.Components{Schemas: b.table.Models},
+		Components: &spec3.Components{Schemas: b.set.Models},
 	}}
 	for _, v := range b.Spec.Versions {
 		s, err := openapibuilder.BuildOpenAPIV3(b.CustomResourceDefinition, v.Name, openapibuilder.Options{})
@@ -192,8 +192,8 @@ func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (
 	if sub != nil && sub.Status != nil {
 		status = &apiextensions.CustomResourceSubresourceStatus{}
 		if properties != nil {
-			if of, ok := properties.Properties["status"]; ok {
-				if statusValidator, _, err = validation.NewSchemaValidator(&of); err != nil {
+			if statusSchema, ok := properties.Properties["status"]; ok {
+				if statusValidator, _, err = validation.NewSchemaValidator(&statusSchema); err != nil {
 					return nil, err
 				}
 			}
@@ -219,7 +219,7 @@ func (b *builder) storage(v *apiextensionsv1.CustomResourceDefinitionVersion) (
 		statusValidator, b.Schemas[v.Name], status, replicas, v.SelectableFields)
 	return func(safe runtime.ObjectConvertor) (customresource.CustomResourceStorage, error) {
 		return customresource.NewStorage(b.Resource(v.Name).GroupResource(), singular, kind, listKind, strategy,
-			b.table.Storage.CustomRESTOptions(b.StorageCodec(v.Name, safe)), b.Status.AcceptedNames.Categories, table,
+			b.set.Storage.CustomRESTOptions(b.StorageCodec(v.Name, safe)), b.Status.AcceptedNames.Categories, table,
 			b.replicas)
 	}, nil
 }
@@ -262,73 +262,73 @@ func scaleColumns(sub *apiextensionsv1.CustomResourceSubresources) []apiextensio
 	return append(all, age)
 }
 
-// endpoint makes what answers requests for one entry.
-func (b *builder) endpoint(entry *registryv1.APIResource, st customresource.CustomResourceStorage,
-	safe, unsafe runtime.ObjectConvertor) (*verbs.Endpoint, error) {
-	v := entry.Resource.Version
+// requestScope makes what answers requests for one entry.
+func (b *builder) requestScope(apiResource *registryv1.APIResource, st customresource.CustomResourceStorage,
+	safe, unsafe runtime.ObjectConvertor) (*handlers.RequestScope, error) {
+	v := apiResource.Resource.Version
 	parameters := b.Parameters(v)
 	typer := crd.Typer(parameters)
 	kind := b.Kind(v)
-	e := &verbs.Endpoint{
-		Resource:        b.Resource(v),
-		Subresource:     entry.Resource.Subresource,
-		Kind:            kind,
-		Namespaced:      b.Namespaced(),
-		InMemory:        kind.GroupVersion(),
-		Serializer:      b.Serializer(typer, safe),
-		ParameterCodec:  runtime.NewParameterCodec(parameters),
-		Creater:         crd.Creater{},
-		Convertor:       safe,
-		UnsafeConvertor: unsafe,
-		Defaulter:       b.Defaulter(parameters),
-		Typer:           typer,
-		Equivalents:     b.equivalents,
-		Tables:          st.CustomResource,
-		Entry:           entry,
-		Terminating:     b.terminating,
+	scope := &handlers.RequestScope{
+		Resource:                 b.Resource(v),
+		Subresource:              apiResource.Resource.Subresource,
+		Kind:                     kind,
+		Namespaced:               b.Namespaced(),
+		InMemory:                 kind.GroupVersion(),
+		Serializer:               b.Serializer(typer, safe),
+		ParameterCodec:           runtime.NewParameterCodec(parameters),
+		Creater:                  crd.Creater{},
+		Convertor:                safe,
+		UnsafeConvertor:          unsafe,
+		Defaulter:                b.Defaulter(parameters),
+		Typer:                    typer,
+		EquivalentResourceMapper: b.equivalents,
+		Tables:                   st.CustomResource,
+		APIResource:              apiResource,
+		Terminating:              b.terminating,
 	}
-	e.FromStorage = func(list *unstructured.UnstructuredList) (*unstructured.UnstructuredList, error) {
+	scope.FromStorage = func(list *unstructured.UnstructuredList) (*unstructured.UnstructuredList, error) {
 		return b.FromStorage(safe, list, kind.GroupVersion())
 	}
 	var reset map[fieldpath.APIVersion]*fieldpath.Set
 	hub := kind.GroupVersion()
-	switch entry.Resource.Subresource {
+	switch apiResource.Resource.Subresource {
 	case "":
-		e.Storage, reset = st.CustomResource, st.CustomResource.GetResetFields()
-		e.Attributes = st.CustomResource.PredicateFunc(labels.Everything(), fields.Everything()).GetAttrs
+		scope.Storage, reset = st.CustomResource, st.CustomResource.GetResetFields()
+		scope.GetAttrs = st.CustomResource.PredicateFunc(labels.Everything(), fields.Everything()).GetAttrs
 	case "status":
-		e.Storage, reset = readable{st.Status}, b.statusReset
+		scope.Storage, reset = statusStorage{st.Status}, b.statusReset
 	case "scale":
-		e.Storage = scaled{st.Scale}
-		e.Kind, e.InMemory = autoscalingv1.SchemeGroupVersion.WithKind("Scale"), autoscalingv1.SchemeGroupVersion
-		e.Serializer = serializer.NewCodecFactory(scale.NewScaleConverter().Scheme())
+		scope.Storage = scaleStorage{st.Scale}
+		scope.Kind, scope.InMemory = autoscalingv1.SchemeGroupVersion.WithKind("Scale"), autoscalingv1.SchemeGroupVersion
+		scope.Serializer = serializer.NewCodecFactory(scale.NewScaleConverter().Scheme())
 		sub, err := apihelpers.GetSubresourcesForVersion(b.CustomResourceDefinition, v)
 		if err != nil {
 			return nil, err
 		}
-		if e.Tables, err = tableconvertor.New(scaleColumns(sub)); err != nil {
+		if scope.Tables, err = tableconvertor.New(scaleColumns(sub)); err != nil {
 			return nil, err
 		}
 	}
-	upstream, err := managedfields.NewDefaultCRDFieldManager(b.types, e.Convertor, e.Defaulter, e.Creater, e.Kind,
-		hub, e.Subresource, fieldpath.NewExcludeFilterSetMap(reset))
-	e.FieldManager = managed.New(upstream)
-	return e, err
+	upstream, err := managedfields.NewDefaultCRDFieldManager(b.types, scope.Convertor, scope.Defaulter, scope.Creater, scope.Kind,
+		hub, scope.Subresource, fieldpath.NewExcludeFilterSetMap(reset))
+	scope.FieldManager = managed.New(upstream)
+	return scope, err
 }
 
-// readable and scaled say of upstream's storages that they are some: these lack Destroy.
+// statusStorage and scaled say of upstream's storages that they are some: these lack Destroy.
 type (
-	readable struct{ *customresource.StatusREST }
-	scaled   struct{ *customresource.ScaleREST }
+	statusStorage struct{ *customresource.StatusREST }
+	scaleStorage  struct{ *customresource.ScaleREST }
 )
 
 // Destroy implements rest.Storage.
-func (readable) Destroy() {}
+func (statusStorage) Destroy() {}
 
 // Destroy implements rest.Storage.
-func (scaled) Destroy() {}
+func (scaleStorage) Destroy() {}
 
 var (
-	_ rest.Storage = readable{}
-	_ rest.Storage = scaled{}
+	_ rest.Storage = statusStorage{}
+	_ rest.Storage = scaleStorage{}
 )

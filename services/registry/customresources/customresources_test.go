@@ -14,17 +14,17 @@ import (
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/internal/fixture"
 )
 
-const definition = `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":"widgets.example.com"},
+const widgetCRD = `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":"widgets.example.com"},
 "spec":{"group":"example.com","scope":"Namespaced","names":{"plural":"widgets","singular":"widget","kind":"Widget","listKind":"WidgetList"},
 "versions":[{"name":"v1","served":true,"storage":true,"subresources":{"status":{}},"schema":{"openAPIV3Schema":{"type":"object","properties":{
 "spec":{"type":"object","properties":{"size":{"type":"integer","default":1,"maximum":5},"odd":{"type":"boolean"}},
 "x-kubernetes-validations":[{"rule":"self.size != 4","message":"not four"}]},"status":{"type":"object","properties":{"seen":{"type":"boolean"}}}}}}}]}}`
 
 var (
-	definitions = &commonv1.Resource{
+	crdsResource = &commonv1.Resource{
 		Group:    "apiextensions.k8s.io",
 		Version:  "v1",
 		Resource: "customresourcedefinitions",
@@ -32,14 +32,14 @@ var (
 	widgets = &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "widgets"}
 )
 
-// defined is a world with a CRD whose names are accepted, as the controllers of a running registry do it.
-func defined(t *testing.T) *world.World {
+// establishedCRD is a world with a CRD whose names are accepted, as the controllers of a running registry do it.
+func establishedCRD(t *testing.T) *fixture.Fixture {
 	t.Helper()
-	w := world.New(t)
-	resp, err := w.Write(t.Context(), definitions, &registryv1.WriteRequest{
+	fx := fixture.New(t)
+	resp, err := fx.Write(t.Context(), crdsResource, &registryv1.WriteRequest{
 		Verb: "create",
-		Body: []byte(definition),
-	}, &world.Gate{})
+		Body: []byte(widgetCRD),
+	}, &fixture.Callbacks{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -60,43 +60,43 @@ func defined(t *testing.T) *world.World {
 		t.Fatal(err)
 	}
 	status := &commonv1.Resource{
-		Group:       definitions.Group,
-		Version:     definitions.Version,
-		Resource:    definitions.Resource,
+		Group:       crdsResource.Group,
+		Version:     crdsResource.Version,
+		Resource:    crdsResource.Resource,
 		Subresource: "status",
 	}
-	if resp, err = w.Write(t.Context(), status, &registryv1.WriteRequest{
+	if resp, err = fx.Write(t.Context(), status, &registryv1.WriteRequest{
 		Verb: "update",
 		Name: crd.Name,
 		Body: body,
-	}, &world.Gate{}); err != nil {
+	}, &fixture.Callbacks{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := json.Unmarshal(resp.Body, crd); err != nil {
 		t.Fatal(err)
 	}
-	w.Resources.Custom.Handler().OnAdd(crd, true)
-	return w
+	fx.Resources.Custom.Handler().OnAdd(crd, true)
+	return fx
 }
 
 // A custom resource is served with the verbs that serve everything else: defaulted, pruned, checked by its schema and
 // by CEL, with a status of its own.
-func TestACustomResourceIsServed(t *testing.T) {
-	w := defined(t)
+func TestCustomResource(t *testing.T) {
+	fx := establishedCRD(t)
 	types := map[string]string{"patch": "application/merge-patch+json"}
 	write := func(verb, name, sub, body string) (string, error) {
-		of := &commonv1.Resource{
+		resource := &commonv1.Resource{
 			Group:       widgets.Group,
 			Version:     widgets.Version,
 			Resource:    widgets.Resource,
 			Subresource: sub,
 		}
-		resp, err := w.Write(t.Context(), of, &registryv1.WriteRequest{
+		resp, err := fx.Write(t.Context(), resource, &registryv1.WriteRequest{
 			Verb:        verb,
 			Name:        name,
 			ContentType: types[verb],
 			Body:        []byte(body),
-		}, &world.Gate{})
+		}, &fixture.Callbacks{})
 		return string(resp.GetBody()), err
 	}
 	widget := func(rest string) string {
@@ -121,7 +121,7 @@ func TestACustomResourceIsServed(t *testing.T) {
 		strings.Contains(body, `"size":3`) {
 		t.Errorf("status: %v: %s", err, body)
 	}
-	list, err := w.List(t.Context(), widgets, &registryv1.GetRequest{})
+	list, err := fx.List(t.Context(), widgets, &registryv1.GetRequest{})
 	if err != nil || !strings.Contains(string(list), `"kind":"WidgetList"`) ||
 		!strings.Contains(string(list), `"name":"a"`) {
 		t.Errorf("%v: %s", err, list)
@@ -129,34 +129,34 @@ func TestACustomResourceIsServed(t *testing.T) {
 }
 
 // It is told of: an entry for the gateway and the watch tier, and how it is stored.
-func TestACustomResourceIsToldOf(t *testing.T) {
-	w := defined(t)
-	entries := w.Resources.Custom.Entries()
-	if len(entries) != 2 || entries[0].StorageResource != "widgets.example.com" || !entries[0].Unstructured || entries[0].NotEstablished ||
-		entries[1].Resource.Subresource != "status" {
-		t.Fatalf("%v", entries)
+func TestAPIResources(t *testing.T) {
+	fx := establishedCRD(t)
+	apiResources := fx.Resources.Custom.APIResources()
+	if len(apiResources) != 2 || apiResources[0].StorageResource != "widgets.example.com" || !apiResources[0].Unstructured || apiResources[0].NotEstablished ||
+		apiResources[1].Resource.Subresource != "status" {
+		t.Fatalf("%v", apiResources)
 	}
-	st, err := w.Resources.Stored(t.Context(), "widgets.example.com")
+	st, err := fx.Resources.StorageResource(t.Context(), "widgets.example.com")
 	if err != nil || st.Prefix != "/registry/example.com/widgets/" {
 		t.Errorf("%v, %v", st, err)
 	}
-	if _, err := w.Resources.Stored(t.Context(), "nones.example.com"); err == nil {
+	if _, err := fx.Resources.StorageResource(t.Context(), "nones.example.com"); err == nil {
 		t.Error("what nobody defines is stored")
 	}
 }
 
 // What is known of a CRD is not set back by what is older, but for where etcd was restored from a backup: then what is
 // read is the truth, whatever its revision. An entry that says the same has the same digest.
-func TestARestoredEtcdSetsDefinitionsBack(t *testing.T) {
-	w := defined(t)
-	entry := func() *registryv1.APIResource { return w.Resources.Custom.Entries()[0] }
-	before := entry()
+func TestRestoredEtcdSetsCRDsBack(t *testing.T) {
+	fx := establishedCRD(t)
+	apiResource := func() *registryv1.APIResource { return fx.Resources.Custom.APIResources()[0] }
+	before := apiResource()
 	if before.CrdRevision == 0 || before.Digest == 0 {
 		t.Fatalf("%+v", before)
 	}
 	older := &apiextensionsv1.CustomResourceDefinition{}
-	data, err := w.Resources.Storage.Client.Client.Get(t.Context(),
-		w.Resources.Storage.Prefix()+"apiextensions.k8s.io/customresourcedefinitions/widgets.example.com")
+	data, err := fx.Resources.Storage.Client.Client.Get(t.Context(),
+		fx.Resources.Storage.Prefix()+"apiextensions.k8s.io/customresourcedefinitions/widgets.example.com")
 	if err != nil || len(data.Kvs) != 1 {
 		t.Fatalf("%v, %v", data, err)
 	}
@@ -164,41 +164,41 @@ func TestARestoredEtcdSetsDefinitionsBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	older.ResourceVersion = "1"
-	h := w.Resources.Custom.Handler()
+	h := fx.Resources.Custom.Handler()
 	h.OnUpdate(nil, older)
-	if got := entry(); got.CrdRevision != before.CrdRevision {
+	if got := apiResource(); got.CrdRevision != before.CrdRevision {
 		t.Errorf("it is set back to %d", got.CrdRevision)
 	}
-	w.Resources.Custom.HistoryChanged()
+	fx.Resources.Custom.EpochChanged()
 	h.OnUpdate(nil, older)
-	if got := entry(); got.CrdRevision != 1 || got.Digest != before.Digest {
+	if got := apiResource(); got.CrdRevision != 1 || got.Digest != before.Digest {
 		t.Errorf("at %d with digest %x, before at %d with %x", got.CrdRevision, got.Digest, before.CrdRevision, before.Digest)
 	}
 	// the backup is from before it was made: a list tells that it is gone, and then it is made again
 	newer := older.DeepCopy()
 	newer.ResourceVersion = "5000"
 	h.OnUpdate(nil, newer)
-	w.Resources.Custom.HistoryChanged()
+	fx.Resources.Custom.EpochChanged()
 	h.OnDelete(cache.DeletedFinalStateUnknown{Key: newer.Name, Obj: newer})
-	if n := len(w.Resources.Custom.Entries()); n != 0 {
+	if n := len(fx.Resources.Custom.APIResources()); n != 0 {
 		t.Errorf("%d entries of what is gone", n)
 	}
 	again := older.DeepCopy()
 	again.ResourceVersion = "2600"
 	h.OnAdd(again, false)
-	if n := len(w.Resources.Custom.Entries()); n == 0 {
+	if n := len(fx.Resources.Custom.APIResources()); n == 0 {
 		t.Error("what is made again is not served")
 	}
 	h.OnDelete(again)
 	h.OnAdd(older, false)
-	if n := len(w.Resources.Custom.Entries()); n != 0 {
+	if n := len(fx.Resources.Custom.APIResources()); n != 0 {
 		t.Errorf("what was read before it went brings back %d entries", n)
 	}
 }
 
 // Documents of OpenAPI are not built or merged for a request that has ended.
 func TestDocumentsEndWithTheirRequest(t *testing.T) {
-	custom := defined(t).Resources.Custom
+	custom := establishedCRD(t).Resources.Custom
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := custom.OpenAPIV2(ctx, &spec.Swagger{}); !errors.Is(err, context.Canceled) {

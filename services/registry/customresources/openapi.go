@@ -25,7 +25,7 @@ type documents struct {
 // Hashes names each group version's document and what it depends on.
 func (t *Set) Hashes() map[schema.GroupVersion]string {
 	parts := map[schema.GroupVersion]string{}
-	_ = t.eachServed(func(s *served, version string) error {
+	_ = t.eachServed(func(s *servedCRD, version string) error {
 		parts[s.Kind(version).GroupVersion()] += fmt.Sprintf("%s %d %v;", s.UID, s.Generation, s.Status.AcceptedNames)
 		return nil
 	})
@@ -38,7 +38,7 @@ func (t *Set) Hashes() map[schema.GroupVersion]string {
 // OpenAPIV3 is the document of one group version; nil where no definition has it. It fails once ctx has ended.
 func (t *Set) OpenAPIV3(ctx context.Context, gv schema.GroupVersion) (*spec3.OpenAPI, error) {
 	var all []*spec3.OpenAPI
-	err := t.eachServed(func(s *served, version string) error {
+	err := t.eachServed(func(s *servedCRD, version string) error {
 		if s.Kind(version).GroupVersion() != gv {
 			return nil
 		}
@@ -73,7 +73,7 @@ func (t *Set) OpenAPIV3(ctx context.Context, gv schema.GroupVersion) (*spec3.Ope
 // OpenAPIV2 adds what the definitions have to the document of what is built in. It fails once ctx has ended.
 func (t *Set) OpenAPIV2(ctx context.Context, builtIn *spec.Swagger) (*spec.Swagger, error) {
 	var all []*spec.Swagger
-	err := t.eachServed(func(s *served, version string) error {
+	err := t.eachServed(func(s *servedCRD, version string) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
@@ -106,7 +106,7 @@ func (t *Set) OpenAPIV2(ctx context.Context, builtIn *spec.Swagger) (*spec.Swagg
 }
 
 // eachServed visits every served version of every established definition, by group and name, until a visit fails.
-func (t *Set) eachServed(visit func(s *served, version string) error) error {
+func (t *Set) eachServed(visit func(s *servedCRD, version string) error) error {
 	for _, s := range t.all() {
 		if !apihelpers.IsCRDConditionTrue(s.CustomResourceDefinition, apiextensionsv1.Established) {
 			continue

@@ -23,8 +23,8 @@ import (
 	"watershed.dev/platform/crd"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/handlers"
 	"watershed.dev/services/registry/storage"
-	"watershed.dev/services/registry/verbs"
 )
 
 // Set is every definition that can be served. What takes long to build is built when it is first asked for.
@@ -34,28 +34,28 @@ type Set struct {
 	Converters *crd.Converters
 	// Models are the schemas that every object has parts of: ObjectMeta and the like.
 	Models map[string]*spec.Schema
-	// Changed is called after any definition has.
-	Changed func()
+	// OnChange is called after any definition has.
+	OnChange func()
 
 	mu     sync.RWMutex
-	byName map[string]*served
-	// removed is the revision at which a definition was last known to go: what is read of it from before does not bring
+	byName map[string]*servedCRD
+	// removedAt is the revision at which a definition was last known to go: what is read of it from before does not bring
 	// it back.
-	removed map[string]uint64
+	removedAt map[string]uint64
 }
 
-// served is one definition.
-type served struct {
+// servedCRD is one definition.
+type servedCRD struct {
 	*crd.CRD
-	// foreign: its revision is of another history of etcd, and whatever is read now is newer.
-	foreign bool
-	stored  *storage.Stored
-	entries []*registryv1.APIResource
-	*built
+	// otherEpoch: its revision is of another history of etcd, and whatever is read now is newer.
+	otherEpoch      bool
+	storageResource *storage.Resource
+	apiResources    []*registryv1.APIResource
+	*servingInfo
 }
 
-// built is what takes long: it is built when it is first asked for, and stands while nothing but conditions change.
-type built struct {
+// servingInfo is what takes long: it is built when it is first asked for, and stands while nothing but conditions change.
+type servingInfo struct {
 	once     sync.Once
 	versions map[string]*servedVersion
 	builder  *builder
@@ -65,8 +65,8 @@ type built struct {
 
 // servedVersion is how requests in one version are served.
 type servedVersion struct {
-	storage   customresource.CustomResourceStorage
-	endpoints map[string]*verbs.Endpoint // by subresource
+	storage customresource.CustomResourceStorage
+	scopes  map[string]*handlers.RequestScope // by subresource
 }
 
 // Handler follows an informer of definitions.
@@ -76,9 +76,9 @@ func (t *Set) Handler() cache.ResourceEventHandler {
 		UpdateFunc: func(_, obj any) { t.set(obj.(*apiextensionsv1.CustomResourceDefinition)) },
 		DeleteFunc: func(obj any) {
 			// a list found it gone: its revision is not its deletion's
-			last, unknown := obj.(cache.DeletedFinalStateUnknown)
+			tombstone, unknown := obj.(cache.DeletedFinalStateUnknown)
 			if unknown {
-				obj = last.Obj
+				obj = tombstone.Obj
 			}
 			if d, ok := obj.(*apiextensionsv1.CustomResourceDefinition); ok {
 				t.remove(d, !unknown)
@@ -90,83 +90,83 @@ func (t *Set) Handler() cache.ResourceEventHandler {
 // remove forgets a definition as of d's revision; what is known of a later one stays. known says that it went at that
 // revision, so that what is read of it from before does not bring it back.
 func (t *Set) remove(d *apiextensionsv1.CustomResourceDefinition, known bool) {
-	at, err := storage.Revision(d)
+	revision, err := storage.Revision(d)
 	if err != nil {
 		return
 	}
 	t.mu.Lock()
 	old := t.byName[d.Name]
-	if known && (old == nil || !old.foreign) {
-		if t.removed == nil {
-			t.removed = map[string]uint64{}
+	if known && (old == nil || !old.otherEpoch) {
+		if t.removedAt == nil {
+			t.removedAt = map[string]uint64{}
 		}
-		t.removed[d.Name] = max(t.removed[d.Name], at)
+		t.removedAt[d.Name] = max(t.removedAt[d.Name], revision)
 	}
-	gone := old != nil && (old.foreign || !newer(old.CustomResourceDefinition, d))
-	if gone {
+	removed := old != nil && (old.otherEpoch || !newer(old.CustomResourceDefinition, d))
+	if removed {
 		delete(t.byName, d.Name)
 	}
 	t.mu.Unlock()
-	if gone {
-		t.Changed()
+	if removed {
+		t.OnChange()
 	}
 }
 
-// HistoryChanged says that etcd has another history, as after a backup was restored: what is read from now on is newer
+// EpochChanged says that etcd has another history, as after a backup was restored: what is read from now on is newer
 // than what is known, whatever its revision.
-func (t *Set) HistoryChanged() {
+func (t *Set) EpochChanged() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.removed = nil
+	t.removedAt = nil
 	for name, s := range t.byName {
 		known := *s
-		known.foreign = true
+		known.otherEpoch = true
 		t.byName[name] = &known
 	}
 }
 
-func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *served {
+func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 	if !Servable(d) {
 		t.remove(d, true)
 		return nil
 	}
-	at, err := storage.Revision(d)
+	revision, err := storage.Revision(d)
 	if err != nil {
 		return nil
 	}
 	t.mu.Lock()
-	if at < t.removed[d.Name] {
+	if revision < t.removedAt[d.Name] {
 		t.mu.Unlock()
 		return nil
 	}
 	if t.byName == nil {
-		t.byName = map[string]*served{}
+		t.byName = map[string]*servedCRD{}
 	}
 	old := t.byName[d.Name]
-	if old != nil && !old.foreign &&
+	if old != nil && !old.otherEpoch &&
 		(newer(old.CustomResourceDefinition, d) || old.ResourceVersion == d.ResourceVersion) {
 		t.mu.Unlock()
 		return old
 	}
-	var s *served
+	var s *servedCRD
 	if old != nil && crd.Same(old.CustomResourceDefinition, d) { // nothing but its conditions: what was built stands
-		definition := *old.CRD
-		definition.CustomResourceDefinition = d
-		s = &served{CRD: &definition, stored: old.stored, built: old.built}
+		crdInfo := *old.CRD
+		crdInfo.CustomResourceDefinition = d
+		s = &servedCRD{CRD: &crdInfo, storageResource: old.storageResource, servingInfo: old.servingInfo}
 	} else {
-		definition, err := crd.New(d)
+		crdInfo, err := crd.New(d)
 		if err != nil {
 			t.mu.Unlock()
 			slog.Warn("A definition cannot be served", "name", d.Name, "error", err)
 			t.remove(d, true)
 			return nil
 		}
-		s = &served{CRD: definition, stored: StoredOf(t.Storage, definition), built: &built{}}
+		s = &servedCRD{CRD: crdInfo, storageResource: StorageResourceOf(t.Storage, crdInfo), servingInfo: &servingInfo{}}
 	}
-	s.entries = entriesOf(s.CRD, s.stored)
+	s.apiResources = apiResourcesOf(s.CRD, s.storageResource)
 	t.byName[d.Name] = s
 	t.mu.Unlock()
-	t.Changed()
+	t.OnChange()
 	return s
 }
 
@@ -185,33 +185,33 @@ func Servable(d *apiextensionsv1.CustomResourceDefinition) bool {
 }
 
 // get finds a definition. One that this registry has not heard of is looked for in etcd: another one may have.
-func (t *Set) get(ctx context.Context, name string) (*served, error) {
-	if s := t.definition(name); s != nil {
+func (t *Set) get(ctx context.Context, name string) (*servedCRD, error) {
+	if s := t.crd(name); s != nil {
 		return s, nil
 	}
-	return t.current(ctx, name)
+	return t.refresh(ctx, name)
 }
 
-// current is a definition as etcd has it now; nil where there is none to serve.
-func (t *Set) current(ctx context.Context, name string) (*served, error) {
-	d, err := Read(ctx, t.Storage, name)
+// refresh is a definition as etcd has it now; nil where there is none to serve.
+func (t *Set) refresh(ctx context.Context, name string) (*servedCRD, error) {
+	d, err := ReadCRD(ctx, t.Storage, name)
 	if err != nil || d == nil {
 		return nil, err
 	}
 	return t.set(d), nil
 }
 
-// Endpoint finds what answers requests for r; nil where nothing does.
-func (t *Set) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoint, error) {
+// RequestScope finds what answers requests for r; nil where nothing does.
+func (t *Set) RequestScope(ctx context.Context, r *commonv1.Resource) (*handlers.RequestScope, error) {
 	if r.GetGroup() == "" {
 		return nil, nil
 	}
 	name := r.GetResource() + "." + r.GetGroup()
 	s, err := t.get(ctx, name)
-	if err == nil && s != nil && !s.has(r) { // the gateway has heard of it from another registry
-		s, err = t.current(ctx, name)
+	if err == nil && s != nil && !s.serves(r) { // the gateway has heard of it from another registry
+		s, err = t.refresh(ctx, name)
 	}
-	if err != nil || s == nil || !s.has(r) {
+	if err != nil || s == nil || !s.serves(r) {
 		return nil, err
 	}
 	s.once.Do(func() { s.build(t) })
@@ -220,42 +220,42 @@ func (t *Set) Endpoint(ctx context.Context, r *commonv1.Resource) (*verbs.Endpoi
 		return nil, apierrors.NewInternalError(errors.New("error resolving resource"))
 	}
 	if s.UsesWebhook() {
-		return s.builder.within(ctx, r)
+		return s.builder.requestScopeFor(ctx, r)
 	}
-	return s.versions[r.GetVersion()].endpoints[r.GetSubresource()], nil
+	return s.versions[r.GetVersion()].scopes[r.GetSubresource()], nil
 }
 
-// has says whether the definition serves a resource or subresource in a version.
-func (s *served) has(r *commonv1.Resource) bool {
-	return slices.ContainsFunc(s.entries, func(e *registryv1.APIResource) bool {
-		return e.Resource.Version == r.GetVersion() && e.Resource.Subresource == r.GetSubresource()
+// serves says whether the definition serves a resource or subresource in a version.
+func (s *servedCRD) serves(r *commonv1.Resource) bool {
+	return slices.ContainsFunc(s.apiResources, func(apiResource *registryv1.APIResource) bool {
+		return apiResource.Resource.Version == r.GetVersion() && apiResource.Resource.Subresource == r.GetSubresource()
 	})
 }
 
-// NotBefore sees to it that a definition is not used as it was before a revision.
-func (t *Set) NotBefore(ctx context.Context, name string, revision int64) error {
-	s := t.definition(name)
+// RefreshIfOlder sees to it that a definition is not used as it was before a revision.
+func (t *Set) RefreshIfOlder(ctx context.Context, name string, revision int64) error {
+	s := t.crd(name)
 	if revision == 0 || s == nil {
 		return nil
 	}
-	if at, err := storage.Revision(s); err == nil && !s.foreign && at >= uint64(revision) {
+	if known, err := storage.Revision(s); err == nil && !s.otherEpoch && known >= uint64(revision) {
 		return nil
 	}
-	_, err := t.current(ctx, name)
+	_, err := t.refresh(ctx, name)
 	return err
 }
 
-// Stored finds how a definition's objects are read, as the definition is now in etcd.
-func (t *Set) Stored(ctx context.Context, name string) (*storage.Stored, error) {
-	s, err := t.current(ctx, name)
+// StorageResource finds how a definition's objects are read, as the definition is now in etcd.
+func (t *Set) StorageResource(ctx context.Context, name string) (*storage.Resource, error) {
+	s, err := t.refresh(ctx, name)
 	if err != nil || s == nil {
 		return nil, err
 	}
-	return s.stored, nil
+	return s.storageResource, nil
 }
 
-// definition finds a definition that this registry has heard of, by its resource's name; nil where there is none.
-func (t *Set) definition(name string) *served {
+// crd finds a definition that this registry has heard of, by its resource's name; nil where there is none.
+func (t *Set) crd(name string) *servedCRD {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	return t.byName[name]
@@ -265,7 +265,7 @@ func (t *Set) definition(name string) *served {
 // first.
 func (t *Set) GetCustomResourceListerCollectionDeleter(
 	d *apiextensionsv1.CustomResourceDefinition) (finalizer.ListerCollectionDeleter, error) {
-	s := t.definition(d.Name)
+	s := t.crd(d.Name)
 	if s == nil || s.UID != d.UID {
 		return nil, apierrors.NewNotFound(schema.GroupResource{
 			Group:    apiextensionsv1.GroupName,
@@ -280,24 +280,24 @@ func (t *Set) GetCustomResourceListerCollectionDeleter(
 }
 
 // all is every definition, by group and name.
-func (t *Set) all() []*served {
+func (t *Set) all() []*servedCRD {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
-	var all []*served
+	var all []*servedCRD
 	for _, s := range t.byName {
 		all = append(all, s)
 	}
-	slices.SortFunc(all, func(a, b *served) int {
+	slices.SortFunc(all, func(a, b *servedCRD) int {
 		return cmp.Or(strings.Compare(a.Spec.Group, b.Spec.Group), strings.Compare(a.Name, b.Name))
 	})
 	return all
 }
 
-// Entries is what the catalog says of the definitions.
-func (t *Set) Entries() []*registryv1.APIResource {
+// APIResources is what the catalog says of the definitions.
+func (t *Set) APIResources() []*registryv1.APIResource {
 	var all []*registryv1.APIResource
 	for _, s := range t.all() {
-		all = append(all, s.entries...)
+		all = append(all, s.apiResources...)
 	}
 	return all
 }

@@ -17,16 +17,16 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// definitionsName is the stored resource of the definitions themselves.
-const definitionsName = "customresourcedefinitions.apiextensions.k8s.io"
+// crdResource is the stored resource of the definitions themselves.
+const crdResource = "customresourcedefinitions.apiextensions.k8s.io"
 
-// Defines says whether a stored resource is that of the definitions.
-func Defines(st *storage.Stored) bool { return st.Name() == definitionsName }
+// IsCRD says whether a stored resource is that of the definitions.
+func IsCRD(st *storage.Resource) bool { return st.Name() == crdResource }
 
-// StoredOf is how the publisher and the watch tier read a definition's objects: each in the version that it is stored
+// StorageResourceOf is how the publisher and the watch tier read a definition's objects: each in the version that it is stored
 // in, so that no webhook has to be asked. Their fields are those that any version may select by; where another version
 // of an object is more than its apiVersion, they are what they are in the version stored.
-func StoredOf(s *storage.Storage, d *crd.CRD) *storage.Stored {
+func StorageResourceOf(s *storage.Storage, d *crd.CRD) *storage.Resource {
 	var selectable []apiextensionsv1.SelectableField
 	seen := map[string]bool{}
 	for _, v := range d.Spec.Versions {
@@ -40,67 +40,67 @@ func StoredOf(s *storage.Storage, d *crd.CRD) *storage.Stored {
 	kind := d.Kind(d.StorageVersion)
 	strategy := customresource.NewStrategy(crdserverscheme.NewUnstructuredObjectTyper(), d.Namespaced(), kind, nil,
 		nil, nil, nil, nil, selectable)
-	return s.Custom(d.Resource("").GroupResource(), kind, d.Decode, strategy.GetAttrs,
+	return s.CustomResource(d.Resource("").GroupResource(), kind, d.Decode, strategy.GetAttrs,
 		d.UsesWebhook() && len(selectable) > 0)
 }
 
-// Definitions knows, for the publisher, how to read custom resources as of each definition's change: it is told of
+// CRDs knows, for the publisher, how to read custom resources as of each definition's change: it is told of
 // every change in etcd's order.
-type Definitions struct {
+type CRDs struct {
 	storage  *storage.Storage
-	byName   map[string]definitionAt
-	byPrefix map[string]*storage.Stored
+	byName   map[string]crdAt
+	byPrefix map[string]*storage.Resource
 }
 
-// definitionAt is a definition and how its objects are read.
-type definitionAt struct {
-	definition *apiextensionsv1.CustomResourceDefinition
-	stored     *storage.Stored
+// crdAt is a definition and how its objects are read.
+type crdAt struct {
+	crd             *apiextensionsv1.CustomResourceDefinition
+	storageResource *storage.Resource
 }
 
-// DefinitionsAt reads the definitions as they were at a revision.
-func DefinitionsAt(ctx context.Context, s *storage.Storage, revision int64) (*Definitions, error) {
-	f := &Definitions{storage: s, byName: map[string]definitionAt{}, byPrefix: map[string]*storage.Stored{}}
-	definitions, ok := s.ByName(definitionsName)
+// CRDsAt reads the definitions as they were at a revision.
+func CRDsAt(ctx context.Context, s *storage.Storage, revision int64) (*CRDs, error) {
+	f := &CRDs{storage: s, byName: map[string]crdAt{}, byPrefix: map[string]*storage.Resource{}}
+	crds, ok := s.ByName(crdResource)
 	if !ok {
 		return f, nil
 	}
-	resp, err := s.Client.Client.Get(ctx, definitions.Prefix, clientv3.WithPrefix(), clientv3.WithRev(revision))
+	resp, err := s.Client.Client.Get(ctx, crds.Prefix, clientv3.WithPrefix(), clientv3.WithRev(revision))
 	if err != nil {
 		return nil, err
 	}
 	for _, kv := range resp.Kvs {
-		if d, err := decode(ctx, definitions, string(kv.Key), kv.Value, kv.ModRevision); err == nil {
+		if d, err := decode(ctx, crds, string(kv.Key), kv.Value, kv.ModRevision); err == nil {
 			f.set(d)
 		}
 	}
 	return f, nil
 }
 
-// Read is a definition as etcd has it; nil where there is none.
-func Read(ctx context.Context, s *storage.Storage, name string) (*apiextensionsv1.CustomResourceDefinition, error) {
-	definitions, ok := s.ByName(definitionsName)
+// ReadCRD is a definition as etcd has it; nil where there is none.
+func ReadCRD(ctx context.Context, s *storage.Storage, name string) (*apiextensionsv1.CustomResourceDefinition, error) {
+	crds, ok := s.ByName(crdResource)
 	if !ok || name != path.Base(name) {
 		return nil, nil
 	}
-	key := definitions.Prefix + name
+	key := crds.Prefix + name
 	resp, err := s.Client.Client.Get(ctx, key)
 	if err != nil || len(resp.Kvs) == 0 {
 		return nil, err
 	}
-	return decode(ctx, definitions, key, resp.Kvs[0].Value, resp.Kvs[0].ModRevision)
+	return decode(ctx, crds, key, resp.Kvs[0].Value, resp.Kvs[0].ModRevision)
 }
 
-func decode(ctx context.Context, st *storage.Stored, key string, data []byte,
+func decode(ctx context.Context, st *storage.Resource, key string, data []byte,
 	revision int64) (*apiextensionsv1.CustomResourceDefinition, error) {
 	obj, err := st.Decode(ctx, key, data, revision)
 	if err != nil {
 		return nil, err
 	}
-	return versioned(obj)
+	return convertToV1(obj)
 }
 
-func versioned(obj runtime.Object) (*apiextensionsv1.CustomResourceDefinition, error) {
+func convertToV1(obj runtime.Object) (*apiextensionsv1.CustomResourceDefinition, error) {
 	internal, ok := obj.(*apiextensions.CustomResourceDefinition)
 	if !ok {
 		return nil, fmt.Errorf("not a CustomResourceDefinition: %T", obj)
@@ -110,7 +110,7 @@ func versioned(obj runtime.Object) (*apiextensionsv1.CustomResourceDefinition, e
 }
 
 // ByKey finds whose etcd key it is.
-func (f *Definitions) ByKey(key, prefix string) (*storage.Stored, bool) {
+func (f *CRDs) ByKey(key, prefix string) (*storage.Resource, bool) {
 	if len(f.byPrefix) == 0 || len(key) <= len(prefix) {
 		return nil, false
 	}
@@ -128,18 +128,18 @@ func (f *Definitions) ByKey(key, prefix string) (*storage.Stored, bool) {
 	return st, ok
 }
 
-// Changed tells of an event of obj, a definition: gone says that it was deleted. The answer is the stored resource
+// Apply tells of an event of obj, a definition: gone says that it was deleted. The answer is the stored resource
 // whose objects are read in another way from now on, or empty.
-func (f *Definitions) Changed(obj runtime.Object, gone bool) string {
-	d, err := versioned(obj)
+func (f *CRDs) Apply(obj runtime.Object, deleted bool) string {
+	d, err := convertToV1(obj)
 	if err != nil {
 		return ""
 	}
 	before, known := f.byName[d.Name]
 	switch {
-	case gone:
+	case deleted:
 		f.forget(d.Name)
-	case known && crd.Same(before.definition, d):
+	case known && crd.Same(before.crd, d):
 		return ""
 	default:
 		f.set(d)
@@ -147,22 +147,22 @@ func (f *Definitions) Changed(obj runtime.Object, gone bool) string {
 	if !known {
 		return ""
 	}
-	return before.stored.Name()
+	return before.storageResource.Name()
 }
 
-func (f *Definitions) forget(name string) {
+func (f *CRDs) forget(name string) {
 	if old, known := f.byName[name]; known {
-		delete(f.byPrefix, old.stored.Prefix)
+		delete(f.byPrefix, old.storageResource.Prefix)
 	}
 	delete(f.byName, name)
 }
 
-func (f *Definitions) set(d *apiextensionsv1.CustomResourceDefinition) {
+func (f *CRDs) set(d *apiextensionsv1.CustomResourceDefinition) {
 	f.forget(d.Name)
-	definition, err := crd.New(d)
+	crdInfo, err := crd.New(d)
 	if err != nil {
 		return // its names are not accepted yet
 	}
-	st := StoredOf(f.storage, definition)
-	f.byName[d.Name], f.byPrefix[st.Prefix] = definitionAt{d, st}, st
+	st := StorageResourceOf(f.storage, crdInfo)
+	f.byName[d.Name], f.byPrefix[st.Prefix] = crdAt{d, st}, st
 }

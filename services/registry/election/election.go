@@ -16,9 +16,9 @@ const leaseSeconds = 2
 // with ctx. another is called whenever somebody else is seen to hold the key. Candidates poll, since a waiting watch
 // each would be watches that etcd has to serve.
 func Run(ctx context.Context, client *clientv3.Client, key, identity string, lead func(context.Context) error,
-	another func()) error {
+	onOtherLeader func()) error {
 	for ctx.Err() == nil {
-		lease, err := campaign(ctx, client, key, identity, another)
+		lease, err := campaign(ctx, client, key, identity, onOtherLeader)
 		if err != nil || lease == nil {
 			if err != nil && ctx.Err() == nil {
 				slog.Debug("No election", "key", key, "error", err)
@@ -42,7 +42,7 @@ func Run(ctx context.Context, client *clientv3.Client, key, identity string, lea
 
 // campaign takes the key if nobody has it. A nil lease means that somebody has.
 func campaign(ctx context.Context, client *clientv3.Client, key, identity string,
-	another func()) (*clientv3.LeaseID, error) {
+	onOtherLeader func()) (*clientv3.LeaseID, error) {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
 	defer cancel()
 	current, err := client.Get(ctx, key)
@@ -51,7 +51,7 @@ func campaign(ctx context.Context, client *clientv3.Client, key, identity string
 	}
 	if len(current.Kvs) > 0 {
 		if string(current.Kvs[0].Value) != identity {
-			another()
+			onOtherLeader()
 		}
 		return nil, nil
 	}

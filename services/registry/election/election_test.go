@@ -7,27 +7,27 @@ import (
 	"time"
 
 	"watershed.dev/services/registry/election"
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/internal/fixture"
 )
 
 // leaders says who leads, and counts how many ever led at a time.
 type leaders struct {
-	mu   sync.Mutex
-	now  map[string]bool
-	most int
-	came chan string
+	mu            sync.Mutex
+	current       map[string]bool
+	maxConcurrent int
+	elected       chan string
 }
 
 func (l *leaders) lead(name string, resign <-chan struct{}) func(context.Context) error {
 	return func(ctx context.Context) error {
 		l.mu.Lock()
-		l.now[name] = true
-		l.most = max(l.most, len(l.now))
+		l.current[name] = true
+		l.maxConcurrent = max(l.maxConcurrent, len(l.current))
 		l.mu.Unlock()
-		l.came <- name
+		l.elected <- name
 		defer func() {
 			l.mu.Lock()
-			delete(l.now, name)
+			delete(l.current, name)
 			l.mu.Unlock()
 		}()
 		select {
@@ -42,7 +42,7 @@ func (l *leaders) lead(name string, resign <-chan struct{}) func(context.Context
 func (l *leaders) next(t *testing.T) string {
 	t.Helper()
 	select {
-	case name := <-l.came:
+	case name := <-l.elected:
 		return name
 	case <-time.After(30 * time.Second):
 		t.Fatal("nobody is elected")
@@ -52,8 +52,8 @@ func (l *leaders) next(t *testing.T) string {
 
 // One leads at a time; who resigns, or ends, is followed by another.
 func TestOneLeadsAtATime(t *testing.T) {
-	w := world.New(t)
-	l := &leaders{now: map[string]bool{}, came: make(chan string, 10)}
+	fx := fixture.New(t)
+	l := &leaders{current: map[string]bool{}, elected: make(chan string, 10)}
 	type candidate struct {
 		resign chan struct{}
 		stop   func()
@@ -66,7 +66,7 @@ func TestOneLeadsAtATime(t *testing.T) {
 		all[name] = c
 		go func() {
 			defer close(done)
-			_ = election.Run(ctx, w.Resources.Storage.Client.Client, "/watershed/test", name, l.lead(name, c.resign), func() {})
+			_ = election.Run(ctx, fx.Resources.Storage.Client.Client, "/watershed/test", name, l.lead(name, c.resign), func() {})
 		}()
 		t.Cleanup(c.stop)
 	}
@@ -82,7 +82,7 @@ func TestOneLeadsAtATime(t *testing.T) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.most != 1 {
-		t.Errorf("%d led at a time", l.most)
+	if l.maxConcurrent != 1 {
+		t.Errorf("%d led at a time", l.maxConcurrent)
 	}
 }

@@ -29,27 +29,27 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/resources"
-	"watershed.dev/services/registry/tail"
-	"watershed.dev/services/registry/verbs"
+	"watershed.dev/services/registry/handlers"
+	"watershed.dev/services/registry/lookup"
+	"watershed.dev/services/registry/watchcache"
 )
 
 // Registry is what a loopback calls.
 type Registry interface {
-	// Endpoint finds a resource; an error is the API's own.
-	Endpoint(context.Context, *commonv1.Resource) (*verbs.Endpoint, error)
-	// Entries are what is served.
-	Entries() []*registryv1.APIResource
+	// RequestScope finds a resource; an error is the API's own.
+	RequestScope(context.Context, *commonv1.Resource) (*handlers.RequestScope, error)
+	// APIResources are what is served.
+	APIResources() []*registryv1.APIResource
 }
 
 // Loopback is a transport to a registry's own verbs.
 type Loopback struct {
 	registry Registry
-	tail     *tail.Tail
+	cache    *watchcache.Cache
 }
 
 // New returns a loopback to r, whose watches read t.
-func New(r Registry, t *tail.Tail) *Loopback { return &Loopback{r, t} }
+func New(r Registry, cache *watchcache.Cache) *Loopback { return &Loopback{r, cache} }
 
 var systemUser = &commonv1.User{Name: "system:apiserver", Groups: []string{"system:masters"}}
 
@@ -87,18 +87,18 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 		Resource:    info.Resource,
 		Subresource: info.Subresource,
 	}
-	e, err := l.registry.Endpoint(req.Context(), r)
+	scope, err := l.registry.RequestScope(req.Context(), r)
 	if err != nil {
-		return failure(req, err), nil
+		return errorResponse(req, err), nil
 	}
-	return l.ask(req, e, r, info, body), nil
+	return l.serve(req, scope, r, info, body), nil
 }
 
-// ask has an endpoint answer a request.
-func (l *Loopback) ask(req *http.Request, e *verbs.Endpoint, r *commonv1.Resource, info *request.RequestInfo,
+// serve has an endpoint answer a request.
+func (l *Loopback) serve(req *http.Request, scope *handlers.RequestScope, r *commonv1.Resource, info *request.RequestInfo,
 	body []byte) *http.Response {
 	// The parent context may be a write's; its Gate must not be asked on the system's behalf.
-	ctx := resources.Within(context.Background(), info.Verb, r, systemUser, info.Namespace, info.Name)
+	ctx := lookup.WithRequestInfo(context.Background(), info.Verb, r, systemUser, info.Namespace, info.Name)
 	ctx, cancel := context.WithCancel(ctx)
 	stop := context.AfterFunc(req.Context(), cancel)
 	done := func() { stop(); cancel() }
@@ -114,17 +114,17 @@ func (l *Loopback) ask(req *http.Request, e *verbs.Endpoint, r *commonv1.Resourc
 	switch info.Verb {
 	case "get":
 		defer done()
-		resp, err := e.Get(ctx, get)
-		return responseOf(req, resp, err)
+		resp, err := scope.Get(ctx, get)
+		return objectResponse(req, resp, err)
 	case "list":
 		defer done()
-		data, err := e.List(ctx, get)
-		return responseOf(req, &registryv1.ObjectResponse{Code: http.StatusOK, Body: data}, err)
+		data, err := scope.List(ctx, get)
+		return objectResponse(req, &registryv1.ObjectResponse{Code: http.StatusOK, Body: data}, err)
 	case "watch":
-		return l.watch(ctx, done, req, e.Entry, info)
+		return l.watch(ctx, done, req, scope.APIResource, info)
 	}
 	defer done()
-	resp, err := e.Write(ctx, &registryv1.WriteRequest{
+	resp, err := scope.Write(ctx, &registryv1.WriteRequest{
 		Verb:        info.Verb,
 		Resource:    r,
 		Namespace:   info.Namespace,
@@ -136,35 +136,35 @@ func (l *Loopback) ask(req *http.Request, e *verbs.Endpoint, r *commonv1.Resourc
 		Output:      out,
 		UserAgent:   req.UserAgent(),
 		Path:        req.URL.Path,
-	}, system{})
-	return responseOf(req, resp, err)
+	}, systemCallbacks{})
+	return objectResponse(req, resp, err)
 }
 
-// system is the Gate of loopback writes: the system may do everything, and nothing asks admission.
-type system struct{}
+// systemCallbacks is the Gate of loopback writes: the system may do everything, and nothing asks admission.
+type systemCallbacks struct{}
 
-func (system) Lifecycle() admission.MutationInterface { return nil }
-func (system) Review(context.Context, registryv1.Phase, *admissionv1.Review) (*admissionv1.Verdict, error) {
+func (systemCallbacks) Lifecycle() admission.MutationInterface { return nil }
+func (systemCallbacks) Review(context.Context, registryv1.Phase, *admissionv1.Review) (*admissionv1.Verdict, error) {
 	return &admissionv1.Verdict{}, nil
 }
-func (system) Authorize(context.Context, *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
+func (systemCallbacks) Authorize(context.Context, *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
 	return &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW}, nil
 }
-func (system) ReviewToken(context.Context, *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+func (systemCallbacks) ReviewToken(context.Context, *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
 	return nil, errors.New("not asked by the system itself")
 }
-func (system) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
+func (systemCallbacks) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
 	return nil, errors.New("not asked by the system itself")
 }
 
-func responseOf(req *http.Request, resp *registryv1.ObjectResponse, err error) *http.Response {
+func objectResponse(req *http.Request, resp *registryv1.ObjectResponse, err error) *http.Response {
 	if err != nil {
-		return failure(req, err)
+		return errorResponse(req, err)
 	}
-	return respond(req, int(resp.Code), resp.Body)
+	return newResponse(req, int(resp.Code), resp.Body)
 }
 
-func failure(req *http.Request, err error) *http.Response {
+func errorResponse(req *http.Request, err error) *http.Response {
 	var api apierrors.APIStatus
 	if !errors.As(err, &api) {
 		err = apierrors.NewInternalError(err)
@@ -172,10 +172,10 @@ func failure(req *http.Request, err error) *http.Response {
 	}
 	st := responsewriters.ErrorToAPIStatus(api.(error))
 	data, _ := json.Marshal(st)
-	return respond(req, int(st.Code), data)
+	return newResponse(req, int(st.Code), data)
 }
 
-func respond(req *http.Request, code int, body []byte) *http.Response {
+func newResponse(req *http.Request, code int, body []byte) *http.Response {
 	return &http.Response{
 		StatusCode:    code,
 		Status:        http.StatusText(code),
@@ -192,20 +192,20 @@ func respond(req *http.Request, code int, body []byte) *http.Response {
 func (l *Loopback) discovery(req *http.Request, info *request.RequestInfo) (*http.Response, error) {
 	gv, err := schema.ParseGroupVersion(strings.TrimPrefix(strings.TrimPrefix(info.Path, "/apis/"), "/api/"))
 	if err != nil || gv.Version == "" {
-		return failure(req, apierrors.NewNotFound(schema.GroupResource{}, info.Path)), nil
+		return errorResponse(req, apierrors.NewNotFound(schema.GroupResource{}, info.Path)), nil
 	}
 	list := metav1.APIResourceList{
 		TypeMeta:     metav1.TypeMeta{Kind: "APIResourceList", APIVersion: "v1"},
 		GroupVersion: gv.String(),
 	}
-	for _, e := range l.registry.Entries() {
-		if r := e.Resource; r.Group == gv.Group && r.Version == gv.Version {
-			list.APIResources = append(list.APIResources, discovery.ToMetaV1(e))
+	for _, apiResource := range l.registry.APIResources() {
+		if r := apiResource.Resource; r.Group == gv.Group && r.Version == gv.Version {
+			list.APIResources = append(list.APIResources, discovery.ToMetaV1(apiResource))
 		}
 	}
 	data, err := json.Marshal(list)
 	if err != nil {
 		return nil, err
 	}
-	return respond(req, http.StatusOK, data), nil
+	return newResponse(req, http.StatusOK, data), nil
 }

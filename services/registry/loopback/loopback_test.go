@@ -12,12 +12,12 @@ import (
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	logv1 "watershed.dev/proto/watershed/log/v1"
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/internal/fixture"
 )
 
 // client-go finds the registry's verbs, and errors come back as the API's.
-func TestClientGoCallsTheVerbs(t *testing.T) {
-	c, ctx := world.New(t).Client, t.Context()
+func TestClientGoCallsHandlers(t *testing.T) {
+	c, ctx := fixture.New(t).Client, t.Context()
 	maps := c.CoreV1().ConfigMaps("x")
 	made, err := maps.Create(ctx, &corev1.ConfigMap{
 		ObjectMeta: metav1.ObjectMeta{Name: "a"},
@@ -56,8 +56,8 @@ func TestClientGoCallsTheVerbs(t *testing.T) {
 }
 
 // A watch is told of what comes after its revision, as its selection sees it; one from before the log has expired.
-func TestAWatchReadsTheTail(t *testing.T) {
-	w := world.New(t)
+func TestWatchReadsTheCache(t *testing.T) {
+	fx := fixture.New(t)
 	event := func(revision int64, name, team string) *logv1.Event {
 		return &logv1.Event{
 			Type:            logv1.Type_TYPE_ADDED,
@@ -72,16 +72,16 @@ func TestAWatchReadsTheTail(t *testing.T) {
 			},
 		}
 	}
-	w.Tail.Begin()
-	take := func(e *logv1.Event) {
-		if err := w.Tail.Append(e); err != nil {
+	fx.WatchCache.Reset()
+	apply := func(e *logv1.Event) {
+		if err := fx.WatchCache.Apply(e); err != nil {
 			t.Fatal(err)
 		}
 	}
-	take(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 100})
-	take(event(101, "a", "one"))
+	apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 100})
+	apply(event(101, "a", "one"))
 	watchFrom := func(rv string) watch.Interface {
-		i, err := w.Client.CoreV1().ConfigMaps("x").Watch(t.Context(), metav1.ListOptions{
+		i, err := fx.Client.CoreV1().ConfigMaps("x").Watch(t.Context(), metav1.ListOptions{
 			ResourceVersion: rv,
 			LabelSelector:   "team=one",
 		})
@@ -106,15 +106,15 @@ func TestAWatchReadsTheTail(t *testing.T) {
 	if kind, name := next(i); kind != "ADDED" || name != "a" {
 		t.Errorf("%s %s", kind, name)
 	}
-	take(event(102, "b", "two"))
-	take(event(103, "c", "one"))
+	apply(event(102, "b", "two"))
+	apply(event(103, "c", "one"))
 	if kind, name := next(i); kind != "ADDED" || name != "c" {
 		t.Errorf("%s %s", kind, name)
 	}
 	if kind, reason := next(watchFrom("50")); kind != "ERROR" || reason != string(metav1.StatusReasonExpired) {
 		t.Errorf("%s %s", kind, reason)
 	}
-	if _, err := w.Resources.Endpoint(t.Context(), &commonv1.Resource{
+	if _, err := fx.Resources.RequestScope(t.Context(), &commonv1.Resource{
 		Group:    "none",
 		Version:  "v1",
 		Resource: "nones",

@@ -20,41 +20,41 @@ import (
 	"watershed.dev/platform/frame"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/tail"
+	"watershed.dev/services/registry/watchcache"
 )
 
 // watch streams events of the log that come after the resource version asked for.
-func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, entry *registryv1.APIResource,
+func (l *Loopback) watch(ctx context.Context, done func(), req *http.Request, apiResource *registryv1.APIResource,
 	info *request.RequestInfo) *http.Response {
 	q := req.URL.Query()
 	if q.Get("sendInitialEvents") != "" { // a reflector then lists and watches
 		done()
-		return failure(req, apierrors.NewInvalid(schema.GroupKind{
+		return errorResponse(req, apierrors.NewInvalid(schema.GroupKind{
 			Group: metav1.GroupName,
 			Kind:  "ListOptions",
 		}, "", nil))
 	}
 	after, err := strconv.ParseInt(q.Get("resourceVersion"), 10, 64)
-	if err != nil || entry.StorageResource == "" {
+	if err != nil || apiResource.StorageResource == "" {
 		done()
-		return failure(req, apierrors.NewBadRequest("a loopback watch needs a resourceVersion and a stored resource"))
+		return errorResponse(req, apierrors.NewBadRequest("a loopback watch needs a resourceVersion and a stored resource"))
 	}
 	namespace := ""
-	if entry.Namespaced {
+	if apiResource.Namespaced {
 		namespace = info.Namespace
 	}
-	selects, err := tail.NewSelector(namespace, q.Get("labelSelector"), q.Get("fieldSelector"))
+	selector, err := watchcache.NewSelector(namespace, q.Get("labelSelector"), q.Get("fieldSelector"))
 	if err != nil {
 		done()
-		return failure(req, err)
+		return errorResponse(req, err)
 	}
 	r, w := io.Pipe()
 	go func() {
 		defer done()
-		reading := l.tail.Read(entry.StorageResource, events.Position{Revision: after, Index: events.LastIndex})
-		err := reading.Each(ctx, func(e *logv1.Event) error { return writeEvent(w, entry, e, selects) })
-		if errors.Is(err, tail.ErrExpired) {
-			err = expired(w, after)
+		watcher := l.cache.Watch(apiResource.StorageResource, events.Position{Revision: after, Index: events.LastIndex})
+		err := watcher.Each(ctx, func(e *logv1.Event) error { return writeEvent(w, apiResource, e, selector) })
+		if errors.Is(err, watchcache.ErrExpired) {
+			err = writeExpired(w, after)
 		}
 		w.CloseWithError(err)
 	}()
@@ -80,20 +80,20 @@ func (p *pipeBody) Close() error {
 	return p.PipeReader.Close()
 }
 
-// expired ends a watch with the API's error: the client lists and watches anew.
-func expired(w io.Writer, after int64) error {
+// writeExpired ends a watch with the API's error: the client lists and watches anew.
+func writeExpired(w io.Writer, after int64) error {
 	err := apierrors.NewResourceExpired(fmt.Sprintf("too old resource version: %d", after))
 	data, _ := json.Marshal(responsewriters.ErrorToAPIStatus(err)) // with its kind, without which no client reads it
 	_, _ = fmt.Fprintf(w, `{"type":"ERROR","object":%s}`+"\n", data)
 	return io.EOF
 }
 
-func writeEvent(w io.Writer, entry *registryv1.APIResource, e *logv1.Event, selects tail.Selector) error {
-	event, o := tail.Classify(e, selects)
+func writeEvent(w io.Writer, apiResource *registryv1.APIResource, e *logv1.Event, selector watchcache.Selector) error {
+	event, o := watchcache.Classify(e, selector)
 	if event == "" {
 		return nil
 	}
 	_, err := w.Write(frame.WatchJSON(event,
-		frame.Object(nil, entry.StoredKind.Kind, frame.APIVersion(entry.StoredKind), o.Json)))
+		frame.Object(nil, apiResource.StoredKind.Kind, frame.APIVersion(apiResource.StoredKind), o.Json)))
 	return err
 }

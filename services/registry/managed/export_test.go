@@ -3,5 +3,5 @@ package managed
 // ShapeOf is an object's shape.
 var ShapeOf = shapeOf
 
-// Forget has everything computed anew.
-func Forget() { kept = newKept() }
+// ResetCache has everything computed anew.
+func ResetCache() { cache = newCache() }

@@ -31,10 +31,10 @@ type FieldManager struct {
 	number uint64
 }
 
-var endpoints atomic.Uint64
+var scopeNumbers atomic.Uint64
 
 // New returns the field manager of an endpoint, made of upstream's.
-func New(m *managedfields.FieldManager) *FieldManager { return &FieldManager{m, endpoints.Add(1)} }
+func New(m *managedfields.FieldManager) *FieldManager { return &FieldManager{m, scopeNumbers.Add(1)} }
 
 // Create gives a new object, which it may change, its managedFields: all its fields are the manager's. It does what
 // UpdateNoErrors does with an empty object in place of the live one, which empty makes. Objects of one shape have the
@@ -43,21 +43,21 @@ func (f *FieldManager) Create(empty func() (runtime.Object, error), obj runtime.
 	manager string) (runtime.Object, error) {
 	m, err := meta.Accessor(obj)
 	// upstream's has an encoding of a manager that JSON would change
-	tells := err == nil && m.GetManagedFields() == nil && manager != "" && utf8.ValidString(manager)
+	cacheable := err == nil && m.GetManagedFields() == nil && manager != "" && utf8.ValidString(manager)
 	buffer := buffers.Get().(*[]byte)
 	defer buffers.Put(buffer)
 	var shape []byte
-	if tells {
-		shape, tells = shapeOf(binary.AppendUvarint((*buffer)[:0], f.number), obj)
-		tells = tells && len(shape) <= mostShape
-		if cap(shape) <= 2*mostShape {
+	if cacheable {
+		shape, cacheable = shapeOf(binary.AppendUvarint((*buffer)[:0], f.number), obj)
+		cacheable = cacheable && len(shape) <= maxShapeBytes
+		if cap(shape) <= 2*maxShapeBytes {
 			*buffer = shape[:0]
 		}
 	}
-	if tells {
-		if k, ok := kept.Get(sumOf(shape)); ok && k.shape == string(shape) {
+	if cacheable {
+		if k, ok := cache.Get(hashShape(shape)); ok && k.shape == string(shape) {
 			created.WithLabelValues("true").Inc()
-			e := *k.of.DeepCopy()
+			e := *k.entry.DeepCopy()
 			e.Manager, e.Time = manager, &metav1.Time{Time: time.Now().UTC()}
 			m.SetManagedFields([]metav1.ManagedFieldsEntry{e})
 			return obj, nil
@@ -69,7 +69,7 @@ func (f *FieldManager) Create(empty func() (runtime.Object, error), obj runtime.
 		return nil, err
 	}
 	obj = f.UpdateNoErrors(live, obj, manager)
-	if !tells {
+	if !cacheable {
 		return obj, nil
 	}
 	if m, err = meta.Accessor(obj); err != nil {
@@ -77,51 +77,51 @@ func (f *FieldManager) Create(empty func() (runtime.Object, error), obj runtime.
 	}
 	// none: an error, or no field
 	if entries := m.GetManagedFields(); len(entries) == 1 && entries[0].FieldsV1 != nil {
-		keep(shape, entries[0])
+		cacheFields(shape, entries[0])
 	}
 	return obj, nil
 }
 
 const (
-	// mostShape is how large a shape may be that is kept, in bytes.
-	mostShape = 16 << 10
-	// keptBytes bounds what the process keeps, and overhead is about what an entry takes beside its bytes.
-	keptBytes = 8 << 20
-	overhead  = 300
+	// maxShapeBytes is how large a shape may be that is kept, in bytes.
+	maxShapeBytes = 16 << 10
+	// cacheBytes bounds what the process keeps, and overhead is about what an entry takes beside its bytes.
+	cacheBytes    = 8 << 20
+	entryOverhead = 300
 )
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
 
-// kept are what is known of shapes, which begin with their endpoint's number, by their sums.
-var kept = newKept()
+// cache are what is known of shapes, which begin with their endpoint's number, by their sums.
+var cache = newCache()
 
-type known struct {
+type cachedFields struct {
 	shape string
-	of    metav1.ManagedFieldsEntry
+	entry metav1.ManagedFieldsEntry
 }
 
-func newKept() *lru.Cache[uint64, known] { return lru.New[uint64, known](keptBytes) }
+func newCache() *lru.Cache[uint64, cachedFields] { return lru.New[uint64, cachedFields](cacheBytes) }
 
 var seed = maphash.MakeSeed()
 
-func sumOf(shape []byte) uint64 { return maphash.Bytes(seed, shape) }
+func hashShape(shape []byte) uint64 { return maphash.Bytes(seed, shape) }
 
-func keep(shape []byte, of metav1.ManagedFieldsEntry) {
-	kept.Put(sumOf(shape), known{string(shape), *of.DeepCopy()},
-		len(shape)+len(of.FieldsV1.GetRawBytes())+overhead)
+func cacheFields(shape []byte, entry metav1.ManagedFieldsEntry) {
+	cache.Put(hashShape(shape), cachedFields{string(shape), *entry.DeepCopy()},
+		len(shape)+len(entry.FieldsV1.GetRawBytes())+entryOverhead)
 }
 
 var created = prometheus.NewCounterVec(prometheus.CounterOpts{
 	Name: "watershed_registry_managed_fields_total",
 	Help: "New objects whose managedFields were made, by whether those of their shape were known.",
-}, []string{"known"})
+}, []string{"cached"})
 
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{created, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "watershed_registry_managed_fields_bytes",
+		Name: "watershed_registry_managed_fields_cache_bytes",
 		Help: "Bytes of managedFields that are kept by shape.",
-	}, func() float64 { return float64(kept.Bytes()) })}
+	}, func() float64 { return float64(cache.Bytes()) })}
 }
 
 // Validating has managedFields as they were before admission where wrap makes something of them that cannot be read
@@ -143,7 +143,7 @@ func (v Validating) Admit(ctx context.Context, a admission.Attributes, o admissi
 		return err
 	}
 	after := m.GetManagedFields()
-	if slices.EqualFunc(before, after, same) {
+	if slices.EqualFunc(before, after, equalEntries) {
 		return nil
 	}
 	if err := managedfields.ValidateManagedFields(after); err != nil {
@@ -162,7 +162,7 @@ func (v Validating) Validate(ctx context.Context, a admission.Attributes, o admi
 	return nil
 }
 
-func same(a, b metav1.ManagedFieldsEntry) bool {
+func equalEntries(a, b metav1.ManagedFieldsEntry) bool {
 	fields := func(e metav1.ManagedFieldsEntry) string { return e.FieldsV1.GetRawString() }
 	return a.Manager == b.Manager && a.Operation == b.Operation && a.APIVersion == b.APIVersion &&
 		a.Subresource == b.Subresource && a.FieldsType == b.FieldsType && (a.FieldsV1 == nil) == (b.FieldsV1 == nil) &&

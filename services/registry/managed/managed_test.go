@@ -24,9 +24,9 @@ import (
 	"sigs.k8s.io/randfill"
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/handlers"
+	"watershed.dev/services/registry/internal/fixture"
 	"watershed.dev/services/registry/managed"
-	"watershed.dev/services/registry/verbs"
 )
 
 // filler fills objects of any type: with few names, so that lists hold some of the same, and some text besides.
@@ -133,17 +133,17 @@ func fields(t *testing.T, obj runtime.Object) string {
 // Whatever objects there are, and whatever was created before them: their managers are those that upstream's field
 // manager says.
 func TestCreatedFieldsAreUpstreams(t *testing.T) {
-	w := world.New(t)
+	fx := fixture.New(t)
 	kinds, same := 0, 0
-	for _, entry := range w.Resources.BuiltIn.Entries() {
-		e, ok := w.Resources.BuiltIn.Endpoint(entry.Resource)
-		if !ok || e.FieldManager == nil || entry.Kind.GetKind() == "" {
+	for _, apiResource := range fx.Resources.BuiltIn.APIResources() {
+		scope, ok := fx.Resources.BuiltIn.RequestScope(apiResource.Resource)
+		if !ok || scope.FieldManager == nil || apiResource.Kind.GetKind() == "" {
 			continue
 		}
 		kinds++
-		managed.Forget()
+		managed.ResetCache()
 		for seed := range int64(12) {
-			same += created(t, e, seed)
+			same += created(t, scope, seed)
 		}
 	}
 	if kinds < 80 || same < 5*kinds {
@@ -153,11 +153,11 @@ func TestCreatedFieldsAreUpstreams(t *testing.T) {
 
 // created compares what two managers say of an object, and of others that are like it; it answers how many of those had
 // its shape.
-func created(t *testing.T, e *verbs.Endpoint, seed int64) (same int) {
+func created(t *testing.T, scope *handlers.RequestScope, seed int64) (same int) {
 	t.Helper()
-	obj, err := e.UnsafeConvertor.ConvertToVersion(newOf(t, e), e.Hub())
+	obj, err := scope.UnsafeConvertor.ConvertToVersion(newOf(t, scope), scope.HubGroupVersion())
 	if err != nil {
-		t.Fatal(e.Kind, err)
+		t.Fatal(scope.Kind, err)
 	}
 	filler(seed).Fill(obj)
 	r := rand.New(rand.NewSource(seed))
@@ -167,30 +167,30 @@ func created(t *testing.T, e *verbs.Endpoint, seed int64) (same int) {
 		if oneIn != nothing {
 			change(reflect.ValueOf(other), r, false, oneIn)
 		}
-		shape, tells := managed.ShapeOf(nil, other)
-		if ok && tells && oneIn >= textAlone && string(shape) == string(first) {
+		shape, cacheable := managed.ShapeOf(nil, other)
+		if ok && cacheable && oneIn >= textAlone && string(shape) == string(first) {
 			same++
 		}
-		want := fields(t, e.FieldManager.UpdateNoErrors(newOf(t, e), other.DeepCopyObject(), "m"))
+		want := fields(t, scope.FieldManager.UpdateNoErrors(newOf(t, scope), other.DeepCopyObject(), "m"))
 		for range 2 {
-			got, err := e.FieldManager.Create(func() (runtime.Object, error) { return newOf(t, e), nil },
+			got, err := scope.FieldManager.Create(func() (runtime.Object, error) { return newOf(t, scope), nil },
 				other.DeepCopyObject(), "m")
 			if err != nil {
-				t.Fatal(e.Kind, err)
+				t.Fatal(scope.Kind, err)
 			}
 			if fields(t, got) != want {
-				t.Fatalf("%v, seed %d, %d:\n%swant\n%s", e.Kind, seed, oneIn, fields(t, got), want)
+				t.Fatalf("%v, seed %d, %d:\n%swant\n%s", scope.Kind, seed, oneIn, fields(t, got), want)
 			}
 		}
 	}
 	return same
 }
 
-func newOf(t *testing.T, e *verbs.Endpoint) runtime.Object {
+func newOf(t *testing.T, scope *handlers.RequestScope) runtime.Object {
 	t.Helper()
-	obj, err := e.Creater.New(e.Kind)
+	obj, err := scope.Creater.New(scope.Kind)
 	if err != nil {
-		t.Fatal(e.Kind, err)
+		t.Fatal(scope.Kind, err)
 	}
 	return obj
 }
@@ -250,7 +250,7 @@ func TestCreatedFieldsOfCustomResources(t *testing.T) {
 		`{"list":[{"a":"x","b":1},{"a":"y","b":1}]}`,
 		`{"unknown":{"a":[{"b":"c"}]}}`, `{"unknown":{"a":[{"b":"d"}]}}`, `{"unknown":{"b":[]}}`,
 	} {
-		of := func() runtime.Object {
+		decode := func() runtime.Object {
 			u := &unstructured.Unstructured{}
 			if err := json.Unmarshal([]byte(body), &u.Object); err != nil {
 				t.Fatal(body, err)
@@ -260,9 +260,9 @@ func TestCreatedFieldsOfCustomResources(t *testing.T) {
 			return u
 		}
 		live, _ := empty()
-		want := fields(t, m.UpdateNoErrors(live, of(), "m"))
+		want := fields(t, m.UpdateNoErrors(live, decode(), "m"))
 		for range 2 {
-			got, err := m.Create(empty, of(), "m")
+			got, err := m.Create(empty, decode(), "m")
 			if err != nil || fields(t, got) != want {
 				t.Errorf("%s: %v\n%swant\n%s", body, err, fields(t, got), want)
 			}
@@ -302,7 +302,7 @@ func TestValidating(t *testing.T) {
 			FieldsV1: metav1.NewFieldsV1(fields),
 		}}
 	}
-	for what, c := range map[string]struct {
+	for name, c := range map[string]struct {
 		to   []metav1.ManagedFieldsEntry
 		want string
 	}{
@@ -321,15 +321,15 @@ func TestValidating(t *testing.T) {
 		}
 		got := obj.GetManagedFields()
 		if len(got) != 1 || got[0].Manager != c.want || managedfields.ValidateManagedFields(got) != nil {
-			t.Errorf("%s: %v", what, got)
+			t.Errorf("%s: %v", name, got)
 		}
 	}
 }
 
 // What is odd is upstream's to say: a manager that its encoding changes, and what is too large to be told apart.
-func TestWhatIsOddIsUpstreams(t *testing.T) {
-	w := world.New(t)
-	e, _ := w.Resources.BuiltIn.Endpoint(&commonv1.Resource{Version: "v1", Resource: "configmaps"})
+func TestUncacheableIsUpstreams(t *testing.T) {
+	fx := fixture.New(t)
+	scope, _ := fx.Resources.BuiltIn.RequestScope(&commonv1.Resource{Version: "v1", Resource: "configmaps"})
 	small := &core.ConfigMap{Data: map[string]string{"k": "v"}}
 	large := &core.ConfigMap{Data: map[string]string{}}
 	for i := range 20000 {
@@ -338,11 +338,11 @@ func TestWhatIsOddIsUpstreams(t *testing.T) {
 	if _, ok := managed.ShapeOf(nil, large); ok {
 		t.Error("a shape of 20,000 keys")
 	}
-	empty := func() (runtime.Object, error) { return newOf(t, e), nil }
-	for manager, of := range map[string]*core.ConfigMap{"\xff": small, "": small, "m": large} {
-		want := fields(t, e.FieldManager.UpdateNoErrors(newOf(t, e), of.DeepCopyObject(), manager))
+	empty := func() (runtime.Object, error) { return newOf(t, scope), nil }
+	for manager, obj := range map[string]*core.ConfigMap{"\xff": small, "": small, "m": large} {
+		want := fields(t, scope.FieldManager.UpdateNoErrors(newOf(t, scope), obj.DeepCopyObject(), manager))
 		for range 2 {
-			got, err := e.FieldManager.Create(empty, of.DeepCopyObject(), manager)
+			got, err := scope.FieldManager.Create(empty, obj.DeepCopyObject(), manager)
 			if err != nil || fields(t, got) != want {
 				t.Errorf("%q: %v", manager, err)
 			}
@@ -352,26 +352,26 @@ func TestWhatIsOddIsUpstreams(t *testing.T) {
 
 // BenchmarkCreate is what a new pod's managedFields cost, of a shape that is known and by upstream alone.
 func BenchmarkCreate(b *testing.B) {
-	w := world.New(b)
-	e, _ := w.Resources.BuiltIn.Endpoint(&commonv1.Resource{Version: "v1", Resource: "pods"})
+	fx := fixture.New(b)
+	scope, _ := fx.Resources.BuiltIn.RequestScope(&commonv1.Resource{Version: "v1", Resource: "pods"})
 	pod := &core.Pod{ObjectMeta: metav1.ObjectMeta{Name: "p", Labels: map[string]string{"app": "a"}}}
 	pod.Spec.Containers = []core.Container{{Name: "c", Image: "i"}}
 	for i := range 40 {
 		c := &pod.Spec.Containers[0]
 		c.Env = append(c.Env, core.EnvVar{Name: fmt.Sprint("V", i), Value: "v"})
 	}
-	empty := func() (runtime.Object, error) { return e.Creater.New(e.Kind) }
+	empty := func() (runtime.Object, error) { return scope.Creater.New(scope.Kind) }
 	b.Run("known", func(b *testing.B) {
 		for b.Loop() {
 			pod.ManagedFields = nil
-			_, _ = e.FieldManager.Create(empty, pod, "m")
+			_, _ = scope.FieldManager.Create(empty, pod, "m")
 		}
 	})
 	b.Run("upstream", func(b *testing.B) {
 		for b.Loop() {
 			pod.ManagedFields = nil
 			live, _ := empty()
-			_ = e.FieldManager.UpdateNoErrors(live, pod, "m")
+			_ = scope.FieldManager.UpdateNoErrors(live, pod, "m")
 		}
 	})
 }

@@ -82,7 +82,7 @@ func newWalker(t reflect.Type) walker {
 	case t == raw:
 		return walkRaw
 	case t.Implements(marshaler), reflect.PointerTo(t).Implements(marshaler):
-		return refuse
+		return unsupported
 	}
 	switch t.Kind() {
 	case reflect.Bool:
@@ -112,10 +112,10 @@ func newWalker(t reflect.Type) walker {
 	case reflect.Interface:
 		return walkInterface
 	}
-	return refuse
+	return unsupported
 }
 
-func refuse(dst []byte, _ reflect.Value, _ bool) ([]byte, bool) { return dst, false }
+func unsupported(dst []byte, _ reflect.Value, _ bool) ([]byte, bool) { return dst, false }
 
 // appendText appends whole text, or whether there is some; false where that makes the shape too long.
 func appendText[T string | []byte](dst []byte, text T, whole bool) ([]byte, bool) {
@@ -124,7 +124,7 @@ func appendText[T string | []byte](dst []byte, text T, whole bool) ([]byte, bool
 		return append(dst, empty), true
 	case !whole:
 		return append(dst, present), true
-	case len(dst)+len(text) > mostShape:
+	case len(dst)+len(text) > maxShapeBytes:
 		return dst, false
 	}
 	return append(binary.AppendUvarint(append(dst, present), uint64(len(text))), text...), true
@@ -141,7 +141,7 @@ func walkBool(dst []byte, v reflect.Value, _ bool) ([]byte, bool) {
 func textWalker(t reflect.Type) walker {
 	none, err := json.Marshal(reflect.Zero(t).Interface())
 	if err != nil {
-		return refuse
+		return unsupported
 	}
 	return func(dst []byte, v reflect.Value, element bool) ([]byte, bool) {
 		if !element && v.IsZero() {
@@ -184,7 +184,7 @@ func structWalker(t reflect.Type) walker {
 	for i := range t.NumField() {
 		f := t.Field(i)
 		if !f.IsExported() {
-			return refuse
+			return unsupported
 		}
 		fields = append(fields, walkerOf(f.Type))
 	}
@@ -219,7 +219,7 @@ func sliceWalker(t reflect.Type) walker {
 	return func(dst []byte, v reflect.Value, _ bool) (_ []byte, ok bool) {
 		dst = appendLength(dst, v)
 		for i := range v.Len() {
-			if len(dst) > mostShape {
+			if len(dst) > maxShapeBytes {
 				return dst, false
 			}
 			if dst, ok = elem(dst, v.Index(i), true); !ok {
@@ -232,12 +232,12 @@ func sliceWalker(t reflect.Type) walker {
 
 func mapWalker(t reflect.Type) walker {
 	if t.Key().Kind() != reflect.String {
-		return refuse
+		return unsupported
 	}
 	elem := walkerOf(t.Elem())
 	return func(dst []byte, v reflect.Value, element bool) (_ []byte, ok bool) {
 		dst = appendLength(dst, v)
-		if v.Len() > mostShape { // each key takes a byte at least
+		if v.Len() > maxShapeBytes { // each key takes a byte at least
 			return dst, false
 		}
 		keys := v.MapKeys()

@@ -16,7 +16,7 @@ import (
 
 // Registry answers NamespaceLifecycle's question as the plugin does in admission, and not at all while what it knows of
 // namespaces is not what they are.
-func TestRegistryKnowsWhichNamespacesLive(t *testing.T) {
+func TestNamespaceLifecycle(t *testing.T) {
 	namespace := func(name string, phase corev1.NamespacePhase) *corev1.Namespace {
 		return &corev1.Namespace{
 			ObjectMeta: metav1.ObjectMeta{Name: name},

@@ -20,7 +20,7 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/internal/fixture"
 	"watershed.dev/services/registry/objects"
 )
 
@@ -29,18 +29,18 @@ var (
 	plain = &registryv1.Output{MediaType: "application/json"}
 )
 
-// gateway calls a registry's objects as a gateway does.
-func gateway(t *testing.T) registryv1.ObjectsClient {
-	w := world.New(t)
+// newObjectsClient calls a registry's objects as a gateway does.
+func newObjectsClient(t *testing.T) registryv1.ObjectsClient {
+	fx := fixture.New(t)
 	p := rpc.NewInProcess(false)
-	registryv1.RegisterObjectsServer(p, objects.New(w.Resources))
+	registryv1.RegisterObjectsServer(p, objects.New(fx.Resources))
 	return registryv1.NewObjectsClient(p.Client("gateway"))
 }
 
-// settle answers what is asked back until the call ends.
-func settle(ctx context.Context, call func(context.Context, ...grpc.CallOption) (grpc.BidiStreamingClient[
+// serveCallbacks answers what is asked back until the call ends.
+func serveCallbacks(ctx context.Context, call func(context.Context, ...grpc.CallOption) (grpc.BidiStreamingClient[
 	registryv1.WriteCall, registryv1.WriteReply], error), r *registryv1.WriteRequest,
-	answers func(*registryv1.WriteReply) *registryv1.WriteCall) (*registryv1.WriteReply, error) {
+	respond func(*registryv1.WriteReply) *registryv1.WriteCall) (*registryv1.WriteReply, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := call(ctx)
@@ -55,7 +55,7 @@ func settle(ctx context.Context, call func(context.Context, ...grpc.CallOption) 
 		if err != nil || m.GetResult() != nil || m.GetConnection() != nil {
 			return m, err
 		}
-		a := answers(m)
+		a := respond(m)
 		if a == nil {
 			_ = stream.CloseSend()
 			continue
@@ -69,30 +69,30 @@ func settle(ctx context.Context, call func(context.Context, ...grpc.CallOption) 
 func create(name string) *registryv1.WriteRequest {
 	return &registryv1.WriteRequest{
 		Verb:        "create",
-		Resource:    world.ConfigMaps,
+		Resource:    fixture.ConfigMaps,
 		Namespace:   "x",
 		User:        admin,
 		ContentType: "application/json",
 		Body:        []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"` + name + `"}}`),
 		Output:      plain,
-		Admit:       world.Operations,
+		Admit:       fixture.Operations,
 	}
 }
 
-func admitted(a *registryv1.AdmissionResult) *registryv1.WriteCall {
+func admissionResult(a *registryv1.AdmissionResult) *registryv1.WriteCall {
 	return &registryv1.WriteCall{Call: &registryv1.WriteCall_Admission{Admission: a}}
 }
 
 // A write asks back in its own stream, and what it is told is what happens.
-func TestAWriteAsksInItsStream(t *testing.T) {
-	o := gateway(t)
+func TestWriteCallbacks(t *testing.T) {
+	o := newObjectsClient(t)
 	for name, c := range map[string]struct {
 		answer *registryv1.WriteCall
 		code   codes.Code
 		says   string
 	}{
-		"admitted": {admitted(&registryv1.AdmissionResult{Verdict: &admissionv1.Verdict{}}), codes.OK, `"admitted"`},
-		"refused": {admitted(&registryv1.AdmissionResult{
+		"admitted": {admissionResult(&registryv1.AdmissionResult{Verdict: &admissionv1.Verdict{}}), codes.OK, `"admitted"`},
+		"refused": {admissionResult(&registryv1.AdmissionResult{
 			Refusal: rpc.StatusProto(&apierrors.NewForbidden(schema.GroupResource{}, "refused",
 				errors.New("no room")).ErrStatus),
 		}), codes.PermissionDenied, "no room"},
@@ -101,16 +101,16 @@ func TestAWriteAsksInItsStream(t *testing.T) {
 		}}, codes.Unknown, "expected an admission result"},
 		"left": {nil, codes.Unknown, "the gateway ended the write"},
 	} {
-		m, err := settle(t.Context(), o.Write, create(name), func(*registryv1.WriteReply) *registryv1.WriteCall {
+		m, err := serveCallbacks(t.Context(), o.Write, create(name), func(*registryv1.WriteReply) *registryv1.WriteCall {
 			return c.answer
 		})
-		said := string(m.GetResult().GetBody()) + status.Convert(err).Message()
-		if status.Code(err) != c.code || !strings.Contains(said, c.says) {
+		message := string(m.GetResult().GetBody()) + status.Convert(err).Message()
+		if status.Code(err) != c.code || !strings.Contains(message, c.says) {
 			t.Errorf("%s: %s, %v", name, m.GetResult().GetBody(), err)
 		}
 	}
 	got, err := o.Get(t.Context(), &registryv1.GetRequest{
-		Resource:  world.ConfigMaps,
+		Resource:  fixture.ConfigMaps,
 		Namespace: "x",
 		Name:      "admitted",
 		User:      admin,
@@ -120,7 +120,7 @@ func TestAWriteAsksInItsStream(t *testing.T) {
 		t.Errorf("%v, %v", got, err)
 	}
 	if _, err := o.Get(t.Context(), &registryv1.GetRequest{
-		Resource:  world.ConfigMaps,
+		Resource:  fixture.ConfigMaps,
 		Namespace: "x",
 		Name:      "refused",
 		User:      admin,
@@ -131,9 +131,9 @@ func TestAWriteAsksInItsStream(t *testing.T) {
 }
 
 // A write about which nothing is asked is one call, and one about which something is leaves nothing behind.
-func TestAWriteThatNobodyIsAskedAbout(t *testing.T) {
-	o := gateway(t)
-	direct := func(r *registryv1.WriteRequest) *registryv1.WriteUnaryReply {
+func TestWriteUnary(t *testing.T) {
+	o := newObjectsClient(t)
+	writeUnary := func(r *registryv1.WriteRequest) *registryv1.WriteUnaryReply {
 		t.Helper()
 		reply, err := o.WriteUnary(t.Context(), r)
 		if err != nil {
@@ -141,21 +141,21 @@ func TestAWriteThatNobodyIsAskedAbout(t *testing.T) {
 		}
 		return reply
 	}
-	asked := create("asked")
-	if reply := direct(asked); !reply.CallbackRequired || reply.Result != nil || len(reply.Error) > 0 {
+	admitted := create("asked")
+	if reply := writeUnary(admitted); !reply.CallbackRequired || reply.Result != nil || len(reply.Error) > 0 {
 		t.Errorf("what admission looks at is answered: %v", reply)
 	}
-	asked.NamespaceLifecycleOnly = asked.Admit // which this registry does not know
-	if reply := direct(asked); !reply.CallbackRequired {
+	admitted.NamespaceLifecycleOnly = admitted.Admit // which this registry does not know
+	if reply := writeUnary(admitted); !reply.CallbackRequired {
 		t.Errorf("what is known of no namespace is answered: %v", reply)
 	}
 	plain := create("plain")
 	plain.Admit = nil
-	if reply := direct(plain); !strings.Contains(string(reply.GetResult().GetBody()), `"plain"`) || reply.CallbackRequired {
+	if reply := writeUnary(plain); !strings.Contains(string(reply.GetResult().GetBody()), `"plain"`) || reply.CallbackRequired {
 		t.Errorf("%v", reply)
 	}
 	plain.AuditLevel = commonv1.AuditLevel_AUDIT_LEVEL_REQUEST
-	reply := direct(plain)
+	reply := writeUnary(plain)
 	st := &rpcstatus.Status{}
 	if err := proto.Unmarshal(reply.Error, st); err != nil || reply.Result != nil || reply.CallbackRequired {
 		t.Errorf("%v, %v", reply, err)
@@ -171,14 +171,14 @@ func TestAWriteThatNobodyIsAskedAbout(t *testing.T) {
 	role.Resource = &commonv1.Resource{Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "roles"}
 	role.Body = []byte(`{"apiVersion":"rbac.authorization.k8s.io/v1","kind":"Role","metadata":{"name":"made"},` +
 		`"rules":[{"apiGroups":[""],"resources":["pods"],"verbs":["get"]}]}`)
-	if reply := direct(role); !reply.CallbackRequired {
+	if reply := writeUnary(role); !reply.CallbackRequired {
 		t.Errorf("who may grant what is not asked: %v", reply)
 	}
 	role.Verb, role.Name = "deletecollection", ""
-	if reply := direct(role); !reply.CallbackRequired {
+	if reply := writeUnary(role); !reply.CallbackRequired {
 		t.Errorf("a collection is deleted without being asked about: %v", reply)
 	}
-	for _, r := range []*registryv1.GetRequest{{Resource: world.ConfigMaps, Name: "asked"}, {Resource: role.Resource,
+	for _, r := range []*registryv1.GetRequest{{Resource: fixture.ConfigMaps, Name: "asked"}, {Resource: role.Resource,
 		Name: "made"}} {
 		r.Namespace, r.User, r.Output = "x", admin, &registryv1.Output{MediaType: "application/json"}
 		if _, err := o.Get(t.Context(), r); status.Code(err) != codes.NotFound {
@@ -188,19 +188,19 @@ func TestAWriteThatNobodyIsAskedAbout(t *testing.T) {
 }
 
 // A list comes in pieces that follow each other.
-func TestAListComesInPieces(t *testing.T) {
-	o := gateway(t)
+func TestListChunks(t *testing.T) {
+	o := newObjectsClient(t)
 	for _, name := range []string{"a", "b"} {
 		r := create(name)
 		r.Body = []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"` + name + `"},"data":{"x":"` +
 			strings.Repeat("x", 700<<10) + `"}}`)
 		r.Admit = nil
-		if _, err := settle(t.Context(), o.Write, r, nil); err != nil {
+		if _, err := serveCallbacks(t.Context(), o.Write, r, nil); err != nil {
 			t.Fatal(err)
 		}
 	}
 	stream, err := o.List(t.Context(), &registryv1.GetRequest{
-		Resource:  world.ConfigMaps,
+		Resource:  fixture.ConfigMaps,
 		Namespace: "x",
 		User:      admin,
 		Output:    plain,
@@ -220,20 +220,20 @@ func TestAListComesInPieces(t *testing.T) {
 }
 
 // What is not served is refused, and so is a stream that begins with anything but its request.
-func TestWhatIsNotServedIsRefused(t *testing.T) {
-	o := gateway(t)
+func TestNotServed(t *testing.T) {
+	o := newObjectsClient(t)
 	nothing := &commonv1.Resource{Group: "example.com", Version: "v1", Resource: "nothings"}
 	r := create("x")
 	r.Resource = nothing
-	if _, err := settle(t.Context(), o.Write, r, nil); status.Code(err) != codes.NotFound {
+	if _, err := serveCallbacks(t.Context(), o.Write, r, nil); status.Code(err) != codes.NotFound {
 		t.Errorf("written: %v", err)
 	}
-	if _, err := settle(t.Context(), o.Connect, r, nil); status.Code(err) != codes.NotFound {
+	if _, err := serveCallbacks(t.Context(), o.Connect, r, nil); status.Code(err) != codes.NotFound {
 		t.Errorf("connected to: %v", err)
 	}
-	r.Resource = world.ConfigMaps
+	r.Resource = fixture.ConfigMaps
 	r.Name = "x"
-	if _, err := settle(t.Context(), o.Connect, r, nil); status.Code(err) != codes.InvalidArgument {
+	if _, err := serveCallbacks(t.Context(), o.Connect, r, nil); status.Code(err) != codes.InvalidArgument {
 		t.Errorf("a ConfigMap is connected to: %v", err)
 	}
 	get := &registryv1.GetRequest{Resource: nothing, User: admin, Output: plain}
@@ -251,7 +251,7 @@ func TestWhatIsNotServedIsRefused(t *testing.T) {
 		registryv1.WriteCall, registryv1.WriteReply], error){"write": o.Write, "connect": o.Connect} {
 		stream, err := call(t.Context())
 		if err == nil {
-			err = stream.Send(admitted(&registryv1.AdmissionResult{}))
+			err = stream.Send(admissionResult(&registryv1.AdmissionResult{}))
 		}
 		if err == nil {
 			_, err = stream.Recv()
@@ -263,8 +263,8 @@ func TestWhatIsNotServedIsRefused(t *testing.T) {
 }
 
 // A request in a namespace is for nothing that has none: the permission that was asked for is for a namespace.
-func TestANamespaceOfWhatHasNone(t *testing.T) {
-	o := gateway(t)
+func TestNamespaceOfClusterScoped(t *testing.T) {
+	o := newObjectsClient(t)
 	nodes := &commonv1.Resource{Version: "v1", Resource: "nodes"}
 	get := &registryv1.GetRequest{Resource: nodes, Namespace: "x", User: admin, Output: plain}
 	stream, err := o.List(t.Context(), get)
@@ -281,7 +281,7 @@ func TestANamespaceOfWhatHasNone(t *testing.T) {
 	}
 	r := create("n")
 	r.Resource, r.Verb, r.Name = nodes, "delete", "n"
-	if _, err := settle(t.Context(), o.Write, r, nil); status.Code(err) != codes.NotFound ||
+	if _, err := serveCallbacks(t.Context(), o.Write, r, nil); status.Code(err) != codes.NotFound ||
 		!strings.Contains(err.Error(), "could not find the requested resource") {
 		t.Errorf("deleted: %v", err)
 	}

@@ -28,85 +28,85 @@ func (p *Publisher) beginTerm(ctx context.Context) (*term, error) {
 		return nil, err
 	}
 	w := &term{log: eventlog.NewWriter(p.JS, p.NATS.MaxPayload(), last, p.acknowledge)}
-	h, written, revision, err := readHistory(ctx, p.Storage.Client.Client)
+	h, modRevision, revision, err := readEpoch(ctx, p.Storage.Client.Client)
 	if err != nil {
 		return nil, err
 	}
 	reason := "there was none"
 	switch {
 	case ok:
-		reason, err = p.continues(ctx, last, h, revision)
+		reason, err = p.continuesEpoch(ctx, last, h, revision)
 	case h.ID != "":
-		reason, err = p.remembers(ctx, h, written, revision)
+		reason, err = p.matchesCheckpoint(ctx, h, modRevision, revision)
 	}
 	if err != nil {
 		return nil, err
 	}
 	switch same := reason == "" && h.ID != ""; {
 	case same && ok:
-		return w, p.goOn(ctx, w, h, written)
+		return w, p.resume(ctx, w, h, modRevision)
 	case same:
-		return w, p.refill(ctx, w, h, written, sequence)
+		return w, p.refill(ctx, w, h, modRevision, sequence)
 	}
 	slog.Warn("The event log begins with a history of its own", "reason", reason)
 	// what clients hold may be of a history that was
-	foreign := ok || written != 0 || p.memory.history.ID != ""
-	return w, p.begin(ctx, w, written, sequence, foreign)
+	otherEpoch := ok || modRevision != 0 || p.checkpoint.epoch.ID != ""
+	return w, p.startEpoch(ctx, w, modRevision, sequence, otherEpoch)
 }
 
-// goOn goes on with a log of the history h.
-func (p *Publisher) goOn(ctx context.Context, w *term, h history, written int64) (err error) {
+// resume goes on with a log of the history h.
+func (p *Publisher) resume(ctx context.Context, w *term, h epoch, modRevision int64) (err error) {
 	if h.Since == 0 { // as older releases wrote it
 		h.Since = w.log.Last().Revision
 	}
-	w.history, w.marker = h, h.Mark
+	w.epoch, w.token = h, h.Token
 	// It is written again: whatever an earlier leadership has still under way is void.
-	if w.written, err = p.writeHistory(ctx, h, written); err != nil {
+	if w.epochModRevision, err = p.writeEpoch(ctx, h, modRevision); err != nil {
 		return err
 	}
-	p.memory = memory{history: h, written: w.written, revision: w.log.Last().Revision}
+	p.checkpoint = checkpoint{epoch: h, epochModRevision: w.epochModRevision, revision: w.log.Last().Revision}
 	return nil
 }
 
-// begin begins a log of a history of its own: of what comes from now on or, unless another's revisions may be about, of
+// startEpoch begins a log of a history of its own: of what comes from now on or, unless another's revisions may be about, of
 // all that etcd has.
-func (p *Publisher) begin(ctx context.Context, w *term, written int64, sequence uint64, foreign bool) (err error) {
-	h := history{ID: rand.Text(), Mark: rand.Text()}
-	if h.Since, err = p.writeHistory(ctx, h, written); err != nil { // only now it is known when that is
+func (p *Publisher) startEpoch(ctx context.Context, w *term, modRevision int64, sequence uint64, otherEpoch bool) (err error) {
+	h := epoch{ID: rand.Text(), Token: rand.Text()}
+	if h.Since, err = p.writeEpoch(ctx, h, modRevision); err != nil { // only now it is known when that is
 		return err
 	}
-	w.written = h.Since
-	if !foreign {
-		if h.Since, err = p.oldest(ctx, w.written, backlog); err != nil {
+	w.epochModRevision = h.Since
+	if !otherEpoch {
+		if h.Since, err = p.oldestRevision(ctx, w.epochModRevision, maxBacklog); err != nil {
 			return err
 		}
 	}
-	if w.written, err = p.writeHistory(ctx, h, w.written); err != nil {
+	if w.epochModRevision, err = p.writeEpoch(ctx, h, w.epochModRevision); err != nil {
 		return err
 	}
-	w.history, w.marker = h, h.Mark
-	p.memory = memory{history: h, written: w.written}
-	return p.restart(ctx, w, sequence, h.Since)
+	w.epoch, w.token = h, h.Token
+	p.checkpoint = checkpoint{epoch: h, epochModRevision: w.epochModRevision}
+	return p.restartLog(ctx, w, sequence, h.Since)
 }
 
 // refill begins a log of the history that the lost one was of.
-func (p *Publisher) refill(ctx context.Context, w *term, h history, written int64, sequence uint64) (err error) {
-	w.history, w.marker = h, h.Mark
-	if w.written, err = p.writeHistory(ctx, h, written); err != nil {
+func (p *Publisher) refill(ctx context.Context, w *term, h epoch, modRevision int64, sequence uint64) (err error) {
+	w.epoch, w.token = h, h.Token
+	if w.epochModRevision, err = p.writeEpoch(ctx, h, modRevision); err != nil {
 		return err
 	}
-	p.memory.written = w.written
-	after, err := p.oldest(ctx, w.written, backlog)
+	p.checkpoint.epochModRevision = w.epochModRevision
+	after, err := p.oldestRevision(ctx, w.epochModRevision, maxBacklog)
 	if err != nil {
 		return err
 	}
 	after = max(after, h.Since)
 	slog.Warn("The event log was lost; what etcd still has goes into a new one", "after", after)
-	return p.restart(ctx, w, sequence, after)
+	return p.restartLog(ctx, w, sequence, after)
 }
 
-// restart has the log's first message be that everything after a revision follows. sequence is the stream's.
-func (p *Publisher) restart(ctx context.Context, w *term, sequence uint64, revision int64) error {
+// restartLog has the log's first message be that everything after a revision follows. sequence is the stream's.
+func (p *Publisher) restartLog(ctx context.Context, w *term, sequence uint64, revision int64) error {
 	p.published.Store(0)
 	w.log.Restart(sequence)
 	resetCount.Inc()
@@ -116,18 +116,18 @@ func (p *Publisher) restart(ctx context.Context, w *term, sequence uint64, revis
 	return w.log.Flush(ctx)
 }
 
-// backlog is how many revisions a log that begins goes back at most: it is behind until it has them.
-const backlog = 50_000
+// maxBacklog is how many revisions a log that begins goes back at most: it is behind until it has them.
+const maxBacklog = 50_000
 
-// backlogBytes is how large an etcd may be for that: its client holds all that has come and is not published yet, and
+// maxBacklogBytes is how large an etcd may be for that: its client holds all that has come and is not published yet, and
 // how much that is nothing tells.
-const backlogBytes = 512 << 20
+const maxBacklogBytes = 512 << 20
 
-// sizeOf is how many bytes etcd uses, old revisions and all; false where no member says.
-func sizeOf(ctx context.Context, client *clientv3.Client) (int64, bool) {
+// dbSize is how many bytes etcd uses, old revisions and all; false where no member says.
+func dbSize(ctx context.Context, client *clientv3.Client) (int64, bool) {
 	for _, endpoint := range client.Endpoints() {
-		one, cancel := context.WithTimeout(ctx, 2*time.Second)
-		status, err := client.Status(one, endpoint)
+		statusCtx, cancel := context.WithTimeout(ctx, 2*time.Second)
+		status, err := client.Status(statusCtx, endpoint)
 		cancel()
 		if err == nil {
 			return status.DbSizeInUse, true
@@ -136,14 +136,14 @@ func sizeOf(ctx context.Context, client *clientv3.Client) (int64, bool) {
 	return 0, false
 }
 
-// oldest is the first revision, of the last most ones up to now, that etcd can be read at: it has all events after it.
+// oldestRevision is the first revision, of the last most ones up to now, that etcd can be read at: it has all events after it.
 // It is now where the events may be too many bytes.
-func (p *Publisher) oldest(ctx context.Context, now, most int64) (int64, error) {
+func (p *Publisher) oldestRevision(ctx context.Context, now, limit int64) (int64, error) {
 	client := p.Storage.Client.Client
-	if size, ok := sizeOf(ctx, client); !ok || size > backlogBytes {
+	if size, ok := dbSize(ctx, client); !ok || size > maxBacklogBytes {
 		return now, nil
 	}
-	low, high := max(now-most, 1), now
+	low, high := max(now-limit, 1), now
 	for low < high {
 		middle := low + (high-low)/2
 		_, err := client.Get(ctx, ElectionKey, clientv3.WithRev(middle), clientv3.WithCountOnly())

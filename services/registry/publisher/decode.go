@@ -18,46 +18,46 @@ import (
 	"watershed.dev/services/registry/storage"
 )
 
-// errUnknownPast says that etcd has compacted what an object was before: who watched it with a selector cannot be told
+// errPrevCompacted says that etcd has compacted what an object was before: who watched it with a selector cannot be told
 // whether it left. The log starts anew.
-var errUnknownPast = errors.New("etcd compacted the object's last state")
+var errPrevCompacted = errors.New("etcd compacted the object's last state")
 
-// storedAt finds whose etcd key it is.
-func (p *Publisher) storedAt(key string) (*storage.Stored, bool) {
+// resourceByKey finds whose etcd key it is.
+func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 	if st, ok := p.Storage.ByKey(key); ok {
 		return st, true
 	}
-	return p.customs.ByKey(key, p.Storage.Prefix())
+	return p.crds.ByKey(key, p.Storage.Prefix())
 }
 
-// event decodes one etcd event; nil for a key of nothing served. redefined is the stored resource whose objects are
+// decodeEvent decodes one etcd event; nil for a key of nothing served. redefined is the stored resource whose objects are
 // read in another way after it, since it is its definition's.
-func (p *Publisher) event(ctx context.Context, e *clientv3.Event) (out *logv1.Event, redefined string, err error) {
+func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (out *logv1.Event, crdChanged string, err error) {
 	key := string(e.Kv.Key)
-	st, ok := p.storedAt(key)
+	st, ok := p.resourceByKey(key)
 	if !ok {
 		return nil, "", nil
 	}
 	defer recovery.ToError("reading an object", &err)
-	hidden := storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
-	if hidden {
-		if err := p.slow.refused(st.Name()); err != nil {
+	encrypted := storage.Encrypted(e.Kv.Value) || e.PrevKv != nil && storage.Encrypted(e.PrevKv.Value)
+	if encrypted {
+		if err := p.decryptBackoff.check(st.Name()); err != nil {
 			return nil, "", err
 		}
-		defer p.slow.note(st.Name(), time.Now(), &err)
+		defer p.decryptBackoff.record(st.Name(), time.Now(), &err)
 	}
-	out, obj, err := p.read(ctx, e, st)
-	if err == nil && hidden && p.Keys != nil {
-		err = p.seal(ctx, out, st)
+	out, obj, err := p.newLogEvent(ctx, e, st)
+	if err == nil && encrypted && p.DataKeys != nil {
+		err = p.encrypt(ctx, out, st)
 	}
-	if err == nil && customresources.Defines(st) {
-		redefined = p.customs.Changed(obj, e.Type == mvccpb.DELETE)
+	if err == nil && customresources.IsCRD(st) {
+		crdChanged = p.crds.Apply(obj, e.Type == mvccpb.DELETE)
 	}
-	return out, redefined, err
+	return out, crdChanged, err
 }
 
-func (p *Publisher) read(ctx context.Context, e *clientv3.Event,
-	st *storage.Stored) (*logv1.Event, runtime.Object, error) {
+func (p *Publisher) newLogEvent(ctx context.Context, e *clientv3.Event,
+	st *storage.Resource) (*logv1.Event, runtime.Object, error) {
 	key := string(e.Kv.Key)
 	out := &logv1.Event{Revision: e.Kv.ModRevision, StorageResource: st.Name(), ObservedUnixNano: time.Now().UnixNano()}
 	value := e.Kv.Value
@@ -65,7 +65,7 @@ func (p *Publisher) read(ctx context.Context, e *clientv3.Event,
 	case e.Type == mvccpb.DELETE:
 		out.Type = logv1.Type_TYPE_DELETED
 		if e.PrevKv == nil {
-			return nil, nil, errUnknownPast
+			return nil, nil, errPrevCompacted
 		}
 		value = e.PrevKv.Value // its last state, at the revision of the deletion
 	case e.IsCreate():
@@ -73,7 +73,7 @@ func (p *Publisher) read(ctx context.Context, e *clientv3.Event,
 	default:
 		out.Type = logv1.Type_TYPE_MODIFIED
 		if e.PrevKv == nil {
-			return nil, nil, errUnknownPast
+			return nil, nil, errPrevCompacted
 		}
 	}
 	obj, err := st.Decode(ctx, key, value, e.Kv.ModRevision)
@@ -95,16 +95,16 @@ func (p *Publisher) read(ctx context.Context, e *clientv3.Event,
 	if err != nil {
 		return nil, nil, err
 	}
-	changed, err := st.Changed(old, out.Object)
+	changed, err := st.SelectionChanged(old, out.Object)
 	if err == nil && changed {
 		out.Previous, err = st.Encode(old)
 	}
 	return out, obj, err
 }
 
-// seal hides from NATS what etcd has encrypted.
-func (p *Publisher) seal(ctx context.Context, e *logv1.Event, st *storage.Stored) error {
-	key, secret, err := p.Keys.Current(ctx, st)
+// encrypt hides from NATS what etcd has encrypted.
+func (p *Publisher) encrypt(ctx context.Context, e *logv1.Event, st *storage.Resource) error {
+	key, secret, err := p.DataKeys.Current(ctx, st)
 	if err != nil {
 		return err
 	}
@@ -112,30 +112,30 @@ func (p *Publisher) seal(ctx context.Context, e *logv1.Event, st *storage.Stored
 }
 
 const (
-	// slowAfter is how long the decryption of an event may take in vain until its resource is left alone, and leftAlone
+	// slowDecryption is how long the decryption of an event may take in vain until its resource is left alone, and decryptBackoffPeriod
 	// for how long: a KMS that hangs takes its timeout for each, and every other resource waits behind it.
-	slowAfter = time.Second
-	leftAlone = 10 * time.Second
+	slowDecryption       = time.Second
+	decryptBackoffPeriod = 10 * time.Second
 )
 
-// slow are the resources whose events cannot be decrypted and take long to find that out. It is one goroutine's.
-type slow map[string]time.Time
+// decryptBackoff are the resources whose events cannot be decrypted and take long to find that out. It is one goroutine's.
+type decryptBackoff map[string]time.Time
 
-// refused is why a resource's events are not decrypted now, or nil.
-func (s slow) refused(storedAs string) error {
-	if since, ok := s[storedAs]; ok && time.Since(since) < leftAlone {
-		return fmt.Errorf("%s could not be decrypted a moment ago, and took long", storedAs)
+// check is why a resource's events are not decrypted now, or nil.
+func (s decryptBackoff) check(storageResource string) error {
+	if since, ok := s[storageResource]; ok && time.Since(since) < decryptBackoffPeriod {
+		return fmt.Errorf("%s could not be decrypted a moment ago, and took long", storageResource)
 	}
 	return nil
 }
 
-func (s *slow) note(storedAs string, began time.Time, err *error) {
-	if *err == nil || time.Since(began) < slowAfter {
-		delete(*s, storedAs)
+func (s *decryptBackoff) record(storageResource string, start time.Time, err *error) {
+	if *err == nil || time.Since(start) < slowDecryption {
+		delete(*s, storageResource)
 		return
 	}
 	if *s == nil {
-		*s = slow{}
+		*s = decryptBackoff{}
 	}
-	(*s)[storedAs] = time.Now()
+	(*s)[storageResource] = time.Now()
 }

@@ -33,7 +33,7 @@ const ElectionKey = "/watershed/publisher"
 const idleProgress = 30 * time.Second
 
 var (
-	published = prometheus.NewCounterVec(prometheus.CounterOpts{
+	publishedEvents = prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "watershed_publisher_events_total",
 		Help: "Events published to the log, by stored resource.",
 	}, []string{"resource"})
@@ -42,19 +42,19 @@ var (
 		Help: "Times the log had to start anew: etcd had compacted what came next, or was of another history, or " +
 			"the log was empty.",
 	})
-	refused = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "watershed_publisher_refused_total",
+	rejectedEvents = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_publisher_rejected_events_total",
 		Help: "Events that could not be decoded, or are too large for a message: readers are told to read the " +
 			"resource anew.",
 	})
 )
 
 var (
-	brokeOff = prometheus.NewCounter(prometheus.CounterOpts{
-		Name: "watershed_publisher_broke_off_total",
+	failures = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_publisher_failures_total",
 		Help: "Times that publishing broke off, because of NATS or etcd, and went on from the log's last message.",
 	})
-	reached = prometheus.NewGauge(prometheus.GaugeOpts{
+	publishedRevision = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_publisher_revision",
 		Help: "The revision up to which the log has everything, on the registry that publishes.",
 	})
@@ -66,7 +66,7 @@ var (
 
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
-	return []prometheus.Collector{published, resetCount, refused, brokeOff, reached, leading}
+	return []prometheus.Collector{publishedEvents, resetCount, rejectedEvents, failures, publishedRevision, leading}
 }
 
 // Publisher publishes while it is told to.
@@ -76,27 +76,27 @@ type Publisher struct {
 	NATS     *nats.Conn
 	JS       jetstream.JetStream
 	Identity string
-	// Keys are those that events are sealed with whose objects etcd has encrypted; nil: none is.
-	Keys *storage.LogKeys
+	// DataKeys are those that events are sealed with whose objects etcd has encrypted; nil: none is.
+	DataKeys *storage.DataKeys
 	// CompactionInterval is how long etcd keeps old revisions; 0: somebody else compacts.
 	CompactionInterval time.Duration
 
-	slow slow
-	// customs knows how custom resources are read at the revision that is being published.
-	customs *customresources.Definitions
+	decryptBackoff decryptBackoff
+	// crds knows how custom resources are read at the revision that is being published.
+	crds *customresources.CRDs
 	// published is the revision that the log has come to; acknowledged counts the messages that it has taken.
 	published, acknowledged atomic.Int64
-	// causes are traced writes whose events are to come, while publishes says that this publisher publishes them.
-	causes    causes
-	publishes atomic.Bool
-	// memory is what this publisher knows of the history that it published last, should the log be lost.
-	memory memory
+	// traceContexts are traced writes whose events are to come, while publishes says that this publisher publishes them.
+	traceContexts traceContexts
+	publishing    atomic.Bool
+	// checkpoint is what this publisher knows of the history that it published last, should the log be lost.
+	checkpoint checkpoint
 }
 
 // Run takes part in the election and publishes when elected, until ctx ends.
 func (p *Publisher) Run(ctx context.Context) error {
-	go p.tellOthers(ctx)
-	return election.Run(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead, func() { p.memory = memory{} })
+	go p.sendTraceContexts(ctx)
+	return election.Run(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead, func() { p.checkpoint = checkpoint{} })
 }
 
 // resignAfter is for how long a leader may fail to publish before it lets another try, which may reach what it cannot.
@@ -119,7 +119,7 @@ func (p *Publisher) lead(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
-		brokeOff.Inc()
+		failures.Inc()
 		slog.Warn("Publishing broke off; going on from the log's last message", "error", err)
 		if failing.IsZero() || p.acknowledged.Load() != before {
 			failing = time.Now()
@@ -142,10 +142,10 @@ func (p *Publisher) publish(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	asked := make(chan struct{}, 1)
+	progressRequests := make(chan struct{}, 1)
 	sub, err := p.NATS.Subscribe(eventlog.ProgressRequestSubject, func(*nats.Msg) {
 		select {
-		case asked <- struct{}{}:
+		case progressRequests <- struct{}{}:
 		default:
 		}
 	})
@@ -154,26 +154,26 @@ func (p *Publisher) publish(ctx context.Context) error {
 	}
 	defer func() { _ = sub.Unsubscribe() }()
 	if telemetry.TracingEnabled() {
-		told, err := eventlog.SubscribeTraceContexts(p.NATS, p.causes.add)
+		traceSub, err := eventlog.SubscribeTraceContexts(p.NATS, p.traceContexts.add)
 		if err != nil {
 			return err
 		}
-		defer func() { _ = told.Unsubscribe() }()
-		p.publishes.Store(true)
-		defer p.publishes.Store(false)
+		defer func() { _ = traceSub.Unsubscribe() }()
+		p.publishing.Store(true)
+		defer p.publishing.Store(false)
 	}
 	last := w.log.Last()
 	from := last.Revision + 1
 	if !last.Progress {
 		from = last.Revision // its transaction may hold more
 	}
-	if p.customs, err = customresources.DefinitionsAt(ctx, p.Storage, from-1); err == nil {
+	if p.crds, err = customresources.CRDsAt(ctx, p.Storage, from-1); err == nil {
 		watch := p.Storage.Client.Watch(clientv3.WithRequireLeader(ctx), p.Storage.Prefix(), clientv3.WithPrefix(),
 			clientv3.WithPrevKV(), clientv3.WithRev(from), clientv3.WithProgressNotify(), clientv3.WithFragment())
-		err = p.watch(ctx, w, watch, paced(ctx, asked))
+		err = p.watch(ctx, w, watch, paced(ctx, progressRequests))
 	}
 	compacted := errors.Is(err, rpctypes.ErrCompacted)
-	if !compacted && !errors.Is(err, errUnknownPast) {
+	if !compacted && !errors.Is(err, errPrevCompacted) {
 		return err
 	}
 	after, err := p.Storage.ReadRevision(ctx)
@@ -181,7 +181,7 @@ func (p *Publisher) publish(ctx context.Context) error {
 		return err
 	}
 	if compacted { // some of what follows may still be there
-		if after, err = p.oldest(ctx, after, backlog); err != nil {
+		if after, err = p.oldestRevision(ctx, after, maxBacklog); err != nil {
 			return err
 		}
 	}
@@ -190,24 +190,24 @@ func (p *Publisher) publish(ctx context.Context) error {
 
 // watch publishes what etcd's one watch says, how far that is, and the marks of etcd's history. asked tells that a
 // reader wants to know how far it is.
-func (p *Publisher) watch(ctx context.Context, w *term, watch clientv3.WatchChan, asked <-chan struct{}) (err error) {
-	idle, marks, checks := time.NewTicker(idleProgress), time.NewTicker(markPeriod), time.NewTicker(markCheck)
+func (p *Publisher) watch(ctx context.Context, w *term, watch clientv3.WatchChan, progressRequests <-chan struct{}) (err error) {
+	idle, rotations, checks := time.NewTicker(idleProgress), time.NewTicker(tokenPeriod), time.NewTicker(tokenCheckPeriod)
 	defer idle.Stop()
-	defer marks.Stop()
+	defer rotations.Stop()
 	defer checks.Stop()
 	for err == nil {
 		select {
 		case <-ctx.Done():
 			err = ctx.Err()
 		case err = <-w.log.Failed():
-		case <-asked:
+		case <-progressRequests:
 			err = p.requestProgress(ctx)
 		case <-checks.C:
-			err = p.timed(ctx, w, p.unmarked)
-		case <-marks.C:
-			err = p.timed(ctx, w, p.mark)
+			err = p.withTimeout(ctx, w, p.checkToken)
+		case <-rotations.C:
+			err = p.withTimeout(ctx, w, p.rotateToken)
 		case <-idle.C:
-			w.forced = true
+			w.forceProgress = true
 			err = p.requestProgress(ctx)
 		case resp, ok := <-watch:
 			if !ok {
@@ -224,9 +224,9 @@ func (p *Publisher) requestProgress(ctx context.Context) error {
 	return p.Storage.Client.RequestProgress(clientv3.WithRequireLeader(ctx))
 }
 
-// timed bounds what is asked of etcd and NATS between two events.
-func (p *Publisher) timed(ctx context.Context, w *term, what func(context.Context, *term) error) error {
+// withTimeout bounds what is asked of etcd and NATS between two events.
+func (p *Publisher) withTimeout(ctx context.Context, w *term, fn func(context.Context, *term) error) error {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
-	return what(ctx, w)
+	return fn(ctx, w)
 }

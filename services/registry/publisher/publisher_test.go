@@ -18,21 +18,21 @@ import (
 	"watershed.dev/platform/rpc"
 	logv1 "watershed.dev/proto/watershed/log/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/internal/fixture"
 	"watershed.dev/services/registry/publisher"
 )
 
 // journal is the log of a world's etcd, in a NATS of the test's own, as a reader has it.
 type journal struct {
-	*world.World
+	*fixture.Fixture
 	t    *testing.T
 	log  *eventlog.Options
 	nats *nats.Conn
 	js   jetstream.JetStream
 
-	mu    sync.Mutex
-	heard []string
-	more  chan struct{}
+	mu       sync.Mutex
+	recorded []string
+	changed  chan struct{}
 }
 
 func newJournal(t *testing.T) *journal {
@@ -43,7 +43,7 @@ func newJournal(t *testing.T) *journal {
 	}
 	s.Start()
 	t.Cleanup(func() { s.Shutdown(); s.WaitForShutdown() })
-	j := &journal{World: world.New(t), t: t, more: make(chan struct{}, 1)}
+	j := &journal{Fixture: fixture.New(t), t: t, changed: make(chan struct{}, 1)}
 	j.log = &eventlog.Options{Conn: s, Storage: "memory", Replicas: 1, Retention: time.Minute, MaxBytes: 1 << 26}
 	if j.nats, err = j.log.Connect("registry", rpc.TLS{}); err != nil {
 		t.Fatal(err)
@@ -54,13 +54,16 @@ func newJournal(t *testing.T) *journal {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() { defer close(done); _ = eventlog.Read(ctx, j.nats, eventlog.DirectGetReader{JS: j.js}, j.take) }()
+	go func() {
+		defer close(done)
+		_ = eventlog.Read(ctx, j.nats, eventlog.DirectGetReader{JS: j.js}, j.record)
+	}()
 	t.Cleanup(func() { cancel(); <-done })
 	return j
 }
 
-// take notes what the log says, but for how far it is.
-func (j *journal) take(e *logv1.Event) error {
+// record notes what the log says, but for how far it is.
+func (j *journal) record(e *logv1.Event) error {
 	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
 		return nil
 	}
@@ -72,21 +75,21 @@ func (j *journal) take(e *logv1.Event) error {
 		s += fmt.Sprintf(" was %v", e.Previous.Labels)
 	}
 	j.mu.Lock()
-	j.heard = append(j.heard, s)
+	j.recorded = append(j.recorded, s)
 	j.mu.Unlock()
 	select {
-	case j.more <- struct{}{}:
+	case j.changed <- struct{}{}:
 	default:
 	}
 	return nil
 }
 
-// hears waits until the log has said as many things as want has.
-func (j *journal) hears(want ...string) {
+// expect waits until the log has said as many things as want has.
+func (j *journal) expect(want ...string) {
 	j.t.Helper()
 	for deadline := time.After(20 * time.Second); ; {
 		j.mu.Lock()
-		heard := slices.Clone(j.heard)
+		heard := slices.Clone(j.recorded)
 		j.mu.Unlock()
 		if len(heard) >= len(want) {
 			if !slices.Equal(heard, want) {
@@ -95,7 +98,7 @@ func (j *journal) hears(want ...string) {
 			return
 		}
 		select {
-		case <-j.more:
+		case <-j.changed:
 		case <-deadline:
 			j.t.Fatalf("the log says no more than %q", heard)
 		}
@@ -139,7 +142,7 @@ func (j *journal) write(verb, name, labels string) {
 			labels,
 		)
 	}
-	if _, err := j.Write(j.t.Context(), world.ConfigMaps, r, &world.Gate{}); err != nil {
+	if _, err := j.Write(j.t.Context(), fixture.ConfigMaps, r, &fixture.Callbacks{}); err != nil {
 		j.t.Fatal(err)
 	}
 }
@@ -148,36 +151,36 @@ func (j *journal) write(verb, name, labels string) {
 func TestEveryWriteIsPublishedOnce(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
-	j.hears("reset")
+	j.expect("reset")
 	j.write("create", "a", `"n":"1"`)
 	j.write("update", "a", `"n":"2"`)
-	said := []string{"reset", "added configmaps/a", "modified configmaps/a was map[n:1]"}
-	j.hears(said...)
+	want := []string{"reset", "added configmaps/a", "modified configmaps/a was map[n:1]"}
+	j.expect(want...)
 	stop()
 	j.write("delete", "a", "")
 	j.write("create", "b", "")
 	j.publish("two")
-	j.hears(append(said, "deleted configmaps/a", "added configmaps/b")...)
+	j.expect(append(want, "deleted configmaps/a", "added configmaps/b")...)
 }
 
 // What cannot be read resets its resource alone; what comes after it is published.
-func TestWhatCannotBeReadResetsItsResource(t *testing.T) {
+func TestUndecodableResetsItsResource(t *testing.T) {
 	j := newJournal(t)
 	j.publish("one")
-	j.hears("reset")
+	j.expect("reset")
 	etcd := j.Resources.Storage.Client.Client
 	if _, err := etcd.Put(t.Context(), j.Resources.Storage.Prefix()+"configmaps/x/bad", "k8s\x00rubbish"); err != nil {
 		t.Fatal(err)
 	}
 	j.write("create", "good", "")
-	j.hears("reset", "reset configmaps/", "added configmaps/good")
+	j.expect("reset", "reset configmaps/", "added configmaps/good")
 }
 
 // Where etcd no longer has what comes next, the log begins anew, and readers are told.
-func TestACompactedPastIsAReset(t *testing.T) {
+func TestCompactionResetsTheLog(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
-	j.hears("reset")
+	j.expect("reset")
 	stop()
 	j.write("create", "a", "")
 	j.write("update", "a", `"n":"2"`)
@@ -190,34 +193,34 @@ func TestACompactedPastIsAReset(t *testing.T) {
 		t.Fatal(err)
 	}
 	j.publish("two")
-	j.hears("reset", "reset")
+	j.expect("reset", "reset")
 	j.write("create", "b", "")
-	j.hears("reset", "reset", "added configmaps/b")
+	j.expect("reset", "reset", "added configmaps/b")
 }
 
 // An etcd that was restored from a backup has another history, though it may have come as far: nothing is carried over.
-func TestAnotherHistoryIsAReset(t *testing.T) {
+func TestNewEpochResetsTheLog(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
-	j.hears("reset")
+	j.expect("reset")
 	j.write("create", "a", "")
-	j.hears("reset", "added configmaps/a")
+	j.expect("reset", "added configmaps/a")
 	stop()
 	etcd := j.Resources.Storage.Client.Client
-	if _, err := etcd.Put(t.Context(), publisher.HistoryKey, `{"id":"another","mark":"another"}`); err != nil {
+	if _, err := etcd.Put(t.Context(), publisher.EpochKey, `{"id":"another","mark":"another"}`); err != nil {
 		t.Fatal(err)
 	}
 	j.publish("two")
-	j.hears("reset", "added configmaps/a", "reset")
-	var kept *clientv3.GetResponse
-	kept, err := etcd.Get(t.Context(), publisher.HistoryKey)
-	if err != nil || len(kept.Kvs) != 1 || strings.Contains(string(kept.Kvs[0].Value), "another") {
-		t.Errorf("%v, %v", kept, err)
+	j.expect("reset", "added configmaps/a", "reset")
+	var resp *clientv3.GetResponse
+	resp, err := etcd.Get(t.Context(), publisher.EpochKey)
+	if err != nil || len(resp.Kvs) != 1 || strings.Contains(string(resp.Kvs[0].Value), "another") {
+		t.Errorf("%v, %v", resp, err)
 	}
 }
 
 // The first log of a cluster that kube-apiserver served holds what etcd still has, so that its clients' watches go on.
-func TestTheFirstLogHoldsThePast(t *testing.T) {
+func TestFirstLogIsBackfilled(t *testing.T) {
 	j := newJournal(t)
 	j.write("create", "forgotten", "")
 	etcd := j.Resources.Storage.Client.Client
@@ -231,18 +234,18 @@ func TestTheFirstLogHoldsThePast(t *testing.T) {
 	j.write("create", "a", `"n":"1"`)
 	j.write("update", "a", `"n":"2"`)
 	j.publish("one")
-	j.hears("reset", "added configmaps/a", "modified configmaps/a was map[n:1]")
+	j.expect("reset", "added configmaps/a", "modified configmaps/a was map[n:1]")
 }
 
 // A log that is lost begins again with what etcd has, where the publisher knows that etcd is as it was; else it begins
 // with what comes from then on, since etcd may have been restored too.
-func TestALostLogBeginsAgain(t *testing.T) {
+func TestLostLogIsRefilled(t *testing.T) {
 	j := newJournal(t)
 	stop := j.publish("one")
-	j.hears("reset")
+	j.expect("reset")
 	j.write("create", "a", "")
-	said := []string{"reset", "added configmaps/a"}
-	j.hears(said...)
+	want := []string{"reset", "added configmaps/a"}
+	j.expect(want...)
 	lose := func() {
 		if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
 			t.Fatal(err)
@@ -250,40 +253,40 @@ func TestALostLogBeginsAgain(t *testing.T) {
 	}
 	lose()
 	j.write("create", "b", "")
-	said = append(said, "reset", "added configmaps/a", "added configmaps/b")
-	j.hears(said...)
+	want = append(want, "reset", "added configmaps/a", "added configmaps/b")
+	j.expect(want...)
 	stop()
 	lose()
 	j.publish("two")
-	said = append(said, "reset")
-	j.hears(said...)
+	want = append(want, "reset")
+	j.expect(want...)
 	j.write("create", "c", "")
-	said = append(said, "added configmaps/c")
-	j.hears(said...)
+	want = append(want, "added configmaps/c")
+	j.expect(want...)
 	lose() // what was before this history began stays out of it
 	j.write("create", "d", "")
-	j.hears(append(said, "reset", "added configmaps/c", "added configmaps/d")...)
+	j.expect(append(want, "reset", "added configmaps/c", "added configmaps/d")...)
 }
 
 // A publisher that led before another did remembers nothing: the other may have published what etcd does not have any
 // more.
-func TestAPublisherForgetsWhenAnotherHasLed(t *testing.T) {
+func TestCheckpointEndsWithLeadership(t *testing.T) {
 	j := newJournal(t)
-	one := j.publisher("one")
-	stop := j.run(one)
-	j.hears("reset")
+	first := j.publisher("one")
+	stop := j.run(first)
+	j.expect("reset")
 	j.write("create", "a", "")
-	j.hears("reset", "added configmaps/a")
+	j.expect("reset", "added configmaps/a")
 	stop()
 	stop = j.publish("two")
 	j.write("create", "b", "")
-	j.hears("reset", "added configmaps/a", "added configmaps/b")
+	j.expect("reset", "added configmaps/a", "added configmaps/b")
 	stop()
 	if err := j.js.DeleteStream(t.Context(), eventlog.StreamName); err != nil {
 		t.Fatal(err)
 	}
-	j.run(one)
-	j.hears("reset", "added configmaps/a", "added configmaps/b", "reset")
+	j.run(first)
+	j.expect("reset", "added configmaps/a", "added configmaps/b", "reset")
 	j.write("create", "c", "")
-	j.hears("reset", "added configmaps/a", "added configmaps/b", "reset", "added configmaps/c")
+	j.expect("reset", "added configmaps/a", "added configmaps/b", "reset", "added configmaps/c")
 }

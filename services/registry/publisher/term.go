@@ -13,23 +13,23 @@ import (
 // term is one publisher's writing, from the log's last message on until something breaks.
 type term struct {
 	log *eventlog.Writer
-	// history is what etcd says at HistoryKey, as this publisher wrote it, and written the revision at which etcd has
+	// epoch is what etcd says at EpochKey, as this publisher wrote it, and written the revision at which etcd has
 	// it.
-	history history
-	written int64
-	// marker and nextMarker are what the log says of the history's mark: what it is, and what it is about to be.
-	marker, nextMarker string
-	// whole: a transaction has been published to its end since the log was opened.
-	whole bool
-	// forced: the next progress is published though nothing is new.
-	forced bool
+	epoch            epoch
+	epochModRevision int64
+	// token and nextToken are what the log says of the history's mark: what it is, and what it is about to be.
+	token, nextToken string
+	// transactionCompleted: a transaction has been published to its end since the log was opened.
+	transactionCompleted bool
+	// forceProgress: the next progress is published though nothing is new.
+	forceProgress bool
 }
 
 // stamp is an event with what the log says of etcd's history.
 func (w *term) stamp(e *logv1.Event) *logv1.Event {
-	e.Epoch = w.history.ID
+	e.Epoch = w.epoch.ID
 	if e.StorageResource == "" {
-		e.FencingToken, e.NextFencingToken = w.marker, w.nextMarker
+		e.FencingToken, e.NextFencingToken = w.token, w.nextToken
 	}
 	return e
 }
@@ -39,10 +39,10 @@ func (w *term) append(e *logv1.Event) error { return w.log.Append(w.stamp(e)) }
 // progress says that everything up to revision is in the log.
 func (w *term) progress(revision int64) error {
 	last := w.log.Last().Revision
-	if revision <= last && !w.forced {
+	if revision <= last && !w.forceProgress {
 		return nil
 	}
-	w.forced = false
+	w.forceProgress = false
 	return w.append(&logv1.Event{Revision: max(revision, last)})
 }
 
@@ -55,7 +55,7 @@ func (p *Publisher) acknowledge(id eventlog.ID) {
 			break
 		}
 	}
-	reached.Set(float64(p.published.Load()))
+	publishedRevision.Set(float64(p.published.Load()))
 }
 
 // reset starts the log anew after a revision, and says so in the log.

@@ -33,18 +33,18 @@ func (p *Publisher) handle(ctx context.Context, w *term, resp clientv3.WatchResp
 		for n < len(events) && events[n].Kv.ModRevision == events[0].Kv.ModRevision {
 			n++
 		}
-		if err := p.transaction(ctx, w, events[:n]); err != nil {
+		if err := p.publishTransaction(ctx, w, events[:n]); err != nil {
 			return err
 		}
-		p.memory.last = happening{
+		p.checkpoint.last = etcdEvent{
 			key:      string(events[n-1].Kv.Key),
 			revision: events[n-1].Kv.ModRevision,
 			deleted:  events[n-1].Type == mvccpb.DELETE,
 		}
 		events = events[n:]
-		w.whole = true
+		w.transactionCompleted = true
 	}
-	p.memory.revision = w.log.Last().Revision
+	p.checkpoint.revision = w.log.Last().Revision
 	return nil
 }
 
@@ -52,52 +52,52 @@ func (p *Publisher) handle(ctx context.Context, w *term, resp clientv3.WatchResp
 type transaction struct {
 	revision int64
 	// size is how many events etcd has of it, out those that are published and resets what is told beside them.
-	size        int
-	out, resets []*logv1.Event
+	size           int
+	events, resets []*logv1.Event
 }
 
 // reset adds the reset of a resource, for event i. Its place is past all events, by the event that it is for: the same
 // whoever publishes the transaction, and from wherever in it.
-func (t *transaction) reset(i int, storedAs string, redefined bool) {
+func (t *transaction) reset(i int, storageResource string, crdChanged bool) {
 	index := t.size + 2*i
-	if redefined {
+	if crdChanged {
 		index++
 	}
 	t.resets = append(t.resets, &logv1.Event{
 		Type:            logv1.Type_TYPE_RESET,
 		Revision:        t.revision,
-		StorageResource: storedAs,
-		CrdChanged:      redefined,
+		StorageResource: storageResource,
+		CrdChanged:      crdChanged,
 		Index:           int32(index),
 	})
 }
 
-// refuse resets a resource for event i, which cannot be published.
-func (t *transaction) refuse(i int, storedAs, key string, err error) {
-	refused.Inc()
+// reject resets a resource for event i, which cannot be published.
+func (t *transaction) reject(i int, storageResource, key string, err error) {
+	rejectedEvents.Inc()
 	slog.Error("An event cannot be published; its resource is to be read anew",
 		"key", key, "revision", t.revision, "error", err)
-	t.reset(i, storedAs, false)
+	t.reset(i, storageResource, false)
 }
 
-// transaction publishes the events of one revision: readers apply them together. What is wrong with one of them is the
+// publishTransaction publishes the events of one revision: readers apply them together. What is wrong with one of them is the
 // matter of its resource, which readers are told to read anew; an error here is one of NATS, of etcd, or of the past.
-func (p *Publisher) transaction(ctx context.Context, w *term, events []*clientv3.Event) error {
+func (p *Publisher) publishTransaction(ctx context.Context, w *term, events []*clientv3.Event) error {
 	t := &transaction{revision: events[0].Kv.ModRevision, size: len(events)}
 	for i, e := range events {
-		event, redefined, err := p.event(ctx, e)
-		if errors.Is(err, errUnknownPast) {
+		event, crdChanged, err := p.decodeEvent(ctx, e)
+		if errors.Is(err, errPrevCompacted) {
 			return err
 		}
-		if redefined != "" {
-			t.reset(i, redefined, true)
+		if crdChanged != "" {
+			t.reset(i, crdChanged, true)
 		}
-		if st, ok := p.storedAt(string(e.Kv.Key)); err != nil && ok {
-			t.refuse(i, st.Name(), string(e.Kv.Key), err)
+		if st, ok := p.resourceByKey(string(e.Kv.Key)); err != nil && ok {
+			t.reject(i, st.Name(), string(e.Kv.Key), err)
 		}
 		if err == nil && event != nil {
-			event.Index, event.Traceparent = int32(i), p.causes.take(e)
-			t.out = append(t.out, event)
+			event.Index, event.Traceparent = int32(i), p.traceContexts.pop(e)
+			t.events = append(t.events, event)
 		}
 	}
 	return t.append(ctx, w)
@@ -105,12 +105,12 @@ func (p *Publisher) transaction(ctx context.Context, w *term, events []*clientv3
 
 // append sends what the log does not have yet: it may end amid the transaction.
 func (t *transaction) append(ctx context.Context, w *term) error {
-	for n, event := range t.out {
+	for n, event := range t.events {
 		// The resets belong to the same transaction, so that readers apply both at once.
-		event.More = n < len(t.out)-1 || len(t.resets) > 0
+		event.More = n < len(t.events)-1 || len(t.resets) > 0
 		var bad *eventlog.UnsendableError
-		if err := one(ctx, w, event); errors.As(err, &bad) {
-			t.refuse(int(event.Index), event.StorageResource, event.Namespace+"/"+event.Name, bad)
+		if err := publishEvent(ctx, w, event); errors.As(err, &bad) {
+			t.reject(int(event.Index), event.StorageResource, event.Namespace+"/"+event.Name, bad)
 		} else if err != nil {
 			return err
 		}
@@ -128,19 +128,19 @@ func (t *transaction) append(ctx context.Context, w *term) error {
 	return nil
 }
 
-// one publishes one event, unless the log has it; its trace is that of the write that it is of, if that is traced. What
+// publishEvent publishes one event, unless the log has it; its trace is that of the write that it is of, if that is traced. What
 // cannot be a message is an *eventlog.UnsendableError, also where the log has what comes after it.
-func one(ctx context.Context, w *term, event *logv1.Event) error {
+func publishEvent(ctx context.Context, w *term, event *logv1.Event) error {
 	if w.log.Has(event) {
 		return w.log.Check(w.stamp(event))
 	}
-	began := time.Unix(0, event.ObservedUnixNano)
-	span, traced := telemetry.StartEventSpan(ctx, event.Traceparent, event.StorageResource, event.Revision, began)
+	observed := time.Unix(0, event.ObservedUnixNano)
+	span, traced := telemetry.StartEventSpan(ctx, event.Traceparent, event.StorageResource, event.Revision, observed)
 	defer span.End()
 	event.Traceparent = traced
 	if err := w.append(event); err != nil {
 		return err
 	}
-	published.WithLabelValues(event.StorageResource).Inc()
+	publishedEvents.WithLabelValues(event.StorageResource).Inc()
 	return nil
 }

@@ -13,30 +13,30 @@ import (
 	logv1 "watershed.dev/proto/watershed/log/v1"
 )
 
-// logged is a JetStream that keeps what is published.
-type logged struct {
+// fakeJetStream is a JetStream that keeps what is published.
+type fakeJetStream struct {
 	jetstream.JetStream
 	messages []*nats.Msg
 }
 
-func (l *logged) PublishMsgAsync(m *nats.Msg, _ ...jetstream.PublishOpt) (jetstream.PubAckFuture, error) {
+func (l *fakeJetStream) PublishMsgAsync(m *nats.Msg, _ ...jetstream.PublishOpt) (jetstream.PubAckFuture, error) {
 	l.messages = append(l.messages, m)
 	ok := make(chan *jetstream.PubAck, 1)
 	ok <- &jetstream.PubAck{}
-	return &acknowledged{ok: ok, m: m}, nil
+	return &fakeAck{ok: ok, m: m}, nil
 }
 
-type acknowledged struct {
+type fakeAck struct {
 	ok chan *jetstream.PubAck
 	m  *nats.Msg
 }
 
-func (a *acknowledged) Ok() <-chan *jetstream.PubAck { return a.ok }
-func (a *acknowledged) Err() <-chan error            { return nil }
-func (a *acknowledged) Msg() *nats.Msg               { return a.m }
+func (a *fakeAck) Ok() <-chan *jetstream.PubAck { return a.ok }
+func (a *fakeAck) Err() <-chan error            { return nil }
+func (a *fakeAck) Msg() *nats.Msg               { return a.m }
 
-// says is what the log was told: a resource, an index, and whether more of the transaction follows.
-func (l *logged) says(t *testing.T) (out []string) {
+// summary is what the log was told: a resource, an index, and whether more of the transaction follows.
+func (l *fakeJetStream) summary(t *testing.T) (out []string) {
 	t.Helper()
 	for _, m := range l.messages {
 		e, err := eventlog.Event(m.Header, m.Data)
@@ -57,13 +57,13 @@ func (l *logged) says(t *testing.T) (out []string) {
 
 // A transaction is published once, whole and in one order, from wherever in it the log ends; what cannot be a message
 // resets its resource, also where the log is past it.
-func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
+func TestTransactionResumes(t *testing.T) {
 	// Of four events one is a definition's and redefines "widgets", one cannot be read, and one is too large.
 	fresh := func() *transaction {
 		tx := &transaction{revision: 20, size: 4}
 		for i, name := range []string{"pods", "definitions", "", "configmaps"} {
 			if name == "" {
-				tx.refuse(i, "secrets", "/registry/secrets/x", errors.New("rubbish"))
+				tx.reject(i, "secrets", "/registry/secrets/x", errors.New("rubbish"))
 				continue
 			}
 			e := &logv1.Event{
@@ -76,7 +76,7 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 			if name == "configmaps" {
 				e.Object.Json = append([]byte(nil), fmt.Sprintf("%01000d", 7)...)
 			}
-			tx.out = append(tx.out, e)
+			tx.events = append(tx.events, e)
 		}
 		tx.reset(1, "widgets", true)
 		return tx
@@ -101,7 +101,7 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 		"at its end":       0,
 	}
 	for name, last := range begins {
-		js := &logged{}
+		js := &fakeJetStream{}
 		w := &term{log: eventlog.NewWriter(js, 4<<10+500, last, func(eventlog.ID) {})}
 		if err := fresh().append(t.Context(), w); err != nil {
 			t.Fatal(err)
@@ -109,7 +109,7 @@ func TestATransactionGoesOnWhereTheLogEnds(t *testing.T) {
 		if err := w.log.Flush(t.Context()); err != nil {
 			t.Error(err)
 		}
-		if got, want := js.says(t), whole[len(whole)-left[name]:]; !slices.Equal(got, want) {
+		if got, want := js.summary(t), whole[len(whole)-left[name]:]; !slices.Equal(got, want) {
 			t.Errorf("%s it says %q, not %q", name, got, want)
 		}
 	}

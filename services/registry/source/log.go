@@ -17,10 +17,10 @@ import (
 // ReadLog sends messages that the event log's stream holds. The call ends early if another caller needs its place
 // (calls).
 func (s *Source) ReadLog(r *logv1.ReadRequest, stream grpc.ServerStreamingServer[logv1.Chunk]) error {
-	err := s.logReads.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
+	err := s.logReads.run(stream.Context(), func(ctx context.Context, slot *callSlot) (err error) {
 		defer recovery.ToError("reading the event log", &err)
-		return s.stored.Messages(ctx, r, func(c *logv1.Chunk) error {
-			return one.send(ctx, c, stream.SendMsg)
+		return s.logMessages.Messages(ctx, r, func(c *logv1.Chunk) error {
+			return slot.send(ctx, c, stream.SendMsg)
 		})
 	})
 	if errors.Is(err, eventlog.ErrExpired) {

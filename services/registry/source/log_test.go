@@ -164,12 +164,12 @@ func TestANetworkIsOnePeer(t *testing.T) {
 		defer synctest.Wait()
 		defer cancel()
 		s := source.New(nil, nil, endless{})
-		one := newCallers(ctx, s, "2001:db8::1", 900*time.Millisecond)
+		slot := newCallers(ctx, s, "2001:db8::1", 900*time.Millisecond)
 		other := newCallers(ctx, s, "2001:db8::2", 900*time.Millisecond)
-		one.call(mostReads)
+		slot.call(mostReads)
 		other.call(1)
 		time.Sleep(time.Minute)
-		one.have(t, 0, codes.OK)
+		slot.have(t, 0, codes.OK)
 	})
 }
 
@@ -355,7 +355,7 @@ func (expired) Messages(context.Context, *logv1.ReadRequest, func(*logv1.Chunk) 
 }
 
 // ReadLog answers OUT_OF_RANGE for an expired log, which the watch tier does not retry.
-func TestAnExpiredLogHasItsCode(t *testing.T) {
+func TestExpiredLogIsOutOfRange(t *testing.T) {
 	err := source.New(nil, nil, expired{}).ReadLog(&logv1.ReadRequest{}, &caller{ctx: t.Context()})
 	if status.Code(err) != codes.OutOfRange {
 		t.Error(err)

@@ -23,8 +23,8 @@ import (
 	"watershed.dev/platform/recovery"
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/encoder"
-	"watershed.dev/services/registry/resources"
+	"watershed.dev/services/registry/conversion"
+	"watershed.dev/services/registry/lookup"
 	"watershed.dev/services/registry/storage"
 )
 
@@ -46,37 +46,37 @@ const (
 // Source reads etcd for the watch tier.
 type Source struct {
 	registryv1.UnimplementedSourceServer
-	resources *resources.Resources
-	revisions coalesce.Group[int64]
-	keys      *storage.LogKeys
-	stored    eventlog.StreamReader
-	snapshots calls
-	logReads  calls
+	resources   *lookup.Resources
+	revisions   coalesce.Group[int64]
+	dataKeys    *storage.DataKeys
+	logMessages eventlog.StreamReader
+	snapshots   callLimiter
+	logReads    callLimiter
 }
 
 // New returns a source of the served resources. Its log is read from stored, and sealed with keys.
-func New(r *resources.Resources, keys *storage.LogKeys, stored eventlog.StreamReader) *Source {
+func New(r *lookup.Resources, dataKeys *storage.DataKeys, logMessages eventlog.StreamReader) *Source {
 	return &Source{
-		resources: r,
-		keys:      keys,
-		revisions: coalesce.Group[int64]{Timeout: readTimeout},
-		stored:    stored,
-		snapshots: calls{
-			most:   maxSnapshots,
-			unread: weights{most: mostUnread},
-			unsent: weights{most: math.MaxInt}, // a snapshot that ends has to begin again
+		resources:   r,
+		dataKeys:    dataKeys,
+		revisions:   coalesce.Group[int64]{Timeout: readTimeout},
+		logMessages: logMessages,
+		snapshots: callLimiter{
+			maxCalls: maxSnapshots,
+			unread:   weights{most: mostUnread},
+			unsent:   weights{most: math.MaxInt}, // a snapshot that ends has to begin again
 		},
-		logReads: calls{
-			most:   maxLogReads,
-			unread: weights{most: mostUnread},
-			unsent: weights{most: mostUnread},
+		logReads: callLimiter{
+			maxCalls: maxLogReads,
+			unread:   weights{most: mostUnread},
+			unsent:   weights{most: mostUnread},
 		},
 	}
 }
 
 // DataKey answers a key that messages of the log are sealed with.
 func (s *Source) DataKey(ctx context.Context, r *registryv1.DataKeyRequest) (*registryv1.DataKeyResponse, error) {
-	secret, err := s.SealedWith(ctx, r.StorageResource, r.Key)
+	secret, err := s.ReadDataKey(ctx, r.StorageResource, r.Key)
 	if errors.Is(err, eventlog.ErrNoKey) {
 		return nil, status.Error(codes.FailedPrecondition, strings.ToValidUTF8(err.Error(), "\ufffd"))
 	}
@@ -86,13 +86,13 @@ func (s *Source) DataKey(ctx context.Context, r *registryv1.DataKeyRequest) (*re
 	return &registryv1.DataKeyResponse{Secret: secret}, nil
 }
 
-// SealedWith implements eventlog.Keys for the registry's own reading of the log.
-func (s *Source) SealedWith(ctx context.Context, storedAs, key string) ([]byte, error) {
-	st, err := s.resources.Stored(ctx, storedAs)
+// ReadDataKey implements eventlog.Keys for the registry's own reading of the log.
+func (s *Source) ReadDataKey(ctx context.Context, storageResource, key string) ([]byte, error) {
+	st, err := s.resources.StorageResource(ctx, storageResource)
 	if err != nil { // nobody serves it any more
 		return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
 	}
-	return s.keys.Open(ctx, st, key)
+	return s.dataKeys.Get(ctx, st, key)
 }
 
 // readTimeout bounds one read of etcd's revision; its callers may give up sooner.
@@ -126,10 +126,10 @@ func (s *Source) ReadRevision(ctx context.Context) (int64, error) {
 // (calls).
 func (s *Source) Snapshot(r *registryv1.SnapshotRequest,
 	stream grpc.ServerStreamingServer[registryv1.SnapshotChunk]) error {
-	return rpc.ToStatus(s.snapshots.run(stream.Context(), func(ctx context.Context, one *call) (err error) {
+	return rpc.ToStatus(s.snapshots.run(stream.Context(), func(ctx context.Context, slot *callSlot) (err error) {
 		defer recovery.ToError("a snapshot", &err)
 		return s.snapshot(ctx, r, func(m *registryv1.SnapshotChunk) error {
-			return one.send(ctx, m, stream.SendMsg)
+			return slot.send(ctx, m, stream.SendMsg)
 		})
 	}))
 }
@@ -141,15 +141,15 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	if err != nil {
 		return err
 	}
-	st, err := s.resources.Stored(ctx, r.StorageResource)
+	st, err := s.resources.StorageResource(ctx, r.StorageResource)
 	if err != nil {
 		return err
 	}
 	out := &snapshotChunks{send: send, revision: revision}
-	err = s.Pages(ctx, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
+	err = s.ReadPages(ctx, st.Prefix, revision, func(kvs []*mvccpb.KeyValue) error {
 		for len(kvs) > 0 {
-			n := batch(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
-			for _, row := range RowsOf(ctx, st, kvs[:n]) {
+			n := batchSize(kvs, rowsBytes, func(kv *mvccpb.KeyValue) int { return len(kv.Value) })
+			for _, row := range EncodeRows(ctx, st, kvs[:n]) {
 				if err := out.add(row); err != nil {
 					return err
 				}
@@ -164,8 +164,8 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 	return out.flush()
 }
 
-// Pages reads all that lies below a prefix in etcd at one revision, in reads of about pageBytes.
-func (s *Source) Pages(ctx context.Context, prefix string, revision int64, each func([]*mvccpb.KeyValue) error) error {
+// ReadPages reads all that lies below a prefix in etcd at one revision, in reads of about pageBytes.
+func (s *Source) ReadPages(ctx context.Context, prefix string, revision int64, each func([]*mvccpb.KeyValue) error) error {
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {
@@ -223,8 +223,8 @@ func (c *snapshotChunks) flush() error {
 	return c.send(m)
 }
 
-// batch is how many of all come together to at most bound, at least one.
-func batch[T any](all []T, bound int, size func(T) int) int {
+// batchSize is how many of all come together to at most bound, at least one.
+func batchSize[T any](all []T, bound int, size func(T) int) int {
 	n, bytes := 0, 0
 	for ; n < len(all); n++ {
 		if bytes += size(all[n]); bytes > bound && n > 0 {
@@ -234,8 +234,8 @@ func batch[T any](all []T, bound int, size func(T) int) int {
 	return n
 }
 
-// RowsOf encodes on every processor.
-func RowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) []*registryv1.Row {
+// EncodeRows encodes on every processor.
+func EncodeRows(ctx context.Context, st *storage.Resource, kvs []*mvccpb.KeyValue) []*registryv1.Row {
 	rows := make([]*registryv1.Row, len(kvs))
 	workers := min(runtime.GOMAXPROCS(0), len(kvs))
 	var wg sync.WaitGroup
@@ -252,21 +252,21 @@ func RowsOf(ctx context.Context, st *storage.Stored, kvs []*mvccpb.KeyValue) []*
 
 // Encode turns stored encodings into another version, or into Table rows.
 func (s *Source) Encode(ctx context.Context, r *registryv1.EncodeRequest) (*registryv1.EncodeResponse, error) {
-	if err := s.resources.Custom.NotBefore(ctx, r.StorageResource, r.CrdRevision); err != nil {
+	if err := s.resources.Custom.RefreshIfOlder(ctx, r.StorageResource, r.CrdRevision); err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	e, err := s.resources.Endpoint(ctx, r.Resource)
+	scope, err := s.resources.RequestScope(ctx, r.Resource)
 	if err != nil {
 		return nil, rpc.ToStatus(err)
 	}
-	if e.Entry.GetUnstructured() {
-		resp, err := encoder.EncodeUnstructured(ctx, e, r)
+	if scope.APIResource.GetUnstructured() {
+		resp, err := conversion.EncodeUnstructured(ctx, scope, r)
 		return resp, rpc.ToStatus(err)
 	}
 	st, ok := s.resources.Storage.ByName(r.StorageResource)
 	if !ok {
 		return nil, status.Errorf(codes.NotFound, "no stored resource %q", r.StorageResource)
 	}
-	resp, err := encoder.Encode(ctx, e, st, r)
+	resp, err := conversion.Encode(ctx, scope, st, r)
 	return resp, rpc.ToStatus(err)
 }

@@ -12,7 +12,7 @@ import (
 	"watershed.dev/platform/rpc"
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/internal/fixture"
 )
 
 // chunks is a snapshot's stream.
@@ -31,22 +31,22 @@ func (c *chunks) SendMsg(m any) error {
 	return nil
 }
 
-func create(t *testing.T, w *world.World, of *commonv1.Resource, body string) {
+func create(t *testing.T, fx *fixture.Fixture, resource *commonv1.Resource, body string) {
 	t.Helper()
-	if _, err := w.Write(t.Context(), of, &registryv1.WriteRequest{Verb: "create", Body: []byte(body)},
-		&world.Gate{}); err != nil {
+	if _, err := fx.Write(t.Context(), resource, &registryv1.WriteRequest{Verb: "create", Body: []byte(body)},
+		&fixture.Callbacks{}); err != nil {
 		t.Fatal(err)
 	}
 }
 
 // A snapshot has every object of one revision, in messages of a bounded size, and says of what cannot be read that it
 // is there.
-func TestASnapshotIsWhole(t *testing.T) {
-	w := world.New(t)
+func TestSnapshot(t *testing.T) {
+	fx := fixture.New(t)
 	snapshot := func() (rows []*registryv1.Row, messages int) {
 		t.Helper()
 		c := &chunks{ctx: t.Context()}
-		if err := w.Source.Snapshot(&registryv1.SnapshotRequest{StorageResource: "configmaps"}, c); err != nil {
+		if err := fx.Source.Snapshot(&registryv1.SnapshotRequest{StorageResource: "configmaps"}, c); err != nil {
 			t.Fatal(err)
 		}
 		for _, m := range c.all {
@@ -62,11 +62,11 @@ func TestASnapshotIsWhole(t *testing.T) {
 	}
 	large := strings.Repeat("x", 900<<10)
 	for i := range 25 { // more than one page, and more than one message
-		create(t, w, world.ConfigMaps, fmt.Sprintf(
+		create(t, fx, fixture.ConfigMaps, fmt.Sprintf(
 			`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"c%02d","labels":{"n":"%d"}},"data":{"k":%q}}`, i,
 			i, large))
 	}
-	if _, err := w.Resources.Storage.Client.Client.Put(t.Context(),
+	if _, err := fx.Resources.Storage.Client.Client.Put(t.Context(),
 		"/registry/configmaps/x/odd", "rubbish"); err != nil {
 		t.Fatal(err)
 	}
@@ -89,18 +89,18 @@ func TestASnapshotIsWhole(t *testing.T) {
 
 // What is stored is told in another version, and as rows of a Table.
 func TestEncode(t *testing.T) {
-	w := world.New(t)
+	fx := fixture.New(t)
 	hpas := &commonv1.Resource{Group: "autoscaling", Version: "v2", Resource: "horizontalpodautoscalers"}
-	create(t, w, hpas, `{"apiVersion":"autoscaling/v2","kind":"HorizontalPodAutoscaler","metadata":{"name":"h"},
+	create(t, fx, hpas, `{"apiVersion":"autoscaling/v2","kind":"HorizontalPodAutoscaler","metadata":{"name":"h"},
 		"spec":{"maxReplicas":3,"scaleTargetRef":{"kind":"Deployment","name":"d","apiVersion":"apps/v1"}}}`)
 	c := &chunks{ctx: t.Context()}
 	name := "horizontalpodautoscalers.autoscaling"
-	if err := w.Source.Snapshot(&registryv1.SnapshotRequest{StorageResource: name}, c); err != nil {
+	if err := fx.Source.Snapshot(&registryv1.SnapshotRequest{StorageResource: name}, c); err != nil {
 		t.Fatal(err)
 	}
 	row := c.all[0].Rows[0]
 	encode := func(version string, as *commonv1.Kind) (*registryv1.EncodeResponse, error) {
-		return w.Source.Encode(t.Context(), &registryv1.EncodeRequest{
+		return fx.Source.Encode(t.Context(), &registryv1.EncodeRequest{
 			StorageResource: name,
 			Resource:        &commonv1.Resource{Group: "autoscaling", Version: version, Resource: "horizontalpodautoscalers"},
 			Output:          &registryv1.Output{MediaType: "application/json", As: as},
@@ -124,13 +124,13 @@ func TestEncode(t *testing.T) {
 
 // The revision is that of a read which begins after it is asked for.
 func TestRevision(t *testing.T) {
-	w := world.New(t)
-	before, err := w.Source.Revision(t.Context(), &registryv1.RevisionRequest{})
+	fx := fixture.New(t)
+	before, err := fx.Source.Revision(t.Context(), &registryv1.RevisionRequest{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	create(t, w, world.ConfigMaps, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a"}}`)
-	after, err := w.Source.Revision(t.Context(), &registryv1.RevisionRequest{})
+	create(t, fx, fixture.ConfigMaps, `{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a"}}`)
+	after, err := fx.Source.Revision(t.Context(), &registryv1.RevisionRequest{})
 	if err != nil || after.Revision != before.Revision+1 {
 		t.Errorf("%d, then %d (%v)", before.Revision, after.GetRevision(), err)
 	}

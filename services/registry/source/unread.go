@@ -42,19 +42,19 @@ func (w *weights) add(peer string, bytes int) {
 
 // message is a message that waits for the transport, or that the transport holds.
 type message struct {
-	of    *call
+	of    *callSlot
 	bytes int
 	// handed is closed when the transport may have it.
 	handed chan struct{}
 }
 
 // send sends a message with SendMsg once the unread messages leave room for it.
-func (one *call) send(ctx context.Context, m proto.Message, sendMsg func(any) error) error {
-	message := &message{of: one, bytes: proto.Size(m), handed: make(chan struct{})}
-	if err := one.of.hand(ctx, message); err != nil {
+func (slot *callSlot) send(ctx context.Context, m proto.Message, sendMsg func(any) error) error {
+	message := &message{of: slot, bytes: proto.Size(m), handed: make(chan struct{})}
+	if err := slot.limiter.hand(ctx, message); err != nil {
 		return err
 	}
-	held := rpc.Hold(m, func() { one.of.taken(message) })
+	held := rpc.Hold(m, func() { slot.limiter.taken(message) })
 	err := sendMsg(held)
 	if err != nil {
 		held.Release()
@@ -63,7 +63,7 @@ func (one *call) send(ctx context.Context, m proto.Message, sendMsg func(any) er
 }
 
 // hand waits until the transport may have a message.
-func (c *calls) hand(ctx context.Context, m *message) error {
+func (c *callLimiter) hand(ctx context.Context, m *message) error {
 	c.mu.Lock()
 	mayWait := c.unsent.fits(m.of.peer, m.bytes)
 	c.messages = append(c.messages, m)
@@ -92,7 +92,7 @@ func (c *calls) hand(ctx context.Context, m *message) error {
 
 // handOut lets the transport have messages, in the order in which they came. A peer whose messages are all read does
 // not wait for others. The lock is held.
-func (c *calls) handOut() {
+func (c *callLimiter) handOut() {
 	full, waits := false, map[string]bool{}
 	c.messages = slices.DeleteFunc(c.messages, func(m *message) bool {
 		peer := m.of.peer
@@ -114,7 +114,7 @@ func (c *calls) handOut() {
 }
 
 // taken notes that the transport holds a message no more.
-func (c *calls) taken(m *message) {
+func (c *callLimiter) taken(m *message) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	m.of.unread--

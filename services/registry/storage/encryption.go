@@ -22,10 +22,10 @@ type encryption struct {
 	// transformers is nil where nothing is encrypted.
 	transformers value.ResourceTransformers
 	health       []healthz.HealthChecker
-	// end closes the connections to KMS plugins; nil: nothing is encrypted.
-	end context.CancelFunc
-	// err is what the last check said, nil where it was well.
-	err atomic.Pointer[error]
+	// cancel closes the connections to KMS plugins; nil: nothing is encrypted.
+	cancel context.CancelFunc
+	// lastErr is what the last check said, nil where it was well.
+	lastErr atomic.Pointer[error]
 }
 
 // openEncryption follows k8s.io/apiserver/pkg/server/options/etcd.go, maybeApplyResourceTransformers. The connections
@@ -39,10 +39,10 @@ func openEncryption(ctx context.Context, o *Options, id string) (*encryption, er
 	case file == "":
 		return &encryption{}, nil
 	}
-	using, end := context.WithCancel(ctx)
-	config, err := encryptionconfig.LoadEncryptionConfig(using, file, reload, id)
+	kmsCtx, cancel := context.WithCancel(ctx)
+	config, err := encryptionconfig.LoadEncryptionConfig(kmsCtx, file, reload, id)
 	if err != nil {
-		end()
+		cancel()
 		return nil, fmt.Errorf("--encryption-provider-config %q: %w", file, err)
 	}
 	encryptionmetrics.RecordEncryptionConfigLastConfigInfo(id, config.EncryptionFileContentHash)
@@ -50,38 +50,38 @@ func openEncryption(ctx context.Context, o *Options, id string) (*encryption, er
 		return &encryption{
 			transformers: encryptionconfig.StaticTransformers(config.Transformers),
 			health:       config.HealthChecks,
-			end:          end,
+			cancel:       cancel,
 		}, nil
 	}
-	dynamic := encryptionconfig.NewDynamicTransformers(config.Transformers, config.HealthChecks[0], end,
+	dynamic := encryptionconfig.NewDynamicTransformers(config.Transformers, config.HealthChecks[0], cancel,
 		config.KMSCloseGracePeriod)
-	follower := controller.NewDynamicEncryptionConfiguration("encryption-provider-config", file, dynamic,
+	reloader := controller.NewDynamicEncryptionConfiguration("encryption-provider-config", file, dynamic,
 		config.EncryptionFileContentHash, id)
-	go follower.Run(ctx)
+	go reloader.Run(ctx)
 	return &encryption{
 		transformers: dynamic,
 		health:       []healthz.HealthChecker{dynamic},
-		end:          end,
+		cancel:       cancel,
 	}, nil
 }
 
 func (e *encryption) close() {
-	if e.end != nil {
-		e.end()
+	if e.cancel != nil {
+		e.cancel()
 	}
 }
 
-// of is how a resource's values are encrypted.
-func (e *encryption) of(gr schema.GroupResource) value.Transformer {
+// transformerFor is how a resource's values are encrypted.
+func (e *encryption) transformerFor(gr schema.GroupResource) value.Transformer {
 	if e.transformers == nil {
 		return identity.NewEncryptCheckTransformer()
 	}
 	return e.transformers.TransformerForResource(gr)
 }
 
-// encryptionPeriod is how often the providers are asked whether they can be used; their own caches bound how often a
+// encryptionCheckPeriod is how often the providers are asked whether they can be used; their own caches bound how often a
 // KMS plugin is.
-const encryptionPeriod = 5 * time.Second
+const encryptionCheckPeriod = 5 * time.Second
 
 // CheckEncryption asks the providers whether they can be used until ctx is done.
 func (s *Storage) CheckEncryption(ctx context.Context) error {
@@ -92,21 +92,21 @@ func (s *Storage) CheckEncryption(ctx context.Context) error {
 	}
 	for {
 		if err := e.check(ctx); err != nil {
-			e.err.Store(&err)
+			e.lastErr.Store(&err)
 		} else {
-			e.err.Store(nil)
+			e.lastErr.Store(nil)
 		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-time.After(encryptionPeriod):
+		case <-time.After(encryptionCheckPeriod):
 		}
 	}
 }
 
 // EncryptionErr is why values cannot be encrypted or decrypted, as of when the providers were asked last, or nil.
 func (s *Storage) EncryptionErr() error {
-	if err := s.encryption.err.Load(); err != nil {
+	if err := s.encryption.lastErr.Load(); err != nil {
 		return *err
 	}
 	return nil

@@ -14,12 +14,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apiserver/pkg/server/options/encryptionconfig/controller"
 
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/internal/fixture"
 )
 
 // A new encryption file is taken over while the registry runs: writes are by its first key, and what the others wrote
 // is read. A bad one changes nothing; one that lacks a key hides that key's objects alone.
-func TestANewEncryptionFileIsTakenOver(t *testing.T) {
+func TestEncryptionFileReload(t *testing.T) {
 	before := controller.EncryptionConfigFileChangePollDuration
 	controller.EncryptionConfigFileChangePollDuration = 50 * time.Millisecond
 	t.Cleanup(func() { controller.EncryptionConfigFileChangePollDuration = before })
@@ -42,8 +42,8 @@ func TestANewEncryptionFileIsTakenOver(t *testing.T) {
 		return text
 	}
 	write(keys("first"))
-	w := world.New(t, "--encryption-provider-config="+file, "--encryption-provider-config-automatic-reload")
-	secrets := w.Client.CoreV1().Secrets("default")
+	fx := fixture.New(t, "--encryption-provider-config="+file, "--encryption-provider-config-automatic-reload")
+	secrets := fx.Client.CoreV1().Secrets("default")
 	n := 0
 	// by is the key that a new Secret is written by.
 	by := func(ctx context.Context) string {
@@ -54,7 +54,7 @@ func TestANewEncryptionFileIsTakenOver(t *testing.T) {
 			metav1.CreateOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		resp, err := w.Resources.Storage.Client.Client.Get(ctx, "/registry/secrets/default/"+name)
+		resp, err := fx.Resources.Storage.Client.Client.Get(ctx, "/registry/secrets/default/"+name)
 		if err != nil || len(resp.Kvs) != 1 {
 			t.Fatalf("%v, %v", resp, err)
 		}
@@ -65,11 +65,11 @@ func TestANewEncryptionFileIsTakenOver(t *testing.T) {
 		key, _, _ := bytes.Cut(rest, []byte(":"))
 		return string(key)
 	}
-	until := func(what string, so func() bool) {
+	until := func(condition string, met func() bool) {
 		t.Helper()
-		for deadline := time.Now().Add(20 * time.Second); !so(); time.Sleep(20 * time.Millisecond) {
+		for deadline := time.Now().Add(20 * time.Second); !met(); time.Sleep(20 * time.Millisecond) {
 			if time.Now().After(deadline) {
-				t.Fatalf("not in time: %s", what)
+				t.Fatalf("not in time: %s", condition)
 			}
 		}
 	}

@@ -1,4 +1,4 @@
 package storage
 
-// Told has the storage take a revision for one that etcd has told it.
-func (s *Storage) Told(revision int64) { s.newest.Store(revision) }
+// SetLatestRevision has the storage take a revision for one that etcd has told it.
+func (s *Storage) SetLatestRevision(revision int64) { s.latestRevision.Store(revision) }

@@ -81,15 +81,15 @@ type Storage struct {
 	prefix  string
 
 	encryption *encryption
-	recent     *recent
-	answers    *lru.Cache[place, answer]
-	// newest is the latest of etcd's revisions that a GET has been told.
-	newest atomic.Int64
+	writeCache *writeCache
+	responses  *lru.Cache[objectKey, cachedResponse]
+	// latestRevision is the latest of etcd's revisions that a GET has been told.
+	latestRevision atomic.Int64
 
-	mu       sync.RWMutex
-	byPrefix map[string]*Stored
-	byName   map[string]*Stored
-	deepest  int
+	mu             sync.RWMutex
+	byPrefix       map[string]*Resource
+	byName         map[string]*Resource
+	maxPrefixDepth int
 }
 
 // Open connects by out. resources says which resources are served, which decides the versions that are stored; id is
@@ -119,7 +119,7 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 		}
 	}()
 	dial := out.Etcd()
-	if local(o.Servers) {
+	if allUnixSockets(o.Servers) {
 		dial = nil
 	}
 	client, err := etcdkubernetes.New(clientv3.Config{
@@ -161,25 +161,25 @@ func Open(ctx context.Context, o Options, out egress.Selector, resources *server
 		return nil, err
 	}
 	opened = true
-	kept := newRecent()
+	writes := newWriteCache()
 	s := &Storage{
 		Client:   client,
 		Factory:  f,
 		Options:  eo,
 		prefix:   path.Join("/", o.Prefix) + "/",
-		byPrefix: map[string]*Stored{},
-		byName:   map[string]*Stored{},
+		byPrefix: map[string]*Resource{},
+		byName:   map[string]*Resource{},
 
 		encryption: encryption,
-		recent:     kept,
-		answers:    lru.New[place, answer](answersBytes),
+		writeCache: writes,
+		responses:  lru.New[objectKey, cachedResponse](responseCacheBytes),
 	}
-	client.Kubernetes = &remembered{client.Kubernetes, s}
+	client.Kubernetes = &cachingClient{client.Kubernetes, s}
 	return s, nil
 }
 
-// local says whether etcd is at sockets of this host, as that of `up` is. They are no network's: no proxy leads there.
-func local(servers []string) bool {
+// allUnixSockets says whether etcd is at sockets of this host, as that of `up` is. They are no network's: no proxy leads there.
+func allUnixSockets(servers []string) bool {
 	return !slices.ContainsFunc(servers, func(s string) bool {
 		return !strings.HasPrefix(s, "unix:") && !strings.HasPrefix(s, "unixs:")
 	})
@@ -202,21 +202,21 @@ func (s *Storage) Close() error {
 	return s.Client.Close()
 }
 
-// Written is told of every event of the log: the value that this registry has written before, and what it has answered,
+// Invalidate is told of every event of the log: the value that this registry has written before, and what it has answered,
 // are forgotten.
-func (s *Storage) Written(e *logv1.Event) {
+func (s *Storage) Invalidate(e *logv1.Event) {
 	st, ok := s.ByName(e.StorageResource)
 	if !ok { // not known by name; what is kept of it may be old, which etcd finds out
 		return
 	}
-	s.recent.drop(st.Key(e.Namespace, e.Name), e.Revision)
-	s.Answers(st).changed(e)
+	s.writeCache.remove(st.Key(e.Namespace, e.Name), e.Revision)
+	s.ResponseCache(st).invalidate(e)
 }
 
-// Forget is told that etcd's history is another one: what is kept at a revision may be of another value.
-func (s *Storage) Forget() {
-	s.recent.byKey.Clear()
-	s.answers.Clear()
+// ClearCaches is told that etcd's history is another one: what is kept at a revision may be of another value.
+func (s *Storage) ClearCaches() {
+	s.writeCache.byKey.Clear()
+	s.responses.Clear()
 }
 
 // Prefix is what all keys begin with, "/registry/".
@@ -224,15 +224,15 @@ func (s *Storage) Prefix() string { return s.prefix }
 
 // ReadRevision is etcd's revision after the call began: a linearizable read, of nothing.
 func (s *Storage) ReadRevision(ctx context.Context) (int64, error) {
-	resp, err := s.Client.Client.Get(ctx, nothing)
+	resp, err := s.Client.Client.Get(ctx, absentKey)
 	if err != nil {
 		return 0, err
 	}
 	return resp.Header.Revision, nil
 }
 
-// nothing is a key that nobody writes.
-const nothing = "/watershed/nothing"
+// absentKey is a key that nobody writes.
+const absentKey = "/watershed/nothing"
 
 // RESTOptions is the options getter of the built-in resources.
 func (s *Storage) RESTOptions() genericregistry.RESTOptionsGetter {
@@ -257,8 +257,8 @@ type optionsGetter struct {
 	s           *Storage
 	config      func(schema.GroupResource, runtime.Object) (*storagebackend.ConfigForResource, error)
 	groupPrefix bool
-	// unlisted: the decorator does not remember the resource.
-	unlisted bool
+	// unregistered: the decorator does not remember the resource.
+	unregistered bool
 }
 
 // CustomRESTOptions is the options getter of one version of a custom resource. What Custom makes stands for all
@@ -271,8 +271,8 @@ func (s *Storage) CustomRESTOptions(codec runtime.Codec) genericregistry.RESTOpt
 			c.Codec = codec
 			return c.ForResource(gr), nil
 		},
-		groupPrefix: true,
-		unlisted:    true,
+		groupPrefix:  true,
+		unregistered: true,
 	}
 }
 
@@ -289,7 +289,7 @@ func (g *optionsGetter) GetRESTOptions(gr schema.GroupResource,
 		prefix = gr.Group + "/" + gr.Resource
 	}
 	decorate := g.s.decorate
-	if g.unlisted {
+	if g.unregistered {
 		decorate = g.s.newStore
 	}
 	return genericregistry.RESTOptions{
@@ -307,15 +307,15 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs,
 	_ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
 	versioner := apistorage.APIObjectVersioner{}
-	decoder, transformer := etcd3.NewDefaultDecoder(config.Codec, versioner), s.encryption.of(config.GroupResource)
+	decoder, transformer := etcd3.NewDefaultDecoder(config.Codec, versioner), s.encryption.transformerFor(config.GroupResource)
 	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
 		config.GroupResource, transformer, config.LeaseManagerConfig, decoder, versioner)
 	if err != nil {
 		return nil, nil, err
 	}
-	return &beginning{
+	return &cachedStore{
 		Interface:   store,
-		recent:      s.recent,
+		writeCache:  s.writeCache,
 		prefix:      s.prefix,
 		newFunc:     newFunc,
 		decoder:     decoder,
@@ -332,13 +332,13 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 	if err != nil {
 		return nil, nil, err
 	}
-	st := &Stored{
+	st := &Resource{
 		GroupResource: config.GroupResource,
 		Prefix:        s.prefix + strings.Trim(resourcePrefix, "/") + "/",
 		codec:         config.Codec,
 		newFunc:       newFunc,
 		attrs:         attrs,
-		transformer:   s.encryption.of(config.GroupResource),
+		transformer:   s.encryption.transformerFor(config.GroupResource),
 		versioner:     apistorage.APIObjectVersioner{},
 	}
 	if err := st.complete(config, newFunc()); err != nil {
@@ -348,13 +348,13 @@ func (s *Storage) decorate(config *storagebackend.ConfigForResource, resourcePre
 	defer s.mu.Unlock()
 	if _, ok := s.byPrefix[st.Prefix]; !ok { // events are stored once and served by two groups
 		s.byPrefix[st.Prefix], s.byName[st.Name()] = st, st
-		s.deepest = max(s.deepest, strings.Count(st.Prefix, "/"))
+		s.maxPrefixDepth = max(s.maxPrefixDepth, strings.Count(st.Prefix, "/"))
 	}
 	return store, destroy, nil
 }
 
 // ByName finds a stored resource ("pods", "deployments.apps").
-func (s *Storage) ByName(name string) (*Stored, bool) {
+func (s *Storage) ByName(name string) (*Resource, bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	st, ok := s.byName[name]
@@ -362,11 +362,11 @@ func (s *Storage) ByName(name string) (*Stored, bool) {
 }
 
 // ByKey finds whose etcd key it is. Keys of nothing served (ranges, leases of the control plane) are nobody's.
-func (s *Storage) ByKey(key string) (*Stored, bool) {
+func (s *Storage) ByKey(key string) (*Resource, bool) {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	end := len(s.prefix)
-	for depth := strings.Count(s.prefix, "/"); depth < s.deepest; depth++ {
+	for depth := strings.Count(s.prefix, "/"); depth < s.maxPrefixDepth; depth++ {
 		i := strings.IndexByte(key[min(end, len(key)):], '/')
 		if i < 0 {
 			return nil, false

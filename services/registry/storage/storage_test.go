@@ -6,13 +6,13 @@ import (
 
 	"watershed.dev/platform/egress"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/registry/internal/world"
+	"watershed.dev/services/registry/internal/fixture"
 	"watershed.dev/services/registry/storage"
 )
 
 // A key tells whose it is, whatever lies below it.
-func TestKeysTellTheirResource(t *testing.T) {
-	s := world.New(t).Resources.Storage
+func TestByKey(t *testing.T) {
+	s := fixture.New(t).Resources.Storage
 	for key, want := range map[string]string{
 		"/registry/pods/default/a":                         "pods",
 		"/registry/services/specs/default/kubernetes":      "services",
@@ -41,17 +41,17 @@ func TestKeysTellTheirResource(t *testing.T) {
 }
 
 // A row holds an object in both encodings, or says why it cannot be read.
-func TestARowIsAnObjectOrSaysWhyNot(t *testing.T) {
-	w := world.New(t)
-	if _, err := w.Write(t.Context(), world.ConfigMaps, &registryv1.WriteRequest{
+func TestRow(t *testing.T) {
+	fx := fixture.New(t)
+	if _, err := fx.Write(t.Context(), fixture.ConfigMaps, &registryv1.WriteRequest{
 		Verb: "create",
 		Body: []byte(`{"apiVersion":"v1","kind":"ConfigMap","metadata":{"name":"a","labels":{"l":"1"}}}`),
-	}, &world.Gate{}); err != nil {
+	}, &fixture.Callbacks{}); err != nil {
 		t.Fatal(err)
 	}
-	st, _ := w.Resources.Storage.ByName("configmaps")
+	st, _ := fx.Resources.Storage.ByName("configmaps")
 	const key = "/registry/configmaps/x/a"
-	resp, err := w.Resources.Storage.Client.Client.Get(t.Context(), key)
+	resp, err := fx.Resources.Storage.Client.Client.Get(t.Context(), key)
 	if err != nil || len(resp.Kvs) != 1 {
 		t.Fatal(err, resp.Count)
 	}
@@ -64,14 +64,14 @@ func TestARowIsAnObjectOrSaysWhyNot(t *testing.T) {
 	if !strings.Contains(string(row.Json), `"resourceVersion":"7"`) || strings.Contains(string(row.Json), `"kind"`) {
 		t.Errorf("%s", row.Json)
 	}
-	for what, value := range map[string]string{
+	for name, value := range map[string]string{
 		"rubbish":          "rubbish",
 		"half":             string(value[:len(value)/2]),
 		"another kind":     `{"apiVersion":"v1","kind":"Secret","metadata":{"name":"a"}}`,
 		"no known version": `{"apiVersion":"v9","kind":"ConfigMap","metadata":{"name":"a"}}`,
 	} {
 		if row := st.Row(t.Context(), key, []byte(value), 7); row.Unreadable == "" {
-			t.Errorf("%s is read as %.100s", what, row.Json)
+			t.Errorf("%s is read as %.100s", name, row.Json)
 		}
 	}
 }

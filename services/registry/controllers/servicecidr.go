@@ -1,0 +1,47 @@
+package controllers
+
+import (
+	"context"
+
+	networkingv1 "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	typednetworkingv1 "k8s.io/client-go/kubernetes/typed/networking/v1"
+)
+
+// Upstream's controller of the default ServiceCIDR (k8s.io/kubernetes/pkg/controlplane/controller/defaultservicecidr)
+// looks for it again as soon as it has created it, before its informer has come to that, and creates it once more. What
+// it is answered with the refusal is empty, and it tells in an Event that this is not what the flags say. Here it is
+// answered with what is there.
+
+// createOrGetClient is a client whose refusal to create a ServiceCIDR that exists comes with that.
+type createOrGetClient struct{ kubernetes.Interface }
+
+func (e createOrGetClient) NetworkingV1() typednetworkingv1.NetworkingV1Interface {
+	return createOrGetNetworking{e.Interface.NetworkingV1()}
+}
+
+type createOrGetNetworking struct {
+	typednetworkingv1.NetworkingV1Interface
+}
+
+func (e createOrGetNetworking) ServiceCIDRs() typednetworkingv1.ServiceCIDRInterface {
+	return createOrGetServiceCIDRs{e.NetworkingV1Interface.ServiceCIDRs()}
+}
+
+type createOrGetServiceCIDRs struct {
+	typednetworkingv1.ServiceCIDRInterface
+}
+
+func (e createOrGetServiceCIDRs) Create(ctx context.Context, cidr *networkingv1.ServiceCIDR,
+	opts metav1.CreateOptions) (*networkingv1.ServiceCIDR, error) {
+	created, err := e.ServiceCIDRInterface.Create(ctx, cidr, opts)
+	if !apierrors.IsAlreadyExists(err) {
+		return created, err
+	}
+	if found, failed := e.Get(ctx, cidr.Name, metav1.GetOptions{}); failed == nil {
+		created = found
+	}
+	return created, err
+}

@@ -1,0 +1,4 @@
+package conversion
+
+// EncodeRow is printed.
+var EncodeRow = encodeRow

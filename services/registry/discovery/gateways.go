@@ -1,0 +1,42 @@
+package discovery
+
+import (
+	"context"
+	"errors"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+const (
+	// gatewaysPrefix is where etcd has the gateways that live, each under its name, in keys that are leased: out of reach of
+	// the API, whose users must not be able to say how many there are.
+	gatewaysPrefix = "/watershed/gateways/"
+	// gatewayTTL is for how many seconds a gateway counts that does not ask again.
+	gatewayTTL = 35
+)
+
+// Gateways implements registryv1.CatalogServer.
+func (d *Discovery) Gateways(ctx context.Context, r *registryv1.GatewaysRequest) (*registryv1.GatewaysResponse, error) {
+	if r.Name == "" {
+		return nil, status.Error(codes.InvalidArgument, "a gateway has a name")
+	}
+	etcd := d.resources.Storage.Client.Client
+	var err error
+	if r.Leaving {
+		_, err = etcd.Delete(ctx, gatewaysPrefix+r.Name)
+	} else {
+		var lease *clientv3.LeaseGrantResponse
+		if lease, err = etcd.Grant(ctx, gatewayTTL); err == nil {
+			_, err = etcd.Put(ctx, gatewaysPrefix+r.Name, "", clientv3.WithLease(lease.ID))
+		}
+	}
+	alive, cerr := etcd.Get(ctx, gatewaysPrefix, clientv3.WithPrefix(), clientv3.WithCountOnly())
+	if err := errors.Join(err, cerr); err != nil {
+		return nil, status.Error(codes.Unavailable, err.Error())
+	}
+	return &registryv1.GatewaysResponse{Alive: int32(alive.Count)}, nil
+}

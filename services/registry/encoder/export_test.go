@@ -1,4 +1,0 @@
-package encoder
-
-// Printed is printed.
-var Printed = printed

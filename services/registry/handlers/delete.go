@@ -1,0 +1,118 @@
+package handlers
+
+import (
+	"context"
+	"net/http"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/validation"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apiserver/pkg/admission"
+	"k8s.io/apiserver/pkg/endpoints/handlers/negotiation"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	"k8s.io/apiserver/pkg/registry/rest"
+	"k8s.io/apiserver/pkg/util/apihelpers"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+func (w *writeOperation) delete(ctx context.Context) (*registryv1.ObjectResponse, error) {
+	deleter, ok := w.Storage.(rest.GracefulDeleter)
+	if !ok {
+		return nil, w.MethodNotSupported("delete")
+	}
+	if w.req.Name == "" {
+		return nil, errEmptyName
+	}
+	ctx = request.WithNamespace(ctx, w.req.Namespace)
+	opts, err := w.deleteOptions(ctx)
+	if err != nil {
+		return nil, err
+	}
+	attrs := w.attributes(nil, nil, w.req.Name, admission.Delete, opts, opts.DryRun)
+	deleted := true
+	result, err := finish(ctx, func() (runtime.Object, error) {
+		obj, wasDeleted, err := deleter.Delete(ctx, w.req.Name,
+			rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w), opts)
+		deleted = wasDeleted
+		return obj, err
+	})
+	if err != nil {
+		return nil, err
+	}
+	code := http.StatusOK
+	// clients still set it, and kube-apiserver still answers 202
+	if orphan := opts.OrphanDependents; !deleted && orphan != nil && !*orphan { //nolint:staticcheck
+		code = http.StatusAccepted
+	}
+	if result == nil {
+		result = &metav1.Status{
+			Status:  metav1.StatusSuccess,
+			Code:    int32(code),
+			Details: &metav1.StatusDetails{Name: w.req.Name, Kind: w.Kind.Kind},
+		}
+	}
+	return w.encodeResult(ctx, code, result)
+}
+
+func (w *writeOperation) deleteCollection(ctx context.Context) (*registryv1.ObjectResponse, error) {
+	deleter, ok := w.Storage.(rest.CollectionDeleter)
+	if !ok {
+		return nil, w.MethodNotSupported("deletecollection")
+	}
+	ctx = request.WithNamespace(ctx, w.req.Namespace)
+	listOpts, err := w.listOptions(w.req.Query, "")
+	if err != nil {
+		return nil, err
+	}
+	opts, err := w.deleteOptions(ctx)
+	if err != nil {
+		return nil, err
+	}
+	attrs := w.attributes(nil, nil, "", admission.Delete, opts, opts.DryRun)
+	result, err := finish(ctx, func() (runtime.Object, error) {
+		return deleter.DeleteCollection(ctx, rest.AdmissionToValidateObjectDeleteFunc(w.admit, attrs, w),
+			opts, listOpts)
+	})
+	if err != nil {
+		return nil, err
+	}
+	if result == nil {
+		result = &metav1.Status{
+			Status:  metav1.StatusSuccess,
+			Code:    http.StatusOK,
+			Details: &metav1.StatusDetails{Kind: w.Kind.Kind},
+		}
+	}
+	return w.encodeResult(ctx, http.StatusOK, result)
+}
+
+// deleteOptions come from the body, or else from the query.
+func (w *writeOperation) deleteOptions(ctx context.Context) (*metav1.DeleteOptions, error) {
+	opts := &metav1.DeleteOptions{}
+	if len(w.req.Body) > 0 {
+		codecs := apihelpers.GetMetaInternalVersionCodecs()
+		info, err := negotiation.NegotiateInputSerializerForMediaType(w.req.ContentType, false, codecs)
+		if err != nil {
+			return nil, err
+		}
+		kind := metav1.SchemeGroupVersion.WithKind("DeleteOptions")
+		obj, gvk, err := codecs.DecoderToVersion(info.Serializer, kind.GroupVersion()).Decode(w.req.Body, &kind, opts)
+		if err != nil {
+			return nil, apierrors.NewBadRequest(err.Error())
+		}
+		if obj != opts {
+			return nil, apierrors.NewBadRequest("decoded object cannot be converted to DeleteOptions")
+		}
+		w.auditContext.recordRequest(ctx, obj, gvk.GroupVersion(), codecs)
+	} else if err := decodeOptions(w.req.Query, opts); err != nil {
+		return nil, err
+	}
+	opts.IgnoreStoreReadErrorWithClusterBreakingPotential = nil // AllowUnsafeMalformedObjectDeletion is alpha and off
+	if errs := validation.ValidateDeleteOptions(opts); len(errs) > 0 {
+		return nil, invalidOptions("DeleteOptions", errs)
+	}
+	opts.TypeMeta.SetGroupVersionKind(metav1.SchemeGroupVersion.WithKind("DeleteOptions"))
+	return opts, nil
+}

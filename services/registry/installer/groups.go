@@ -1,0 +1,348 @@
+// Package apis is which APIs are served: the built-in groups from upstream's storage providers, turned into endpoints
+// for the verbs, entries of the catalog, and OpenAPI documents.
+package installer
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apiextensionsv1beta1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1beta1"
+	apiextensionsapiserver "k8s.io/apiextensions-apiserver/pkg/apiserver"
+	"k8s.io/apiextensions-apiserver/pkg/registry/customresourcedefinition"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
+	genericregistry "k8s.io/apiserver/pkg/registry/generic"
+	"k8s.io/apiserver/pkg/registry/rest"
+	genericapiserver "k8s.io/apiserver/pkg/server"
+	serveroptions "k8s.io/apiserver/pkg/server/options"
+	"k8s.io/apiserver/pkg/server/resourceconfig"
+	serverstorage "k8s.io/apiserver/pkg/server/storage"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	restclient "k8s.io/client-go/rest"
+	cliflag "k8s.io/component-base/cli/flag"
+	apiregistrationv1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1"
+	apiregistrationv1beta1 "k8s.io/kube-aggregator/pkg/apis/apiregistration/v1beta1"
+	aggregatorscheme "k8s.io/kube-aggregator/pkg/apiserver/scheme"
+	apiservicerest "k8s.io/kube-aggregator/pkg/registry/apiservice/rest"
+	"k8s.io/kubernetes/pkg/api/legacyscheme"
+	"k8s.io/kubernetes/pkg/capabilities"
+	"k8s.io/kubernetes/pkg/controlplane"
+	controlplaneapiserver "k8s.io/kubernetes/pkg/controlplane/apiserver"
+	kubeoptions "k8s.io/kubernetes/pkg/kubeapiserver/options"
+	kubeletclient "k8s.io/kubernetes/pkg/kubelet/client"
+	admissionregistrationrest "k8s.io/kubernetes/pkg/registry/admissionregistration/rest"
+	apiserverinternalrest "k8s.io/kubernetes/pkg/registry/apiserverinternal/rest"
+	appsrest "k8s.io/kubernetes/pkg/registry/apps/rest"
+	authenticationrest "k8s.io/kubernetes/pkg/registry/authentication/rest"
+	authorizationrest "k8s.io/kubernetes/pkg/registry/authorization/rest"
+	autoscalingrest "k8s.io/kubernetes/pkg/registry/autoscaling/rest"
+	batchrest "k8s.io/kubernetes/pkg/registry/batch/rest"
+	certificatesrest "k8s.io/kubernetes/pkg/registry/certificates/rest"
+	coordinationrest "k8s.io/kubernetes/pkg/registry/coordination/rest"
+	corerest "k8s.io/kubernetes/pkg/registry/core/rest"
+	discoveryrest "k8s.io/kubernetes/pkg/registry/discovery/rest"
+	eventsrest "k8s.io/kubernetes/pkg/registry/events/rest"
+	flowcontrolrest "k8s.io/kubernetes/pkg/registry/flowcontrol/rest"
+	networkingrest "k8s.io/kubernetes/pkg/registry/networking/rest"
+	noderest "k8s.io/kubernetes/pkg/registry/node/rest"
+	policyrest "k8s.io/kubernetes/pkg/registry/policy/rest"
+	rbacrest "k8s.io/kubernetes/pkg/registry/rbac/rest"
+	resourcerest "k8s.io/kubernetes/pkg/registry/resource/rest"
+	schedulingrest "k8s.io/kubernetes/pkg/registry/scheduling/rest"
+	storagerest "k8s.io/kubernetes/pkg/registry/storage/rest"
+	svmrest "k8s.io/kubernetes/pkg/registry/storagemigration/rest"
+	"k8s.io/kubernetes/pkg/serviceaccount"
+
+	"watershed.dev/services/registry/handlers"
+	"watershed.dev/services/registry/storage"
+)
+
+// Options are kube-apiserver's flags for what is served and how services get their addresses.
+type Options struct {
+	RuntimeConfig         cliflag.ConfigurationMap
+	ServiceClusterIPRange string
+	ServiceNodePortRange  utilnet.PortRange
+	EventTTL              time.Duration
+	AllowPrivileged       bool
+
+	KubeletCertFile, KubeletKeyFile, KubeletCAFile string
+	KubeletPreferredAddressTypes                   []string
+	KubeletTimeout                                 time.Duration
+}
+
+// NewOptions returns the defaults.
+func NewOptions() Options {
+	return Options{
+		RuntimeConfig:        cliflag.ConfigurationMap{},
+		ServiceNodePortRange: kubeoptions.DefaultServiceNodePortRange,
+	}
+}
+
+// AddFlags registers the flags of what is served, with their defaults.
+func (o *Options) AddFlags(fs *pflag.FlagSet) {
+	fs.Var(&o.RuntimeConfig, "runtime-config",
+		"A set of key=value pairs that enable or disable built-in APIs, as kube-apiserver's: api/all, api/ga, "+
+			"api/beta, api/alpha or group/version.")
+	fs.StringVar(&o.ServiceClusterIPRange, "service-cluster-ip-range", "10.96.0.0/16",
+		"A CIDR notation IP range from which to assign service cluster IPs; at most two dual-stack CIDRs.")
+	fs.Var(&o.ServiceNodePortRange, "service-node-port-range",
+		"A port range to reserve for services with NodePort visibility.")
+	fs.BoolVar(&o.AllowPrivileged, "allow-privileged", false, "If true, allow privileged containers.")
+	fs.DurationVar(&o.EventTTL, "event-ttl", time.Hour, "Amount of time to retain events.")
+	fs.StringVar(&o.KubeletCertFile, "kubelet-client-certificate", "",
+		"Path to a client cert file for TLS to kubelets.")
+	fs.StringVar(&o.KubeletKeyFile, "kubelet-client-key", "", "Path to a client key file for TLS to kubelets.")
+	fs.StringVar(&o.KubeletCAFile, "kubelet-certificate-authority", "",
+		"Path to a cert file for the certificate authority of kubelets.")
+	fs.StringSliceVar(&o.KubeletPreferredAddressTypes, "kubelet-preferred-address-types",
+		[]string{"Hostname", "InternalDNS", "InternalIP", "ExternalDNS", "ExternalIP"},
+		"List of the preferred NodeAddressTypes to use for kubelet connections.")
+	fs.DurationVar(&o.KubeletTimeout, "kubelet-timeout", 5*time.Second, "Timeout for kubelet operations.")
+}
+
+// ServiceIPRanges parses --service-cluster-ip-range.
+func (o *Options) ServiceIPRanges() (primary, secondary net.IPNet, err error) {
+	for i, s := range strings.Split(o.ServiceClusterIPRange, ",") {
+		_, n, err := net.ParseCIDR(strings.TrimSpace(s))
+		if err != nil {
+			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: %w", o.ServiceClusterIPRange, err)
+		}
+		switch i {
+		case 0:
+			primary = *n
+		case 1:
+			secondary = *n
+		default:
+			return primary, secondary, fmt.Errorf("--service-cluster-ip-range %q: must not hold more than 2 ranges",
+				o.ServiceClusterIPRange)
+		}
+	}
+	return primary, secondary, nil
+}
+
+// APIResourceConfig is the set of APIs to serve: the default-enabled ones as --runtime-config changes them.
+func (o *Options) APIResourceConfig() (*serverstorage.ResourceConfig, error) {
+	enabled := serveroptions.APIEnablementOptions{RuntimeConfig: o.RuntimeConfig}
+	if errs := enabled.Validate(legacyscheme.Scheme, apiextensionsapiserver.Scheme,
+		aggregatorscheme.Scheme); len(errs) > 0 {
+		return nil, fmt.Errorf("--runtime-config %q: %w", o.RuntimeConfig.String(), errors.Join(errs...))
+	}
+	defaults := controlplane.DefaultAPIResourceConfigSource()
+	defaults.EnableVersions(apiextensionsv1.SchemeGroupVersion, apiregistrationv1.SchemeGroupVersion)
+	merged, err := resourceconfig.MergeAPIResourceConfigs(defaults, o.RuntimeConfig, legacyscheme.Scheme)
+	if err != nil {
+		return nil, fmt.Errorf("--runtime-config %q: %w", o.RuntimeConfig.String(), err)
+	}
+	return merged, nil
+}
+
+// Deps is what the storages need beside etcd.
+type Deps struct {
+	// Loopback reaches this very registry without HTTP or a socket.
+	Loopback  *restclient.Config
+	Client    *kubernetes.Clientset
+	Informers informers.SharedInformerFactory
+
+	TokenIssuer     serviceaccount.TokenGenerator
+	TokenAudiences  []string
+	MaxTokenExpiry  time.Duration
+	ExtendExpiry    bool
+	MaxExtendedTime time.Duration
+}
+
+// restStorageProvider is upstream's contract for one group.
+type restStorageProvider interface {
+	GroupName() string
+	NewRESTStorage(serverstorage.APIResourceConfigSource,
+		genericregistry.RESTOptionsGetter) (genericapiserver.APIGroupInfo, error)
+}
+
+func init() {
+	storage.AddScheme(apiextensionsapiserver.Scheme)
+	storage.AddScheme(aggregatorscheme.Scheme)
+}
+
+// PostStartHook is work that upstream does once its server has started: bootstrap policy, repair loops.
+type PostStartHook struct {
+	Name string
+	Run  genericapiserver.PostStartHookFunc
+}
+
+// InstallAPIs builds every built-in group, in kube-apiserver's order.
+func InstallAPIs(o *Options, s *storage.Storage, resources *serverstorage.ResourceConfig, d Deps) (*Set, error) {
+	// The validation of pods asks; what a connection may carry is the gateway's to bound.
+	capabilities.Setup(o.AllowPrivileged, 0)
+	all, err := providers(o, s, d)
+	if err != nil {
+		return nil, err
+	}
+	set := newSet(s.Factory.ResourcePrefix)
+	for _, p := range all {
+		info, err := p.NewRESTStorage(resources, s.RESTOptions())
+		if err != nil {
+			return nil, fmt.Errorf("group %q: %w", p.GroupName(), err)
+		}
+		if len(info.VersionedResourcesStorageMap) == 0 {
+			continue
+		}
+		if p.GroupName() == "authentication.k8s.io" {
+			info.VersionedResourcesStorageMap["v1"]["tokenreviews"] = handlers.NewTokenReviews(d.TokenAudiences)
+		}
+		set.groups = append(set.groups, info)
+		if h, ok := p.(genericapiserver.PostStartHookProvider); ok {
+			name, run, err := h.PostStartHook()
+			if err != nil {
+				return nil, err
+			}
+			set.Hooks = append(set.Hooks, PostStartHook{name, run})
+		}
+	}
+	extensions, err := crdGroup(s)
+	if err != nil {
+		return nil, err
+	}
+	set.groups = append(set.groups, extensions, apiServiceGroup(s, resources))
+	return set, set.install(s)
+}
+
+// providers are upstream's storages by group, in the order of k8s.io/kubernetes/pkg/controlplane/instance.go.
+func providers(o *Options, s *storage.Storage, d Deps) ([]restStorageProvider, error) {
+	config, err := coreConfig(o, s, d)
+	if err != nil {
+		return nil, err
+	}
+	core, err := corerest.New(config, handlers.Authorizer{})
+	if err != nil {
+		return nil, fmt.Errorf("core: %w", err)
+	}
+	return []restStorageProvider{
+		core,
+		apiserverinternalrest.StorageProvider{},
+		authenticationrest.RESTStorageProvider{},
+		authorizationrest.RESTStorageProvider{Authorizer: handlers.Authorizer{}, RuleResolver: handlers.RuleResolver{}},
+		autoscalingrest.RESTStorageProvider{},
+		batchrest.RESTStorageProvider{},
+		certificatesrest.RESTStorageProvider{Authorizer: handlers.Authorizer{}},
+		coordinationrest.RESTStorageProvider{},
+		discoveryrest.StorageProvider{},
+		networkingrest.RESTStorageProvider{},
+		noderest.RESTStorageProvider{},
+		policyrest.RESTStorageProvider{},
+		rbacrest.RESTStorageProvider{Authorizer: handlers.Authorizer{}},
+		schedulingrest.RESTStorageProvider{},
+		storagerest.RESTStorageProvider{},
+		svmrest.RESTStorageProvider{},
+		flowcontrolrest.RESTStorageProvider{InformerFactory: d.Informers},
+		appsrest.StorageProvider{},
+		admissionregistrationrest.RESTStorageProvider{
+			Authorizer:      handlers.Authorizer{},
+			DiscoveryClient: d.Client.Discovery(),
+		},
+		eventsrest.RESTStorageProvider{TTL: o.EventTTL},
+		resourcerest.RESTStorageProvider{
+			NamespaceClient: d.Client.CoreV1().Namespaces(),
+			Authorizer:      handlers.Authorizer{},
+		},
+	}, nil
+}
+
+// coreConfig is what the core group is built with.
+func coreConfig(o *Options, s *storage.Storage, d Deps) (corerest.Config, error) {
+	primary, secondary, err := o.ServiceIPRanges()
+	return corerest.Config{
+		GenericConfig: corerest.GenericConfig{
+			StorageFactory:              s.Factory,
+			EventTTL:                    o.EventTTL,
+			LoopbackClientConfig:        d.Loopback,
+			Informers:                   d.Informers,
+			ServiceAccountIssuer:        d.TokenIssuer,
+			ServiceAccountMaxExpiration: d.MaxTokenExpiry,
+			ExtendExpiration:            d.ExtendExpiry,
+			MaxExtendedExpiration:       d.MaxExtendedTime,
+			APIAudiences:                d.TokenAudiences,
+		},
+		Proxy: corerest.ProxyConfig{
+			Transport: &http.Transport{},
+			KubeletClientConfig: kubeletclient.KubeletClientConfig{
+				Port:                  10250,
+				ReadOnlyPort:          10255,
+				PreferredAddressTypes: o.KubeletPreferredAddressTypes,
+				HTTPTimeout:           o.KubeletTimeout,
+				TLSClientConfig: kubeletclient.KubeletTLSConfig{CertFile: o.KubeletCertFile, KeyFile: o.KubeletKeyFile,
+					CAFile: o.KubeletCAFile},
+			},
+		},
+		Services: corerest.ServicesConfig{
+			ClusterIPRange:          primary,
+			SecondaryClusterIPRange: secondary,
+			NodePortRange:           o.ServiceNodePortRange,
+			IPRepairInterval:        3 * time.Minute,
+		},
+	}, err
+}
+
+// crdGroup is apiextensions.k8s.io, stored as kube-apiserver stores it.
+func crdGroup(s *storage.Storage) (genericapiserver.APIGroupInfo, error) {
+	info := genericapiserver.NewDefaultAPIGroupInfo(apiextensionsv1.GroupName, apiextensionsapiserver.Scheme,
+		metav1.ParameterCodec, apiextensionsapiserver.Codecs)
+	options := s.RESTOptionsFor(
+		apiextensionsapiserver.Codecs.LegacyCodec(apiextensionsv1beta1.SchemeGroupVersion,
+			apiextensionsv1.SchemeGroupVersion),
+		runtime.NewMultiGroupVersioner(apiextensionsv1beta1.SchemeGroupVersion,
+			schema.GroupKind{Group: apiextensionsv1beta1.GroupName}))
+	crds, err := customresourcedefinition.NewREST(apiextensionsapiserver.Scheme, options)
+	if err != nil {
+		return info, err
+	}
+	info.VersionedResourcesStorageMap["v1"] = map[string]rest.Storage{
+		"customresourcedefinitions":        crds,
+		"customresourcedefinitions/status": customresourcedefinition.NewStatusREST(apiextensionsapiserver.Scheme, crds),
+	}
+	return info, nil
+}
+
+// apiServiceGroup is apiregistration.k8s.io.
+func apiServiceGroup(s *storage.Storage, resources *serverstorage.ResourceConfig) genericapiserver.APIGroupInfo {
+	return apiservicerest.NewRESTStorage(resources, s.RESTOptionsFor(
+		aggregatorscheme.Codecs.LegacyCodec(apiregistrationv1.SchemeGroupVersion,
+			apiregistrationv1beta1.SchemeGroupVersion),
+		runtime.NewMultiGroupVersioner(apiregistrationv1.SchemeGroupVersion,
+			schema.GroupKind{Group: apiregistrationv1.GroupName})), false)
+}
+
+// Priority orders groups and versions in /apis, as kube-aggregator does by its APIServices.
+type Priority = controlplaneapiserver.APIServicePriority
+
+// Priorities are kube-apiserver's own (cmd/kube-apiserver/app/aggregator.go at 1.36).
+func Priorities() map[schema.GroupVersion]Priority {
+	p := controlplaneapiserver.DefaultGenericAPIServicePriorities()
+	for group, priority := range map[string]struct {
+		group    int32
+		versions map[string]int32
+	}{
+		"apps":                   {17800, map[string]int32{"v1": 15}},
+		"autoscaling":            {17500, map[string]int32{"v1": 15, "v2": 30}},
+		"batch":                  {17400, map[string]int32{"v1": 15}},
+		"networking.k8s.io":      {17200, map[string]int32{"v1": 15, "v1beta1": 9}},
+		"policy":                 {17100, map[string]int32{"v1": 15, "v1beta1": 9}},
+		"storage.k8s.io":         {16800, map[string]int32{"v1": 15, "v1beta1": 9, "v1alpha1": 1}},
+		"scheduling.k8s.io":      {16600, map[string]int32{"v1": 15, "v1alpha2": 2}},
+		"node.k8s.io":            {16300, map[string]int32{"v1": 15, "v1beta1": 9, "v1alpha1": 1}},
+		"resource.k8s.io":        {16200, map[string]int32{"v1": 21, "v1beta2": 15, "v1beta1": 9, "v1alpha3": 1}},
+		"apiregistration.k8s.io": {20000, map[string]int32{"v1": 15}},
+	} {
+		for v, n := range priority.versions {
+			p[schema.GroupVersion{Group: group, Version: v}] = Priority{Group: priority.group, Version: n}
+		}
+	}
+	return p
+}

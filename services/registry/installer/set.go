@@ -1,0 +1,364 @@
+package installer
+
+import (
+	"fmt"
+	"reflect"
+	"slices"
+	"sort"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/managedfields"
+	genericapi "k8s.io/apiserver/pkg/endpoints"
+	"k8s.io/apiserver/pkg/endpoints/deprecation"
+	"k8s.io/apiserver/pkg/endpoints/discovery"
+	"k8s.io/apiserver/pkg/registry/rest"
+	genericapiserver "k8s.io/apiserver/pkg/server"
+	"k8s.io/component-base/version"
+	"k8s.io/kube-openapi/pkg/validation/spec"
+	"sigs.k8s.io/structured-merge-diff/v6/fieldpath"
+
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/registry/handlers"
+	"watershed.dev/services/registry/managed"
+	"watershed.dev/services/registry/storage"
+)
+
+// Set is everything that is served. It does not change once built.
+type Set struct {
+	Hooks  []PostStartHook
+	Groups []*registryv1.Group
+
+	groups        []genericapiserver.APIGroupInfo
+	scopes        map[string]*handlers.RequestScope
+	orderedScopes []*handlers.RequestScope
+	equivalents   runtime.EquivalentResourceRegistry
+	openapi       *documents
+}
+
+// newSet makes an empty set. identity names what is stored: resources that share it are the same one.
+func newSet(identity func(schema.GroupResource) string) *Set {
+	return &Set{
+		scopes:      map[string]*handlers.RequestScope{},
+		equivalents: runtime.NewEquivalentResourceRegistryWithIdentity(identity),
+	}
+}
+
+// RequestScope finds a served resource or subresource.
+func (s *Set) RequestScope(r *commonv1.Resource) (*handlers.RequestScope, bool) {
+	scope, ok := s.scopes[key(r.GetGroup(), r.GetVersion(), r.GetResource(), r.GetSubresource())]
+	return scope, ok
+}
+
+func key(group, version, resource, subresource string) string {
+	return group + "/" + version + "/" + resource + "/" + subresource
+}
+
+// install turns the groups' storages into endpoints and catalog entries.
+func (s *Set) install(store *storage.Storage) error {
+	priorities := Priorities()
+	var err error
+	if s.openapi, err = newDocuments(s.groups); err != nil {
+		return err
+	}
+	models, err := s.openapi.resourceModels("*")
+	if err != nil {
+		return err
+	}
+	converter, err := managedfields.NewTypeConverter(models, false)
+	if err != nil {
+		return fmt.Errorf("models: %w", err)
+	}
+	for i := range s.groups {
+		info := &s.groups[i]
+		name := info.PrioritizedVersions[0].Group
+		g := &registryv1.Group{Name: name}
+		for _, gv := range info.PrioritizedVersions {
+			storages := info.VersionedResourcesStorageMap[gv.Version]
+			if len(storages) == 0 {
+				continue
+			}
+			g.Versions = append(g.Versions, gv.Version)
+			g.GroupPriorityMinimum = priorities[gv].Group
+			if err := s.installVersion(store, info, gv, storages, converter); err != nil {
+				return fmt.Errorf("%s: %w", gv, err)
+			}
+		}
+		slices.SortStableFunc(g.Versions, func(a, b string) int {
+			return int(priorities[schema.GroupVersion{Group: name,
+				Version: b}].Version - priorities[schema.GroupVersion{Group: name, Version: a}].Version)
+		})
+		s.Groups = append(s.Groups, g)
+	}
+	slices.SortStableFunc(s.Groups, func(a, b *registryv1.Group) int {
+		if d := b.GroupPriorityMinimum - a.GroupPriorityMinimum; d != 0 {
+			return int(d)
+		}
+		return strings.Compare(a.Name, b.Name)
+	})
+	return nil
+}
+
+func (s *Set) installVersion(store *storage.Storage, info *genericapiserver.APIGroupInfo, gv schema.GroupVersion,
+	storages map[string]rest.Storage, converter managedfields.TypeConverter) error {
+	var paths []string
+	for p := range storages {
+		paths = append(paths, p)
+	}
+	sort.Strings(paths)
+	for _, path := range paths {
+		resource, subresource, _ := strings.Cut(path, "/")
+		scope, err := newRequestScope(info, gv, resource, subresource, storages[path],
+			storages[resource], converter, s.equivalents)
+		if err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		if err := describe(scope, store); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		s.scopes[key(gv.Group, gv.Version, resource, subresource)] = scope
+		s.orderedScopes = append(s.orderedScopes, scope)
+		s.equivalents.RegisterKindFor(scope.Resource, subresource, scope.Kind)
+	}
+	return nil
+}
+
+func newRequestScope(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, resource, subresource string, st,
+	parent rest.Storage,
+	converter managedfields.TypeConverter, equivalents runtime.EquivalentResourceMapper) (*handlers.RequestScope, error) {
+	kind, err := genericapi.GetResourceKind(gv, st, info.Scheme)
+	if err != nil {
+		return nil, err
+	}
+	scoper, ok := parent.(rest.Scoper)
+	if !ok {
+		return nil, fmt.Errorf("%q must implement scoper", resource)
+	}
+	scope := &handlers.RequestScope{
+		Resource:                 gv.WithResource(resource),
+		Subresource:              subresource,
+		Kind:                     kind,
+		Storage:                  st,
+		Namespaced:               scoper.NamespaceScoped(),
+		Serializer:               info.NegotiatedSerializer,
+		ParameterCodec:           info.ParameterCodec,
+		Creater:                  info.Scheme,
+		Convertor:                info.Scheme,
+		Defaulter:                info.Scheme,
+		Typer:                    info.Scheme,
+		UnsafeConvertor:          runtime.UnsafeObjectConvertor(info.Scheme),
+		EquivalentResourceMapper: equivalents,
+	}
+	var reset map[fieldpath.APIVersion]fieldpath.Filter
+	if r, ok := st.(rest.ResetFieldsStrategy); ok {
+		reset = fieldpath.NewExcludeFilterSetMap(r.GetResetFields())
+	}
+	if r, ok := st.(rest.ResetFieldsFilterStrategy); ok {
+		reset = r.GetResetFieldsFilter()
+	}
+	upstream, err := managedfields.NewDefaultFieldManager(converter, scope.UnsafeConvertor, scope.Defaulter, scope.Creater,
+		kind, scope.HubGroupVersion(), subresource, reset)
+	scope.FieldManager = managed.New(upstream)
+	return scope, err
+}
+
+// describe writes the endpoint's catalog entry, as upstream's installer fills an APIResource.
+func describe(scope *handlers.RequestScope, store *storage.Storage) error {
+	apiResource := &registryv1.APIResource{
+		Resource: &commonv1.Resource{
+			Group:       scope.Resource.Group,
+			Version:     scope.Resource.Version,
+			Resource:    scope.Resource.Resource,
+			Subresource: scope.Subresource,
+		},
+		Namespaced: scope.Namespaced,
+		Kind:       kindProto(scope.Kind),
+		Verbs:      verbsOf(scope.Storage),
+	}
+	describeStorage(apiResource, scope)
+	if err := describeVersion(apiResource, scope); err != nil {
+		return err
+	}
+	if st, ok := storageResourceOf(scope, store); ok && scope.Subresource == "" {
+		apiResource.StorageResource, apiResource.StoredKind = st.Name(), kindProto(st.Kind)
+		apiResource.SelectableFields = fieldLabels(scope, st)
+		if st.Kind == scope.Kind {
+			scope.ResponseCache = store.ResponseCache(st)
+		}
+		if f := decoratorOf(scope.Storage); f != nil {
+			st.SetDecorator(f)
+		}
+	}
+	scope.APIResource = apiResource
+	return nil
+}
+
+// describeStorage says what the storage says of itself.
+func describeStorage(apiResource *registryv1.APIResource, scope *handlers.RequestScope) {
+	for _, m := range scope.Serializer.SupportedMediaTypes() {
+		apiResource.MediaTypes = append(apiResource.MediaTypes, m.MediaType)
+	}
+	if p, ok := scope.Storage.(rest.ShortNamesProvider); ok {
+		apiResource.ShortNames = p.ShortNames()
+	}
+	if p, ok := scope.Storage.(rest.CategoriesProvider); ok {
+		apiResource.Categories = p.Categories()
+	}
+	if p, ok := scope.Storage.(rest.KindProvider); ok && p.Kind() != scope.Kind.Kind {
+		apiResource.DiscoveryKind = p.Kind()
+	}
+	if p, ok := scope.Storage.(rest.SingularNameProvider); ok && scope.Subresource == "" {
+		apiResource.Singular = p.GetSingularName()
+	}
+	if c, ok := scope.Storage.(rest.Connecter); ok {
+		apiResource.ConnectMethods = c.ConnectMethods()
+		_, apiResource.ConnectSubpath, _ = c.NewConnectOptions()
+	}
+	_, apiResource.GetWithOptions = scope.Storage.(rest.GetterWithOptions)
+	_, apiResource.Table = scope.Storage.(rest.TableConvertor)
+}
+
+// describeVersion says what depends on the version that is served.
+func describeVersion(apiResource *registryv1.APIResource, scope *handlers.RequestScope) error {
+	versioned, err := scope.Creater.New(scope.Kind)
+	if err != nil {
+		return err
+	}
+	versioned.GetObjectKind().SetGroupVersionKind(scope.Kind)
+	if major, minor, err := deprecation.MajorMinor(version.Get()); err == nil &&
+		deprecation.IsDeprecated(versioned, major, minor) {
+		apiResource.Deprecation = deprecation.WarningMessage(versioned)
+		apiResource.RemovedRelease = deprecation.RemovedRelease(versioned)
+	}
+	if p, ok := scope.Storage.(rest.StorageVersionProvider); ok && p.StorageVersion() != nil {
+		kinds, _, err := scope.Typer.ObjectKinds(scope.Storage.New())
+		if err != nil {
+			return err
+		}
+		if gvk, ok := p.StorageVersion().KindForGroupVersionKinds(kinds); ok {
+			apiResource.StorageVersionHash = discovery.StorageVersionHash(gvk.Group, gvk.Version, gvk.Kind)
+		}
+	}
+	if l, ok := scope.Storage.(rest.Lister); ok {
+		kinds, _, err := scope.Typer.ObjectKinds(l.NewList())
+		if err != nil {
+			return err
+		}
+		apiResource.ListKind = kinds[0].Kind
+	}
+	return nil
+}
+
+// decoratorOf is what a storage does to every object that it reads: Services and claims that are older than a field get
+// its default. It is a field of the store that upstream's storages embed.
+func decoratorOf(st rest.Storage) func(runtime.Object) {
+	v := reflect.Indirect(reflect.ValueOf(st))
+	if v.Kind() != reflect.Struct {
+		return nil
+	}
+	f := v.FieldByName("Decorator")
+	if !f.IsValid() || f.IsZero() {
+		return nil
+	}
+	decorator, _ := f.Interface().(func(runtime.Object))
+	return decorator
+}
+
+// storageResourceOf finds what the endpoint's reads come from: its own resource, or the one it shares with another group.
+func storageResourceOf(scope *handlers.RequestScope, store *storage.Storage) (*storage.Resource, bool) {
+	if st, ok := store.ByName(scope.Resource.GroupResource().String()); ok {
+		return st, true
+	}
+	if scope.Resource.Group == "events.k8s.io" {
+		return store.ByName("events")
+	}
+	return nil, false
+}
+
+// fieldLabelAliases are field labels that some kind accepts beside the names of its stored fields.
+var fieldLabelAliases = []string{"metadata.name", "metadata.namespace", "spec.host", "regarding.kind", "regarding.namespace",
+	"regarding.name",
+	"regarding.uid", "regarding.apiVersion", "regarding.resourceVersion", "regarding.fieldPath", "reportingController",
+	"type", "reason", "status.podIPs"}
+
+// fieldLabels asks the scheme which labels a selector may use and what each one means.
+func fieldLabels(scope *handlers.RequestScope, st *storage.Resource) map[string]string {
+	labels := map[string]string{}
+	for _, l := range append(st.SelectableFields(), fieldLabelAliases...) {
+		const probe = "probe"
+		if to, value, err := scope.Convertor.ConvertFieldLabel(scope.Kind, l, probe); err == nil && value == probe {
+			labels[l] = to
+		}
+	}
+	return labels
+}
+
+func kindProto(k schema.GroupVersionKind) *commonv1.Kind {
+	return &commonv1.Kind{Group: k.Group, Version: k.Version, Kind: k.Kind}
+}
+
+// verbsOf is what discovery lists for a storage, sorted.
+func verbsOf(st rest.Storage) []string {
+	set := []string{}
+	add := func(verb string, has bool) {
+		if has && !slices.Contains(set, verb) {
+			set = append(set, verb)
+		}
+	}
+	_, creater := st.(rest.Creater)
+	_, named := st.(rest.NamedCreater)
+	add("create", creater || named)
+	_, deleter := st.(rest.GracefulDeleter)
+	add("delete", deleter)
+	_, collection := st.(rest.CollectionDeleter)
+	add("deletecollection", collection)
+	_, getter := st.(rest.Getter)
+	_, withOptions := st.(rest.GetterWithOptions)
+	add("get", getter || withOptions)
+	_, lister := st.(rest.Lister)
+	add("list", lister)
+	_, patcher := st.(rest.Patcher)
+	add("patch", patcher)
+	_, updater := st.(rest.Updater)
+	add("update", updater)
+	_, watcher := st.(rest.Watcher)
+	add("watch", watcher)
+	if c, ok := st.(rest.Connecter); ok {
+		for _, m := range c.ConnectMethods() {
+			verb := map[string]string{
+				"GET":    "get",
+				"POST":   "create",
+				"PUT":    "update",
+				"PATCH":  "patch",
+				"DELETE": "delete",
+			}[m]
+			add(verb, verb != "")
+		}
+	}
+	sort.Strings(set)
+	return set
+}
+
+// APIResources is what the catalog says of all endpoints.
+func (s *Set) APIResources() []*registryv1.APIResource {
+	var all []*registryv1.APIResource
+	for _, scope := range s.orderedScopes {
+		all = append(all, scope.APIResource)
+	}
+	return all
+}
+
+// OpenAPIHash names what the documents of the built-in groups depend on.
+func (s *Set) OpenAPIHash() string { return s.openapi.etag }
+
+// Models are the schemas of one group's objects and of all that they hold.
+func (s *Set) Models(group string) (map[string]*spec.Schema, error) {
+	return s.openapi.resourceModels(group)
+}
+
+// OpenAPI answers a document: "v2", or "v3/" and a group version's path. ok is false where there is none.
+func (s *Set) OpenAPI(path string) (doc any, ok bool, err error) {
+	return s.openapi.get(path, s.orderedScopes)
+}

@@ -1,0 +1,90 @@
+package storage_test
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+
+	"watershed.dev/platform/eventlog"
+	"watershed.dev/services/registry/internal/fixture"
+	"watershed.dev/services/registry/storage"
+)
+
+const encryption = `apiVersion: apiserver.config.k8s.io/v1
+kind: EncryptionConfiguration
+resources:
+- resources: [secrets]
+  providers:
+  - aesgcm: {keys: [{name: k, secret: AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=}]}
+`
+
+// A key of the log is one for every registry, and etcd has it encrypted as what is sealed with it is.
+func TestDataKeyIsEncrypted(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "encryption.yaml")
+	if err := os.WriteFile(file, []byte(encryption), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := fixture.New(t, "--encryption-provider-config="+file).Resources.Storage
+	secrets, _ := s.ByName("secrets")
+	ours, theirs := storage.NewDataKeys(s), storage.NewDataKeys(s)
+	id, secret, err := ours.Current(t.Context(), secrets)
+	if err != nil || len(secret) != eventlog.KeyBytes {
+		t.Fatal(len(secret), err)
+	}
+	if again, _, _ := ours.Current(t.Context(), secrets); again != id {
+		t.Errorf("the key is made anew: %s, %s", id, again)
+	}
+	for _, keys := range []*storage.DataKeys{ours, theirs} {
+		if got, err := keys.Get(t.Context(), secrets, id); err != nil || !bytes.Equal(got, secret) {
+			t.Errorf("%v", err)
+		}
+	}
+	other, _, err := theirs.Current(t.Context(), secrets)
+	if err != nil || other == id {
+		t.Errorf("two registries seal with one key: %v", err)
+	}
+	all, err := s.Client.Client.Get(t.Context(), "/watershed/log-keys/secrets/", clientv3.WithPrefix())
+	if err != nil || len(all.Kvs) != 2 {
+		t.Fatal(all.Count, err)
+	}
+	for _, kv := range all.Kvs {
+		if !storage.Encrypted(kv.Value) || bytes.Contains(kv.Value, secret) {
+			t.Errorf("%s is not encrypted", kv.Key)
+		}
+	}
+	if _, err := ours.Get(t.Context(), secrets, "1-none"); !errors.Is(err, eventlog.ErrNoKey) {
+		t.Errorf("%v", err)
+	}
+	// A key that was put in another's place is none.
+	if _, err := s.Client.Client.Put(t.Context(), "/watershed/log-keys/secrets/2-moved",
+		string(all.Kvs[0].Value)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ours.Get(t.Context(), secrets, "2-moved"); !errors.Is(err, eventlog.ErrNoKey) {
+		t.Errorf("%v", err)
+	}
+	// Long after the next one was made, a key is forgotten.
+	for _, key := range []string{"1000000000-a", "1000000001-b"} {
+		if _, err := s.Client.Client.Put(t.Context(), "/watershed/log-keys/secrets/"+key, "x"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, _, err := storage.NewDataKeys(s).Current(t.Context(), secrets); err != nil {
+		t.Fatal(err)
+	}
+	left, err := s.Client.Client.Get(t.Context(), "/watershed/log-keys/secrets/", clientv3.WithPrefix(),
+		clientv3.WithKeysOnly())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, kv := range left.Kvs {
+		if strings.HasSuffix(string(kv.Key), "/1000000000-a") {
+			t.Errorf("%s is still there", kv.Key)
+		}
+	}
+}
