@@ -14,20 +14,20 @@ const namespaces = "/api/v1/namespaces"
 func TestReadsInFlightAreBounded(t *testing.T) {
 	come, may := make(chan struct{}), make(chan struct{})
 	var lists atomic.Int32
-	g := start(t, &others{list: func(string) {
+	g := newTestGateway(t, &fakeServices{list: func(string) {
 		if lists.Add(1) == 1 { // the first one lasts
 			close(come)
 			<-may
 		}
 	}}, "--max-requests-inflight=1")
-	await(t, func() bool { return g.catalog.View() != nil })
+	eventually(t, func() bool { return g.discovery.View() != nil })
 	first := make(chan int)
 	go func() {
-		code, _, _ := g.ask(http.MethodGet, namespaces, "bob")
+		code, _, _ := g.doRequest(http.MethodGet, namespaces, "bob")
 		first <- code
 	}()
 	<-come
-	if code, body, h := g.ask(http.MethodGet, namespaces, "bob"); code != http.StatusTooManyRequests ||
+	if code, body, h := g.doRequest(http.MethodGet, namespaces, "bob"); code != http.StatusTooManyRequests ||
 		h.Get("Retry-After") == "" {
 		t.Errorf("a second read: %d %.200s", code, body)
 	}
@@ -43,7 +43,7 @@ func TestListsForTheWatchTierAreBounded(t *testing.T) {
 	var mu sync.Mutex
 	under, most := map[string]int{}, 0
 	may := make(chan struct{})
-	o := &others{list: func(query string) {
+	o := &fakeServices{list: func(query string) {
 		mu.Lock()
 		under[query]++ // the gateway may ask for one list twice, if registry is slow
 		most = max(most, len(under))
@@ -55,21 +55,21 @@ func TestListsForTheWatchTierAreBounded(t *testing.T) {
 			delete(under, query)
 		}
 	}}
-	o.away.Store("watch tier")
-	g := start(t, o)
-	await(t, func() bool { return g.catalog.View() != nil })
+	o.unavailable.Store("watch tier")
+	g := newTestGateway(t, o)
+	eventually(t, func() bool { return g.discovery.View() != nil })
 	const refused = 3
 	const all = atATime + waiting + refused
 	codes := make(chan int, all)
 	for i := range all {
 		go func() {
-			code, _, _ := g.ask(http.MethodGet, fmt.Sprintf("%s?labelSelector=l%d", namespaces, i), "bob")
+			code, _, _ := g.doRequest(http.MethodGet, fmt.Sprintf("%s?labelSelector=l%d", namespaces, i), "bob")
 			codes <- code
 		}()
 	}
 	let := sync.OnceFunc(func() { close(may) })
 	t.Cleanup(let)
-	await(t, func() bool { // while no list ends
+	eventually(t, func() bool { // while no list ends
 		mu.Lock()
 		defer mu.Unlock()
 		return len(under) == atATime && len(codes) == refused

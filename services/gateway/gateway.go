@@ -40,22 +40,22 @@ import (
 	authzv1 "watershed.dev/proto/watershed/authz/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
-	"watershed.dev/services/gateway/access"
 	"watershed.dev/services/gateway/aggregation"
-	"watershed.dev/services/gateway/answer"
 	"watershed.dev/services/gateway/audit"
 	"watershed.dev/services/gateway/body"
-	"watershed.dev/services/gateway/edge"
-	"watershed.dev/services/gateway/fairness"
+	"watershed.dev/services/gateway/delegatedauth"
+	"watershed.dev/services/gateway/flowcontrol"
 	"watershed.dev/services/gateway/loopback"
+	"watershed.dev/services/gateway/proxy"
+	"watershed.dev/services/gateway/responsewriters"
 	"watershed.dev/services/gateway/routing"
-	"watershed.dev/services/gateway/streaming"
+	"watershed.dev/services/gateway/server"
 	"watershed.dev/services/gateway/watch"
 )
 
 // Config is what a gateway is told.
 type Config struct {
-	Edge              edge.Config
+	Server            server.Config
 	AdvertiseAddress  string
 	ExternalHostname  string
 	MinRequestTimeout int
@@ -63,21 +63,21 @@ type Config struct {
 	TierGets          bool
 	Profiling         bool
 	Aggregation       aggregation.Config
-	Streaming         streaming.Config
+	Proxy             proxy.Config
 	Audit             audit.Config
-	Fairness          fairness.Config
+	FlowControl       flowcontrol.Config
 	Egress            egress.Config
 }
 
 // AddFlags adds every setting to fs.
 func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	features.AddFlag(fs, true)
-	c.Edge.AddFlags(fs)
+	c.Server.AddFlags(fs)
 	c.Watch.AddFlags(fs)
 	c.Aggregation.AddFlags(fs)
-	c.Streaming.AddFlags(fs)
+	c.Proxy.AddFlags(fs)
 	c.Audit.AddFlags(fs)
-	c.Fairness.AddFlags(fs)
+	c.FlowControl.AddFlags(fs)
 	c.Egress.AddFlags(fs)
 	fs.BoolVar(&c.TierGets, "gets-from-watch-tier", false,
 		"Whether a GET of an object as it is stored is answered by the watch tier, as fresh as etcd, in place of "+
@@ -103,25 +103,25 @@ func (c *Config) externalAddress() string {
 		return host
 	}
 	if host == "" {
-		if ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Edge.BindAddress)); err == nil {
+		if ip, err := utilnet.ResolveBindAddress(net.ParseIP(c.Server.BindAddress)); err == nil {
 			host = ip.String()
 		} else if host, err = os.Hostname(); err != nil {
 			host = "localhost"
 		}
 	}
-	return net.JoinHostPort(host, strconv.Itoa(c.Edge.SecurePort))
+	return net.JoinHostPort(host, strconv.Itoa(c.Server.SecurePort))
 }
 
 // Deps are the clients of the other services.
 type Deps struct {
-	Authn     authnv1.AuthnClient
-	Authz     authzv1.AuthzClient
-	Admission admissionv1.AdmissionClient
-	Objects   registryv1.ObjectsClient
-	Catalog   registryv1.DiscoveryClient
-	Source    registryv1.SourceClient
-	Watch     watchfanoutv1.WatchClient
-	Policy    watchfanoutv1.InternalWatchClient
+	Authn         authnv1.AuthnClient
+	Authz         authzv1.AuthzClient
+	Admission     admissionv1.AdmissionClient
+	Objects       registryv1.ObjectsClient
+	Discovery     registryv1.DiscoveryClient
+	Source        registryv1.SourceClient
+	Watch         watchfanoutv1.WatchClient
+	InternalWatch watchfanoutv1.InternalWatchClient
 }
 
 const (
@@ -134,19 +134,19 @@ const (
 
 // Service is a running gateway.
 type Service struct {
-	config    *Config
-	deps      Deps
-	server    *edge.Server
-	authz     *access.Authorizer
-	catalog   *discovery.Watcher
-	interests *routing.Interests
-	views     *views
-	handler   http.Handler
-	health    map[string]*check
-	files     reload.Files
-	auditor   *audit.Auditor
-	// fairness is nil where requests are not bounded by flow.
-	fairness *fairness.Fairness
+	config         *Config
+	deps           Deps
+	server         *server.Server
+	authz          *delegatedauth.Authorizer
+	discovery      *discovery.Watcher
+	admissionRules *routing.AdmissionRules
+	views          *views
+	handler        http.Handler
+	health         map[string]*check
+	files          reload.Files
+	auditor        *audit.Auditor
+	// flowControl is nil where requests are not bounded by flow.
+	flowControl *flowcontrol.Fairness
 	// external is where clients reach the gateway.
 	external string
 	ready    lifecycle.Readiness
@@ -166,99 +166,99 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	if err != nil {
 		return nil, err
 	}
-	carrier, err := streaming.New(&c.Streaming, out.Cluster())
+	proxyHandler, err := proxy.New(&c.Proxy, out.Cluster())
 	if err != nil {
 		return nil, err
 	}
-	remotes, err := aggregation.New(&c.Aggregation, out.Cluster())
+	apiServices, err := aggregation.New(&c.Aggregation, out.Cluster())
 	if err != nil {
 		return nil, err
 	}
 	g := &Service{
-		config:    c,
-		deps:      d,
-		server:    edge.NewServer(&c.Edge),
-		authz:     &access.Authorizer{Client: d.Authz},
-		interests: &routing.Interests{Client: d.Admission},
-		external:  c.externalAddress(),
+		config:         c,
+		deps:           d,
+		server:         server.NewServer(&c.Server),
+		authz:          &delegatedauth.Authorizer{Client: d.Authz},
+		admissionRules: &routing.AdmissionRules{Client: d.Admission},
+		external:       c.externalAddress(),
 	}
 	if g.auditor, err = audit.New(ctx, &c.Audit, out.ControlPlane(), &g.files); err != nil {
 		return nil, err
 	}
-	g.views = newViews(g.external, d.Catalog, remotes)
-	g.catalog = &discovery.Watcher{Registry: d.Catalog, OnChange: g.views.publish}
-	names, prefixes := c.Edge.FrontProxyHeaders()
-	authn := access.NewAuthenticator(d.Authn, names, prefixes)
-	router := g.router(carrier)
+	g.views = newViews(g.external, d.Discovery, apiServices)
+	g.discovery = &discovery.Watcher{Registry: d.Discovery, OnChange: g.views.publish}
+	names, prefixes := c.Server.FrontProxyHeaders()
+	authn := delegatedauth.NewAuthenticator(d.Authn, names, prefixes)
+	router := g.router(proxyHandler)
 	api := g.mux(router)
-	if c.Fairness.Enabled {
-		as := &user.DefaultInfo{Name: identity.GatewayUser, Groups: []string{identity.ServicesGroup}}
-		inside := loopback.Client(edge.Inside(api, fairness.Rights, g.auditor), as)
-		g.fairness, err = fairness.New(inside, d.Catalog, c.Edge.MaxInFlight+c.Edge.MaxMutating)
+	if c.FlowControl.Enabled {
+		gatewayUser := &user.DefaultInfo{Name: identity.GatewayUser, Groups: []string{identity.ServicesGroup}}
+		loopbackConfig := loopback.ClientConfig(server.BuildLoopbackChain(api, flowcontrol.LoopbackAuthorizer, g.auditor), gatewayUser)
+		g.flowControl, err = flowcontrol.New(loopbackConfig, d.Discovery, c.Server.MaxInFlight+c.Server.MaxMutating)
 		if err != nil {
 			return nil, err
 		}
-		router.Answered = g.fairness.Answered
+		router.RecordListSize = g.flowControl.RecordListSize
 	}
-	g.handler = g.server.Chain(api, edge.Parts{
-		Authn:    authn,
-		Authz:    g.authz,
-		Auditor:  g.auditor,
-		Fairness: g.fairness,
-		Buffered: g.own,
-		Labelled: g.labelled,
+	g.handler = g.server.BuildHandlerChain(api, server.ChainConfig{
+		Authn:       authn,
+		Authz:       g.authz,
+		Auditor:     g.auditor,
+		Fairness:    g.flowControl,
+		BuffersBody: g.servedLocally,
+		MetricsInfo: g.metricsInfo,
 	})
 	return g, nil
 }
 
 // validate follows k8s.io/apiserver/pkg/server/options/server_run_options.go.
 func (c *Config) validate() error {
-	switch reads, writes := c.Edge.MaxInFlight, c.Edge.MaxMutating; {
+	switch reads, writes := c.Server.MaxInFlight, c.Server.MaxMutating; {
 	case reads < 0:
 		return fmt.Errorf("--max-requests-inflight %d: must not be negative", reads)
 	case writes < 0:
 		return fmt.Errorf("--max-mutating-requests-inflight %d: must not be negative", writes)
-	case c.Fairness.Enabled && reads+writes == 0:
+	case c.FlowControl.Enabled && reads+writes == 0:
 		return errors.New("--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
 			"with --enable-priority-and-fairness")
 	case c.MinRequestTimeout < 0:
 		return fmt.Errorf("--min-request-timeout %d: must not be negative", c.MinRequestTimeout)
 	}
-	return errors.Join(c.Edge.Validate(), c.Watch.Validate())
+	return errors.Join(c.Server.Validate(), c.Watch.Validate())
 }
 
 // router is what answers requests for resources.
-func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
+func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 	c, d := g.config, &g.deps
-	feeds, budgets, unsent := new(watch.Room), new(watch.Budgets), new(watch.Unsent)
-	hub := func(from watch.Streams) *watch.Hub {
+	memoryQuota, rateLimiter, inflightQuota := new(watch.MemoryQuota), new(watch.RateLimiter), new(watch.InflightQuota)
+	hub := func(source watch.Watcher) *watch.Hub {
 		return &watch.Hub{
-			Client:   from,
-			Config:   &c.Watch,
-			Revision: g.revision,
-			Room:     feeds,
-			Budgets:  budgets,
-			Unsent:   unsent,
+			Client:        source,
+			Config:        &c.Watch,
+			Revision:      g.revision,
+			MemoryQuota:   memoryQuota,
+			RateLimiter:   rateLimiter,
+			InflightQuota: inflightQuota,
 		}
 	}
 	lists := func() *coalesce.Group[[]byte] {
-		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Queue: maxFallbackQueue, Timeout: c.Edge.RequestTimeout}
+		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Queue: maxFallbackQueue, Timeout: c.Server.RequestTimeout}
 	}
 	r := &routing.Router{
-		Catalog:           g.catalog,
-		Interests:         g.interests,
+		Discovery:         g.discovery,
+		AdmissionRules:    g.admissionRules,
 		Objects:           d.Objects,
 		Tier:              routing.Source{Lists: d.Watch, Watches: hub(d.Watch)},
-		Policy:            routing.Source{Lists: d.Policy, Watches: hub(d.Policy)},
+		Internal:          routing.Source{Lists: d.InternalWatch, Watches: hub(d.InternalWatch)},
 		Lists:             lists(),
-		FirstLists:        lists(),
+		PriorityLists:     lists(),
 		Admission:         d.Admission,
 		Authn:             d.Authn,
 		Authz:             d.Authz,
-		Authorize:         g.authz,
-		Carrier:           carrier,
+		Authorizer:        g.authz,
+		Proxy:             proxyHandler,
 		MinRequestTimeout: time.Duration(c.MinRequestTimeout) * time.Second,
-		Stopping:          g.server.Wave,
+		Stopping:          g.server.ShutdownStagger,
 	}
 	if c.TierGets {
 		r.TierGets = d.Watch
@@ -268,29 +268,29 @@ func (g *Service) router(carrier *streaming.Carrier) *routing.Router {
 
 // mux sends a request to resources, discovery or the gateway's own pages.
 func (g *Service) mux(router *routing.Router) http.Handler {
-	own := http.NewServeMux()
-	page(own, "/version", "application/json", writeVersion)
-	own.Handle("/openapi/", g.views.openapi)
-	own.Handle("/metrics", legacyregistry.HandlerWithReset())
-	page(own, "/.well-known/openid-configuration", "application/json", g.issuerDocument)
-	page(own, "/openid/v1/jwks", "application/jwk-set+json", g.issuerDocument)
+	pages := http.NewServeMux()
+	page(pages, "/version", "application/json", writeVersion)
+	pages.Handle("/openapi/", g.views.openapi)
+	pages.Handle("/metrics", legacyregistry.HandlerWithReset())
+	page(pages, "/.well-known/openid-configuration", "application/json", g.issuerDocument)
+	page(pages, "/openid/v1/jwks", "application/jwk-set+json", g.issuerDocument)
 	if g.config.Profiling {
-		telemetry.Profiles(own)
+		telemetry.Profiles(pages)
 	}
-	slis.SLIMetricsWithReset{}.Install(own)
-	if g.config.Fairness.Enabled {
-		own.HandleFunc("/debug/api_priority_and_fairness/", func(w http.ResponseWriter, req *http.Request) {
-			g.fairness.ServeHTTP(w, req)
+	slis.SLIMetricsWithReset{}.Install(pages)
+	if g.config.FlowControl.Enabled {
+		pages.HandleFunc("/debug/api_priority_and_fairness/", func(w http.ResponseWriter, req *http.Request) {
+			g.flowControl.ServeHTTP(w, req)
 		})
 	}
 	g.health = g.checks()
-	for _, name := range needed {
-		g.ready.Set(name, errNotAsked)
+	for _, name := range requiredChecks {
+		g.ready.Set(name, errNotResponded)
 	}
-	g.installHealth(own)
-	own.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
+	g.installHealth(pages)
+	pages.HandleFunc("/", func(w http.ResponseWriter, req *http.Request) {
 		if req.URL.Path != "/" {
-			answer.NotFound(w, req)
+			responsewriters.NotFound(w, req)
 			return
 		}
 		g.index(w)
@@ -298,16 +298,16 @@ func (g *Service) mux(router *routing.Router) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		info, ok := request.RequestInfoFrom(req.Context())
 		switch group, version := groupVersion(req.URL.Path); {
-		case group != "" && g.views.remotes.Handles(group, version):
-			g.views.remotes.Serve(w, req, group, version)
+		case group != "" && g.views.apiServices.Handles(group, version):
+			g.views.apiServices.Serve(w, req, group, version)
 		case ok && info.IsResourceRequest && (under(req.URL.Path, "/api") || under(req.URL.Path, "/apis")):
 			router.ServeHTTP(w, req)
 		case under(req.URL.Path, "/api"), under(req.URL.Path, "/apis"):
 			g.views.discovery.ServeHTTP(w, req)
 		case strings.Contains(req.URL.Path, "//"): // such a path is not cleaned, as kube-apiserver does not
-			answer.NotFound(w, req)
+			responsewriters.NotFound(w, req)
 		default:
-			own.ServeHTTP(w, req)
+			pages.ServeHTTP(w, req)
 		}
 	})
 }
@@ -318,14 +318,14 @@ func (g *Service) revision(ctx context.Context) (int64, error) {
 	return r.GetRevision(), err
 }
 
-// own says whether a request is for a resource that is served here, and is no connection to somewhere else.
-func (g *Service) own(req *http.Request) bool {
+// servedLocally says whether a request is for a resource that is served here, and is no connection to somewhere else.
+func (g *Service) servedLocally(req *http.Request) bool {
 	info, ok := request.RequestInfoFrom(req.Context())
-	if !ok || !info.IsResourceRequest || edge.LongRunning(req, info) {
+	if !ok || !info.IsResourceRequest || server.LongRunning(req, info) {
 		return false
 	}
 	group, version := groupVersion(req.URL.Path)
-	return group == "" || !g.views.remotes.Handles(group, version)
+	return group == "" || !g.views.apiServices.Handles(group, version)
 }
 
 // groupVersion is what follows /apis/ in a path that names a version.
@@ -349,7 +349,7 @@ func (g *Service) issuerDocument(w http.ResponseWriter, req *http.Request) {
 		ExternalAddress: g.external,
 	})
 	if err != nil {
-		answer.NotFound(w, req)
+		responsewriters.NotFound(w, req)
 		return
 	}
 	w.Header().Set("Content-Type", d.ContentType)
@@ -362,8 +362,8 @@ func (g *Service) Register(grpc.ServiceRegistrar) {}
 
 // Collectors are the gateway's own metrics; kube-apiserver's are in the registry that it shares with its libraries.
 func (g *Service) Collectors() []prometheus.Collector {
-	return slices.Concat(watch.Metrics(), access.Metrics(), audit.Metrics(), body.Metrics(),
-		edge.Metrics())
+	return slices.Concat(watch.Metrics(), delegatedauth.Metrics(), audit.Metrics(), body.Metrics(),
+		server.Metrics())
 }
 
 // Files are those that are read anew while the gateway runs.
@@ -371,7 +371,7 @@ func (g *Service) Files() http.Handler { return &g.files }
 
 // StopTimeout is how long the gateway takes to stop at most.
 func (g *Service) StopTimeout() time.Duration {
-	return g.config.Edge.StopTimeout() + audit.FlushTimeout
+	return g.config.Server.StopTimeout() + audit.FlushTimeout
 }
 
 // Draining says whether the gateway has been told to stop: no new client is to come.
@@ -387,11 +387,11 @@ func (g *Service) Draining() bool {
 // Run serves until ctx is done.
 func (g *Service) Run(ctx context.Context) error {
 	var wg sync.WaitGroup
-	following, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	wg.Go(func() { g.follow(following) })
-	wg.Go(func() { g.files.Run(following) })
-	if g.fairness != nil {
-		wg.Go(func() { g.fairness.Run(following) })
+	serviceCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	wg.Go(func() { g.watchServices(serviceCtx) })
+	wg.Go(func() { g.files.Run(serviceCtx) })
+	if g.flowControl != nil {
+		wg.Go(func() { g.flowControl.Run(serviceCtx) })
 	}
 	err := g.server.Run(ctx, g.handler)
 	g.auditor.Close()
@@ -400,34 +400,34 @@ func (g *Service) Run(ctx context.Context) error {
 	return err
 }
 
-// follow keeps what the gateway knows of the other services until ctx is done.
-func (g *Service) follow(ctx context.Context) {
+// watchServices keeps what the gateway knows of the other services until ctx is done.
+func (g *Service) watchServices(ctx context.Context) {
 	var wg sync.WaitGroup
 	for _, run := range []func(context.Context){
-		g.catalog.Run, g.awaitNeeded, g.interests.Run, g.views.learner.Run, g.authz.Run,
+		g.discovery.Run, g.awaitRequired, g.admissionRules.Run, g.views.discoveryManager.Run, g.authz.Run,
 	} {
 		wg.Go(func() { run(ctx) })
 	}
 	wg.Wait()
 }
 
-// tierRoute leads a question to the replicas that namespaces are on.
-func tierRoute(ctx context.Context) context.Context { return rpc.WithHashKey(ctx, "namespaces") }
+// tierContext leads a question to the replicas that namespaces are on.
+func tierContext(ctx context.Context) context.Context { return rpc.WithHashKey(ctx, "namespaces") }
 
 // page serves GET of a path in one media type, and refuses all else as kube-apiserver's web framework does.
 func page(mux *http.ServeMux, path, mediaType string, serve http.HandlerFunc) {
-	only := func(w http.ResponseWriter, req *http.Request) {
+	getOnly := func(w http.ResponseWriter, req *http.Request) {
 		switch {
 		case req.Method != http.MethodGet:
-			answer.Error(w, req, answer.V1, answer.MethodNotAllowed)
-		case !answer.Produced(req.Header.Get("Accept"), []string{mediaType}):
-			answer.Error(w, req, answer.V1, answer.NotProduced([]string{mediaType}))
+			responsewriters.Error(w, req, responsewriters.V1, responsewriters.MethodNotAllowed)
+		case !responsewriters.Acceptable(req.Header.Get("Accept"), []string{mediaType}):
+			responsewriters.Error(w, req, responsewriters.V1, responsewriters.NewNotAcceptable([]string{mediaType}))
 		default:
 			serve(w, req)
 		}
 	}
-	mux.HandleFunc(path, only)
-	mux.HandleFunc(path+"/{$}", only)
+	mux.HandleFunc(path, getOnly)
+	mux.HandleFunc(path+"/{$}", getOnly)
 }
 
 func writeVersion(w http.ResponseWriter, _ *http.Request) {
@@ -439,7 +439,7 @@ func writeVersion(w http.ResponseWriter, _ *http.Request) {
 func (g *Service) index(w http.ResponseWriter) {
 	paths := []string{"/.well-known/openid-configuration", "/api", "/apis", "/healthz", "/livez", "/metrics",
 		"/openapi/v2", "/openapi/v3", "/openid/v1/jwks", "/readyz", "/version"}
-	if v := g.catalog.View(); v != nil {
+	if v := g.discovery.View(); v != nil {
 		for _, group := range v.Groups {
 			if group.Name == "" {
 				paths = append(paths, "/api/v1")

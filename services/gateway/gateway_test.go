@@ -26,29 +26,29 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// others are the services that a gateway calls. Requests with a token are an administrator's, or bob's with the token
+// fakeServices are the services that a gateway calls. Requests with a token are an administrator's, or bob's with the token
 // bob. All others are a stranger's.
-type others struct {
+type fakeServices struct {
 	authnv1.UnimplementedAuthnServer
 	authzv1.UnimplementedAuthzServer
 	admissionv1.UnimplementedAdmissionServer
 	registryv1.UnimplementedObjectsServer
 	registryv1.UnimplementedDiscoveryServer
 	registryv1.UnimplementedSourceServer
-	// away is who does not answer.
-	away atomic.Value
+	// unavailable is who does not answer.
+	unavailable atomic.Value
 	// list is called before the watch tier or registry answers a list.
 	list func(query string)
 }
 
-func (o *others) answers(name string) error {
-	if o.away.Load() == name {
+func (o *fakeServices) errFor(name string) error {
+	if o.unavailable.Load() == name {
 		return status.Error(codes.Unavailable, name+" is away")
 	}
 	return nil
 }
 
-func (o *others) Authenticate(_ context.Context,
+func (o *fakeServices) Authenticate(_ context.Context,
 	r *authnv1.AuthenticateRequest) (*authnv1.AuthenticateResponse, error) {
 	u := &commonv1.User{Name: "system:anonymous", Groups: []string{"system:unauthenticated"}}
 	if r.Headers["Authorization"] != nil {
@@ -57,14 +57,14 @@ func (o *others) Authenticate(_ context.Context,
 	if slices.Contains(r.Headers["Authorization"].GetValues(), "Bearer bob") {
 		u = &commonv1.User{Name: "bob", Groups: []string{"system:authenticated"}}
 	}
-	return &authnv1.AuthenticateResponse{Authenticated: true, User: u}, o.answers("authn")
+	return &authnv1.AuthenticateResponse{Authenticated: true, User: u}, o.errFor("authn")
 }
 
-func (o *others) ReviewToken(context.Context, *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
-	return &authnv1.AuthenticateResponse{}, o.answers("authn")
+func (o *fakeServices) ReviewToken(context.Context, *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+	return &authnv1.AuthenticateResponse{}, o.errFor("authn")
 }
 
-func (o *others) IssuerDocument(_ context.Context,
+func (o *fakeServices) IssuerDocument(_ context.Context,
 	r *authnv1.IssuerDocumentRequest) (*authnv1.IssuerDocumentResponse, error) {
 	if r.Path != "/openid/v1/jwks" {
 		return nil, status.Error(codes.NotFound, "there is none")
@@ -76,22 +76,22 @@ func (o *others) IssuerDocument(_ context.Context,
 	}, nil
 }
 
-func (o *others) Authorize(_ context.Context, r *authzv1.AuthorizeRequest) (*authzv1.AuthorizeResponse, error) {
+func (o *fakeServices) Authorize(_ context.Context, r *authzv1.AuthorizeRequest) (*authzv1.AuthorizeResponse, error) {
 	d := authzv1.Decision_DECISION_UNSPECIFIED
 	known := slices.Contains([]string{"admin", "bob"}, r.Attributes.User.Name)
 	if known || strings.HasPrefix(r.Attributes.Path, "/readyz") {
 		d = authzv1.Decision_DECISION_ALLOW
 	}
-	return &authzv1.AuthorizeResponse{Decision: d}, o.answers("authz")
+	return &authzv1.AuthorizeResponse{Decision: d}, o.errFor("authz")
 }
 
-func (o *others) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
-	return &authzv1.RulesResponse{}, o.answers("authz")
+func (o *fakeServices) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
+	return &authzv1.RulesResponse{}, o.errFor("authz")
 }
 
-func (o *others) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
+func (o *fakeServices) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
 	s grpc.ServerStreamingServer[admissionv1.AdmissionRuleSet]) error {
-	if err := o.answers("admission"); err != nil {
+	if err := o.errFor("admission"); err != nil {
 		return err
 	}
 	if err := s.Send(&admissionv1.AdmissionRuleSet{}); err != nil {
@@ -101,7 +101,7 @@ func (o *others) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
 	return s.Context().Err()
 }
 
-func (o *others) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+func (o *fakeServices) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
 	if err := s.Send(&registryv1.DiscoveryResponse{
 		Groups: []*registryv1.Group{{Versions: []string{"v1"}}, {Name: "apps", Versions: []string{"v1"}}},
 		Resources: []*registryv1.APIResource{{
@@ -118,39 +118,39 @@ func (o *others) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingSer
 	return s.Context().Err()
 }
 
-func (o *others) Revision(context.Context, *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
-	return &registryv1.RevisionResponse{Revision: 7}, o.answers("etcd")
+func (o *fakeServices) Revision(context.Context, *registryv1.RevisionRequest) (*registryv1.RevisionResponse, error) {
+	return &registryv1.RevisionResponse{Revision: 7}, o.errFor("etcd")
 }
 
-func (o *others) Get(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+func (o *fakeServices) Get(context.Context, *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
 	return &registryv1.ObjectResponse{Code: http.StatusOK, Body: []byte("{}")}, nil
 }
 
-func (o *others) List(r *registryv1.GetRequest, s grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+func (o *fakeServices) List(r *registryv1.GetRequest, s grpc.ServerStreamingServer[registryv1.ListChunk]) error {
 	if o.list != nil {
 		o.list(r.Query)
 	}
 	return s.Send(&registryv1.ListChunk{Data: []byte("{}")})
 }
 
-// tier is the watch tier.
-type tier struct {
+// fakeTier is the watch tier.
+type fakeTier struct {
 	watchfanoutv1.UnimplementedWatchServer
-	of *others
+	services *fakeServices
 }
 
-func (t tier) List(_ *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
-	if err := t.of.answers("watch tier"); err != nil {
+func (t fakeTier) List(_ *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+	if err := t.services.errFor("watch tier"); err != nil {
 		return err
 	}
-	if t.of.list != nil {
-		t.of.list("")
+	if t.services.list != nil {
+		t.services.list("")
 	}
 	return s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{[]byte("{}")}, Size: 2})
 }
 
-// start is a gateway whose other services are o, without its HTTPS server.
-func start(t *testing.T, o *others, flags ...string) *Service {
+// newTestGateway is a gateway whose other services are o, without its HTTPS server.
+func newTestGateway(t *testing.T, o *fakeServices, flags ...string) *Service {
 	t.Helper()
 	p := rpc.NewInProcess(false)
 	authnv1.RegisterAuthnServer(p, o)
@@ -159,7 +159,7 @@ func start(t *testing.T, o *others, flags ...string) *Service {
 	registryv1.RegisterObjectsServer(p, o)
 	registryv1.RegisterDiscoveryServer(p, o)
 	registryv1.RegisterSourceServer(p, o)
-	watchfanoutv1.RegisterWatchServer(p, tier{of: o})
+	watchfanoutv1.RegisterWatchServer(p, fakeTier{services: o})
 	conn := p.Client("gateway")
 	c := NewConfig()
 	fs := pflag.NewFlagSet("gateway", pflag.ContinueOnError)
@@ -169,21 +169,21 @@ func start(t *testing.T, o *others, flags ...string) *Service {
 		t.Fatal(err)
 	}
 	g, err := New(t.Context(), c, Deps{
-		Authn:     authnv1.NewAuthnClient(conn),
-		Authz:     authzv1.NewAuthzClient(conn),
-		Admission: admissionv1.NewAdmissionClient(conn),
-		Objects:   registryv1.NewObjectsClient(conn),
-		Catalog:   registryv1.NewDiscoveryClient(conn),
-		Source:    registryv1.NewSourceClient(conn),
-		Policy:    watchfanoutv1.NewInternalWatchClient(conn),
-		Watch:     watchfanoutv1.NewWatchClient(conn),
+		Authn:         authnv1.NewAuthnClient(conn),
+		Authz:         authzv1.NewAuthzClient(conn),
+		Admission:     admissionv1.NewAdmissionClient(conn),
+		Objects:       registryv1.NewObjectsClient(conn),
+		Discovery:     registryv1.NewDiscoveryClient(conn),
+		Source:        registryv1.NewSourceClient(conn),
+		InternalWatch: watchfanoutv1.NewInternalWatchClient(conn),
+		Watch:         watchfanoutv1.NewWatchClient(conn),
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
-	go func() { defer close(done); g.follow(ctx) }()
+	go func() { defer close(done); g.watchServices(ctx) }()
 	t.Cleanup(func() { cancel(); <-done })
 	return g
 }
@@ -198,7 +198,7 @@ func (g *Service) awaitReady(t *testing.T) {
 	}
 }
 
-func (g *Service) ask(method, path, token string) (int, string, http.Header) {
+func (g *Service) doRequest(method, path, token string) (int, string, http.Header) {
 	req := httptest.NewRequest(method, path, nil)
 	if token != "" {
 		req.Header.Set("Authorization", "Bearer "+token)
@@ -209,8 +209,8 @@ func (g *Service) ask(method, path, token string) (int, string, http.Header) {
 }
 
 // A request goes to resources, to discovery or to a page of the gateway's own; a stranger sees what is for everybody.
-func TestWhereRequestsGo(t *testing.T) {
-	g := start(t, &others{})
+func TestRequestsAreRouted(t *testing.T) {
+	g := newTestGateway(t, &fakeServices{})
 	g.awaitReady(t)
 	for _, c := range []struct {
 		method, path, token string
@@ -235,29 +235,29 @@ func TestWhereRequestsGo(t *testing.T) {
 		{"GET", "/readyz", "", 200, "ok"},
 		{"GET", "/version", "", 403, "system:anonymous"},
 	} {
-		if code, body, _ := g.ask(c.method, c.path, c.token); code != c.code || !strings.Contains(body, c.says) {
+		if code, body, _ := g.doRequest(c.method, c.path, c.token); code != c.code || !strings.Contains(body, c.says) {
 			t.Errorf("%s %s: %d %.200s", c.method, c.path, code, body)
 		}
 	}
 	var index struct{ Paths []string }
-	if _, body, _ := g.ask("GET", "/", "t"); json.Unmarshal([]byte(body), &index) != nil ||
+	if _, body, _ := g.doRequest("GET", "/", "t"); json.Unmarshal([]byte(body), &index) != nil ||
 		!slices.IsSorted(index.Paths) {
 		t.Errorf("%q", index.Paths)
 	}
-	if _, _, h := g.ask("GET", "/openid/v1/jwks", "t"); h.Get("Cache-Control") != "public, max-age=3600" {
+	if _, _, h := g.doRequest("GET", "/openid/v1/jwks", "t"); h.Get("Cache-Control") != "public, max-age=3600" {
 		t.Errorf("%v", h)
 	}
 }
 
 // Whether a service answers is a matter of /readyz, under its name; a gateway lives without any.
-func TestWhoIsAwayIsNamed(t *testing.T) {
-	for _, away := range []string{"etcd", "authn", "authz", "admission"} {
-		o := &others{}
-		g := start(t, o)
+func TestUnavailableServiceIsNamed(t *testing.T) {
+	for _, unavailable := range []string{"etcd", "authn", "authz", "admission"} {
+		o := &fakeServices{}
+		g := newTestGateway(t, o)
 		g.awaitReady(t)
-		o.away.Store(away)
+		o.unavailable.Store(unavailable)
 		for _, c := range g.health {
-			c.at = time.Time{} // what was asked at the start is not asked again for a while
+			c.checkedAt = time.Time{} // what was asked at the start is not asked again for a while
 		}
 		var failed []string
 		for name, c := range g.health {
@@ -265,34 +265,34 @@ func TestWhoIsAwayIsNamed(t *testing.T) {
 				failed = append(failed, name)
 			}
 		}
-		if len(failed) != 1 || failed[0] != away {
-			t.Errorf("without %s: %q", away, failed)
+		if len(failed) != 1 || failed[0] != unavailable {
+			t.Errorf("without %s: %q", unavailable, failed)
 		}
 	}
-	o := &others{}
-	o.away.Store("watch tier")
-	g := start(t, o)
+	o := &fakeServices{}
+	o.unavailable.Store("watch tier")
+	g := newTestGateway(t, o)
 	g.awaitReady(t)
-	if code, body, _ := g.ask("GET", "/readyz/watch-tier", "t"); code != 500 || !strings.Contains(body, "is away") {
+	if code, body, _ := g.doRequest("GET", "/readyz/watch-tier", "t"); code != 500 || !strings.Contains(body, "is away") {
 		t.Errorf("%d %s", code, body)
 	}
-	if code, body, _ := g.ask("GET", "/readyz?verbose", "t"); code != 200 || !strings.Contains(body, "[+]discovery ok") {
+	if code, body, _ := g.doRequest("GET", "/readyz?verbose", "t"); code != 200 || !strings.Contains(body, "[+]discovery ok") {
 		t.Errorf("%d %s", code, body)
 	}
 }
 
 // A gateway is not ready before it has heard once of everything that it needs.
-func TestAGatewayWaitsForWhatItNeeds(t *testing.T) {
-	o := &others{}
-	o.away.Store("authz")
-	g := start(t, o)
+func TestGatewayWaitsForRequiredChecks(t *testing.T) {
+	o := &fakeServices{}
+	o.unavailable.Store("authz")
+	g := newTestGateway(t, o)
 	if err := g.Ready().Err(); err == nil {
 		t.Error("it is ready without authz")
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
-	g.Ready().OnChange(ctx, func(why error) {
-		if why != nil && strings.HasPrefix(why.Error(), "authz: ") && !errors.Is(why, errNotAsked) {
+	g.Ready().OnChange(ctx, func(notReady error) {
+		if notReady != nil && strings.HasPrefix(notReady.Error(), "authz: ") && !errors.Is(notReady, errNotResponded) {
 			cancel()
 		}
 	})

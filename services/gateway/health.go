@@ -20,10 +20,10 @@ import (
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 )
 
-// hooks are the health checks of kube-apiserver's start hooks, under their names (k8s.io/apiserver/pkg/server,
+// postStartHooks are the health checks of kube-apiserver's start hooks, under their names (k8s.io/apiserver/pkg/server,
 // AddPostStartHook), and the check of ours that says the same: what a hook starts there runs in a service here, and the
 // service is ready once it does.
-var hooks = map[string]string{
+var postStartHooks = map[string]string{
 	"poststarthook/start-apiserver-admission-initializer":         "admission",
 	"poststarthook/generic-apiserver-start-informers":             "etcd",
 	"poststarthook/storage-readiness":                             "etcd",
@@ -53,84 +53,84 @@ var hooks = map[string]string{
 }
 
 const (
-	// askPause is how long to wait before a service that does not answer at the start is asked again; a question waits
+	// probeInterval is how long to wait before a service that does not answer at the start is asked again; a question waits
 	// for a replica by itself.
-	askPause = 20 * time.Millisecond
-	// checkTimeout bounds one check, and checkedFor is for how long its answer is good: many names ask the same.
+	probeInterval = 20 * time.Millisecond
+	// checkTimeout bounds one check, and checkTTL is for how long its answer is good: many names ask the same.
 	checkTimeout = 3 * time.Second
-	checkedFor   = time.Second
+	checkTTL     = time.Second
 )
 
 // check is one of ours, asked at most once in a while.
 type check struct {
-	ask func(context.Context) error
+	probe func(context.Context) error
 
-	mu  sync.Mutex
-	at  time.Time
-	err error
+	mu        sync.Mutex
+	checkedAt time.Time
+	err       error
 }
 
 func (c *check) get(ctx context.Context) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if time.Since(c.at) > checkedFor {
+	if time.Since(c.checkedAt) > checkTTL {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), checkTimeout)
-		c.err = c.ask(ctx)
+		c.err = c.probe(ctx)
 		cancel()
-		c.at = time.Now()
+		c.checkedAt = time.Now()
 	}
 	return c.err
 }
 
-// of is the check as a page asks for it.
-func (c *check) of(r *http.Request) error { return c.get(r.Context()) }
+// serve is the check as a page asks for it.
+func (c *check) serve(r *http.Request) error { return c.get(r.Context()) }
 
 // checks are what says whether each other service can be asked, by name.
 func (g *Service) checks() map[string]*check {
 	var encryption atomic.Pointer[string] // what registry said of its encryption when the check of etcd asked it
-	etcd := &check{ask: func(ctx context.Context) error {
+	etcd := &check{probe: func(ctx context.Context) error {
 		r, err := g.deps.Source.Revision(ctx, &registryv1.RevisionRequest{})
-		said := r.GetEncryptionError()
-		encryption.Store(&said)
+		encryptionErr := r.GetEncryptionError()
+		encryption.Store(&encryptionErr)
 		return err
 	}}
 	return map[string]*check{
-		"discovery": {ask: func(context.Context) error {
-			if g.catalog.View() == nil {
+		"discovery": {probe: func(context.Context) error {
+			if g.discovery.View() == nil {
 				return errors.New("registry has not said what is served")
 			}
 			return nil
 		}},
 		"etcd": etcd,
-		"fairness": {ask: func(context.Context) error {
-			if g.fairness == nil {
+		"fairness": {probe: func(context.Context) error {
+			if g.flowControl == nil {
 				return nil
 			}
 			select {
-			case <-g.fairness.Ready():
+			case <-g.flowControl.Ready():
 				return nil
 			default:
 				return errors.New("the objects of flow control have not been read")
 			}
 		}},
-		"kms-providers": {ask: func(ctx context.Context) error {
+		"kms-providers": {probe: func(ctx context.Context) error {
 			if err := etcd.get(ctx); err != nil {
 				return nil // that is the other check's to say
 			}
-			if said := *encryption.Load(); said != "" { // etcd has been asked
-				return errors.New(said)
+			if encryptionErr := *encryption.Load(); encryptionErr != "" { // etcd has been asked
+				return errors.New(encryptionErr)
 			}
 			return nil
 		}},
-		"authn": {ask: func(ctx context.Context) error {
+		"authn": {probe: func(ctx context.Context) error {
 			_, err := g.deps.Authn.ReviewToken(ctx, &authnv1.ReviewTokenRequest{})
 			return err
 		}},
-		"authz": {ask: func(ctx context.Context) error {
+		"authz": {probe: func(ctx context.Context) error {
 			_, err := g.deps.Authz.Rules(ctx, &authzv1.RulesRequest{})
 			return err
 		}},
-		"admission": {ask: func(ctx context.Context) error {
+		"admission": {probe: func(ctx context.Context) error {
 			stream, err := g.deps.Admission.AdmissionRules(ctx, &admissionv1.AdmissionRulesRequest{})
 			if err == nil {
 				_, err = stream.Recv()
@@ -140,8 +140,8 @@ func (g *Service) checks() map[string]*check {
 	}
 }
 
-// needed are the checks without which a gateway has nothing to answer with.
-var needed = []string{"discovery", "etcd", "authn", "authz", "admission", "fairness"}
+// requiredChecks are the checks without which a gateway has nothing to answer with.
+var requiredChecks = []string{"discovery", "etcd", "authn", "authz", "admission", "fairness"}
 
 // started is a check that has come true: a start hook has run once it has, whatever comes later.
 func (c *check) started() healthz.HealthChecker {
@@ -160,26 +160,26 @@ func (c *check) started() healthz.HealthChecker {
 // asked is a matter of /healthz and /readyz: a gateway is not started again because another service is away.
 func (g *Service) installHealth(mux *http.ServeMux) {
 	var common, services []healthz.HealthChecker
-	for _, name := range needed {
+	for _, name := range requiredChecks {
 		if name != "etcd" {
-			services = append(services, healthz.NamedCheck(name, g.health[name].of))
+			services = append(services, healthz.NamedCheck(name, g.health[name].serve))
 		}
 	}
-	names := make([]string, 0, len(hooks))
-	for name := range hooks {
+	names := make([]string, 0, len(postStartHooks))
+	for name := range postStartHooks {
 		names = append(names, name)
 	}
 	slices.Sort(names)
 	for _, name := range names {
-		common = append(common, healthz.NamedCheck(name, g.health[hooks[name]].started().Check))
+		common = append(common, healthz.NamedCheck(name, g.health[postStartHooks[name]].started().Check))
 	}
 	first := []healthz.HealthChecker{healthz.PingHealthz, healthz.LogHealthz,
-		healthz.NamedCheck("etcd", g.health["etcd"].of)}
+		healthz.NamedCheck("etcd", g.health["etcd"].serve)}
 	// As kube-apiserver has it where a KMS is used: not ready without it, but alive.
-	services = append(services, healthz.NamedCheck("kms-providers", g.health["kms-providers"].of))
+	services = append(services, healthz.NamedCheck("kms-providers", g.health["kms-providers"].serve))
 	ready := []healthz.HealthChecker{
-		healthz.NamedCheck("etcd-readiness", g.health["etcd"].of),
-		healthz.NamedCheck("informer-sync", g.health["etcd"].of),
+		healthz.NamedCheck("etcd-readiness", g.health["etcd"].serve),
+		healthz.NamedCheck("informer-sync", g.health["etcd"].serve),
 		healthz.NewShutdownHealthz(g.server.ShuttingDown),
 	}
 	healthz.InstallHandler(mux, slices.Concat(first, services, common)...)
@@ -189,7 +189,7 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 	mux.HandleFunc("/readyz/watch-tier", func(w http.ResponseWriter, req *http.Request) {
 		ctx, cancel := context.WithTimeout(req.Context(), checkTimeout)
 		defer cancel()
-		if err := g.tier(ctx); err != nil {
+		if err := g.checkTier(ctx); err != nil {
 			http.Error(w, "internal server error: "+err.Error(), http.StatusInternalServerError)
 			return
 		}
@@ -197,9 +197,9 @@ func (g *Service) installHealth(mux *http.ServeMux) {
 	})
 }
 
-// tier says why the watch tier cannot be read from, or is nil.
-func (g *Service) tier(ctx context.Context) error {
-	v := g.catalog.View()
+// checkTier says why the watch tier cannot be read from, or is nil.
+func (g *Service) checkTier(ctx context.Context) error {
+	v := g.discovery.View()
 	if v == nil {
 		return errors.New("registry has not said what is served")
 	}
@@ -207,7 +207,7 @@ func (g *Service) tier(ctx context.Context) error {
 	if !ok {
 		return errors.New("namespaces are not served")
 	}
-	stream, err := g.deps.Watch.List(tierRoute(ctx), &watchfanoutv1.ListRequest{
+	stream, err := g.deps.Watch.List(tierContext(ctx), &watchfanoutv1.ListRequest{
 		Query: &watchfanoutv1.Query{
 			Resource: entry.Resource,
 			Output:   &registryv1.Output{MediaType: "application/json"},
@@ -225,7 +225,7 @@ func (g *Service) Ready() *lifecycle.Readiness { return &g.ready }
 
 // Check says which service that the gateway needs does not answer now, or is nil.
 func (g *Service) Check(ctx context.Context) error {
-	for _, name := range needed {
+	for _, name := range requiredChecks {
 		if err := g.health[name].get(ctx); err != nil {
 			return fmt.Errorf("%s: %w", name, err)
 		}
@@ -233,25 +233,25 @@ func (g *Service) Check(ctx context.Context) error {
 	return nil
 }
 
-// errNotAsked is why a service that has not answered yet keeps the gateway from being ready.
-var errNotAsked = errors.New("it has not answered yet")
+// errNotResponded is why a service that has not answered yet keeps the gateway from being ready.
+var errNotResponded = errors.New("it has not answered yet")
 
-// awaitNeeded waits for each service that the gateway needs.
-func (g *Service) awaitNeeded(ctx context.Context) {
+// awaitRequired waits for each service that the gateway needs.
+func (g *Service) awaitRequired(ctx context.Context) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
-	for _, name := range needed {
+	for _, name := range requiredChecks {
 		wg.Go(func() {
 			for ctx.Err() == nil {
-				one, cancel := context.WithTimeout(ctx, checkTimeout)
-				err := g.health[name].ask(one)
+				probeCtx, cancel := context.WithTimeout(ctx, checkTimeout)
+				err := g.health[name].probe(probeCtx)
 				cancel()
 				if g.ready.Set(name, err); err == nil {
 					return
 				}
 				select {
 				case <-ctx.Done():
-				case <-time.After(askPause):
+				case <-time.After(probeInterval):
 				}
 			}
 		})

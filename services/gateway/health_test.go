@@ -10,17 +10,17 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// source is a registry that says how etcd and the KMS are.
-type source struct {
+// fakeSource is a registry that says how etcd and the KMS are.
+type fakeSource struct {
 	registryv1.SourceClient
-	asked      int
+	calls      int
 	etcd       error
 	encryption string
 }
 
-func (s *source) Revision(context.Context, *registryv1.RevisionRequest,
+func (s *fakeSource) Revision(context.Context, *registryv1.RevisionRequest,
 	...grpc.CallOption) (*registryv1.RevisionResponse, error) {
-	s.asked++
+	s.calls++
 	if s.etcd != nil {
 		return nil, s.etcd
 	}
@@ -28,31 +28,31 @@ func (s *source) Revision(context.Context, *registryv1.RevisionRequest,
 }
 
 // Of etcd and of the KMS registry is asked once, and each is named for what is its own.
-func TestEtcdAndTheKMSAreToldApart(t *testing.T) {
+func TestEtcdAndKMSChecksAreSeparate(t *testing.T) {
 	away := errors.New("etcd is away")
 	for name, c := range map[string]struct {
-		source source
+		source fakeSource
 		kms    string
 	}{
-		"both are well":    {source{}, ""},
-		"the KMS is away":  {source{encryption: "the KMS is away"}, "the KMS is away"},
-		"etcd is away":     {source{etcd: away}, ""},
-		"nothing is known": {source{etcd: away, encryption: "the KMS is away"}, ""},
+		"both are well":    {fakeSource{}, ""},
+		"the KMS is away":  {fakeSource{encryption: "the KMS is away"}, "the KMS is away"},
+		"etcd is away":     {fakeSource{etcd: away}, ""},
+		"nothing is known": {fakeSource{etcd: away, encryption: "the KMS is away"}, ""},
 	} {
 		g := &Service{deps: Deps{Source: &c.source}}
 		checks := g.checks()
 		for range 2 {
 			kms, etcd := checks["kms-providers"].get(t.Context()), checks["etcd"].get(t.Context())
-			said := ""
+			encryptionErr := ""
 			if kms != nil {
-				said = kms.Error()
+				encryptionErr = kms.Error()
 			}
-			if !errors.Is(etcd, c.source.etcd) || said != c.kms {
+			if !errors.Is(etcd, c.source.etcd) || encryptionErr != c.kms {
 				t.Errorf("%s: etcd: %v, KMS: %v", name, etcd, kms)
 			}
 		}
-		if c.source.asked != 1 {
-			t.Errorf("%s: registry is asked %d times", name, c.source.asked)
+		if c.source.calls != 1 {
+			t.Errorf("%s: registry is asked %d times", name, c.source.calls)
 		}
 	}
 }

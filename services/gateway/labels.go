@@ -2,14 +2,14 @@ package gateway
 
 import "k8s.io/apiserver/pkg/endpoints/request"
 
-// labelled returns the RequestInfo from which metrics of a request take their labels. Paths are the client's choice,
+// metricsInfo returns the RequestInfo from which metrics of a request take their labels. Paths are the client's choice,
 // and a label's values stay in memory: it leaves out the path, and group, version and resource unless they are served.
-func (g *Service) labelled(info *request.RequestInfo) *request.RequestInfo {
+func (g *Service) metricsInfo(info *request.RequestInfo) *request.RequestInfo {
 	if info == nil {
 		return &request.RequestInfo{}
 	}
 	if info.IsResourceRequest {
-		if view := g.catalog.View(); view != nil {
+		if view := g.discovery.View(); view != nil {
 			if _, ok := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, info.Subresource); ok {
 				return info
 			}
@@ -17,7 +17,7 @@ func (g *Service) labelled(info *request.RequestInfo) *request.RequestInfo {
 	}
 	out := *info
 	out.Path, out.Resource, out.Subresource = "", "", ""
-	if !g.views.remotes.Handles(info.APIGroup, info.APIVersion) {
+	if !g.views.apiServices.Handles(info.APIGroup, info.APIVersion) {
 		out.APIGroup, out.APIVersion = "", ""
 	}
 	return &out

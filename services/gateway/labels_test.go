@@ -21,12 +21,12 @@ import (
 )
 
 // Metrics label a request by its resource if that is served, and by nothing that its client chose.
-func TestLabelsAreOfServedResources(t *testing.T) {
-	g := start(t, &others{})
-	await(t, func() bool { return g.catalog.View() != nil })
+func TestMetricLabelsAreServedResources(t *testing.T) {
+	g := newTestGateway(t, &fakeServices{})
+	eventually(t, func() bool { return g.discovery.View() != nil })
 	served := &request.RequestInfo{IsResourceRequest: true, APIVersion: "v1", Resource: "namespaces"}
-	if g.labelled(served) != served {
-		t.Errorf("a served resource is labelled by %+v", g.labelled(served))
+	if g.metricsInfo(served) != served {
+		t.Errorf("a served resource is labelled by %+v", g.metricsInfo(served))
 	}
 	for _, info := range []*request.RequestInfo{
 		nil,
@@ -35,7 +35,7 @@ func TestLabelsAreOfServedResources(t *testing.T) {
 		{IsResourceRequest: true, APIVersion: "v1", Resource: "namespaces", Subresource: "x", Path: "/x"},
 		{IsResourceRequest: true, APIVersion: "v1", Resource: "x", Path: "/x"},
 	} {
-		l := g.labelled(info)
+		l := g.metricsInfo(info)
 		if strings.Contains(l.APIGroup+l.APIVersion+l.Resource+l.Subresource+l.Path, "x") {
 			t.Errorf("%+v is labelled by %+v", info, l)
 		}
@@ -44,19 +44,19 @@ func TestLabelsAreOfServedResources(t *testing.T) {
 
 // Strangers whose requests are broken off in the middle of an answer leave nothing in metrics, and neither their
 // paths nor an error in the log.
-func TestClientsThatLeaveLeaveNothing(t *testing.T) {
-	var out lines
+func TestAbortedRequestsAddNoLabels(t *testing.T) {
+	var out syncBuffer
 	before := slog.Default()
 	stop, err := new(telemetry.Options).Start(t.Context(), "gateway", &out)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { stop(); slog.SetDefault(before); klog.ClearLogger() })
-	g := start(t, &others{})
-	await(t, func() bool { return g.catalog.View() != nil })
+	g := newTestGateway(t, &fakeServices{})
+	eventually(t, func() bool { return g.discovery.View() != nil })
 	s := httptest.NewServer(g.handler)
 	defer s.Close()
-	const stranger = "strangers-choice"
+	const marker = "strangers-choice"
 	for i, path := range []string{"/%s", "/apis/%s/v1/x", "/api/v1/%s", "/api/v1/namespaces/x/%s", "/api/v1/namespaces/x/pods/y/%s"} {
 		for n := range 20 {
 			conn, err := net.Dial("tcp", s.Listener.Addr().String())
@@ -64,7 +64,7 @@ func TestClientsThatLeaveLeaveNothing(t *testing.T) {
 				t.Fatal(err)
 			}
 			_ = conn.(*net.TCPConn).SetReadBuffer(4096)
-			path := fmt.Sprintf(path, fmt.Sprintf("%s-%d-%d-%s", stranger, i, n, strings.Repeat("a", 900_000)))
+			path := fmt.Sprintf(path, fmt.Sprintf("%s-%d-%d-%s", marker, i, n, strings.Repeat("a", 900_000)))
 			fmt.Fprintf(conn, "GET %s HTTP/1.1\r\nHost: x\r\n\r\n", path)
 			if _, err := io.ReadFull(conn, make([]byte, 64)); err != nil {
 				t.Fatal(err)
@@ -79,37 +79,37 @@ func TestClientsThatLeaveLeaveNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, f := range families {
-			if strings.Contains(f.String(), stranger) {
+			if strings.Contains(f.String(), marker) {
 				t.Errorf("%s has a label that a client chose", f.GetName())
 			}
 		}
 	}
 	for line := range strings.Lines(out.String()) { // other parts of the process may log other lines
-		if strings.Contains(line, stranger) || strings.Contains(line, "level=ERROR") {
+		if strings.Contains(line, marker) || strings.Contains(line, "level=ERROR") {
 			t.Errorf("a line of %d bytes: %.300s", len(line), line)
 		}
 	}
 }
 
-// lines is a log that several goroutines write.
-type lines struct {
+// syncBuffer is a log that several goroutines write.
+type syncBuffer struct {
 	mu  sync.Mutex
 	buf bytes.Buffer
 }
 
-func (l *lines) Write(p []byte) (int, error) {
+func (l *syncBuffer) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.buf.Write(p)
 }
 
-func (l *lines) String() string {
+func (l *syncBuffer) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.buf.String()
 }
 
-func await(t *testing.T, done func() bool) {
+func eventually(t *testing.T, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(20 * time.Second); !done(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {

@@ -37,13 +37,13 @@ func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, er
 		return nil, err
 	}
 	return New(ctx, c, Deps{
-		Authn:     authnv1.NewAuthnClient(authnConn),
-		Authz:     authzv1.NewAuthzClient(authzConn),
-		Admission: admissionv1.NewAdmissionClient(admissionConn),
-		Objects:   registryv1.NewObjectsClient(registryConn),
-		Catalog:   registryv1.NewDiscoveryClient(registryConn),
-		Source:    registryv1.NewSourceClient(registryConn),
-		Policy:    watchfanoutv1.NewInternalWatchClient(registryConn),
-		Watch:     watchfanoutv1.NewWatchClient(watchfanoutConn),
+		Authn:         authnv1.NewAuthnClient(authnConn),
+		Authz:         authzv1.NewAuthzClient(authzConn),
+		Admission:     admissionv1.NewAdmissionClient(admissionConn),
+		Objects:       registryv1.NewObjectsClient(registryConn),
+		Discovery:     registryv1.NewDiscoveryClient(registryConn),
+		Source:        registryv1.NewSourceClient(registryConn),
+		InternalWatch: watchfanoutv1.NewInternalWatchClient(registryConn),
+		Watch:         watchfanoutv1.NewWatchClient(watchfanoutConn),
 	})
 }

@@ -12,21 +12,21 @@ import (
 
 // views publishes what is served, here and by aggregated servers, to discovery and OpenAPI.
 type views struct {
-	remotes   *aggregation.Proxy
-	learner   *aggregation.Learner
-	discovery *discovery.Handler
-	openapi   *openapi.Handler
+	apiServices      *aggregation.Proxy
+	discoveryManager *aggregation.DiscoveryManager
+	discovery        *discovery.Handler
+	openapi          *openapi.Handler
 
 	// mu lets one view be published after the other.
 	mu     sync.Mutex
 	latest *apidiscovery.View
 }
 
-func newViews(address string, registry registryv1.DiscoveryClient, remotes *aggregation.Proxy) *views {
-	v := &views{remotes: remotes}
-	v.learner = aggregation.NewLearner(remotes, v.learned)
-	v.discovery = &discovery.Handler{Address: address, Aggregated: v.learner}
-	v.openapi = openapi.New(registry, v.learner)
+func newViews(address string, registry registryv1.DiscoveryClient, apiServices *aggregation.Proxy) *views {
+	v := &views{apiServices: apiServices}
+	v.discoveryManager = aggregation.NewDiscoveryManager(apiServices, v.refreshed)
+	v.discovery = &discovery.Handler{Address: address, Aggregated: v.discoveryManager}
+	v.openapi = openapi.New(registry, v.discoveryManager)
 	return v
 }
 
@@ -34,23 +34,23 @@ func newViews(address string, registry registryv1.DiscoveryClient, remotes *aggr
 func (v *views) publish(view *apidiscovery.View) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if v.remotes.Set(view) {
-		v.learner.Wake()
+	if v.apiServices.Set(view) {
+		v.discoveryManager.RefreshSoon()
 	}
 	v.latest = view
-	v.tell()
+	v.notify()
 }
 
-// learned tells of the latest view again: what an aggregated server serves has changed.
-func (v *views) learned() {
+// refreshed tells of the latest view again: what an aggregated server serves has changed.
+func (v *views) refreshed() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.latest != nil {
-		v.tell()
+		v.notify()
 	}
 }
 
-func (v *views) tell() {
+func (v *views) notify() {
 	v.discovery.Set(v.latest)
 	v.openapi.Set(v.latest)
 }

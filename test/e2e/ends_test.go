@@ -100,8 +100,8 @@ var pools = []string{
 
 // ours are those that the services have themselves.
 var ours = []string{
-	"watershed.dev/services/gateway/edge.(*workers).work < created by",
-	"watershed.dev/services/gateway/edge.shareConnections", "watershed.dev/services/gateway/wire.(*Conn)",
+	"watershed.dev/services/gateway/server.(*workerPool).work < created by",
+	"watershed.dev/services/gateway/server.serveHTTP2", "watershed.dev/services/gateway/h2writer.(*Conn)",
 	"watershed.dev/platform/apiclient.(*Cluster)",
 }
 

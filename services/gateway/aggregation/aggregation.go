@@ -48,10 +48,10 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 
 // Proxy hands requests to other servers.
 type Proxy struct {
-	config  *Config
-	dialer  *transport.DialHolder
-	said    []*registryv1.APIService // of the last view
-	current atomic.Pointer[map[schema.GroupVersion]*server]
+	config      *Config
+	dialer      *transport.DialHolder
+	apiServices []*registryv1.APIService // of the last view
+	servers     atomic.Pointer[map[schema.GroupVersion]*server]
 }
 
 // server is one group version's server.
@@ -70,30 +70,30 @@ func New(c *Config, dialer *transport.DialHolder) (*Proxy, error) {
 		}
 	}
 	p := &Proxy{config: c, dialer: dialer}
-	p.current.Store(&map[schema.GroupVersion]*server{})
+	p.servers.Store(&map[schema.GroupVersion]*server{})
 	return p, nil
 }
 
 // Set makes v the view whose servers are known, and says whether they are others than before. What is the same keeps
 // its connections.
 func (p *Proxy) Set(v *discovery.View) (changed bool) {
-	before := p.said
-	p.said = v.ApiServices
+	before := p.apiServices
+	p.apiServices = v.ApiServices
 	if slices.EqualFunc(before, v.ApiServices, func(a, b *registryv1.APIService) bool { return proto.Equal(a, b) }) {
 		return false
 	}
-	old, now := *p.current.Load(), map[schema.GroupVersion]*server{}
+	old, now := *p.servers.Load(), map[schema.GroupVersion]*server{}
 	for _, r := range v.ApiServices {
 		gv := schema.GroupVersion{Group: r.Group, Version: r.Version}
-		if was := old[gv]; was != nil && sameTransport(was.APIService, r) && was.err == nil {
-			now[gv] = &server{APIService: r, transport: was.transport}
+		if previous := old[gv]; previous != nil && sameTransport(previous.APIService, r) && previous.err == nil {
+			now[gv] = &server{APIService: r, transport: previous.transport}
 			continue
 		}
-		made := &server{APIService: r}
-		made.transport, made.err = p.dial(r)
-		now[gv] = made
+		created := &server{APIService: r}
+		created.transport, created.err = p.dial(r)
+		now[gv] = created
 	}
-	p.current.Store(&now)
+	p.servers.Store(&now)
 	return true
 }
 
@@ -122,43 +122,43 @@ func (p *Proxy) dial(r *registryv1.APIService) (http.RoundTripper, error) {
 	return transport.New(c)
 }
 
-// remote finds who answers for a group version other than this system.
-func (p *Proxy) remote(gv schema.GroupVersion) *server { return (*p.current.Load())[gv] }
+// serverFor finds who answers for a group version other than this system.
+func (p *Proxy) serverFor(gv schema.GroupVersion) *server { return (*p.servers.Load())[gv] }
 
 // Handles says whether another server answers for a group version.
 func (p *Proxy) Handles(group, version string) bool {
-	return p.remote(schema.GroupVersion{Group: group, Version: version}) != nil
+	return p.serverFor(schema.GroupVersion{Group: group, Version: version}) != nil
 }
 
 // Serve hands a request to the server of a group version.
 func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version string) {
-	r := p.remote(schema.GroupVersion{Group: group, Version: version})
+	s := p.serverFor(schema.GroupVersion{Group: group, Version: version})
 	u, ok := request.UserFrom(req.Context())
 	switch {
-	case r == nil || !r.Available || len(r.Addresses) == 0:
+	case s == nil || !s.Available || len(s.Addresses) == 0:
 		http.Error(w, "service unavailable", http.StatusServiceUnavailable)
 		return
-	case r.err != nil:
-		http.Error(w, r.err.Error(), http.StatusInternalServerError)
+	case s.err != nil:
+		http.Error(w, s.err.Error(), http.StatusInternalServerError)
 		return
 	case !ok:
 		http.Error(w, "missing user", http.StatusInternalServerError)
 		return
 	}
-	at := r.at(req.URL.Path)
-	at.RawQuery = req.URL.Query().Encode()
+	location := s.urlFor(req.URL.Path)
+	location.RawQuery = req.URL.Query().Encode()
 	upgrades := httpstream.IsUpgradeRequest(req)
 	if upgrades {
 		var cancel func()
-		w, req, cancel = upgrade.Until(w, req)
+		w, req, cancel = upgrade.WithCloseCancel(w, req)
 		defer cancel()
 	}
-	out, cancel := proxyutil.NewRequestForProxy(at, req)
+	out, cancel := proxyutil.NewRequestForProxy(location, req)
 	defer cancel()
-	h := proxy.NewUpgradeAwareHandler(at, as(u, r.transport), true, upgrades, unavailable{})
+	h := proxy.NewUpgradeAwareHandler(location, withUser(u, s.transport), true, upgrades, unavailableResponder{})
 	if upgrades { // it is dialled past the transport that names the user
 		transport.SetAuthProxyHeaders(out, u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra())
-		upgraded, err := upgrade.Transport(req.Context(), r.transport)
+		upgraded, err := upgrade.Transport(req.Context(), s.transport)
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusInternalServerError)
 			return
@@ -170,19 +170,19 @@ func (p *Proxy) Serve(w http.ResponseWriter, req *http.Request, group, version s
 	h.ServeHTTP(w, out)
 }
 
-// at is a path of the server, at any of its addresses.
-func (r *server) at(path string) *url.URL {
-	return &url.URL{Scheme: "https", Host: r.Addresses[rand.IntN(len(r.Addresses))], Path: path}
+// urlFor is a path of the server, at any of its addresses.
+func (s *server) urlFor(path string) *url.URL {
+	return &url.URL{Scheme: "https", Host: s.Addresses[rand.IntN(len(s.Addresses))], Path: path}
 }
 
-func as(u user.Info, rt http.RoundTripper) http.RoundTripper {
+func withUser(u user.Info, rt http.RoundTripper) http.RoundTripper {
 	return transport.NewAuthProxyRoundTripper(u.GetName(), u.GetUID(), u.GetGroups(), u.GetExtra(), rt)
 }
 
-// unavailable answers that a server could not be reached.
-type unavailable struct{}
+// unavailableResponder answers that a server could not be reached.
+type unavailableResponder struct{}
 
 // Error implements proxy.ErrorResponder.
-func (unavailable) Error(w http.ResponseWriter, _ *http.Request, err error) {
+func (unavailableResponder) Error(w http.ResponseWriter, _ *http.Request, err error) {
 	http.Error(w, err.Error(), http.StatusServiceUnavailable)
 }

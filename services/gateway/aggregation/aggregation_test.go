@@ -22,8 +22,8 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// other is an aggregated API server, at whatever name it is called by.
-func other(t *testing.T, h http.HandlerFunc) *registryv1.APIService {
+// newAggregatedServer is an aggregated API server, at whatever name it is called by.
+func newAggregatedServer(t *testing.T, h http.HandlerFunc) *registryv1.APIService {
 	t.Helper()
 	s := httptest.NewTLSServer(h)
 	t.Cleanup(s.Close)
@@ -71,15 +71,15 @@ func (s signal) Wait()   { <-s }
 
 // A watch's seats are given back before the other server answers it.
 func TestAWatchOfAnotherServerGivesItsSeatsBack(t *testing.T) {
-	given := make(signal)
-	p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
+	released := make(signal)
+	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
 		select {
-		case <-given:
+		case <-released:
 		case <-time.After(10 * time.Second):
 			http.Error(w, "its seats are taken", http.StatusInternalServerError)
 		}
 	}))
-	ctx := flowcontrol.WithInitializationSignal(t.Context(), given)
+	ctx := flowcontrol.WithInitializationSignal(t.Context(), released)
 	ctx = request.WithUser(request.WithRequestInfo(ctx, &request.RequestInfo{}), &user.DefaultInfo{Name: "bob"})
 	w := httptest.NewRecorder()
 	p.Serve(w, httptest.NewRequestWithContext(ctx, "GET", "/apis/metrics.k8s.io/v1/nodes?watch=1", nil),
@@ -90,8 +90,8 @@ func TestAWatchOfAnotherServerGivesItsSeatsBack(t *testing.T) {
 }
 
 // A request reaches the other server as its user's, whatever it says itself of who it is.
-func TestARequestIsHandedOnAsItsUsers(t *testing.T) {
-	p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
+func TestRequestCarriesItsUser(t *testing.T) {
+	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprintf(w, "%s %s as %s of %s, %s", r.Method, r.URL, r.Header.Get("X-Remote-User"),
 			r.Header.Values("X-Remote-Group"), r.Header.Get("X-Remote-Extra-Scopes"))
 	}))
@@ -110,28 +110,28 @@ func TestARequestIsHandedOnAsItsUsers(t *testing.T) {
 }
 
 // A server that is not available, cannot be reached or shows a certificate of nobody's is 503; a redirect is refused.
-func TestAServerThatCannotBeAskedIsUnavailable(t *testing.T) {
+func TestUnreachableServerIsUnavailable(t *testing.T) {
 	bob := &user.DefaultInfo{Name: "bob"}
-	away, unchecked, unheard := other(t, nil), other(t, func(http.ResponseWriter, *http.Request) {}), other(t, nil)
-	away.Available = false
+	notAvailable, unchecked, unreachable := newAggregatedServer(t, nil), newAggregatedServer(t, func(http.ResponseWriter, *http.Request) {}), newAggregatedServer(t, nil)
+	notAvailable.Available = false
 	unchecked.InsecureSkipTlsVerify = false
-	unheard.Addresses = []string{"127.0.0.1:1"}
-	for what, r := range map[string]*registryv1.APIService{
-		"not available":         away,
+	unreachable.Addresses = []string{"127.0.0.1:1"}
+	for name, r := range map[string]*registryv1.APIService{
+		"not available":         notAvailable,
 		"another's certificate": unchecked,
-		"nobody there":          unheard,
+		"nobody there":          unreachable,
 	} {
 		if w := serve(proxyTo(t, r), bob, nil); w.Code != http.StatusServiceUnavailable {
-			t.Errorf("%s: %d %s", what, w.Code, w.Body)
+			t.Errorf("%s: %d %s", name, w.Code, w.Body)
 		}
 	}
-	moved := other(t, func(w http.ResponseWriter, r *http.Request) {
+	moved := newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
 		http.Redirect(w, r, "https://127.0.0.1/secrets", http.StatusFound)
 	})
 	if w := serve(proxyTo(t, moved), bob, nil); w.Code == http.StatusFound {
 		t.Errorf("a redirect is passed on: %v", w.Header())
 	}
-	broken := other(t, nil)
+	broken := newAggregatedServer(t, nil)
 	broken.InsecureSkipTlsVerify, broken.CaBundle = false, pem.EncodeToMemory(&pem.Block{
 		Type:  "CERTIFICATE",
 		Bytes: []byte("x"),
@@ -142,9 +142,9 @@ func TestAServerThatCannotBeAskedIsUnavailable(t *testing.T) {
 }
 
 // What a server serves is learned in either form of discovery, is kept while it does not answer, and goes with it.
-func TestWhatAServerServesIsLearned(t *testing.T) {
+func TestDiscoveryIsRefreshed(t *testing.T) {
 	var down atomic.Bool
-	p := proxyTo(t, other(t, func(w http.ResponseWriter, r *http.Request) {
+	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
 		switch {
 		case down.Load():
 			http.Error(w, "down", http.StatusServiceUnavailable)
@@ -164,10 +164,10 @@ func TestWhatAServerServesIsLearned(t *testing.T) {
 	}))
 	gv := schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"}
 	changed := make(chan struct{}, 10)
-	l := NewLearner(p, func() { changed <- struct{}{} })
+	manager := NewDiscoveryManager(p, func() { changed <- struct{}{} })
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
-	go func() { defer close(ended); l.Run(ctx) }()
+	go func() { defer close(ended); manager.Run(ctx) }()
 	defer func() { cancel(); <-ended }()
 	wait := func() {
 		t.Helper()
@@ -178,20 +178,20 @@ func TestWhatAServerServesIsLearned(t *testing.T) {
 		}
 	}
 	wait()
-	if got := l.Of(gv); got == nil || got.Stale || len(got.Resources) != 1 || got.Resources[0].Resource != "nodes" ||
+	if got := manager.Lookup(gv); got == nil || got.Stale || len(got.Resources) != 1 || got.Resources[0].Resource != "nodes" ||
 		got.OpenAPIV2 == nil {
 		t.Errorf("%+v", got)
 	}
 	down.Store(true)
-	l.Wake()
+	manager.RefreshSoon()
 	wait()
-	if got := l.Of(gv); got == nil || !got.Stale || len(got.Resources) != 1 {
+	if got := manager.Lookup(gv); got == nil || !got.Stale || len(got.Resources) != 1 {
 		t.Errorf("while it is down: %+v", got)
 	}
 	p.Set(discovery.NewView(&registryv1.DiscoveryResponse{}))
-	l.Wake()
+	manager.RefreshSoon()
 	wait()
-	if got := l.Of(gv); got != nil || len(l.Groups()) != 0 {
+	if got := manager.Lookup(gv); got != nil || len(manager.GroupVersions()) != 0 {
 		t.Errorf("once it is gone: %+v", got)
 	}
 }

@@ -52,7 +52,7 @@ func await(t *testing.T, end <-chan struct{}, failure string) {
 // A connection that the other server has upgraded outlives the request's deadline, and ends with its client.
 func TestAnUpgradeOutlivesTheRequestsDeadline(t *testing.T) {
 	gone := make(chan struct{})
-	p := proxyTo(t, other(t, func(w http.ResponseWriter, _ *http.Request) {
+	p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, _ *http.Request) {
 		defer close(gone)
 		conn, rw, err := http.NewResponseController(w).Hijack()
 		if err != nil {
@@ -81,7 +81,7 @@ func TestAnUpgradeOutlivesTheRequestsDeadline(t *testing.T) {
 // Another server that accepts the connection and answers nothing loses it at the request's deadline.
 func TestAnUpgradeWithoutAnAnswerEndsAtTheDeadline(t *testing.T) {
 	gone := make(chan struct{})
-	p := proxyTo(t, other(t, func(_ http.ResponseWriter, req *http.Request) {
+	p := proxyTo(t, newAggregatedServer(t, func(_ http.ResponseWriter, req *http.Request) {
 		defer close(gone)
 		<-req.Context().Done()
 	}))

@@ -28,14 +28,14 @@ import (
 
 // sink keeps what it is given; while gate is not nil, each batch waits for it.
 type sink struct {
-	mu     sync.Mutex
-	events []*auditinternal.Event
-	gate   chan struct{}
+	mu      sync.Mutex
+	events  []*auditinternal.Event
+	release chan struct{}
 }
 
 func (s *sink) ProcessEvents(events ...*auditinternal.Event) bool {
-	if s.gate != nil {
-		<-s.gate
+	if s.release != nil {
+		<-s.release
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -49,8 +49,8 @@ func (s *sink) Run(<-chan struct{}) error { return nil }
 func (s *sink) Shutdown()                 {}
 func (s *sink) String() string            { return "sink" }
 
-// begun is a request's context that is audited at a level.
-func begun(t *testing.T, to audit.Sink, level auditinternal.Level, omitManaged bool) context.Context {
+// auditedContext is a request's context that is audited at a level.
+func auditedContext(t *testing.T, to audit.Sink, level auditinternal.Level, omitManaged bool) context.Context {
 	t.Helper()
 	ctx := audit.WithAuditContext(t.Context())
 	if err := audit.AuditContextFrom(ctx).Init(audit.RequestAuditConfig{
@@ -62,8 +62,8 @@ func begun(t *testing.T, to audit.Sink, level auditinternal.Level, omitManaged b
 	return ctx
 }
 
-// written is the request's event as the log has it.
-func written(t *testing.T, ctx context.Context, s *sink) string {
+// loggedEvent is the request's event as the log has it.
+func loggedEvent(t *testing.T, ctx context.Context, s *sink) string {
 	t.Helper()
 	audit.AuditContextFrom(ctx).ProcessEventStage(ctx, auditinternal.StageResponseComplete)
 	data, err := json.Marshal(s.events[len(s.events)-1])
@@ -76,8 +76,8 @@ func written(t *testing.T, ctx context.Context, s *sink) string {
 // A request that hangs its backend up costs others no more than the queue, in events and in bytes; what does not fit
 // loses its objects first, and all room comes back.
 func TestTheQueueIsBounded(t *testing.T) {
-	behind := &sink{gate: make(chan struct{})}
-	b := bound(behind, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 1, AsyncDelegate: true}, 20<<10)
+	backend := &sink{release: make(chan struct{})}
+	b := newBoundedQueue(backend, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 1, AsyncDelegate: true}, 20<<10)
 	stop := make(chan struct{})
 	if err := b.Run(stop); err != nil {
 		t.Fatal(err)
@@ -89,49 +89,49 @@ func TestTheQueueIsBounded(t *testing.T) {
 	for range 100 {
 		b.ProcessEvents(large)
 	}
-	if n := b.left(); n > 11 || b.held > 20<<10 || n < 3 {
-		t.Errorf("%d events of %d bytes are held", n, b.held)
+	if n := b.outstanding(); n > 11 || b.usedBytes > 20<<10 || n < 3 {
+		t.Errorf("%d events of %d bytes are held", n, b.usedBytes)
 	}
-	close(behind.gate)
+	close(backend.release)
 	close(stop)
 	b.Shutdown()
-	if b.left() != 0 || b.held != 0 {
-		t.Errorf("%d events of %d bytes are held by nobody", b.left(), b.held)
+	if b.outstanding() != 0 || b.usedBytes != 0 {
+		t.Errorf("%d events of %d bytes are held by nobody", b.outstanding(), b.usedBytes)
 	}
-	whole, short := 0, 0
-	for _, e := range behind.events {
+	whole, truncated := 0, 0
+	for _, e := range backend.events {
 		if e.RequestObject != nil {
 			whole++
 		} else if e.Annotations["audit.k8s.io/truncated"] == "true" {
-			short++
+			truncated++
 		}
 	}
-	if whole != 2 || short < 1 || whole+short != len(behind.events) {
-		t.Errorf("%d events are whole and %d without objects, of %d", whole, short, len(behind.events))
+	if whole != 2 || truncated < 1 || whole+truncated != len(backend.events) {
+		t.Errorf("%d events are whole and %d without objects, of %d", whole, truncated, len(backend.events))
 	}
 }
 
 // A queue that is smaller than a batch loses nothing while its backend keeps up.
 func TestASmallQueueOfLargeBatchesLosesNothing(t *testing.T) {
-	behind := &sink{}
-	b := bound(behind, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 40, MaxBatchWait: time.Minute}, 1<<20)
+	backend := &sink{}
+	b := newBoundedQueue(backend, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 40, MaxBatchWait: time.Minute}, 1<<20)
 	stop := make(chan struct{})
 	if err := b.Run(stop); err != nil {
 		t.Fatal(err)
 	}
 	for range 2000 {
 		b.ProcessEvents(&auditinternal.Event{})
-		reloadtest.Until(t, "there is room", func() bool { return b.left() < 45 })
+		reloadtest.Until(t, "there is room", func() bool { return b.outstanding() < 45 })
 	}
 	close(stop)
 	b.Shutdown()
-	if len(behind.events) != 2000 {
-		t.Errorf("%d of 2000 events are written", len(behind.events))
+	if len(backend.events) != 2000 {
+		t.Errorf("%d of 2000 events are written", len(backend.events))
 	}
 }
 
-func TestWhatRegistrySaysIsRecorded(t *testing.T) {
-	trail := &commonv1.AuditContext{
+func TestRegistryAuditContextIsRecorded(t *testing.T) {
+	auditContext := &commonv1.AuditContext{
 		Annotations:   map[string]string{"a": "b"},
 		Object:        &commonv1.ObjectReference{Name: "n", Namespace: "x", Uid: "u", ResourceVersion: "7"},
 		RequestObject: []byte(`{"metadata":{"name":"n","managedFields":[{"manager":"m"}]}}`),
@@ -148,10 +148,10 @@ func TestWhatRegistrySaysIsRecorded(t *testing.T) {
 	} {
 		for _, omit := range []bool{false, true} {
 			s := &sink{}
-			ctx := begun(t, s, level, omit)
-			Follow(ctx, trail, nil)
-			Response(ctx, "application/json;charset=utf-8", body)
-			got := written(t, ctx, s)
+			ctx := auditedContext(t, s, level, omit)
+			RecordContext(ctx, auditContext, nil)
+			RecordResponse(ctx, "application/json;charset=utf-8", body)
+			got := loggedEvent(t, ctx, s)
 			for _, w := range want {
 				if !strings.Contains(got, w) {
 					t.Errorf("%s: %s is not in %s", level, w, got)
@@ -166,14 +166,14 @@ func TestWhatRegistrySaysIsRecorded(t *testing.T) {
 			}
 		}
 	}
-	Follow(t.Context(), trail, nil) // what is not audited at all
-	if Level(t.Context()) != commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED || Responds(t.Context()) {
+	RecordContext(t.Context(), auditContext, nil) // what is not audited at all
+	if Level(t.Context()) != commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED || IncludesResponse(t.Context()) {
 		t.Error("a request without an audit context is audited")
 	}
 }
 
 // Leaving managedFields out takes no longer for an object that is deep.
-func TestADeepObjectIsLeftAlone(t *testing.T) {
+func TestDeepObjectIsUnchanged(t *testing.T) {
 	deep := strings.Repeat(`{"rows":[{"object":`, 3000) + `{}` + strings.Repeat(`}]}`, 3000)
 	if got := withoutManagedFields([]byte(deep)); len(got) != len(deep) {
 		t.Errorf("%d bytes of %d are left", len(got), len(deep))
@@ -244,7 +244,7 @@ func TestAPatchIsWritten(t *testing.T) {
 func TestProtobufIsRecordedAsJSON(t *testing.T) {
 	in := func(obj runtime.Object) []byte {
 		var b strings.Builder
-		if err := protobuf.NewSerializer(known, known).Encode(obj, &b); err != nil {
+		if err := protobuf.NewSerializer(protobufScheme, protobufScheme).Encode(obj, &b); err != nil {
 			t.Fatal(err)
 		}
 		return []byte(b.String())
@@ -320,7 +320,7 @@ func TestABadSettingNamesItsFlag(t *testing.T) {
 }
 
 // A policy is read anew; a bad one leaves what was in force.
-func TestThePolicyIsReadAnew(t *testing.T) {
+func TestPolicyIsReloaded(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "policy")
 	policy := func(level string) {
@@ -342,7 +342,7 @@ func TestThePolicyIsReadAnew(t *testing.T) {
 	if level() != auditinternal.LevelRequest {
 		t.Errorf("a bad policy is in force: %s", level())
 	}
-	ctx := begun(t, a.Sink, level(), false)
+	ctx := auditedContext(t, a.Sink, level(), false)
 	audit.AuditContextFrom(ctx).SetEventResponseStatusCode(http.StatusTeapot)
 	audit.AuditContextFrom(ctx).ProcessEventStage(ctx, auditinternal.StageResponseComplete)
 	data, err := os.ReadFile(filepath.Join(dir, "log"))

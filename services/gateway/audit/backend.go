@@ -36,7 +36,7 @@ type Auditor struct {
 	Policy audit.PolicyRuleEvaluator
 
 	backend audit.Backend
-	queues  []*bounded
+	queues  []*boundedQueue
 	stop    chan struct{}
 }
 
@@ -47,8 +47,8 @@ func New(ctx context.Context, c *Config, dial utilnet.DialFunc, files *reload.Fi
 		return nil, err
 	}
 	a := &Auditor{stop: make(chan struct{})}
-	p := &currentPolicy{}
-	if err := files.LoadAndWatch(ctx, "audit-policy-file", c.PolicyFile, p.read); err != nil {
+	p := &reloadingPolicy{}
+	if err := files.LoadAndWatch(ctx, "audit-policy-file", c.PolicyFile, p.load); err != nil {
 		return nil, err
 	}
 	var backends []audit.Backend
@@ -59,9 +59,9 @@ func New(ctx context.Context, c *Config, dial utilnet.DialFunc, files *reload.Fi
 		}
 		log := pluginlog.NewBackend(w, c.Log.Format, auditv1.SchemeGroupVersion)
 		if c.Log.Format == pluginlog.FormatJson {
-			log = &lines{log, w}
+			log = &jsonLogBackend{log, w}
 		}
-		backends = append(backends, c.Log.wrap(a, fitting{log}))
+		backends = append(backends, c.Log.wrap(a, truncatingBackend{log}))
 	}
 	if file := c.Webhook.ConfigFile; file != "" && c.PolicyFile != "" {
 		b, err := pluginwebhook.NewBackend(file, auditv1.SchemeGroupVersion,
@@ -94,32 +94,32 @@ func (a *Auditor) Close() {
 	select {
 	case <-flushed:
 	case <-time.After(FlushTimeout):
-		left := 0
+		lost := 0
 		for _, q := range a.queues {
-			left += q.left()
+			lost += q.outstanding()
 		}
-		slog.Error("Audit events are lost: their backend did not take them before the gateway stopped", "events", left)
+		slog.Error("Audit events are lost: their backend did not take them before the gateway stopped", "events", lost)
 	}
 }
 
-// currentPolicy is the policy as its file says now.
-type currentPolicy struct {
-	now atomic.Pointer[audit.PolicyRuleEvaluator]
+// reloadingPolicy is the policy as its file says now.
+type reloadingPolicy struct {
+	evaluator atomic.Pointer[audit.PolicyRuleEvaluator]
 }
 
-func (p *currentPolicy) read(_ context.Context, data []byte) error {
+func (p *reloadingPolicy) load(_ context.Context, data []byte) error {
 	loaded, err := policy.LoadPolicyFromBytes(data)
 	if err != nil {
 		return err
 	}
 	e := policy.NewPolicyRuleEvaluator(loaded)
-	p.now.Store(&e)
+	p.evaluator.Store(&e)
 	return nil
 }
 
 // EvaluatePolicyRule implements audit.PolicyRuleEvaluator.
-func (p *currentPolicy) EvaluatePolicyRule(attrs authorizer.Attributes) audit.RequestAuditConfig {
-	return (*p.now.Load()).EvaluatePolicyRule(attrs)
+func (p *reloadingPolicy) EvaluatePolicyRule(attrs authorizer.Attributes) audit.RequestAuditConfig {
+	return (*p.evaluator.Load()).EvaluatePolicyRule(attrs)
 }
 
 // open opens the file for appending, readable by its owner alone.
@@ -144,10 +144,10 @@ func (l *LogConfig) open() (io.Writer, error) {
 }
 
 // wrap hands events to a backend as the flags say.
-func (d *delivery) wrap(a *Auditor, b audit.Backend) audit.Backend {
+func (d *backendOptions) wrap(a *Auditor, b audit.Backend) audit.Backend {
 	switch d.Mode {
 	case modeBatch:
-		q := bound(b, d.Batch, d.BatchBytes)
+		q := newBoundedQueue(b, d.Batch, d.BatchBytes)
 		a.queues = append(a.queues, q)
 		b = q
 	case modeBlocking:
@@ -168,22 +168,22 @@ func (i ignoreErrors) ProcessEvents(events ...*auditinternal.Event) bool {
 	return true
 }
 
-// bounded queues events for a backend: no more of them, and no more bytes, than it is told. The bytes of those that are
+// boundedQueue queues events for a backend: no more of them, and no more bytes, than it is told. The bytes of those that are
 // being sent count, since a server that hangs would otherwise gather them without end (kubernetes 85489).
-type bounded struct {
+type boundedQueue struct {
 	audit.Backend
-	events, bytes int64
+	maxEvents, maxBytes int64
 
 	mu sync.Mutex
 	// queued are events that are not being sent yet, sending those that are, and held the bytes of both.
-	queued, sending, held int64
+	queued, sending, usedBytes int64
 }
 
-// bound puts a queue before a backend. A batch that is being gathered has room of its own.
-func bound(b audit.Backend, c pluginbuffered.BatchConfig, bytes int64) *bounded {
+// newBoundedQueue puts a queue before a backend. A batch that is being gathered has room of its own.
+func newBoundedQueue(b audit.Backend, c pluginbuffered.BatchConfig, bytes int64) *boundedQueue {
 	c.BufferSize += c.MaxBatchSize
-	q := &bounded{events: int64(c.BufferSize), bytes: bytes}
-	q.Backend = pluginbuffered.NewBackend(releasing{b, q}, c)
+	q := &boundedQueue{maxEvents: int64(c.BufferSize), maxBytes: bytes}
+	q.Backend = pluginbuffered.NewBackend(accountingBackend{b, q}, c)
 	return q
 }
 
@@ -192,16 +192,16 @@ var errFull = errors.New("audit buffer queue blocked")
 
 // ProcessEvents implements audit.Sink. An event that there is no room for loses its objects, or is dropped and counted
 // as upstream's queue does (apiserver_audit_error_total).
-func (q *bounded) ProcessEvents(events ...*auditinternal.Event) bool {
+func (q *boundedQueue) ProcessEvents(events ...*auditinternal.Event) bool {
 	for _, e := range events {
-		held := q.hold(e)
-		if !held && sizeOf(e) > longText {
-			e = short(e)
-			if held = q.hold(e); held {
-				stripped.Inc()
+		reserved := q.reserve(e)
+		if !reserved && sizeOf(e) > maxTextBytes {
+			e = truncate(e)
+			if reserved = q.reserve(e); reserved {
+				truncatedEvents.Inc()
 			}
 		}
-		if !held {
+		if !reserved {
 			audit.HandlePluginError(pluginbuffered.PluginName, errFull, e)
 			continue
 		}
@@ -210,34 +210,34 @@ func (q *bounded) ProcessEvents(events ...*auditinternal.Event) bool {
 	return true
 }
 
-func (q *bounded) hold(e *auditinternal.Event) bool {
+func (q *boundedQueue) reserve(e *auditinternal.Event) bool {
 	size := sizeOf(e)
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.queued >= q.events || q.held+size > q.bytes {
+	if q.queued >= q.maxEvents || q.usedBytes+size > q.maxBytes {
 		return false
 	}
 	q.queued++
-	q.held += size
+	q.usedBytes += size
 	return true
 }
 
-// left is how many events have not been written.
-func (q *bounded) left() int {
+// outstanding is how many events have not been written.
+func (q *boundedQueue) outstanding() int {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return int(q.queued + q.sending)
 }
 
-// releasing tells the queue of what its backend begins with and is done with.
-type releasing struct {
+// accountingBackend tells the queue of what its backend begins with and is done with.
+type accountingBackend struct {
 	audit.Backend
-	from *bounded
+	queue *boundedQueue
 }
 
 // ProcessEvents implements audit.Sink.
-func (r releasing) ProcessEvents(events ...*auditinternal.Event) bool {
-	q, n, size := r.from, int64(len(events)), int64(0)
+func (b accountingBackend) ProcessEvents(events ...*auditinternal.Event) bool {
+	q, n, size := b.queue, int64(len(events)), int64(0)
 	for _, e := range events {
 		size += sizeOf(e)
 	}
@@ -247,9 +247,9 @@ func (r releasing) ProcessEvents(events ...*auditinternal.Event) bool {
 	defer func() {
 		q.mu.Lock()
 		defer q.mu.Unlock()
-		q.sending, q.held = q.sending-n, q.held-size
+		q.sending, q.usedBytes = q.sending-n, q.usedBytes-size
 	}()
-	return r.Backend.ProcessEvents(events...)
+	return b.Backend.ProcessEvents(events...)
 }
 
 // sizeOf is about what an event takes.
@@ -300,45 +300,45 @@ func userBytes(u *authenticationv1.UserInfo) (n int) {
 	return n
 }
 
-// longText is how much of a text that a client chose a short event keeps.
-const longText = 4 << 10
+// maxTextBytes is how much of a text that a client chose a short event keeps.
+const maxTextBytes = 4 << 10
 
-// short is an event without what it says of objects' contents, and with no more than the beginning of what else a
+// truncate is an event without what it says of objects' contents, and with no more than the beginning of what else a
 // client made long; marked as upstream marks it (k8s.io/apiserver/plugin/pkg/audit/truncate).
-func short(e *auditinternal.Event) *auditinternal.Event {
+func truncate(e *auditinternal.Event) *auditinternal.Event {
 	out := *e
 	out.RequestObject, out.ResponseObject = nil, nil
 	out.Annotations = map[string]string{}
 	for k, v := range e.Annotations {
-		out.Annotations[k] = beginning(v)
+		out.Annotations[k] = truncateText(v)
 	}
 	out.Annotations["audit.k8s.io/truncated"] = "true"
 	if e.ObjectRef != nil {
 		ref := *e.ObjectRef
-		ref.Name, ref.Namespace = beginning(ref.Name), beginning(ref.Namespace)
+		ref.Name, ref.Namespace = truncateText(ref.Name), truncateText(ref.Namespace)
 		out.ObjectRef = &ref
 	}
 	if e.ResponseStatus != nil {
 		s := *e.ResponseStatus
-		s.Message, s.Details = beginning(s.Message), nil
+		s.Message, s.Details = truncateText(s.Message), nil
 		out.ResponseStatus = &s
 	}
 	return &out
 }
 
-func beginning(text string) string { return text[:min(len(text), longText)] }
+func truncateText(text string) string { return text[:min(len(text), maxTextBytes)] }
 
-// fitting writes an event short where its file does not take it whole: a file takes no line that is longer than itself.
-type fitting struct{ audit.Backend }
+// truncatingBackend writes an event short where its file does not take it whole: a file takes no line that is longer than itself.
+type truncatingBackend struct{ audit.Backend }
 
 // ProcessEvents implements audit.Sink.
-func (f fitting) ProcessEvents(events ...*auditinternal.Event) bool {
+func (b truncatingBackend) ProcessEvents(events ...*auditinternal.Event) bool {
 	ok := true
 	for _, e := range events {
-		written := f.Backend.ProcessEvents(e)
-		if !written && sizeOf(e) > shortAbove {
-			if written = f.Backend.ProcessEvents(short(e)); written {
-				stripped.Inc()
+		written := b.Backend.ProcessEvents(e)
+		if !written && sizeOf(e) > truncateAbove {
+			if written = b.Backend.ProcessEvents(truncate(e)); written {
+				truncatedEvents.Inc()
 			}
 		}
 		ok = ok && written
@@ -346,6 +346,6 @@ func (f fitting) ProcessEvents(events ...*auditinternal.Event) bool {
 	return ok
 }
 
-// shortAbove is from which size an event that could not be written is tried again without its objects: less is not what
+// truncateAbove is from which size an event that could not be written is tried again without its objects: less is not what
 // it failed for.
-const shortAbove = 128 << 10
+const truncateAbove = 128 << 10

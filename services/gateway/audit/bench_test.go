@@ -19,8 +19,8 @@ import (
 
 // What a request's two records cost at Metadata, with everything but the disk.
 func BenchmarkMetadata(b *testing.B) {
-	log := &lines{pluginlog.NewBackend(io.Discard, pluginlog.FormatJson, auditv1.SchemeGroupVersion), io.Discard}
-	answer := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusOK) })
+	log := &jsonLogBackend{pluginlog.NewBackend(io.Discard, pluginlog.FormatJson, auditv1.SchemeGroupVersion), io.Discard}
+	handler := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusOK) })
 	req := httptest.NewRequest("GET", "/api/v1/namespaces/default/pods/a", nil)
 	req.Header.Set("User-Agent", "kubectl/v1.36.3 (linux/amd64) kubernetes/0123456")
 	info, _ := paths.RequestInfo.NewRequestInfo(req)
@@ -30,7 +30,7 @@ func BenchmarkMetadata(b *testing.B) {
 		Groups: []string{"system:serviceaccounts", "system:serviceaccounts:default", "system:authenticated"},
 	}
 	for name, level := range map[string]auditinternal.Level{"none": auditinternal.LevelNone, "metadata": auditinternal.LevelMetadata} {
-		h := filters.WithAuditInit(filters.WithAudit(answer, log, policy.NewFakePolicyRuleEvaluator(level, nil), nil))
+		h := filters.WithAuditInit(filters.WithAudit(handler, log, policy.NewFakePolicyRuleEvaluator(level, nil), nil))
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {

@@ -45,7 +45,7 @@ type LogConfig struct {
 	MaxAge, MaxBackups, MaxSize int
 	Format, Version             string
 	Compress                    bool
-	delivery
+	backendOptions
 }
 
 // WebhookConfig is the server that events are posted to.
@@ -54,11 +54,11 @@ type WebhookConfig struct {
 	ConfigFile     string
 	InitialBackoff time.Duration
 	Version        string
-	delivery
+	backendOptions
 }
 
-// delivery is how a backend is handed events.
-type delivery struct {
+// backendOptions is how a backend is handed events.
+type backendOptions struct {
 	Mode  string
 	Batch pluginbuffered.BatchConfig
 	// BatchBytes bounds what is queued, and what a batch that is being sent holds.
@@ -69,9 +69,9 @@ type delivery struct {
 
 // upstream's defaults
 const (
-	bufferSize, batchSize     = 10000, 400
-	batchWait                 = 30 * time.Second
-	throttleQPS, throttleMost = 10, 15
+	bufferSize, batchSize      = 10000, 400
+	batchWait                  = 30 * time.Second
+	throttleQPS, throttleBurst = 10, 15
 	// batchBytes is this gateway's own bound: 10,000 events with their objects are gigabytes (kubernetes 85489).
 	batchBytes = 64 << 20
 )
@@ -116,12 +116,12 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 		MaxBatchWait:   batchWait,
 		ThrottleEnable: true,
 		ThrottleQPS:    throttleQPS,
-		ThrottleBurst:  throttleMost,
+		ThrottleBurst:  throttleBurst,
 		AsyncDelegate:  true,
 	})
 }
 
-func (d *delivery) addFlags(fs *pflag.FlagSet, plugin, mode string, batch pluginbuffered.BatchConfig) {
+func (d *backendOptions) addFlags(fs *pflag.FlagSet, plugin, mode string, batch pluginbuffered.BatchConfig) {
 	name := func(s string) string { return "audit-" + plugin + "-" + s }
 	d.Batch = batch
 	b := &d.Batch
@@ -178,7 +178,7 @@ func (c *Config) Validate() error {
 	return nil
 }
 
-func (d *delivery) validate(plugin, version string) error {
+func (d *backendOptions) validate(plugin, version string) error {
 	wrong := func(flag string, value any, why string) error {
 		return fmt.Errorf("--audit-%s-%s %v: %s", plugin, flag, value, why)
 	}

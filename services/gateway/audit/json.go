@@ -20,8 +20,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// known are the types that protobuf is read into.
-var known = func() *runtime.Scheme {
+// protobufScheme are the types that protobuf is read into.
+var protobufScheme = func() *runtime.Scheme {
 	s := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{scheme.AddToScheme, apiextensionsv1.AddToScheme,
 		apiextensionsv1beta1.AddToScheme, apiregistrationv1.AddToScheme, metav1.AddMetaToScheme,
@@ -46,7 +46,7 @@ func toJSON(mediaType string, body []byte) ([]byte, error) {
 		}
 		return json.Marshal(v)
 	case runtime.ContentTypeProtobuf:
-		obj, gvk, err := protobuf.NewSerializer(known, known).Decode(body, nil, nil)
+		obj, gvk, err := protobuf.NewSerializer(protobufScheme, protobufScheme).Decode(body, nil, nil)
 		if err != nil {
 			return nil, err
 		}
@@ -83,5 +83,5 @@ func patchJSON(patch []byte) []byte {
 			return data
 		}
 	}
-	return encoded(string(patch))
+	return mustMarshal(string(patch))
 }

@@ -17,13 +17,13 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 )
 
-var stripped = prometheus.NewCounter(prometheus.CounterOpts{
+var truncatedEvents = prometheus.NewCounter(prometheus.CounterOpts{
 	Name: "watershed_gateway_audit_truncated_events_total",
 	Help: "Audit events that lost their objects because the queue (--audit-*-batch-buffer-bytes) was full.",
 })
 
 // Metrics are the package's own; upstream's apiserver_audit_* are in the registry of Kubernetes' libraries.
-func Metrics() []prometheus.Collector { return []prometheus.Collector{stripped} }
+func Metrics() []prometheus.Collector { return []prometheus.Collector{truncatedEvents} }
 
 // levels are upstream's.
 var levels = map[auditinternal.Level]commonv1.AuditLevel{
@@ -48,89 +48,89 @@ func Annotate(ctx context.Context, annotations map[string]string) {
 	}
 }
 
-// Follow takes over what registry says of a write's request. body is the request's.
-func Follow(ctx context.Context, trail *commonv1.AuditContext, body []byte) {
-	if trail == nil || Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED {
+// RecordContext takes over what registry says of a write's request. body is the request's.
+func RecordContext(ctx context.Context, auditContext *commonv1.AuditContext, body []byte) {
+	if auditContext == nil || Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_UNSPECIFIED {
 		return
 	}
-	Annotate(ctx, trail.Annotations)
-	if trail.RequestIsBody {
+	Annotate(ctx, auditContext.Annotations)
+	if auditContext.RequestIsBody {
 		audit.LogRequestPatch(ctx, patchJSON(body))
 	}
-	if o := trail.Object; o != nil {
-		audit.LogRequestObject(ctx, &object{
+	if o := auditContext.Object; o != nil {
+		audit.LogRequestObject(ctx, &rawObject{
 			ObjectMeta: metav1.ObjectMeta{
 				Namespace:       o.Namespace,
 				Name:            o.Name,
 				UID:             types.UID(o.Uid),
 				ResourceVersion: o.ResourceVersion,
 			},
-			json: trail.RequestObject,
-		}, schema.GroupVersion{}, schema.GroupVersionResource{}, "", asItIs{})
+			json: auditContext.RequestObject,
+		}, schema.GroupVersion{}, schema.GroupVersionResource{}, "", rawSerializer{})
 	}
-	if len(trail.Status) > 0 {
+	if len(auditContext.Status) > 0 {
 		var s metav1.Status
-		if json.Unmarshal(trail.Status, &s) == nil {
+		if json.Unmarshal(auditContext.Status, &s) == nil {
 			audit.AuditContextFrom(ctx).LogResponseObject(&s, nil)
 		}
 	}
 }
 
-// Responds says whether the answer to the request of ctx is recorded whole.
-func Responds(ctx context.Context) bool {
+// IncludesResponse says whether the answer to the request of ctx is recorded whole.
+func IncludesResponse(ctx context.Context) bool {
 	return Level(ctx) == commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE
 }
 
-// Response records the body of an answer in a media type. What is no object, or of a type that nobody here knows, is
+// RecordResponse records the body of an answer in a media type. What is no object, or of a type that nobody here knows, is
 // left out.
-func Response(ctx context.Context, mediaType string, body []byte) {
+func RecordResponse(ctx context.Context, mediaType string, body []byte) {
 	data, err := toJSON(mediaType, body)
 	if err != nil {
 		audit.HandlePluginError("response", err)
 		return
 	}
-	audit.LogResponseObject(ctx, &object{json: data}, schema.GroupVersion{}, asItIs{})
+	audit.LogResponseObject(ctx, &rawObject{json: data}, schema.GroupVersion{}, rawSerializer{})
 }
 
-// object is one whose JSON is there already, as upstream's recording takes objects.
-type object struct {
+// rawObject is one whose JSON is there already, as upstream's recording takes objects.
+type rawObject struct {
 	metav1.TypeMeta
 	metav1.ObjectMeta
 	json []byte
-	// unmanaged: the policy has managedFields left out.
-	unmanaged bool
+	// omitManagedFields: the policy has managedFields left out.
+	omitManagedFields bool
 }
 
 // DeepCopyObject implements runtime.Object. The bytes do not change.
-func (o *object) DeepCopyObject() runtime.Object {
+func (o *rawObject) DeepCopyObject() runtime.Object {
 	copied := *o
 	return &copied
 }
 
 // SetManagedFields implements metav1.Object. It is how upstream has managedFields left out.
-func (o *object) SetManagedFields(f []metav1.ManagedFieldsEntry) { o.unmanaged = f == nil }
+func (o *rawObject) SetManagedFields(f []metav1.ManagedFieldsEntry) { o.omitManagedFields = f == nil }
 
-// asItIs encodes an object's own bytes.
-type asItIs struct{ runtime.NegotiatedSerializer }
+// rawSerializer encodes an object's own bytes.
+type rawSerializer struct{ runtime.NegotiatedSerializer }
 
 // SupportedMediaTypes implements runtime.NegotiatedSerializer.
-func (asItIs) SupportedMediaTypes() []runtime.SerializerInfo {
+func (rawSerializer) SupportedMediaTypes() []runtime.SerializerInfo {
 	return []runtime.SerializerInfo{{MediaType: runtime.ContentTypeJSON}}
 }
 
 // EncoderForVersion implements runtime.NegotiatedSerializer.
-func (asItIs) EncoderForVersion(runtime.Encoder, runtime.GroupVersioner) runtime.Encoder {
-	return asItIs{}
+func (rawSerializer) EncoderForVersion(runtime.Encoder, runtime.GroupVersioner) runtime.Encoder {
+	return rawSerializer{}
 }
 
 // Identifier implements runtime.Encoder.
-func (asItIs) Identifier() runtime.Identifier { return "as it is" }
+func (rawSerializer) Identifier() runtime.Identifier { return "as it is" }
 
 // Encode implements runtime.Encoder.
-func (asItIs) Encode(obj runtime.Object, w io.Writer) error {
-	o := obj.(*object)
+func (rawSerializer) Encode(obj runtime.Object, w io.Writer) error {
+	o := obj.(*rawObject)
 	data := o.json
-	if o.unmanaged {
+	if o.omitManagedFields {
 		data = withoutManagedFields(data)
 	}
 	_, err := w.Write(data)
@@ -144,47 +144,47 @@ func withoutManagedFields(data []byte) []byte {
 	if json.Unmarshal(data, &top) != nil {
 		return data
 	}
-	unmanage(top)
-	each(top, "items", unmanage)
+	removeManagedFields(top)
+	eachItem(top, "items", removeManagedFields)
 	if string(top["kind"]) == `"Table"` {
-		each(top, "rows", func(row map[string]json.RawMessage) {
+		eachItem(top, "rows", func(row map[string]json.RawMessage) {
 			var inner map[string]json.RawMessage
 			if raw, ok := row["object"]; ok && json.Unmarshal(raw, &inner) == nil && inner != nil {
-				unmanage(inner)
-				row["object"] = encoded(inner)
+				removeManagedFields(inner)
+				row["object"] = mustMarshal(inner)
 			}
 		})
 	}
-	return encoded(top)
+	return mustMarshal(top)
 }
 
-// each changes every object of a list.
-func each(top map[string]json.RawMessage, key string, change func(map[string]json.RawMessage)) {
-	var all []map[string]json.RawMessage
-	if raw, ok := top[key]; !ok || json.Unmarshal(raw, &all) != nil || all == nil {
+// eachItem changes every object of a list.
+func eachItem(top map[string]json.RawMessage, key string, change func(map[string]json.RawMessage)) {
+	var items []map[string]json.RawMessage
+	if raw, ok := top[key]; !ok || json.Unmarshal(raw, &items) != nil || items == nil {
 		return
 	}
-	for _, one := range all {
-		if one != nil {
-			change(one)
+	for _, item := range items {
+		if item != nil {
+			change(item)
 		}
 	}
-	top[key] = encoded(all)
+	top[key] = mustMarshal(items)
 }
 
-func unmanage(object map[string]json.RawMessage) {
+func removeManagedFields(object map[string]json.RawMessage) {
 	var meta map[string]json.RawMessage
 	if raw, ok := object["metadata"]; !ok || json.Unmarshal(raw, &meta) != nil || meta == nil {
 		return
 	}
 	if _, ok := meta["managedFields"]; ok {
 		delete(meta, "managedFields")
-		object["metadata"] = encoded(meta)
+		object["metadata"] = mustMarshal(meta)
 	}
 }
 
-// encoded is v in JSON; what was read from JSON can be written.
-func encoded(v any) []byte {
+// mustMarshal is v in JSON; what was read from JSON can be written.
+func mustMarshal(v any) []byte {
 	data, err := json.Marshal(v)
 	if err != nil {
 		panic(err)

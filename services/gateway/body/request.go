@@ -18,39 +18,39 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	"watershed.dev/platform/identity"
-	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/responsewriters"
 )
 
 // MaxBytes is the largest body of a request for a resource, kube-apiserver's.
 const MaxBytes = 3 << 20
 
 const (
-	// bodiesBytes bounds the bodies that are being read or waiting for their request's turn, and bodiesShare those of
+	// maxInflightBytes bounds the bodies that are being read or waiting for their request's turn, and maxOwnerBytes those of
 	// one owner.
-	bodiesBytes = 512 << 20
-	bodiesShare = 64 << 20
+	maxInflightBytes = 512 << 20
+	maxOwnerBytes    = 64 << 20
 	// smallBody is up to which size a body is taken though others fill the room, for as long as its owner's share has
-	// some: a Lease, an Event, a review. bodiesMost bounds even those.
-	smallBody  = 64 << 10
-	bodiesMost = 2 * bodiesBytes
-	// bodyPatience is how long a client may take to send a body.
-	bodyPatience = 30 * time.Second
-	// afterDeadline is the extra time that a body is read after its request's deadline. The 504 comes first.
-	afterDeadline = 100 * time.Millisecond
-	// firstPiece is the room that a body begins with; it grows as the body comes.
-	firstPiece = 4 << 10
+	// some: a Lease, an Event, a review. maxSmallBytes bounds even those.
+	smallBody     = 64 << 10
+	maxSmallBytes = 2 * maxInflightBytes
+	// readTimeout is how long a client may take to send a body.
+	readTimeout = 30 * time.Second
+	// readGracePeriod is the extra time that a body is read after its request's deadline. The 504 comes first.
+	readGracePeriod = 100 * time.Millisecond
+	// initialBufferBytes is the room that a body begins with; it grows as the body comes.
+	initialBufferBytes = 4 << 10
 )
 
-var heldGauge = prometheus.NewGauge(prometheus.GaugeOpts{
+var inflightBytes = prometheus.NewGauge(prometheus.GaugeOpts{
 	Name: "watershed_gateway_inflight_body_bytes",
 	Help: "Bytes of request bodies that have been read and whose requests are not answered yet.",
 })
 
 // Metrics are this package's collectors.
-func Metrics() []prometheus.Collector { return []prometheus.Collector{heldGauge} }
+func Metrics() []prometheus.Collector { return []prometheus.Collector{inflightBytes} }
 
-// unbounded are the groups whose bodies are taken even where others' fill the room: what runs the cluster goes on.
-var unbounded = []string{user.SystemPrivilegedGroup, user.NodesGroup, identity.ServicesGroup}
+// exemptGroups are the groups whose bodies are taken even where others' fill the room: what runs the cluster goes on.
+var exemptGroups = []string{user.SystemPrivilegedGroup, user.NodesGroup, identity.ServicesGroup}
 
 // Reader reads requests' bodies before the requests are counted as in flight: a client that sends slowly takes up what
 // it has sent, and nobody's slot. Its zero value is ready to use.
@@ -69,10 +69,10 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 			return
 		}
 		control := http.NewResponseController(w)
-		over, timed := req.Context().Deadline()
-		over = over.Add(afterDeadline)
-		if timed { // net/http waits for a handler that reads an HTTP/1.1 body, also after the request was answered
-			_ = control.SetReadDeadline(over)
+		readDeadline, hasDeadline := req.Context().Deadline()
+		readDeadline = readDeadline.Add(readGracePeriod)
+		if hasDeadline { // net/http waits for a handler that reads an HTTP/1.1 body, also after the request was answered
+			_ = control.SetReadDeadline(readDeadline)
 		}
 		if !buffered(req) {
 			next.ServeHTTP(w, req)
@@ -83,64 +83,64 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 			next.ServeHTTP(w, req)
 			return
 		}
-		held := &heldBody{all: b}
+		buffer := &bodyBuffer{reader: b}
 		if ok {
-			held.owner = identity.Owner(u.GetName())
-			held.free = slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(unbounded, g) })
+			buffer.owner = identity.Owner(u.GetName())
+			buffer.exempt = slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(exemptGroups, g) })
 		}
-		defer held.release()
+		defer buffer.release()
 		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own
 		// ends it.
-		if until := time.Now().Add(bodyPatience); !timed || until.Before(over) {
-			_ = control.SetReadDeadline(until)
+		if deadline := time.Now().Add(readTimeout); !hasDeadline || deadline.Before(readDeadline) {
+			_ = control.SetReadDeadline(deadline)
 		}
-		err := held.read(req.Body, req.ContentLength)
-		if errors.Is(err, errBodies) {
-			answer.Error(w, req, answer.V1, apierrors.NewTooManyRequests(err.Error(), 1))
+		err := buffer.read(req.Body, req.ContentLength)
+		if errors.Is(err, errQuotaExceeded) {
+			responsewriters.Error(w, req, responsewriters.V1, apierrors.NewTooManyRequests(err.Error(), 1))
 			return
 		}
 		_ = control.SetReadDeadline(time.Time{})
-		after := io.Reader(bytes.NewReader(held.data))
+		rest := io.Reader(bytes.NewReader(buffer.data))
 		if err != nil { // the client broke off; next finds out as it would by itself
-			after = io.MultiReader(after, failing{err})
+			rest = io.MultiReader(rest, errorReader{err})
 		}
-		req.Body = &readBody{
-			Reader: after,
-			Closer: req.Body,
-			data:   held.data,
-			whole:  err == nil && len(held.data) <= MaxBytes,
+		req.Body = &bufferedBody{
+			Reader:   rest,
+			Closer:   req.Body,
+			data:     buffer.data,
+			complete: err == nil && len(buffer.data) <= MaxBytes,
 		}
 		next.ServeHTTP(w, req)
 	})
 }
 
-var errBodies = errors.New("too many bytes of request bodies are waiting, please try again later")
+var errQuotaExceeded = errors.New("too many bytes of request bodies are waiting, please try again later")
 
-// heldBody is one request's body, accounted for as it comes.
-type heldBody struct {
-	all   *Reader
-	owner string
-	// free: it is not refused for want of room.
-	free bool
-	data []byte
-	held int
+// bodyBuffer is one request's body, accounted for as it comes.
+type bodyBuffer struct {
+	reader *Reader
+	owner  string
+	// exempt: it is not refused for want of room.
+	exempt   bool
+	data     []byte
+	reserved int
 }
 
 // read reads the whole body, or one byte more than is allowed. length is how long it is said to be; below 0: nobody
 // says.
-func (h *heldBody) read(body io.Reader, length int64) error {
-	room := firstPiece
+func (h *bodyBuffer) read(body io.Reader, length int64) error {
+	size := initialBufferBytes
 	if length >= 0 {
-		room = int(min(length, firstPiece-1)) + 1 // one more, to find its end without growing
+		size = int(min(length, initialBufferBytes-1)) + 1 // one more, to find its end without growing
 	}
 	for len(h.data) <= MaxBytes {
 		if len(h.data) == cap(h.data) {
-			if err := h.grow(room); err != nil {
+			if err := h.grow(size); err != nil {
 				return err
 			}
-			room = cap(h.data) // twice as much each time
+			size = cap(h.data) // twice as much each time
 			if length >= 0 {
-				room = min(room, max(int(min(length, MaxBytes))+1-len(h.data), firstPiece))
+				size = min(size, max(int(min(length, MaxBytes))+1-len(h.data), initialBufferBytes))
 			}
 		}
 		n, err := body.Read(h.data[len(h.data):cap(h.data)])
@@ -156,10 +156,10 @@ func (h *heldBody) read(body io.Reader, length int64) error {
 }
 
 // grow makes room for n more bytes, where there is any.
-func (h *heldBody) grow(n int) error {
+func (h *bodyBuffer) grow(n int) error {
 	n = min(n, MaxBytes+1-cap(h.data))
-	if !h.hold(n) {
-		return errBodies
+	if !h.reserve(n) {
+		return errQuotaExceeded
 	}
 	grown := make([]byte, len(h.data), cap(h.data)+n)
 	copy(grown, h.data)
@@ -167,44 +167,44 @@ func (h *heldBody) grow(n int) error {
 	return nil
 }
 
-// hold accounts for n more bytes; false where there is no room.
-func (h *heldBody) hold(n int) bool {
-	b := h.all
+// reserve accounts for n more bytes; false where there is no room.
+func (h *bodyBuffer) reserve(n int) bool {
+	b := h.reader
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.owners == nil {
 		b.owners = map[string]int{}
 	}
-	most := bodiesBytes
-	if h.held+n <= smallBody {
-		most = bodiesMost
+	limit := maxInflightBytes
+	if h.reserved+n <= smallBody {
+		limit = maxSmallBytes
 	}
-	if n <= 0 || !h.free && (b.bytes+n > most || b.owners[h.owner]+n > bodiesShare) {
+	if n <= 0 || !h.exempt && (b.bytes+n > limit || b.owners[h.owner]+n > maxOwnerBytes) {
 		return false
 	}
-	h.held += n
+	h.reserved += n
 	b.bytes += n
 	b.owners[h.owner] += n
-	heldGauge.Set(float64(b.bytes))
+	inflightBytes.Set(float64(b.bytes))
 	return true
 }
 
-func (h *heldBody) release() {
-	b := h.all
+func (h *bodyBuffer) release() {
+	b := h.reader
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.bytes -= h.held
-	if b.owners[h.owner] -= h.held; b.owners[h.owner] <= 0 {
+	b.bytes -= h.reserved
+	if b.owners[h.owner] -= h.reserved; b.owners[h.owner] <= 0 {
 		delete(b.owners, h.owner)
 	}
-	heldGauge.Set(float64(b.bytes))
+	inflightBytes.Set(float64(b.bytes))
 }
 
-type readBody struct {
+type bufferedBody struct {
 	io.Reader
 	io.Closer
-	data  []byte
-	whole bool
+	data     []byte
+	complete bool
 }
 
 // Read is a request's whole body, which must not be changed: what ReadAhead has read of it, or what comes now. One of
@@ -214,7 +214,7 @@ func Read(req *http.Request) ([]byte, error) {
 		return nil, nil
 	}
 	defer req.Body.Close()
-	if data, ok := ahead(req); ok {
+	if data, ok := bufferedData(req); ok {
 		return data, nil
 	}
 	limited := &io.LimitedReader{R: req.Body, N: MaxBytes + 1}
@@ -235,15 +235,15 @@ func Read(req *http.Request) ([]byte, error) {
 	return data, nil
 }
 
-// ahead is a request's body where all of it has been read ahead.
-func ahead(req *http.Request) (data []byte, ok bool) {
-	b, ok := req.Body.(*readBody)
-	if !ok || !b.whole {
+// bufferedData is a request's body where all of it has been read ahead.
+func bufferedData(req *http.Request) (data []byte, ok bool) {
+	b, ok := req.Body.(*bufferedBody)
+	if !ok || !b.complete {
 		return nil, false
 	}
 	return b.data, true
 }
 
-type failing struct{ err error }
+type errorReader struct{ err error }
 
-func (f failing) Read([]byte) (int, error) { return 0, f.err }
+func (f errorReader) Read([]byte) (int, error) { return 0, f.err }

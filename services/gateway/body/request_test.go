@@ -23,7 +23,7 @@ import (
 
 // A body that comes slowly holds what has come of it, and no slot; what one owner's bodies take is bounded, and small
 // ones and the control plane's are always taken (S6).
-func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
+func TestBodiesAreBoundedPerUser(t *testing.T) {
 	b := &Reader{}
 	inside := 0
 	var mu sync.Mutex
@@ -35,7 +35,7 @@ func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
 		if u, _ := request.UserFrom(req.Context()); u.GetName() == user.Anonymous {
 			return
 		}
-		if whole, ok := ahead(req); err != nil || ok && !bytes.Equal(whole, data) {
+		if complete, ok := bufferedData(req); err != nil || ok && !bytes.Equal(complete, data) {
 			t.Errorf("%d bytes, %v, %v", len(data), ok, err)
 		}
 	}), func(*http.Request) bool { return true })
@@ -51,7 +51,7 @@ func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
 	const each = 1 << 20 // its room has then been doubled
 	var writers []*io.PipeWriter
 	var wg sync.WaitGroup
-	for range bodiesShare / (2 * each) {
+	for range maxOwnerBytes / (2 * each) {
 		r, w := io.Pipe()
 		writers = append(writers, w)
 		wg.Go(func() { send("system:serviceaccount:t:a", r) })
@@ -68,14 +68,14 @@ func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
 	if w := send("system:serviceaccount:t:b", large()); w.Code != http.StatusTooManyRequests {
 		t.Errorf("another account of the namespace goes beyond its share: %d", w.Code)
 	}
-	for who, w := range map[string]*httptest.ResponseRecorder{
+	for client, w := range map[string]*httptest.ResponseRecorder{
 		"another namespace": send("system:serviceaccount:u:a", large()),
 		"a small body":      send("system:serviceaccount:u:b", strings.NewReader("{}")),
 		"a node":            send("system:node:n", large(), user.NodesGroup),
 		"an administrator":  send("admin", large(), user.SystemPrivilegedGroup),
 	} {
 		if w.Code != http.StatusOK {
-			t.Errorf("%s: %d", who, w.Code)
+			t.Errorf("%s: %d", client, w.Code)
 		}
 	}
 	if w := send("system:serviceaccount:t:b", strings.NewReader("{}")); w.Code != http.StatusTooManyRequests {
@@ -97,7 +97,7 @@ func TestBodiesHoldNoSlotAndNoMoreThanTheirShare(t *testing.T) {
 
 func TestABodyThatIsTooLargeIsPassedOnSo(t *testing.T) {
 	h := new(Reader).ReadAhead(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if _, whole := ahead(req); whole {
+		if _, complete := bufferedData(req); complete {
 			t.Error("it is whole")
 		}
 		if n, _ := io.Copy(io.Discard, req.Body); n != MaxBytes+1 {
@@ -109,12 +109,12 @@ func TestABodyThatIsTooLargeIsPassedOnSo(t *testing.T) {
 }
 
 // Nothing that a request says of its length is believed.
-func TestABodysLengthIsNotBelieved(t *testing.T) {
+func TestContentLengthIsNotTrusted(t *testing.T) {
 	for _, length := range []int64{math.MaxInt64, 1, 3, 4095, 4096, 1 << 20, -1} {
 		for _, n := range []int{1, 3, 4095, 4096, 4097, 100_000} {
 			b := &Reader{}
 			h := b.ReadAhead(http.HandlerFunc(func(_ http.ResponseWriter, req *http.Request) {
-				if data, ok := ahead(req); !ok || len(data) != n {
+				if data, ok := bufferedData(req); !ok || len(data) != n {
 					t.Errorf("said to be %d, a body of %d comes as %d: %v", length, n, len(data), ok)
 				}
 			}), func(*http.Request) bool { return true })
@@ -209,8 +209,8 @@ func TestAllBodiesTogetherAreBounded(t *testing.T) {
 		{1<<30 - 64<<10, 64 << 10, true},
 		{1<<30 - 64<<10 + 1, 64 << 10, false},
 	} {
-		h := &heldBody{all: &Reader{bytes: x.held}, owner: "a"}
-		if got := h.hold(x.bytes); got != x.want {
+		h := &bodyBuffer{reader: &Reader{bytes: x.held}, owner: "a"}
+		if got := h.reserve(x.bytes); got != x.want {
 			t.Errorf("%d bytes beside %d: %v, want %v", x.bytes, x.held, got, x.want)
 		}
 	}

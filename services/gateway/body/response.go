@@ -11,13 +11,13 @@ import (
 	"watershed.dev/platform/deflate"
 )
 
-var gzips = sync.Pool{New: func() any {
+var gzipWriters = sync.Pool{New: func() any {
 	w, _ := gzip.NewWriterLevel(nil, deflate.Level)
 	return w
 }}
 
-// compressedAtOnce is from how many compressed bytes on they are written to the client.
-const compressedAtOnce = 16 << 10
+// flushBytes is from how many compressed bytes on they are written to the client.
+const flushBytes = 16 << 10
 
 // Writer writes an answer, compressed where that pays.
 type Writer struct {
@@ -32,9 +32,9 @@ func NewWriter(w http.ResponseWriter, req *http.Request, contentType string, cod
 	h := w.Header()
 	h.Set("Content-Type", contentType)
 	b := &Writer{w: w}
-	if Compressed(req, size) {
-		encoded(h)
-		b.gz = gzips.Get().(*gzip.Writer)
+	if ShouldCompress(req, size) {
+		setGzipHeaders(h)
+		b.gz = gzipWriters.Get().(*gzip.Writer)
 		b.gz.Reset(&b.out)
 	} else if size >= 0 {
 		h.Set("Content-Length", strconv.FormatInt(size, 10))
@@ -49,19 +49,19 @@ func NewEncoded(w http.ResponseWriter, contentType string, code int, gzip bool) 
 	h := w.Header()
 	h.Set("Content-Type", contentType)
 	if gzip {
-		encoded(h)
+		setGzipHeaders(h)
 	}
 	w.WriteHeader(code)
 	return &Writer{w: w}
 }
 
-func encoded(h http.Header) {
+func setGzipHeaders(h http.Header) {
 	h.Set("Content-Encoding", "gzip")
 	h.Add("Vary", "Accept-Encoding")
 }
 
-// Compressed says whether an answer of some size is compressed for who asks.
-func Compressed(req *http.Request, size int64) bool {
+// ShouldCompress says whether an answer of some size is compressed for who asks.
+func ShouldCompress(req *http.Request, size int64) bool {
 	return size > deflate.Threshold && deflate.AcceptsGzip(req.Header)
 }
 
@@ -76,16 +76,16 @@ func (b *Writer) Write(p []byte) (int, error) {
 			return written, err
 		}
 		written += len(piece)
-		if err := b.send(compressedAtOnce); err != nil {
+		if err := b.flushCompressed(flushBytes); err != nil {
 			return written, err
 		}
 	}
 	return len(p), nil
 }
 
-// send writes what is compressed, if that is some bytes at least.
-func (b *Writer) send(least int) error {
-	if b.out.Len() < least {
+// flushCompressed writes what is compressed, if that is some bytes at least.
+func (b *Writer) flushCompressed(minimum int) error {
+	if b.out.Len() < minimum {
 		return nil
 	}
 	_, err := b.out.WriteTo(b.w)
@@ -99,10 +99,10 @@ func (b *Writer) Close() error {
 	}
 	err := deflate.Turn(b.gz.Close)
 	b.gz.Reset(nil) // it is not to keep what it wrote to
-	gzips.Put(b.gz)
+	gzipWriters.Put(b.gz)
 	b.gz = nil
 	if err != nil {
 		return err
 	}
-	return b.send(1)
+	return b.flushCompressed(1)
 }

@@ -13,32 +13,32 @@ import (
 	"watershed.dev/platform/deflate"
 )
 
-// held is a client that takes nothing until it is let go.
-type held struct {
+// blockedWriter is a client that takes nothing until it is let go.
+type blockedWriter struct {
 	http.ResponseWriter
-	begun, let chan struct{}
+	started, release chan struct{}
 }
 
-func (h *held) Write(p []byte) (int, error) {
+func (h *blockedWriter) Write(p []byte) (int, error) {
 	select {
-	case <-h.let:
+	case <-h.release:
 	default:
-		close(h.begun)
-		<-h.let
+		close(h.started)
+		<-h.release
 	}
 	return h.ResponseWriter.Write(p)
 }
 
 // An answer is whole in whatever pieces it is compressed, and who takes nothing keeps nobody else from compressing.
-func TestACompressedAnswerIsWhole(t *testing.T) {
-	whole := make([]byte, 5*deflate.TurnBytes+17)
+func TestCompressedResponseIsComplete(t *testing.T) {
+	body := make([]byte, 5*deflate.TurnBytes+17)
 	random := rand.NewChaCha8([32]byte{})
-	_, _ = random.Read(whole) // which compresses badly: much is to be written
-	answer := func(w http.ResponseWriter) {
+	_, _ = random.Read(body) // which compresses badly: much is to be written
+	writeResponse := func(w http.ResponseWriter) {
 		req := httptest.NewRequest(http.MethodGet, "/", nil)
 		req.Header.Set("Accept-Encoding", "gzip")
-		b := NewWriter(w, req, "application/json", http.StatusOK, int64(len(whole)))
-		for left := whole; len(left) > 0; {
+		b := NewWriter(w, req, "application/json", http.StatusOK, int64(len(body)))
+		for left := body; len(left) > 0; {
 			n := min(len(left), 1+int(random.Uint64()%(2*deflate.TurnBytes)))
 			if _, err := b.Write(left[:n]); err != nil {
 				t.Error(err)
@@ -55,25 +55,25 @@ func TestACompressedAnswerIsWhole(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := io.ReadAll(r); err != nil || !bytes.Equal(got, whole) {
+		if got, err := io.ReadAll(r); err != nil || !bytes.Equal(got, body) {
 			t.Errorf("%d bytes, %v", len(got), err)
 		}
 	}
 	slowClients := 2 * runtime.GOMAXPROCS(0)
-	var slow []*held
+	var slow []*blockedWriter
 	ended := make(chan *httptest.ResponseRecorder, slowClients)
 	for range slowClients {
 		w := httptest.NewRecorder()
-		h := &held{w, make(chan struct{}), make(chan struct{})}
+		h := &blockedWriter{w, make(chan struct{}), make(chan struct{})}
 		slow = append(slow, h)
-		go func() { answer(h); ended <- w }()
-		<-h.begun
+		go func() { writeResponse(h); ended <- w }()
+		<-h.started
 	}
 	quick := httptest.NewRecorder()
-	answer(quick)
+	writeResponse(quick)
 	check(quick)
 	for _, h := range slow {
-		close(h.let)
+		close(h.release)
 		check(<-ended)
 	}
 }

@@ -17,7 +17,7 @@ import (
 	"watershed.dev/platform/discovery"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
-	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/responsewriters"
 )
 
 // Handler serves discovery of the newest view.
@@ -25,7 +25,7 @@ type Handler struct {
 	// Address is what /api tells clients to use: host:port.
 	Address string
 	// Aggregated knows what other servers serve.
-	Aggregated *aggregation.Learner
+	Aggregated *aggregation.DiscoveryManager
 	current    atomic.Pointer[lazy]
 }
 
@@ -70,17 +70,17 @@ func (h *Handler) documents(v *discovery.View) *documents {
 		for j, version := range g.Versions {
 			gv := metav1.GroupVersion{Group: g.Name, Version: version}
 			if remote[schema.GroupVersion(gv)] {
-				of := apidiscoveryv2.APIVersionDiscovery{
+				discoveryVersion := apidiscoveryv2.APIVersionDiscovery{
 					Version:   version,
 					Freshness: apidiscoveryv2.DiscoveryFreshnessStale,
 				}
-				if learned := h.Aggregated.Of(schema.GroupVersion(gv)); learned != nil {
-					of.Resources = learned.Resources
-					if !learned.Stale {
-						of.Freshness = apidiscoveryv2.DiscoveryFreshnessCurrent
+				if discovered := h.Aggregated.Lookup(schema.GroupVersion(gv)); discovered != nil {
+					discoveryVersion.Resources = discovered.Resources
+					if !discovered.Stale {
+						discoveryVersion.Freshness = apidiscoveryv2.DiscoveryFreshnessCurrent
 					}
 				}
-				manager.AddGroupVersion(g.Name, of)
+				manager.AddGroupVersion(g.Name, discoveryVersion)
 				manager.SetGroupVersionPriority(gv, 100000-i, 1000-j)
 				continue
 			}
@@ -89,7 +89,7 @@ func (h *Handler) documents(v *discovery.View) *documents {
 				continue
 			}
 			if !v.BuiltIn(g.Name) { // custom resources say whose kind they answer with
-				complete(converted, gv)
+				fillResponseKinds(converted, gv)
 			}
 			manager.AddGroupVersion(g.Name, apidiscoveryv2.APIVersionDiscovery{
 				Version:   version,
@@ -104,8 +104,8 @@ func (h *Handler) documents(v *discovery.View) *documents {
 	return d
 }
 
-// complete names the group version of kinds that are said without.
-func complete(resources []apidiscoveryv2.APIResourceDiscovery, gv metav1.GroupVersion) {
+// fillResponseKinds names the group version of kinds that are said without.
+func fillResponseKinds(resources []apidiscoveryv2.APIResourceDiscovery, gv metav1.GroupVersion) {
 	fill := func(k *metav1.GroupVersionKind) {
 		if k != nil && k.Group == "" && k.Version == "" {
 			k.Group, k.Version = gv.Group, gv.Version
@@ -131,7 +131,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	// Only the pages that kube-apiserver's web framework serves know methods.
 	framework := parts[0] == "api" || len(parts) == 3 && d.view.BuiltIn(parts[1])
 	if framework && req.Method != http.MethodGet {
-		answer.Error(w, req, answer.V1, answer.MethodNotAllowed)
+		responsewriters.Error(w, req, responsewriters.V1, responsewriters.MethodNotAllowed)
 		return
 	}
 	switch {
@@ -146,15 +146,15 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 			if d.groups.Groups[i].Name == parts[1] {
 				g := d.groups.Groups[i]
 				g.TypeMeta = metav1.TypeMeta{Kind: "APIGroup", APIVersion: "v1"}
-				answer.Object(w, req, http.StatusOK, &g)
+				responsewriters.WriteObject(w, req, http.StatusOK, &g)
 				return
 			}
 		}
-		answer.NotFound(w, req)
+		responsewriters.NotFound(w, req)
 	case len(parts) == 3 && parts[0] == "apis":
 		d.resources(w, req, parts[1]+"/"+parts[2])
 	default:
-		answer.NotFound(w, req)
+		responsewriters.NotFound(w, req)
 	}
 }
 
@@ -163,10 +163,10 @@ func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv strin
 	group, _, _ := strings.Cut(gv, "/")
 	switch {
 	case !ok && (d.view.BuiltIn(group) || !strings.Contains(gv, "/")):
-		answer.Error(w, req, answer.V1, answer.PageNotFound)
+		responsewriters.Error(w, req, responsewriters.V1, responsewriters.PageNotFound)
 		return
 	case !ok:
-		answer.NotFound(w, req)
+		responsewriters.NotFound(w, req)
 		return
 	}
 	list := metav1.APIResourceList{
@@ -176,10 +176,10 @@ func (d *documents) resources(w http.ResponseWriter, req *http.Request, gv strin
 	}
 	if gv == "v1" {
 		list.APIVersion = ""
-		answer.Unversioned(w, req, &list)
+		responsewriters.WriteUnversioned(w, req, &list)
 		return
 	}
-	answer.Object(w, req, http.StatusOK, &list)
+	responsewriters.WriteObject(w, req, http.StatusOK, &list)
 }
 
 func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
@@ -188,7 +188,7 @@ func (h *Handler) versions(w http.ResponseWriter, req *http.Request) {
 	if err == nil && (host == "" || host == "0.0.0.0" || host == "::") {
 		address = net.JoinHostPort(localAddress(req), port)
 	}
-	answer.Unversioned(w, req, &metav1.APIVersions{
+	responsewriters.WriteUnversioned(w, req, &metav1.APIVersions{
 		TypeMeta: metav1.TypeMeta{Kind: "APIVersions"},
 		Versions: []string{"v1"},
 		ServerAddressByClientCIDRs: []metav1.ServerAddressByClientCIDR{{ClientCIDR: "0.0.0.0/0",
@@ -207,7 +207,7 @@ func localAddress(req *http.Request) string {
 
 func (d *documents) allGroups(w http.ResponseWriter, req *http.Request) {
 	groups := d.groups
-	answer.Object(w, req, http.StatusOK, &groups)
+	responsewriters.WriteObject(w, req, http.StatusOK, &groups)
 }
 
 func groupVersion(group, version string) string {

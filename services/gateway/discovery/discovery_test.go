@@ -32,14 +32,14 @@ func handler(t *testing.T) *Handler {
 	if err != nil {
 		t.Fatal(err)
 	}
-	hidden := entry("example.com", "v1", "secrets", "Hidden", true)
-	hidden.NotEstablished = true
+	notEstablished := entry("example.com", "v1", "secrets", "Hidden", true)
+	notEstablished.NotEstablished = true
 	view := discovery.NewView(&registryv1.DiscoveryResponse{
 		Resources: []*registryv1.APIResource{
 			entry("", "v1", "pods", "Pod", false),
 			entry("apps", "v1", "deployments", "Deployment", false),
 			entry("example.com", "v1", "widgets", "Widget", true),
-			hidden,
+			notEstablished,
 		},
 		Groups: []*registryv1.Group{
 			{Name: "", Versions: []string{"v1"}},
@@ -49,7 +49,7 @@ func handler(t *testing.T) *Handler {
 		},
 		ApiServices: []*registryv1.APIService{{Group: "metrics.k8s.io", Version: "v1"}},
 	})
-	h := &Handler{Address: "10.0.0.1:6443", Aggregated: aggregation.NewLearner(proxy, func() {})}
+	h := &Handler{Address: "10.0.0.1:6443", Aggregated: aggregation.NewDiscoveryManager(proxy, func() {})}
 	h.Set(view)
 	return h
 }
@@ -65,7 +65,7 @@ func get(h http.Handler, method, path, accept string) (int, string) {
 }
 
 // Every group and version is told of in the catalog's order, and what is not established is not.
-func TestDiscoveryTellsWhatIsServed(t *testing.T) {
+func TestDiscoveryListsServedResources(t *testing.T) {
 	h := handler(t)
 	for _, x := range []struct {
 		method, path string

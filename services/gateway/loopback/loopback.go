@@ -21,8 +21,8 @@ import (
 // requestTimeout bounds a request that is no watch, as a server's does.
 const requestTimeout = time.Minute
 
-// Client is the configuration of a client that calls h as a user. h is what says what the user may do.
-func Client(h http.Handler, as user.Info) *rest.Config {
+// ClientConfig is the configuration of a client that calls h as a user. h is what says what the user may do.
+func ClientConfig(h http.Handler, as user.Info) *rest.Config {
 	return &rest.Config{
 		Host:          "https://gateway.internal",
 		Transport:     &transport{h, as},
@@ -34,7 +34,7 @@ func Client(h http.Handler, as user.Info) *rest.Config {
 
 type transport struct {
 	handler http.Handler
-	as      user.Info
+	user    user.Info
 }
 
 // RoundTrip implements http.RoundTripper. The answer's body comes as it is written, so that watches work.
@@ -43,7 +43,7 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	if err != nil {
 		return nil, err
 	}
-	ctx, cancel := bounded(request.WithUser(req.Context(), t.as), info)
+	ctx, cancel := withRequestTimeout(request.WithUser(req.Context(), t.user), info)
 	inner := req.Clone(ctx)
 	inner.RequestURI = req.URL.RequestURI()
 	inner.RemoteAddr = "127.0.0.1:0"
@@ -51,7 +51,7 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		inner.Body = http.NoBody
 	}
 	body, out := io.Pipe()
-	w := &writer{header: http.Header{}, out: out, begun: make(chan struct{})}
+	w := &writer{header: http.Header{}, out: out, headersSent: make(chan struct{})}
 	go func() {
 		defer cancel()
 		defer inner.Body.Close()
@@ -61,16 +61,16 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 					slog.Error("A request of the gateway's own panicked", "path", inner.URL.Path, "panic", r,
 						"stack", string(debug.Stack()))
 				}
-				w.begin(http.StatusInternalServerError)
+				w.sendHeaders(http.StatusInternalServerError)
 				_ = out.CloseWithError(io.ErrUnexpectedEOF)
 			}
 		}()
 		t.handler.ServeHTTP(w, inner)
-		w.begin(http.StatusOK)
+		w.sendHeaders(http.StatusOK)
 		_ = out.Close()
 	}()
 	select {
-	case <-w.begun:
+	case <-w.headersSent:
 	case <-req.Context().Done():
 		cancel()
 		_ = body.CloseWithError(req.Context().Err())
@@ -82,48 +82,48 @@ func (t *transport) RoundTrip(req *http.Request) (*http.Response, error) {
 		Proto:      "HTTP/1.1",
 		ProtoMajor: 1,
 		ProtoMinor: 1,
-		Header:     w.sent,
-		Body:       &bodyOf{body, cancel},
+		Header:     w.sentHeader,
+		Body:       &responseBody{body, cancel},
 		Request:    req,
 
 		ContentLength: -1,
 	}, nil
 }
 
-// bounded is a request's context, which a watch's client ends.
-func bounded(ctx context.Context, info *request.RequestInfo) (context.Context, context.CancelFunc) {
+// withRequestTimeout is a request's context, which a watch's client ends.
+func withRequestTimeout(ctx context.Context, info *request.RequestInfo) (context.Context, context.CancelFunc) {
 	if info.Verb == "watch" {
 		return context.WithCancel(ctx)
 	}
 	return context.WithTimeout(ctx, requestTimeout)
 }
 
-// bodyOf ends its request when it is closed.
-type bodyOf struct {
+// responseBody ends its request when it is closed.
+type responseBody struct {
 	*io.PipeReader
-	end context.CancelFunc
+	cancel context.CancelFunc
 }
 
-func (b *bodyOf) Close() error {
-	b.end()
+func (b *responseBody) Close() error {
+	b.cancel()
 	return b.PipeReader.Close()
 }
 
 // writer is the server's side of an answer.
 type writer struct {
-	header http.Header
-	out    *io.PipeWriter
-	once   sync.Once
-	begun  chan struct{}
+	header      http.Header
+	out         *io.PipeWriter
+	once        sync.Once
+	headersSent chan struct{}
 	// code and sent may be read once begun is closed.
-	code int
-	sent http.Header
+	code       int
+	sentHeader http.Header
 }
 
-func (w *writer) begin(code int) {
+func (w *writer) sendHeaders(code int) {
 	w.once.Do(func() {
-		w.code, w.sent = code, w.header.Clone()
-		close(w.begun)
+		w.code, w.sentHeader = code, w.header.Clone()
+		close(w.headersSent)
 	})
 }
 
@@ -131,13 +131,13 @@ func (w *writer) begin(code int) {
 func (w *writer) Header() http.Header { return w.header }
 
 // WriteHeader implements http.ResponseWriter.
-func (w *writer) WriteHeader(code int) { w.begin(code) }
+func (w *writer) WriteHeader(code int) { w.sendHeaders(code) }
 
 // Write implements http.ResponseWriter.
 func (w *writer) Write(p []byte) (int, error) {
-	w.begin(http.StatusOK)
+	w.sendHeaders(http.StatusOK)
 	return w.out.Write(p)
 }
 
 // Flush implements http.Flusher: what is written has been read.
-func (w *writer) Flush() { w.begin(http.StatusOK) }
+func (w *writer) Flush() { w.sendHeaders(http.StatusOK) }

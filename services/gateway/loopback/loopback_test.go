@@ -16,7 +16,7 @@ import (
 )
 
 func client(h http.HandlerFunc) *http.Client {
-	c := Client(genericapifilters.WithRequestInfo(h, paths.RequestInfo), &user.DefaultInfo{Name: "jane"})
+	c := ClientConfig(genericapifilters.WithRequestInfo(h, paths.RequestInfo), &user.DefaultInfo{Name: "jane"})
 	return &http.Client{Transport: c.Transport}
 }
 

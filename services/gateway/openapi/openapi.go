@@ -29,30 +29,30 @@ import (
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/gateway/aggregation"
-	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/responsewriters"
 )
 
 // Handler serves the documents.
 type Handler struct {
 	registry registryv1.DiscoveryClient
 	// aggregated knows what other servers say of themselves.
-	aggregated *aggregation.Learner
+	aggregated *aggregation.DiscoveryManager
 
-	mu   sync.Mutex
-	view *discovery.View
-	made map[string]*document
-	// making shares the making of a document among the requests for it.
-	making coalesce.Group[*document]
+	mu     sync.Mutex
+	view   *discovery.View
+	cached map[string]*document
+	// builds shares the making of a document among the requests for it.
+	builds coalesce.Group[*document]
 }
 
 // New returns a handler of the documents that registry and other servers have. A document that is being made is
 // finished, within a minute, after all its clients have left. Clients that give up and return would otherwise have it
 // made from the beginning each time.
-func New(registry registryv1.DiscoveryClient, aggregated *aggregation.Learner) *Handler {
+func New(registry registryv1.DiscoveryClient, aggregated *aggregation.DiscoveryManager) *Handler {
 	return &Handler{
 		registry:   registry,
 		aggregated: aggregated,
-		making:     coalesce.Group[*document]{Finish: true, Timeout: time.Minute},
+		builds:     coalesce.Group[*document]{Finish: true, Timeout: time.Minute},
 	}
 }
 
@@ -60,11 +60,11 @@ func New(registry registryv1.DiscoveryClient, aggregated *aggregation.Learner) *
 // server says may be no proper OpenAPI, and is then served as it came.
 type document struct {
 	etag string
-	// remote: an aggregated server's own.
-	remote   bool
-	json     []byte
-	encode   sync.Once
-	protobuf []byte
+	// aggregated: an aggregated server's own.
+	aggregated bool
+	json       []byte
+	encode     sync.Once
+	protobuf   []byte
 }
 
 // Set makes v the view whose documents are served. What is the same stays.
@@ -72,41 +72,41 @@ func (h *Handler) Set(v *discovery.View) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.view = v
-	if h.made == nil {
-		h.made = map[string]*document{}
+	if h.cached == nil {
+		h.cached = map[string]*document{}
 	}
-	for path, d := range h.made {
+	for path, d := range h.cached {
 		if d.etag != h.etag(path) {
-			delete(h.made, path)
+			delete(h.cached, path)
 		}
 	}
 }
 
 // etag names what a document is made of. The caller holds the lock.
 func (h *Handler) etag(path string) string {
-	if learned := h.remote(path); learned != nil {
-		return hashOf(learned.OpenAPIDigest, path)
+	if discovered := h.aggregatedDiscovery(path); discovered != nil {
+		return hashOf(discovered.OpenAPIDigest, path)
 	}
 	depends := h.view.Openapi[path]
 	if path == "v2" {
-		for _, gv := range h.aggregated.Groups() {
-			if learned := h.aggregated.Of(gv); learned != nil {
-				depends += " " + learned.OpenAPIV2Digest
+		for _, gv := range h.aggregated.GroupVersions() {
+			if discovered := h.aggregated.Lookup(gv); discovered != nil {
+				depends += " " + discovered.OpenAPIV2Digest
 			}
 		}
 	}
 	return hashOf(depends, path)
 }
 
-// remote is what another server says of itself, where a document of v3 is its.
-func (h *Handler) remote(path string) *aggregation.Learned {
+// aggregatedDiscovery is what another server says of itself, where a document of v3 is its.
+func (h *Handler) aggregatedDiscovery(path string) *aggregation.CachedDiscovery {
 	name, ok := strings.CutPrefix(path, "v3/apis/")
 	gv, err := schema.ParseGroupVersion(name)
 	if !ok || err != nil {
 		return nil
 	}
-	if learned := h.aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
-		return learned
+	if discovered := h.aggregated.Lookup(gv); discovered != nil && discovered.OpenAPI != nil {
+		return discovered
 	}
 	return nil
 }
@@ -119,13 +119,13 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		return
 	}
 	if path != "v2" && !strings.HasPrefix(path, "v3/") {
-		answer.NotFound(w, req)
+		responsewriters.NotFound(w, req)
 		return
 	}
 	d, err := h.document(req.Context(), path)
 	if err != nil {
 		if apierrors.IsNotFound(err) {
-			answer.NotFound(w, req)
+			responsewriters.NotFound(w, req)
 			return
 		}
 		http.Error(w, err.Error(), http.StatusServiceUnavailable)
@@ -144,7 +144,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		w.Header().Set("Expires", time.Now().AddDate(1, 0, 0).Format(time.RFC1123))
 	}
 	version := strings.SplitN(path, "/", 2)[0]
-	data, contentType, ok := d.accepted(req.Header.Get("Accept"), path, version)
+	data, contentType, ok := d.negotiate(req.Header.Get("Accept"), path, version)
 	if !ok {
 		w.WriteHeader(http.StatusNotAcceptable)
 		return
@@ -160,8 +160,8 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 // document has 1.7 MB.
 const maxRemoteProtobuf = 2 << 20
 
-// accepted chooses an encoding, as kube-openapi's handlers do.
-func (d *document) accepted(accept, path, version string) ([]byte, string, bool) {
+// negotiate chooses an encoding, as kube-openapi's handlers do.
+func (d *document) negotiate(accept, path, version string) ([]byte, string, bool) {
 	if accept == "" {
 		accept = "*/*"
 	}
@@ -174,7 +174,7 @@ func (d *document) accepted(accept, path, version string) ([]byte, string, bool)
 		case "json", "*":
 			return d.json, "application/json", true
 		case strings.TrimPrefix(protobuf, "application/"), "com.github.proto-openapi.spec." + version + "@v1.0+protobuf":
-			if d.remote && len(d.json) > maxRemoteProtobuf {
+			if d.aggregated && len(d.json) > maxRemoteProtobuf {
 				continue
 			}
 			d.encode.Do(func() { d.protobuf = toProtobuf(path, d.json) })
@@ -202,10 +202,10 @@ func (h *Handler) index(w http.ResponseWriter) {
 			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(hash, path)}
 		}
 	}
-	for _, gv := range h.aggregated.Groups() {
-		if learned := h.aggregated.Of(gv); learned != nil && learned.OpenAPI != nil {
+	for _, gv := range h.aggregated.GroupVersions() {
+		if discovered := h.aggregated.Lookup(gv); discovered != nil && discovered.OpenAPI != nil {
 			p := "apis/" + gv.String()
-			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(learned.OpenAPIDigest, "v3/"+p)}
+			paths[p] = entry{"/openapi/v3/" + p + "?hash=" + hashOf(discovered.OpenAPIDigest, "v3/"+p)}
 		}
 	}
 	data, err := json.Marshal(map[string]any{"paths": paths})
@@ -223,15 +223,15 @@ func hashOf(etag, path string) string {
 
 // document finds or makes one. Nobody else waits while it is made, but those who want the same.
 func (h *Handler) document(ctx context.Context, path string) (*document, error) {
-	d, etag, err := h.known(path)
+	d, etag, err := h.lookup(path)
 	if d != nil || err != nil {
 		return d, err
 	}
-	return h.making.Get(ctx, path+" "+etag, func(ctx context.Context) (*document, error) {
-		if d, now, err := h.known(path); err != nil || d != nil && now == etag { // made while this one waited
+	return h.builds.Get(ctx, path+" "+etag, func(ctx context.Context) (*document, error) {
+		if d, now, err := h.lookup(path); err != nil || d != nil && now == etag { // made while this one waited
 			return d, err
 		}
-		data, err := h.read(ctx, path)
+		data, err := h.fetch(ctx, path)
 		if err != nil {
 			return nil, err
 		}
@@ -239,32 +239,32 @@ func (h *Handler) document(ctx context.Context, path string) (*document, error) 
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		if h.etag(path) == etag {
-			h.made[path] = d
+			h.cached[path] = d
 		}
 		return d, nil
 	})
 }
 
-// known is a document that has been made, or nil, and its etag as it is now.
-func (h *Handler) known(path string) (*document, string, error) {
+// lookup is a document that has been made, or nil, and its etag as it is now.
+func (h *Handler) lookup(path string) (*document, string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.view == nil {
 		return nil, "", errors.New("the API is starting")
 	}
 	etag := h.etag(path)
-	if d := h.made[path]; d != nil && d.etag == etag {
+	if d := h.cached[path]; d != nil && d.etag == etag {
 		return d, etag, nil
 	}
-	if learned := h.remote(path); learned != nil {
-		h.made[path] = &document{etag: etag, json: learned.OpenAPI, remote: true}
-		return h.made[path], etag, nil
+	if discovered := h.aggregatedDiscovery(path); discovered != nil {
+		h.cached[path] = &document{etag: etag, json: discovered.OpenAPI, aggregated: true}
+		return h.cached[path], etag, nil
 	}
 	return nil, etag, nil
 }
 
-// read has registry make a document, within a minute; that of v2 holds what others serve too.
-func (h *Handler) read(ctx context.Context, path string) ([]byte, error) {
+// fetch has registry make a document, within a minute; that of v2 holds what others serve too.
+func (h *Handler) fetch(ctx context.Context, path string) ([]byte, error) {
 	var data []byte
 	stream, err := h.registry.OpenAPI(ctx, &registryv1.OpenAPIRequest{Path: path})
 	if err == nil {
@@ -274,47 +274,47 @@ func (h *Handler) read(ctx context.Context, path string) ([]byte, error) {
 		return nil, rpc.FromStatus(err)
 	}
 	if path == "v2" {
-		return h.merged(data)
+		return h.withAggregated(data)
 	}
 	return data, nil
 }
 
-// merged adds what other servers say of their group versions to the document of v2. What cannot be read, or would spoil
+// withAggregated adds what other servers say of their group versions to the document of v2. What cannot be read, or would spoil
 // the rest, is left out.
-func (h *Handler) merged(data []byte) ([]byte, error) {
-	var all *spec.Swagger
-	for _, gv := range h.aggregated.Groups() {
-		learned := h.aggregated.Of(gv)
-		if learned == nil || learned.OpenAPIV2 == nil {
+func (h *Handler) withAggregated(data []byte) ([]byte, error) {
+	var merged *spec.Swagger
+	for _, gv := range h.aggregated.GroupVersions() {
+		discovered := h.aggregated.Lookup(gv)
+		if discovered == nil || discovered.OpenAPIV2 == nil {
 			continue
 		}
 		other := &spec.Swagger{}
-		err := json.Unmarshal(learned.OpenAPIV2, other)
+		err := json.Unmarshal(discovered.OpenAPIV2, other)
 		if err == nil && other.Paths != nil {
 			other = aggregator.FilterSpecByPathsWithoutSideEffects(other, []string{"/apis/" + gv.String() + "/"})
-			err = sound(other)
+			err = validate(other)
 		}
-		if err == nil && all == nil {
-			all = &spec.Swagger{}
-			if err := json.Unmarshal(data, all); err != nil {
+		if err == nil && merged == nil {
+			merged = &spec.Swagger{}
+			if err := json.Unmarshal(data, merged); err != nil {
 				return nil, err
 			}
 		}
 		if err == nil && other.Paths != nil {
-			err = aggregator.MergeSpecsIgnorePathConflictRenamingDefinitionsAndParameters(all, other)
+			err = aggregator.MergeSpecsIgnorePathConflictRenamingDefinitionsAndParameters(merged, other)
 		}
 		if err != nil {
 			slog.Warn("An aggregated server's OpenAPI is left out", "group", gv, "error", err)
 		}
 	}
-	if all == nil {
+	if merged == nil {
 		return data, nil
 	}
-	return json.Marshal(all)
+	return json.Marshal(merged)
 }
 
-// sound says whether a document is one that clients can read.
-func sound(s *spec.Swagger) error {
+// validate says whether a document is one that clients can read.
+func validate(s *spec.Swagger) error {
 	data, err := json.Marshal(s)
 	if err == nil {
 		_, err = openapi_v2.ParseDocument(data)

@@ -20,16 +20,16 @@ import (
 	"watershed.dev/services/gateway/aggregation"
 )
 
-// documents is registry's part.
-type documents struct {
+// fakeRegistry is registry's part.
+type fakeRegistry struct {
 	registryv1.UnimplementedDiscoveryServer
-	asked atomic.Int32
+	calls atomic.Int32
 	// finish lets the making of "v3/apis/slow/v1" go on.
 	finish chan struct{}
 }
 
-func (d *documents) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
-	d.asked.Add(1)
+func (d *fakeRegistry) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
+	d.calls.Add(1)
 	switch r.Path {
 	case "v3/apis/slow/v1":
 		select {
@@ -51,15 +51,15 @@ func (d *documents) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreaming
 	return rpc.ToStatus(apierrors.NewNotFound(schema.GroupResource{}, r.Path))
 }
 
-func handler(t *testing.T) (*Handler, *documents) {
+func handler(t *testing.T) (*Handler, *fakeRegistry) {
 	t.Helper()
-	d, p := &documents{finish: make(chan struct{})}, rpc.NewInProcess(false)
+	d, p := &fakeRegistry{finish: make(chan struct{})}, rpc.NewInProcess(false)
 	registryv1.RegisterDiscoveryServer(p, d)
 	proxy, err := aggregation.New(&aggregation.Config{}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	h := New(registryv1.NewDiscoveryClient(p.Client("gateway")), aggregation.NewLearner(proxy, func() {}))
+	h := New(registryv1.NewDiscoveryClient(p.Client("gateway")), aggregation.NewDiscoveryManager(proxy, func() {}))
 	h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
 	return h, d
 }
@@ -75,7 +75,7 @@ func get(h http.Handler, path string, headers ...string) *httptest.ResponseRecor
 }
 
 // Documents are made by registry once, named by their hash, and kept until what they are made of changes.
-func TestDocumentsAreMadeOnceAndNamedByTheirHash(t *testing.T) {
+func TestDocumentsAreBuiltOnce(t *testing.T) {
 	h, d := handler(t)
 	index := get(h, "/openapi/v3")
 	_, hash, _ := strings.Cut(index.Body.String(), "apis/apps/v1?hash=")
@@ -90,7 +90,7 @@ func TestDocumentsAreMadeOnceAndNamedByTheirHash(t *testing.T) {
 			t.Errorf("%d %v %s", w.Code, w.Header(), w.Body)
 		}
 	}
-	if n := d.asked.Load(); n != 1 {
+	if n := d.calls.Load(); n != 1 {
 		t.Errorf("registry is asked %d times", n)
 	}
 	if w := get(h, "/openapi/v3/apis/apps/v1?hash=OLD"); w.Code != http.StatusMovedPermanently ||
@@ -104,12 +104,12 @@ func TestDocumentsAreMadeOnceAndNamedByTheirHash(t *testing.T) {
 	}
 	h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}))
 	get(h, "/openapi/v3/apis/apps/v1")
-	if n := d.asked.Load(); n != 2 {
+	if n := d.calls.Load(); n != 2 {
 		t.Errorf("registry is asked %d times for two documents", n)
 	}
 }
 
-func TestWhatThereIsNoDocumentOf(t *testing.T) {
+func TestUnknownDocumentIsNotFound(t *testing.T) {
 	h, _ := handler(t)
 	for path, code := range map[string]int{"/openapi/v3/apis/none/v1": 404, "/openapi/v9": 404, "/openapi/v2": 200} {
 		if w := get(h, path); w.Code != code {
@@ -128,7 +128,7 @@ func TestADocumentIsFinishedWithoutClients(t *testing.T) {
 		defer close(answered)
 		h.ServeHTTP(httptest.NewRecorder(), httptest.NewRequestWithContext(ctx, "GET", path, nil))
 	}()
-	for d.asked.Load() == 0 {
+	for d.calls.Load() == 0 {
 		runtime.Gosched()
 	}
 	cancel()
@@ -141,7 +141,7 @@ func TestADocumentIsFinishedWithoutClients(t *testing.T) {
 	if w := get(h, path); w.Code != 200 {
 		t.Errorf("a client that returns gets %d %s", w.Code, w.Body)
 	}
-	if n := d.asked.Load(); n != 1 {
+	if n := d.calls.Load(); n != 1 {
 		t.Errorf("registry is called %d times", n)
 	}
 }

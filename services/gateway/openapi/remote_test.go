@@ -60,7 +60,7 @@ func aggregated(t *testing.T, s *httptest.Server) *Handler {
 		InsecureSkipTlsVerify: true,
 	}}}))
 	learned := make(chan struct{}, 10)
-	h.aggregated = aggregation.NewLearner(proxy, func() { learned <- struct{}{} })
+	h.aggregated = aggregation.NewDiscoveryManager(proxy, func() { learned <- struct{}{} })
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
 	go func() { defer close(ended); h.aggregated.Run(ctx) }()
@@ -92,7 +92,7 @@ func TestRemoteDocumentsAreHashedOnce(t *testing.T) {
 	if slices.Contains(before, "") {
 		t.Fatalf("%q", before)
 	}
-	learned := h.aggregated.Of(schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"})
+	learned := h.aggregated.Lookup(schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"})
 	learned.OpenAPI, learned.OpenAPIV2 = []byte("{}"), []byte("{}") // requests do not read them
 	if after := ask(); !slices.Equal(before, after) {
 		t.Errorf("%q, and then %q", before, after)

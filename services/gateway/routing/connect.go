@@ -6,12 +6,12 @@ import (
 )
 
 // connect asks registry where the request goes, and carries it there.
-func (c *call) connect() {
+func (c *requestContext) connect() {
 	r := c.writeRequest()
-	if c.entry.ConnectSubpath {
+	if c.apiResource.ConnectSubpath {
 		r.Subpath = c.subpath()
 	}
-	m, err := c.converse(r, c.router.Objects.Connect)
+	m, err := c.callWithCallbacks(r, c.router.Objects.Connect)
 	if err != nil {
 		c.fail(err)
 		return
@@ -20,6 +20,6 @@ func (c *call) connect() {
 		warning.AddWarning(c.req.Context(), "", t)
 	}
 	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
-		c.router.Carrier.Serve(c.w, c.req, c.info.Name, m.GetConnection(), c.fail)
+		c.router.Proxy.Serve(c.w, c.req, c.info.Name, m.GetConnection(), c.fail)
 	})
 }

@@ -12,26 +12,26 @@ import (
 	"k8s.io/apiserver/pkg/endpoints/request"
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/responsewriters"
 )
 
 // dialect is where kube-apiserver answers the two sorts of resources differently: requests for built-in resources pass
 // its web framework (go-restful) first, which refuses in words of its own; requests for custom resources reach its CRD
 // handler directly.
 type dialect interface {
-	// has says whether the request's path is one that the resource has.
-	has(*registryv1.APIResource, *request.RequestInfo, *http.Request) bool
-	// lacks is the answer to a subresource that the resource does not have; nil where its path is one that nothing
+	// hasPath says whether the request's path is one that the resource has.
+	hasPath(*registryv1.APIResource, *request.RequestInfo, *http.Request) bool
+	// missingSubresource is the answer to a subresource that the resource does not have; nil where its path is one that nothing
 	// serves.
-	lacks(*registryv1.APIResource, *request.RequestInfo) error
-	// supports is nil where the request's verb and, of a patch, its media type are ones that the resource takes.
-	supports(*call) error
-	// accepts is nil where the answer may be in what the client accepts, as far as is seen before it is negotiated.
-	accepts(*call) error
-	// offers says whether objects as they are can be answered in application/subtype.
-	offers(subtype string) bool
+	missingSubresource(*registryv1.APIResource, *request.RequestInfo) error
+	// checkVerb is nil where the request's verb and, of a patch, its media type are ones that the resource takes.
+	checkVerb(*requestContext) error
+	// checkAccept is nil where the answer may be in what the client accepts, as far as is seen before it is negotiated.
+	checkAccept(*requestContext) error
+	// offersMediaType says whether objects as they are can be answered in application/subtype.
+	offersMediaType(subtype string) bool
 	// deprecated says whether the request counts as one for a deprecated API.
-	deprecated(*call) bool
+	deprecated(*requestContext) bool
 }
 
 func dialectOf(e *registryv1.APIResource) dialect {
@@ -42,7 +42,7 @@ func dialectOf(e *registryv1.APIResource) dialect {
 }
 
 // errUnwatchable is not nil where a watch was asked for of what can only be listed.
-func (c *call) errUnwatchable() error {
+func (c *requestContext) errUnwatchable() error {
 	if c.info.Verb == "watch" && c.req.Method == http.MethodGet && c.hasVerb("list") && !c.hasVerb("watch") {
 		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)
 	}
@@ -54,12 +54,12 @@ var patchTypes = []string{string(types.JSONPatchType), string(types.MergePatchTy
 // builtIn is the dialect of the resources of Go's types.
 type builtIn struct{}
 
-func (builtIn) lacks(*registryv1.APIResource, *request.RequestInfo) error { return nil }
+func (builtIn) missingSubresource(*registryv1.APIResource, *request.RequestInfo) error { return nil }
 
-// has follows the routes that k8s.io/apiserver/pkg/endpoints/installer.go registers: a cluster's own objects have no
+// hasPath follows the routes that k8s.io/apiserver/pkg/endpoints/installer.go registers: a cluster's own objects have no
 // namespace, a namespaced object has one, and what can only be created has neither lists nor names.
-func (builtIn) has(e *registryv1.APIResource, info *request.RequestInfo, req *http.Request) bool {
-	takes := func(verbs ...string) bool {
+func (builtIn) hasPath(e *registryv1.APIResource, info *request.RequestInfo, req *http.Request) bool {
+	servesAny := func(verbs ...string) bool {
 		return slices.ContainsFunc(verbs, func(v string) bool { return slices.Contains(e.Verbs, v) })
 	}
 	switch {
@@ -70,9 +70,9 @@ func (builtIn) has(e *registryv1.APIResource, info *request.RequestInfo, req *ht
 			info.Verb != methodVerbs[req.Method] {
 			return false
 		}
-	case info.Name != "" && info.Subresource == "" && !takes("get", "update", "patch", "delete"),
-		e.Namespaced && info.Namespace == "" && info.Name == "" && !takes("list", "watch"),
-		watchPath(req) && !takes("watch"):
+	case info.Name != "" && info.Subresource == "" && !servesAny("get", "update", "patch", "delete"),
+		e.Namespaced && info.Namespace == "" && info.Name == "" && !servesAny("list", "watch"),
+		watchPath(req) && !servesAny("watch"):
 		return false
 	}
 	if info.Resource == "namespaces" && info.APIGroup == "" {
@@ -87,24 +87,24 @@ func (builtIn) has(e *registryv1.APIResource, info *request.RequestInfo, req *ht
 	return true
 }
 
-func (d builtIn) supports(c *call) error {
+func (d builtIn) checkVerb(c *requestContext) error {
 	if err := c.errUnwatchable(); err != nil {
 		return err
 	}
-	if c.req.Method == http.MethodHead || !d.routed(c) {
-		return answer.MethodNotAllowed
+	if c.req.Method == http.MethodHead || !d.verbRouted(c) {
+		return responsewriters.MethodNotAllowed
 	}
 	// Only types of Go's own can be merged strategically.
 	if t := mediaType(c.req); c.info.Verb == "patch" && !slices.Contains(patchTypes, t) &&
 		t != string(types.StrategicMergePatchType) {
-		return answer.Code(http.StatusUnsupportedMediaType, "Unsupported Media Type")
+		return responsewriters.NewFrameworkError(http.StatusUnsupportedMediaType, "Unsupported Media Type")
 	}
 	return nil
 }
 
-// routed says whether the verb exists where it was asked for: create on a collection, update on an object.
-func (builtIn) routed(c *call) bool {
-	named, scoped := c.info.Name != "", c.info.Namespace != "" || !c.entry.Namespaced
+// verbRouted says whether the verb exists where it was asked for: create on a collection, update on an object.
+func (builtIn) verbRouted(c *requestContext) bool {
+	named, scoped := c.info.Name != "", c.info.Namespace != "" || !c.apiResource.Namespaced
 	if watchPath(c.req) && c.req.Method != http.MethodGet || !c.hasVerb(c.info.Verb) {
 		return false
 	}
@@ -112,48 +112,48 @@ func (builtIn) routed(c *call) bool {
 	case "get", "update", "patch", "delete":
 		return named
 	case "create":
-		return scoped && (!named || c.entry.Resource.Subresource != "")
+		return scoped && (!named || c.apiResource.Resource.Subresource != "")
 	case "deletecollection":
 		return scoped && !named
 	}
 	return true
 }
 
-func (builtIn) accepts(c *call) error {
-	if answer.Produced(c.req.Header.Get("Accept"), c.entry.MediaTypes) {
+func (builtIn) checkAccept(c *requestContext) error {
+	if responsewriters.Acceptable(c.req.Header.Get("Accept"), c.apiResource.MediaTypes) {
 		return nil
 	}
-	produced := c.entry.MediaTypes
+	produced := c.apiResource.MediaTypes
 	if c.info.Verb == "list" || c.info.Verb == "watch" {
 		produced = append(slices.Clone(produced), runtime.ContentTypeJSON+";stream=watch")
 		if slices.Contains(produced, runtime.ContentTypeProtobuf) {
 			produced = append(produced, runtime.ContentTypeProtobuf+";stream=watch")
 		}
 	}
-	return answer.NotProduced(produced)
+	return responsewriters.NewNotAcceptable(produced)
 }
 
-func (builtIn) offers(string) bool { return true }
+func (builtIn) offersMediaType(string) bool { return true }
 
 // deprecated does not count what the web framework refuses.
-func (d builtIn) deprecated(c *call) bool {
-	return c.entry.Deprecation != "" && d.supports(c) == nil && d.accepts(c) == nil
+func (d builtIn) deprecated(c *requestContext) bool {
+	return c.apiResource.Deprecation != "" && d.checkVerb(c) == nil && d.checkAccept(c) == nil
 }
 
 // custom is the dialect of custom resources
 // (k8s.io/apiextensions-apiserver/pkg/apiserver/customresource_handler.go).
 type custom struct{}
 
-// lacks is the CRD handler's answer where the object might be there.
-func (custom) lacks(main *registryv1.APIResource, info *request.RequestInfo) error {
+// missingSubresource is the CRD handler's answer where the object might be there.
+func (custom) missingSubresource(main *registryv1.APIResource, info *request.RequestInfo) error {
 	if !scoped(main, info) {
 		return nil
 	}
 	return apierrors.NewNotFound(schema.GroupResource{Group: info.APIGroup, Resource: info.Resource}, info.Name)
 }
 
-// has looks at the path's namespace alone.
-func (custom) has(e *registryv1.APIResource, info *request.RequestInfo, _ *http.Request) bool {
+// hasPath looks at the path's namespace alone.
+func (custom) hasPath(e *registryv1.APIResource, info *request.RequestInfo, _ *http.Request) bool {
 	return scoped(e, info)
 }
 
@@ -167,15 +167,15 @@ func scoped(e *registryv1.APIResource, info *request.RequestInfo) bool {
 // customVerbs are those that the handler knows; a resource that is being deleted refuses some in its own words.
 var customVerbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
 
-func (custom) supports(c *call) error {
+func (custom) checkVerb(c *requestContext) error {
 	if err := c.errUnwatchable(); err != nil {
 		return err
 	}
-	known := slices.Contains(customVerbs, c.info.Verb)
-	if c.entry.Resource.Subresource != "" {
-		known = c.hasVerb(c.info.Verb)
+	supported := slices.Contains(customVerbs, c.info.Verb)
+	if c.apiResource.Resource.Subresource != "" {
+		supported = c.hasVerb(c.info.Verb)
 	}
-	if !known {
+	if !supported {
 		return apierrors.NewMethodNotSupported(c.groupResource(), c.info.Verb)
 	}
 	if c.info.Verb == "patch" && !slices.Contains(patchTypes, mediaType(c.req)) {
@@ -184,9 +184,11 @@ func (custom) supports(c *call) error {
 	return nil
 }
 
-func (custom) accepts(*call) error { return nil }
+func (custom) checkAccept(*requestContext) error { return nil }
 
-// offers leaves out protobuf and CBOR: a custom resource has no message of its own.
-func (custom) offers(subtype string) bool { return subtype == "json" || subtype == "yaml" }
+// offersMediaType leaves out protobuf and CBOR: a custom resource has no message of its own.
+func (custom) offersMediaType(subtype string) bool { return subtype == "json" || subtype == "yaml" }
 
-func (custom) deprecated(c *call) bool { return c.entry.Deprecation != "" || len(c.entry.Warnings) > 0 }
+func (custom) deprecated(c *requestContext) bool {
+	return c.apiResource.Deprecation != "" || len(c.apiResource.Warnings) > 0
+}

@@ -13,7 +13,7 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-func entryOf() *registryv1.APIResource {
+func podsResource() *registryv1.APIResource {
 	return &registryv1.APIResource{
 		StorageResource:  "pods",
 		Namespaced:       true,
@@ -26,7 +26,7 @@ func entryOf() *registryv1.APIResource {
 	}
 }
 
-func callOf(query, accept string) *call {
+func newRequestContext(query, accept string) *requestContext {
 	req := &http.Request{
 		Method: http.MethodGet,
 		URL:    &url.URL{Path: "/api/v1/pods", RawQuery: query},
@@ -35,13 +35,13 @@ func callOf(query, accept string) *call {
 	if accept != "" {
 		req.Header["Accept"] = []string{accept}
 	}
-	return &call{
-		router:  &Router{},
-		w:       httptest.NewRecorder(),
-		req:     req,
-		info:    &request.RequestInfo{Verb: "list", Resource: "pods"},
-		entry:   entryOf(),
-		dialect: builtIn{},
+	return &requestContext{
+		router:      &Router{},
+		w:           httptest.NewRecorder(),
+		req:         req,
+		info:        &request.RequestInfo{Verb: "list", Resource: "pods"},
+		apiResource: podsResource(),
+		dialect:     builtIn{},
 	}
 }
 
@@ -51,12 +51,12 @@ func FuzzNegotiation(f *testing.F) {
 	f.Add("*/*;q=0.1, application/yaml;pretty=1")
 	f.Add("application/vnd.kubernetes.protobuf;stream=watch")
 	f.Fuzz(func(t *testing.T, accept string) {
-		c := callOf("", accept)
+		c := newRequestContext("", accept)
 		out, err := c.negotiate()
 		if err != nil {
 			return
 		}
-		if !slices.Contains(c.entry.MediaTypes, out.MediaType) {
+		if !slices.Contains(c.apiResource.MediaTypes, out.MediaType) {
 			t.Errorf("%q is answered in %q", accept, out.MediaType)
 		}
 	})
@@ -68,10 +68,10 @@ func FuzzListOptions(f *testing.F) {
 	f.Add("limit=5&continue=x&labelSelector=a%3Db&fieldSelector=metadata.name%3Dx")
 	f.Add("resourceVersion=%FF&timeoutSeconds=-1&fieldSelector=nobody%3Dx")
 	f.Fuzz(func(t *testing.T, query string) {
-		c := callOf(query, "")
+		c := newRequestContext(query, "")
 		c.out = &registryv1.Output{MediaType: "application/json"}
 		p, err := c.plan()
-		if err == nil && p.query != nil && (p.query.Resource == nil || p.query.Namespace != "" || p.from == nil) {
+		if err == nil && p.query != nil && (p.query.Resource == nil || p.query.Namespace != "" || p.source == nil) {
 			t.Errorf("%q is %v", query, p)
 		}
 		values := c.req.URL.Query()

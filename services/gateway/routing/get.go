@@ -12,15 +12,15 @@ import (
 )
 
 // get answers one object, from who planGet says; what the watch tier does not hold, registry is asked for.
-func (c *call) get() {
+func (c *requestContext) get() {
 	if r := c.planGet(); r != nil {
 		if body, ok := c.getFromTier(r); ok {
-			c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: body})
+			c.writeResponse(&registryv1.ObjectResponse{Code: http.StatusOK, Body: body})
 			return
 		}
 	}
 	r := c.getRequest()
-	ctx := c.preferring(c.req.Context(), r.Namespace, r.Name)
+	ctx := c.withAffinity(c.req.Context(), r.Namespace, r.Name)
 	resp, err := rpc.Hedged(ctx, rpc.HedgeDelay, func(ctx context.Context) (*registryv1.ObjectResponse, error) {
 		return c.router.Objects.Get(ctx, r)
 	})
@@ -28,12 +28,12 @@ func (c *call) get() {
 		c.fail(rpc.FromStatus(err))
 		return
 	}
-	c.respond(resp)
+	c.writeResponse(resp)
 }
 
-func (c *call) getRequest() *registryv1.GetRequest {
+func (c *requestContext) getRequest() *registryv1.GetRequest {
 	return &registryv1.GetRequest{
-		Resource:  c.entry.Resource,
+		Resource:  c.apiResource.Resource,
 		Namespace: c.namespace(),
 		Name:      c.info.Name,
 		User:      c.user,
@@ -43,9 +43,9 @@ func (c *call) getRequest() *registryv1.GetRequest {
 }
 
 // getFromTier reads one object, as it is stored, from the watch tier's bytes; ok is false where it does not hold it.
-func (c *call) getFromTier(r *watchfanoutv1.GetRequest) (body []byte, ok bool) {
-	ctx, cancel := context.WithTimeout(c.req.Context(), answersWithin)
+func (c *requestContext) getFromTier(r *watchfanoutv1.GetRequest) (body []byte, ok bool) {
+	ctx, cancel := context.WithTimeout(c.req.Context(), tierTimeout)
 	defer cancel()
-	resp, err := c.router.TierGets.Get(rpc.WithHashKey(ctx, c.entry.StorageResource), r, grpc.WaitForReady(false))
+	resp, err := c.router.TierGets.Get(rpc.WithHashKey(ctx, c.apiResource.StorageResource), r, grpc.WaitForReady(false))
 	return resp.GetBody(), err == nil
 }

@@ -23,8 +23,8 @@ import (
 	"watershed.dev/platform/rpc"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
-	"watershed.dev/services/gateway/answer"
 	"watershed.dev/services/gateway/audit"
+	"watershed.dev/services/gateway/responsewriters"
 )
 
 // Lister answers lists from encoded bytes.
@@ -33,12 +33,12 @@ type Lister interface {
 		...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.ListChunk], error)
 }
 
-// answersWithin is how long the watch tier may be silent before registry is asked in its place: a replica may be there,
+// tierTimeout is how long the watch tier may be silent before registry is asked in its place: a replica may be there,
 // and yet not move.
-const answersWithin = 5 * time.Second
+const tierTimeout = 5 * time.Second
 
 // list answers a list, from who plan says.
-func (c *call) list() {
+func (c *requestContext) list() {
 	p, err := c.plan()
 	switch {
 	case err != nil:
@@ -46,49 +46,49 @@ func (c *call) list() {
 	case p.query == nil:
 		c.listFromRegistry()
 	default:
-		c.listFrom(p)
+		c.listFromSource(p)
 	}
 }
 
-// listFrom answers a list from a source, or from registry where the source cannot.
-func (c *call) listFrom(p *plan) {
+// listFromSource answers a list from a source, or from registry where the source cannot.
+func (c *requestContext) listFromSource(p *plan) {
 	ctx := c.req.Context()
-	listing, cancel := context.WithCancel(ctx)
+	listCtx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	silent := time.AfterFunc(answersWithin, cancel)
+	tierTimer := time.AfterFunc(tierTimeout, cancel)
 	// nobody else is to be asked; of one object another registry may be, where this one hangs
-	if p.deciding && !c.ofOne(p.query) {
-		silent.Stop()
+	if p.isInternal && !c.singleObject(p.query) {
+		tierTimer.Stop()
 	}
-	stream, err := p.from.Lists.List(rpc.WithHashKey(listing, c.entry.StorageResource), &watchfanoutv1.ListRequest{
+	stream, err := p.source.Lists.List(rpc.WithHashKey(listCtx, c.apiResource.StorageResource), &watchfanoutv1.ListRequest{
 		Query:                p.query,
 		ResourceVersion:      p.opts.ResourceVersion,
 		ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
 		Limit:                p.opts.Limit,
 		Continue:             p.opts.Continue,
 		// an audit event has the body as it is
-		Gzip: deflate.AcceptsGzip(c.req.Header) && !audit.Responds(ctx),
+		Gzip: deflate.AcceptsGzip(c.req.Header) && !audit.IncludesResponse(ctx),
 	}, grpc.WaitForReady(false))
 	var chunk *rpc.Chunk
 	if err == nil {
 		chunk, err = rpc.ReceiveChunk(stream)
 	}
-	silent.Stop()
+	tierTimer.Stop()
 	if err != nil {
-		if askRegistry(ctx, err) {
+		if shouldDelegate(ctx, err) {
 			c.listFromRegistry()
 		} else {
 			c.fail(rpc.FromStatus(err))
 		}
 		return
 	}
-	c.answered(chunk.Size, chunk.Gzip)
-	write, end := c.begin(chunk)
+	c.recordListSize(chunk.Size, chunk.Gzip)
+	write, end := c.startResponse(chunk)
 	for err == nil {
-		written := write(chunk.Data)
+		writeErr := write(chunk.Data)
 		chunk.Free()
-		if written != nil { // the client's matter
-			answer.Abort(ctx)
+		if writeErr != nil { // the client's matter
+			responsewriters.Abort(ctx)
 			return
 		}
 		chunk, err = rpc.ReceiveChunk(stream)
@@ -99,9 +99,9 @@ func (c *call) listFrom(p *plan) {
 	end()
 }
 
-// askRegistry says whether a source's error means that registry has to be asked: the source does not hold it, nobody is
+// shouldDelegate says whether a source's error means that registry has to be asked: the source does not hold it, nobody is
 // there, or gRPC itself could not carry it.
-func askRegistry(ctx context.Context, err error) bool {
+func shouldDelegate(ctx context.Context, err error) bool {
 	switch status.Code(err) {
 	case codes.FailedPrecondition, codes.Unavailable, codes.Unimplemented:
 		return true
@@ -113,9 +113,9 @@ func askRegistry(ctx context.Context, err error) bool {
 	return false
 }
 
-// ofOne says whether a query is of one object.
-func (c *call) ofOne(q *watchfanoutv1.Query) bool {
-	if c.entry.Namespaced && q.Namespace == "" {
+// singleObject says whether a query is of one object.
+func (c *requestContext) singleObject(q *watchfanoutv1.Query) bool {
+	if c.apiResource.Namespaced && q.Namespace == "" {
 		return false
 	}
 	selector, err := fields.ParseSelector(q.FieldSelector)
@@ -127,19 +127,19 @@ func (c *call) ofOne(q *watchfanoutv1.Query) bool {
 }
 
 // listFromRegistry answers a list that the watch tier does not.
-func (c *call) listFromRegistry() {
+func (c *requestContext) listFromRegistry() {
 	data, err := c.readShared(c.getRequest())
 	if err != nil {
 		c.fail(err)
 		return
 	}
-	c.answered(int64(len(data)), false)
-	c.respond(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
+	c.recordListSize(int64(len(data)), false)
+	c.writeResponse(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
 }
 
 // readShared reads a list from registry. Equal requests, as all clients send when the tier is away, share one reading
 // of etcd that began after they came. Router.Lists bounds how many readings are under way.
-func (c *call) readShared(r *registryv1.GetRequest) ([]byte, error) {
+func (c *requestContext) readShared(r *registryv1.GetRequest) ([]byte, error) {
 	user, query := r.User, r.Query
 	values, _ := url.ParseQuery(query)
 	r.User, r.Query = nil, listQuery(values) // a list is the same for each user who may see it
@@ -149,8 +149,8 @@ func (c *call) readShared(r *registryv1.GetRequest) ([]byte, error) {
 	}
 	r.User, r.Query = user, query
 	lists := c.router.Lists
-	if slices.ContainsFunc(user.GetGroups(), func(g string) bool { return slices.Contains(first, g) }) {
-		lists = c.router.FirstLists
+	if slices.ContainsFunc(user.GetGroups(), func(g string) bool { return slices.Contains(priorityGroups, g) }) {
+		lists = c.router.PriorityLists
 	}
 	data, err := lists.GetFor(c.req.Context(), identity.Owner(user.GetName()), string(key),
 		func(ctx context.Context) ([]byte, error) {
@@ -162,14 +162,14 @@ func (c *call) readShared(r *registryv1.GetRequest) ([]byte, error) {
 	return data, rpc.FromStatus(err)
 }
 
-func (c *call) answered(bytes int64, compressed bool) {
-	if c.router.Answered != nil {
-		c.router.Answered(c.req, bytes, compressed)
+func (c *requestContext) recordListSize(bytes int64, compressed bool) {
+	if c.router.RecordListSize != nil {
+		c.router.RecordListSize(c.req, bytes, compressed)
 	}
 }
 
-// first are the groups whose lists do not wait for everybody's: what decides, what administers, and nodes.
-var first = []string{identity.ServicesGroup, user.SystemPrivilegedGroup, user.NodesGroup}
+// priorityGroups are the groups whose lists do not wait for everybody's: what decides, what administers, and nodes.
+var priorityGroups = []string{identity.ServicesGroup, user.SystemPrivilegedGroup, user.NodesGroup}
 
 // listQuery is a query without what no list depends on, in one order.
 func listQuery(q url.Values) string {
@@ -186,7 +186,7 @@ func listQuery(q url.Values) string {
 }
 
 // readList reads a list from a registry, or from another one where that is silent.
-func (c *call) readList(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
+func (c *requestContext) readList(ctx context.Context, r *registryv1.GetRequest) ([]byte, error) {
 	return rpc.Hedged(rpc.TrackReplica(ctx), rpc.HedgeDelay, func(ctx context.Context) (data []byte, err error) {
 		stream, err := c.router.Objects.List(ctx, r)
 		if err == nil {

@@ -12,21 +12,21 @@ import (
 
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
-	"watershed.dev/services/gateway/answer"
+	"watershed.dev/services/gateway/responsewriters"
 )
 
 // negotiate chooses the answer's encoding.
-func (c *call) negotiate() (*registryv1.Output, error) {
-	if err := c.dialect.accepts(c); err != nil {
+func (c *requestContext) negotiate() (*registryv1.Output, error) {
+	if err := c.dialect.checkAccept(c); err != nil {
 		return nil, err
 	}
-	if c.entry.Deprecation != "" {
-		warning.AddWarning(c.req.Context(), "", c.entry.Deprecation)
+	if c.apiResource.Deprecation != "" {
+		warning.AddWarning(c.req.Context(), "", c.apiResource.Deprecation)
 	}
 	m, ok := negotiation.NegotiateMediaTypeOptions(c.req.Header.Get("Accept"), c.serializers(),
-		restrictions{c.dialect, c.entry})
+		restrictions{c.dialect, c.apiResource})
 	if !ok {
-		return nil, negotiation.NewNotAcceptableError(c.entry.MediaTypes)
+		return nil, negotiation.NewNotAcceptableError(c.apiResource.MediaTypes)
 	}
 	out := &registryv1.Output{MediaType: m.Accepted.MediaType, Pretty: m.Pretty || pretty(c.req)}
 	if m.Convert != nil {
@@ -36,34 +36,34 @@ func (c *call) negotiate() (*registryv1.Output, error) {
 }
 
 // serializers are the media types that the resource is served in.
-func (c *call) serializers() []runtime.SerializerInfo {
-	var all []runtime.SerializerInfo
-	for _, s := range answer.Codecs.SupportedMediaTypes() {
-		for _, m := range c.entry.MediaTypes {
+func (c *requestContext) serializers() []runtime.SerializerInfo {
+	var infos []runtime.SerializerInfo
+	for _, s := range responsewriters.Codecs.SupportedMediaTypes() {
+		for _, m := range c.apiResource.MediaTypes {
 			if s.MediaType == m {
-				all = append(all, s)
+				infos = append(infos, s)
 			}
 		}
 	}
-	return all
+	return infos
 }
 
 // restrictions is which conversions an endpoint offers.
 type restrictions struct {
-	dialect dialect
-	entry   *registryv1.APIResource
+	dialect     dialect
+	apiResource *registryv1.APIResource
 }
 
 func (r restrictions) AllowsMediaTypeTransform(mimeType, mimeSubType string, gvk *schema.GroupVersionKind) bool {
 	if gvk == nil {
-		return r.dialect.offers(mimeSubType)
+		return r.dialect.offersMediaType(mimeSubType)
 	}
 	if gvk.Group != metav1.GroupName || gvk.Version != "v1" && gvk.Version != "v1beta1" {
 		return false
 	}
 	switch gvk.Kind {
 	case "Table":
-		return r.entry.Table && mimeType == "application" && (mimeSubType == "json" || mimeSubType == "yaml")
+		return r.apiResource.Table && mimeType == "application" && (mimeSubType == "json" || mimeSubType == "yaml")
 	case "PartialObjectMetadata", "PartialObjectMetadataList":
 		return true
 	}

@@ -29,15 +29,15 @@ var methodVerbs = map[string]string{
 }
 
 // namespace is the request's; a cluster's own objects have none, though RequestInfo gives a namespace its own name.
-func (c *call) namespace() string {
-	if !c.entry.Namespaced {
+func (c *requestContext) namespace() string {
+	if !c.apiResource.Namespaced {
 		return ""
 	}
 	return c.info.Namespace
 }
 
 // subpath is what follows the subresource in the path, as kube-apiserver reads it.
-func (c *call) subpath() string {
+func (c *requestContext) subpath() string {
 	const before = 3 // resource, name, subresource
 	p := ""
 	if len(c.info.Parts) > before {

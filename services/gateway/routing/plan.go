@@ -22,41 +22,41 @@ import (
 // plan says who answers a list or a watch. It is made once, before anybody is asked. Who answers a GET planGet says;
 // what writes or connects is registry's.
 type plan struct {
-	// from answers query; where query is nil, registry answers the request itself, from etcd.
-	from  *Source
-	query *watchfanoutv1.Query
-	opts  *internalversion.ListOptions
-	// deciding: authn, authz or admission asks, which nobody else than from may answer, and which measure by bookmarks
+	// source answers query; where query is nil, registry answers the request itself, from etcd.
+	source *Source
+	query  *watchfanoutv1.Query
+	opts   *internalversion.ListOptions
+	// isInternal: authn, authz or admission asks, which nobody else than from may answer, and which measure by bookmarks
 	// how fresh they are.
-	deciding bool
+	isInternal bool
 }
 
 // plan decides who answers a list or a watch; the error refuses it, in kube-apiserver's words
 // (k8s.io/apiserver/pkg/endpoints/handlers/get.go, ListResource).
-func (c *call) plan() (*plan, error) {
+func (c *requestContext) plan() (*plan, error) {
 	opts, err := listOptions(c.req.URL)
 	if err != nil {
 		return nil, err
 	}
-	p := &plan{opts: opts, deciding: c.decides()}
-	if !c.encoded() {
+	p := &plan{opts: opts, isInternal: c.isInternal()}
+	if !c.sourceCanServe() {
 		return p, nil
 	}
-	selector, known, err := c.fieldSelector(opts.FieldSelector)
+	selector, supported, err := c.fieldSelector(opts.FieldSelector)
 	if err != nil {
 		return nil, err
 	}
-	if !known { // the words are those of the resource's own field label conversion
+	if !supported { // the words are those of the resource's own field label conversion
 		return p, nil
 	}
 	q := &watchfanoutv1.Query{
-		Resource:       c.entry.Resource,
-		CrdRevision:    c.entry.CrdRevision,
-		Digest:         c.entry.Digest,
+		Resource:       c.apiResource.Resource,
+		CrdRevision:    c.apiResource.CrdRevision,
+		Digest:         c.apiResource.Digest,
 		Namespace:      c.namespace(),
 		FieldSelector:  selector.String(),
 		Output:         c.out,
-		SkipUnreadable: c.skips(),
+		SkipUnreadable: c.skipUnreadable(),
 	}
 	if opts.LabelSelector != nil {
 		q.LabelSelector = opts.LabelSelector.String()
@@ -69,24 +69,24 @@ func (c *call) plan() (*plan, error) {
 			return p, nil
 		}
 	}
-	p.query, p.from = q, c.source()
+	p.query, p.source = q, c.source()
 	return p, nil
 }
 
 // planGet is what the watch tier is asked for one object; nil where registry answers.
-func (c *call) planGet() *watchfanoutv1.GetRequest {
-	if c.router.TierGets == nil || c.decides() || c.entry.StorageResource == "" || c.entry.Resource.Subresource != "" ||
+func (c *requestContext) planGet() *watchfanoutv1.GetRequest {
+	if c.router.TierGets == nil || c.isInternal() || c.apiResource.StorageResource == "" || c.apiResource.Resource.Subresource != "" ||
 		!c.hasVerb("watch") {
 		return nil
 	}
-	if c.out.As != nil || c.out.Pretty || !streamed(c.out.MediaType) {
+	if c.out.As != nil || c.out.Pretty || !sourceMediaType(c.out.MediaType) {
 		return nil
 	}
 	r := &watchfanoutv1.GetRequest{
 		Query: &watchfanoutv1.Query{
-			Resource:    c.entry.Resource,
-			CrdRevision: c.entry.CrdRevision,
-			Digest:      c.entry.Digest,
+			Resource:    c.apiResource.Resource,
+			CrdRevision: c.apiResource.CrdRevision,
+			Digest:      c.apiResource.Digest,
 			Namespace:   c.namespace(),
 			Output:      c.out,
 		},
@@ -118,18 +118,18 @@ func listOptions(u *url.URL) (*internalversion.ListOptions, error) {
 	return opts, nil
 }
 
-// encoded says whether the answer is made of the bytes that a source holds.
-func (c *call) encoded() bool {
-	if c.entry.StorageResource == "" || c.entry.Resource.Subresource != "" ||
+// sourceCanServe says whether the answer is made of the bytes that a source holds.
+func (c *requestContext) sourceCanServe() bool {
+	if c.apiResource.StorageResource == "" || c.apiResource.Resource.Subresource != "" ||
 		len(content.IsPathSegmentName(c.namespace())) > 0 {
 		return false
 	}
-	return c.info.Verb == "watch" || streamed(c.out.MediaType) && !c.out.Pretty &&
+	return c.info.Verb == "watch" || sourceMediaType(c.out.MediaType) && !c.out.Pretty &&
 		c.out.GetAs().GetKind() != "PartialObjectMetadata"
 }
 
-// streamed says whether a media type is one that sources write.
-func streamed(mediaType string) bool {
+// sourceMediaType says whether a media type is one that sources write.
+func sourceMediaType(mediaType string) bool {
 	return mediaType == runtime.ContentTypeJSON || mediaType == runtime.ContentTypeProtobuf
 }
 
@@ -137,11 +137,11 @@ var errUnknownField = errors.New("a field that the catalog does not know")
 
 // fieldSelector is the request's selector in stored fields, with the name that the path has. known is false where it
 // names a field that the catalog does not know.
-func (c *call) fieldSelector(asked fields.Selector) (selector fields.Selector, known bool, err error) {
+func (c *requestContext) fieldSelector(requested fields.Selector) (selector fields.Selector, supported bool, err error) {
 	selector = fields.Everything()
-	if asked != nil {
-		selector, err = asked.Transform(func(label, value string) (string, string, error) {
-			to, ok := c.entry.SelectableFields[label]
+	if requested != nil {
+		selector, err = requested.Transform(func(label, value string) (string, string, error) {
+			to, ok := c.apiResource.SelectableFields[label]
 			if !ok {
 				return "", "", errUnknownField
 			}
@@ -167,20 +167,22 @@ func (c *call) fieldSelector(asked fields.Selector) (selector fields.Selector, k
 }
 
 // source is what answers the request's lists and fills its watches.
-func (c *call) source() *Source {
-	if c.decides() {
-		return &c.router.Policy
+func (c *requestContext) source() *Source {
+	if c.isInternal() {
+		return &c.router.Internal
 	}
 	return &c.router.Tier
 }
 
-// decides says whether the caller is authn, authz or admission, who decide by what they read. Registry answers them, so
+// isInternal says whether the caller is authn, authz or admission, who decide by what they read. Registry answers them, so
 // that a replica of the watch tier can neither forge a permission nor keep one that was taken away.
-func (c *call) decides() bool { return slices.Contains(c.user.GetGroups(), identity.ServicesGroup) }
+func (c *requestContext) isInternal() bool {
+	return slices.Contains(c.user.GetGroups(), identity.ServicesGroup)
+}
 
-// skips says whether unreadable objects are left out of a list: for authn, authz and admission, to whom an unreadable
+// skipUnreadable says whether unreadable objects are left out of a list: for authn, authz and admission, to whom an unreadable
 // role grants nothing. Not for admissionregistration.k8s.io: a policy that is missing would let through what it
 // refuses, so that list is refused.
-func (c *call) skips() bool {
-	return c.entry.Resource.GetGroup() != "admissionregistration.k8s.io" && c.decides()
+func (c *requestContext) skipUnreadable() bool {
+	return c.apiResource.Resource.GetGroup() != "admissionregistration.k8s.io" && c.isInternal()
 }

@@ -20,34 +20,34 @@ const asTable = "application/json;as=Table;v=v1;g=meta.k8s.io"
 // A refused watch has registry read one object: a selector that nothing matches would have it read the resource.
 func TestARefusedWatchReadsNoMoreThanOneObject(t *testing.T) {
 	const pods = "/api/v1/namespaces/x/pods?watch=1&resourceVersion=1&"
-	for query, keeps := range map[string]string{
+	for query, wantSelector := range map[string]string{
 		"includeObject=Bogus&labelSelector=no%3Dsuch":                "",
 		"includeObject=Bogus&fieldSelector=metadata.name%3Dno":       "",
 		"labelSelector=no%3Dsuch&fieldSelector=spec.unknown%3Dvalue": "spec.unknown=value", // refused before any read
 	} {
-		var asked url.Values
-		r := routerOver(t, &behind{
-			list: func(r *registryv1.GetRequest, _ grpc.ServerStreamingServer[registryv1.ListChunk]) error {
-				asked, _ = url.ParseQuery(r.Query)
+		var requested url.Values
+		r := newTestRouter(t, &fakeBackends{
+			listFunc: func(r *registryv1.GetRequest, _ grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+				requested, _ = url.ParseQuery(r.Query)
 				return rpc.ToStatus(apierrors.NewBadRequest("as registry says"))
 			}})
-		code, body := ask(t, r, "GET", pods+query, "", "Accept", asTable)
+		code, body := doRequest(t, r, "GET", pods+query, "", "Accept", asTable)
 		if code != 400 || !strings.Contains(body, "as registry says") {
 			t.Errorf("%s: %d %s", query, code, body)
 		}
-		if asked.Get("limit") != "1" || asked.Has("labelSelector") || asked.Get("fieldSelector") != keeps {
-			t.Errorf("%s: registry is asked for %v", query, asked)
+		if requested.Get("limit") != "1" || requested.Has("labelSelector") || requested.Get("fieldSelector") != wantSelector {
+			t.Errorf("%s: registry is asked for %v", query, requested)
 		}
 	}
 }
 
-// Refused watches are among the lists that Router.Lists bounds: routerOver lets one run at a time.
+// Refused watches are among the lists that Router.Lists bounds: newTestRouter lets one run at a time.
 func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var underWay, read int
 		may := make(chan struct{})
-		r := routerOver(t, &behind{
-			list: func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+		r := newTestRouter(t, &fakeBackends{
+			listFunc: func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error {
 				underWay++
 				read++
 				<-may
@@ -55,10 +55,10 @@ func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
 				return rpc.ToStatus(apierrors.NewBadRequest("as registry says"))
 			}})
 		const watches = 8
-		var all sync.WaitGroup
+		var wg sync.WaitGroup
 		for i := range watches {
-			all.Go(func() {
-				ask(t, r, "GET", fmt.Sprintf("/api/v1/pods?watch=1&includeObject=Bogus%d", i), "", "Accept", asTable)
+			wg.Go(func() {
+				doRequest(t, r, "GET", fmt.Sprintf("/api/v1/pods?watch=1&includeObject=Bogus%d", i), "", "Accept", asTable)
 			})
 		}
 		for range watches {
@@ -68,7 +68,7 @@ func TestRefusedWatchesShareTheBoundOfLists(t *testing.T) {
 			}
 			may <- struct{}{}
 		}
-		all.Wait()
+		wg.Wait()
 		if read != watches {
 			t.Errorf("%d lists for %d watches", read, watches)
 		}

@@ -29,36 +29,36 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
-	"watershed.dev/services/gateway/access"
-	"watershed.dev/services/gateway/answer"
-	"watershed.dev/services/gateway/streaming"
+	"watershed.dev/services/gateway/delegatedauth"
+	"watershed.dev/services/gateway/proxy"
+	"watershed.dev/services/gateway/responsewriters"
 	"watershed.dev/services/gateway/watch"
 )
 
 // Router serves /api and /apis.
 type Router struct {
-	Catalog   *discovery.Watcher
-	Interests *Interests
+	Discovery      *discovery.Watcher
+	AdmissionRules *AdmissionRules
 	// Objects is registry, for what the watch tier does not answer.
 	Objects registryv1.ObjectsClient
 	// Tier is the watch tier, and Policy what answers its questions for the services that decide by the answers:
 	// registry.
-	Tier, Policy Source
+	Tier, Internal Source
 	// TierGets answers a GET of an object as it is stored; nil: registry does.
 	TierGets watchfanoutv1.WatchClient
-	// Lists shares the lists that registry answers, and FirstLists those that do not wait for anybody else's.
-	Lists, FirstLists *coalesce.Group[[]byte]
+	// Lists shares the lists that registry answers, and PriorityLists those that do not wait for anybody else's.
+	Lists, PriorityLists *coalesce.Group[[]byte]
 	// Admission, Authn and Authz are asked what registry asks about a write.
-	Admission admissionv1.AdmissionClient
-	Authn     authnv1.AuthnClient
-	Authz     authzv1.AuthzClient
-	Authorize *access.Authorizer
-	// Carrier carries bytes to kubelets, pods, services and nodes.
-	Carrier *streaming.Carrier
+	Admission  admissionv1.AdmissionClient
+	Authn      authnv1.AuthnClient
+	Authz      authzv1.AuthzClient
+	Authorizer *delegatedauth.Authorizer
+	// Proxy carries bytes to kubelets, pods, services and nodes.
+	Proxy *proxy.Handler
 	// MinRequestTimeout is the least time that a watch without timeoutSeconds stays open.
 	MinRequestTimeout time.Duration
-	// Answered is told how many bytes a list has, and whether it came compressed; nil: nobody asks.
-	Answered func(r *http.Request, bytes int64, compressed bool)
+	// RecordListSize is told how many bytes a list has, and whether it came compressed; nil: nobody asks.
+	RecordListSize func(r *http.Request, bytes int64, compressed bool)
 	// Stopping answers what ends a watch when it is closed: the gateway is shutting down.
 	Stopping func() <-chan struct{}
 }
@@ -69,15 +69,15 @@ type Source struct {
 	Watches *watch.Hub
 }
 
-// call is one request for a resource.
-type call struct {
-	router  *Router
-	w       http.ResponseWriter
-	req     *http.Request
-	info    *request.RequestInfo
-	entry   *registryv1.APIResource
-	dialect dialect
-	user    *commonv1.User
+// requestContext is one request for a resource.
+type requestContext struct {
+	router      *Router
+	w           http.ResponseWriter
+	req         *http.Request
+	info        *request.RequestInfo
+	apiResource *registryv1.APIResource
+	dialect     dialect
+	user        *commonv1.User
 	// out is what was negotiated.
 	out *registryv1.Output
 	// body is a write's.
@@ -87,18 +87,18 @@ type call struct {
 // ServeHTTP implements http.Handler.
 func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	info, _ := request.RequestInfoFrom(req.Context())
-	view := r.Catalog.View()
+	view := r.Discovery.View()
 	if view == nil {
-		answer.Error(w, req, answer.V1, starting())
+		responsewriters.Error(w, req, responsewriters.V1, errStarting())
 		return
 	}
-	entry, err := find(view, info, req)
+	apiResource, err := findResource(view, info, req)
 	switch {
 	case errors.Is(err, errNoPath):
-		answer.NotFound(w, req)
+		responsewriters.NotFound(w, req)
 		return
 	case err != nil:
-		answer.Error(w, req, schema.GroupVersion{Group: info.APIGroup, Version: info.APIVersion}, err)
+		responsewriters.Error(w, req, schema.GroupVersion{Group: info.APIGroup, Version: info.APIVersion}, err)
 		return
 	}
 	u, _ := request.UserFrom(req.Context())
@@ -108,25 +108,25 @@ func (r *Router) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	} else if info.Namespace != "" {
 		scope = "namespace"
 	}
-	c := &call{
-		router:  r,
-		w:       w,
-		req:     req,
-		info:    info,
-		entry:   entry,
-		dialect: dialectOf(entry),
-		user:    identity.UserProto(u),
+	c := &requestContext{
+		router:      r,
+		w:           w,
+		req:         req,
+		info:        info,
+		apiResource: apiResource,
+		dialect:     dialectOf(apiResource),
+		user:        identity.UserProto(u),
 	}
 	metrics.InstrumentHandlerFunc(strings.ToUpper(info.Verb), info.APIGroup, info.APIVersion, info.Resource,
 		info.Subresource, scope,
-		metrics.APIServerComponent, c.dialect.deprecated(c), entry.RemovedRelease,
+		metrics.APIServerComponent, c.dialect.deprecated(c), apiResource.RemovedRelease,
 		func(w http.ResponseWriter, req *http.Request) {
 			c.w, c.req = w, req
 			c.dispatch()
 		})(w, req)
 }
 
-func starting() error {
+func errStarting() error {
 	e := apierrors.NewServiceUnavailable("the API is starting: registry has not answered yet")
 	e.ErrStatus.Details = &metav1.StatusDetails{RetryAfterSeconds: 1}
 	return e
@@ -135,37 +135,37 @@ func starting() error {
 // errNoPath is the answer to a path that nothing serves: a plain 404.
 var errNoPath = errors.New("nothing serves the path")
 
-// find is the entry of the resource that a path names, or the error that there is none.
-func find(view *discovery.View, info *request.RequestInfo, req *http.Request) (*registryv1.APIResource, error) {
-	entry, ok := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
-	if ok && dialectOf(entry).has(entry, info, req) {
-		return entry, nil
+// findResource is the entry of the resource that a path names, or the error that there is none.
+func findResource(view *discovery.View, info *request.RequestInfo, req *http.Request) (*registryv1.APIResource, error) {
+	apiResource, ok := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, info.Subresource)
+	if ok && dialectOf(apiResource).hasPath(apiResource, info, req) {
+		return apiResource, nil
 	}
 	if main, defined := view.APIResource(info.APIGroup, info.APIVersion, info.Resource, ""); !ok && defined {
-		if err := dialectOf(main).lacks(main, info); err != nil {
+		if err := dialectOf(main).missingSubresource(main, info); err != nil {
 			return nil, err
 		}
 	}
 	if view.BuiltIn(info.APIGroup) {
-		return nil, answer.PageNotFound
+		return nil, responsewriters.PageNotFound
 	}
 	return nil, errNoPath
 }
 
 // dispatch answers the request, by its verb.
-func (c *call) dispatch() {
-	for _, text := range c.entry.Warnings {
+func (c *requestContext) dispatch() {
+	for _, text := range c.apiResource.Warnings {
 		warning.AddWarning(c.req.Context(), "", text)
 	}
-	if len(c.entry.ConnectMethods) > 0 {
-		if !slices.Contains(c.entry.ConnectMethods, c.req.Method) {
-			c.fail(answer.MethodNotAllowed)
+	if len(c.apiResource.ConnectMethods) > 0 {
+		if !slices.Contains(c.apiResource.ConnectMethods, c.req.Method) {
+			c.fail(responsewriters.MethodNotAllowed)
 			return
 		}
 		c.connect()
 		return
 	}
-	err := c.dialect.supports(c)
+	err := c.dialect.checkVerb(c)
 	if err == nil {
 		c.out, err = c.negotiate()
 	}
@@ -175,7 +175,7 @@ func (c *call) dispatch() {
 	}
 	switch c.info.Verb {
 	case "get":
-		if c.entry.GetWithOptions {
+		if c.apiResource.GetWithOptions {
 			c.connect()
 			return
 		}
@@ -189,12 +189,12 @@ func (c *call) dispatch() {
 	}
 }
 
-func (c *call) hasVerb(verb string) bool { return slices.Contains(c.entry.Verbs, verb) }
+func (c *requestContext) hasVerb(verb string) bool { return slices.Contains(c.apiResource.Verbs, verb) }
 
-func (c *call) groupResource() schema.GroupResource {
+func (c *requestContext) groupResource() schema.GroupResource {
 	return schema.GroupResource{Group: c.info.APIGroup, Resource: c.info.Resource}
 }
 
-func (c *call) groupVersion() schema.GroupVersion {
-	return schema.GroupVersion{Group: c.entry.Kind.Group, Version: c.entry.Kind.Version}
+func (c *requestContext) groupVersion() schema.GroupVersion {
+	return schema.GroupVersion{Group: c.apiResource.Kind.Group, Version: c.apiResource.Kind.Version}
 }

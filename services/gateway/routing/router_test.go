@@ -32,18 +32,18 @@ import (
 	"watershed.dev/services/gateway/watch"
 )
 
-// behind is registry and the watch tier, which say who was asked.
-type behind struct {
+// fakeBackends is registry and the watch tier, which say who was asked.
+type fakeBackends struct {
 	registryv1.UnimplementedObjectsServer
 	registryv1.UnimplementedDiscoveryServer
 	watchfanoutv1.UnimplementedWatchServer
-	tier error // what the tier answers lists with
-	// list answers registry's lists in place of List's own answer.
-	list func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error
+	tierErr error // what the tier answers lists with
+	// listFunc answers registry's lists in place of List's own answer.
+	listFunc func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error
 }
 
-func (b *behind) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
-	pods := entryOf()
+func (b *fakeBackends) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+	pods := podsResource()
 	pods.Verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
 	exec := &registryv1.APIResource{
 		Namespaced:     true,
@@ -68,18 +68,18 @@ func (b *behind) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingSer
 	return s.Context().Err()
 }
 
-func (b *behind) Get(_ context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
+func (b *fakeBackends) Get(_ context.Context, r *registryv1.GetRequest) (*registryv1.ObjectResponse, error) {
 	return &registryv1.ObjectResponse{Code: 200, Body: []byte("registry get " + r.Name)}, nil
 }
 
-func (b *behind) List(r *registryv1.GetRequest, s grpc.ServerStreamingServer[registryv1.ListChunk]) error {
-	if b.list != nil {
-		return b.list(r, s)
+func (b *fakeBackends) List(r *registryv1.GetRequest, s grpc.ServerStreamingServer[registryv1.ListChunk]) error {
+	if b.listFunc != nil {
+		return b.listFunc(r, s)
 	}
 	return s.Send(&registryv1.ListChunk{Data: []byte("registry list " + r.Query)})
 }
 
-func (b *behind) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
+func (b *fakeBackends) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registryv1.WriteReply]) error {
 	m, err := s.Recv()
 	if err != nil {
 		return err
@@ -91,7 +91,7 @@ func (b *behind) Write(s grpc.BidiStreamingServer[registryv1.WriteCall, registry
 }
 
 // WriteUnary answers but where the body says that something is to be asked, or that it is refused.
-func (b *behind) WriteUnary(_ context.Context, r *registryv1.WriteRequest) (*registryv1.WriteUnaryReply, error) {
+func (b *fakeBackends) WriteUnary(_ context.Context, r *registryv1.WriteRequest) (*registryv1.WriteUnaryReply, error) {
 	switch string(r.Body) {
 	case "asks":
 		return &registryv1.WriteUnaryReply{CallbackRequired: true}, nil
@@ -107,13 +107,13 @@ func (b *behind) WriteUnary(_ context.Context, r *registryv1.WriteRequest) (*reg
 }
 
 // What nobody is to be asked about is written in one call; all else in a stream, also where the call says so.
-func TestWritesAskedAbout(t *testing.T) {
+func TestWritesWithCallbacks(t *testing.T) {
 	const pods = "/api/v1/namespaces/x/pods"
-	r := routerOver(t, &behind{})
-	if code, got := ask(t, r, "PUT", pods+"/a", "plain"); got != "registry update a plain" { // admission is not heard
+	r := newTestRouter(t, &fakeBackends{})
+	if code, got := doRequest(t, r, "PUT", pods+"/a", "plain"); got != "registry update a plain" { // admission is not heard
 		t.Errorf("%d %s", code, got)
 	}
-	r.Interests.current.Store(&admissionv1.AdmissionRuleSet{
+	r.AdmissionRules.current.Store(&admissionv1.AdmissionRuleSet{
 		Admit: []*admissionv1.AdmissionRule{
 			{Resource: "pods", Operations: []admissionv1.Operation{admissionv1.Operation_OPERATION_CREATE}},
 			{Group: "*", Resource: "*", NamespaceLifecycleOnly: true, Operations: allOperations},
@@ -135,56 +135,56 @@ func TestWritesAskedAbout(t *testing.T) {
 		{"PUT", "/apis/example.com/v1/namespaces/x/widgets/w", "refused", `409 Conflict: Operation cannot be fulfilled on pods "w": newer`},
 		{"DELETE", "/apis/example.com/v1/namespaces/x/widgets/w", "", "registry delete w "},
 	} {
-		if code, got := ask(t, r, c.method, c.path, c.body); !strings.Contains(fmt.Sprint(code, " ", got), c.want) {
+		if code, got := doRequest(t, r, c.method, c.path, c.body); !strings.Contains(fmt.Sprint(code, " ", got), c.want) {
 			t.Errorf("%s %s %s: %d %s", c.method, c.path, c.body, code, got)
 		}
 	}
 }
 
-// tier is the watch tier's part, whose List is another.
-type tier struct {
+// fakeTier is the watch tier's part, whose List is another.
+type fakeTier struct {
 	watchfanoutv1.UnimplementedWatchServer
-	*behind
+	*fakeBackends
 }
 
-func (t tier) Watch(r *watchfanoutv1.WatchRequest, s grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
+func (t fakeTier) Watch(r *watchfanoutv1.WatchRequest, s grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
 	return t.UnimplementedWatchServer.Watch(r, s)
 }
 
-func (t tier) Get(context.Context, *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
+func (t fakeTier) Get(context.Context, *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
 	return nil, status.Error(codes.FailedPrecondition, "not here")
 }
 
-func (t tier) List(r *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
-	if t.tier != nil {
-		return t.tier
+func (t fakeTier) List(r *watchfanoutv1.ListRequest, s grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+	if t.tierErr != nil {
+		return t.tierErr
 	}
 	return s.Send(&watchfanoutv1.ListChunk{Data: [][]byte{[]byte("tier list "), []byte(r.Query.LabelSelector)}})
 }
 
-// routerOver is a router whose services are b's.
-func routerOver(t *testing.T, b *behind) *Router {
+// newTestRouter is a router whose services are b's.
+func newTestRouter(t *testing.T, b *fakeBackends) *Router {
 	t.Helper()
 	p := rpc.NewInProcess(false)
 	registryv1.RegisterObjectsServer(p, b)
 	registryv1.RegisterDiscoveryServer(p, b)
-	watchfanoutv1.RegisterWatchServer(p, tier{behind: b})
+	watchfanoutv1.RegisterWatchServer(p, fakeTier{fakeBackends: b})
 	conn := p.Client("gateway")
 	watches := &watch.Hub{Config: &watch.Config{}}
 	lists := func() *coalesce.Group[[]byte] { return &coalesce.Group[[]byte]{Limit: 1, Timeout: time.Minute} }
 	r := &Router{
-		Catalog:    &discovery.Watcher{Registry: registryv1.NewDiscoveryClient(conn)},
-		Interests:  &Interests{Client: admissionv1.NewAdmissionClient(conn)},
-		Objects:    registryv1.NewObjectsClient(conn),
-		Tier:       Source{watchfanoutv1.NewWatchClient(conn), watches},
-		Lists:      lists(),
-		FirstLists: lists(),
+		Discovery:      &discovery.Watcher{Registry: registryv1.NewDiscoveryClient(conn)},
+		AdmissionRules: &AdmissionRules{Client: admissionv1.NewAdmissionClient(conn)},
+		Objects:        registryv1.NewObjectsClient(conn),
+		Tier:           Source{watchfanoutv1.NewWatchClient(conn), watches},
+		Lists:          lists(),
+		PriorityLists:  lists(),
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
-	go func() { defer close(ended); r.Catalog.Run(ctx) }()
+	go func() { defer close(ended); r.Discovery.Run(ctx) }()
 	t.Cleanup(func() { cancel(); <-ended })
-	for until := time.Now().Add(10 * time.Second); r.Catalog.View() == nil; time.Sleep(time.Millisecond) {
+	for until := time.Now().Add(10 * time.Second); r.Discovery.View() == nil; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
 			t.Fatal("no catalog comes")
 		}
@@ -192,7 +192,7 @@ func routerOver(t *testing.T, b *behind) *Router {
 	return r
 }
 
-func ask(t *testing.T, r *Router, method, path, body string, headers ...string) (int, string) {
+func doRequest(t *testing.T, r *Router, method, path, body string, headers ...string) (int, string) {
 	t.Helper()
 	req := httptest.NewRequest(method, path, strings.NewReader(body))
 	for i := 0; i < len(headers); i += 2 {
@@ -215,8 +215,8 @@ func ask(t *testing.T, r *Router, method, path, body string, headers ...string) 
 
 // A request goes where it is answered, and what nobody takes is refused in the words of kube-apiserver's web framework
 // or of its CRD handler.
-func TestRequestsGoWhereTheyAreAnswered(t *testing.T) {
-	r := routerOver(t, &behind{})
+func TestRequestsAreRouted(t *testing.T) {
+	r := newTestRouter(t, &fakeBackends{})
 	const pods, widgets = "/api/v1/namespaces/x/pods", "/apis/example.com/v1/namespaces/x/widgets"
 	for _, x := range []struct {
 		method, path string
@@ -254,7 +254,7 @@ func TestRequestsGoWhereTheyAreAnswered(t *testing.T) {
 		{"GET", widgets, []string{"Accept", "application/vnd.kubernetes.protobuf"}, 406, "NotAcceptable"},
 		{"GET", "/apis/example.com/v1/widgets/a", nil, 404, "404 page not found\n"},
 	} {
-		code, body := ask(t, r, x.method, x.path, "body", x.headers...)
+		code, body := doRequest(t, r, x.method, x.path, "body", x.headers...)
 		if code != x.code || !strings.Contains(body, x.has) {
 			t.Errorf("%s %s %q: %d %.200s", x.method, x.path, x.headers, code, body)
 		}
@@ -262,7 +262,7 @@ func TestRequestsGoWhereTheyAreAnswered(t *testing.T) {
 }
 
 // What the watch tier does not hold or cannot answer is asked of registry; an error of the API's own is the client's.
-func TestRegistryAnswersForTheTier(t *testing.T) {
+func TestListsFallBackToRegistry(t *testing.T) {
 	for name, x := range map[string]struct {
 		err  error
 		code int
@@ -271,10 +271,10 @@ func TestRegistryAnswersForTheTier(t *testing.T) {
 		"not held":      {status.Error(codes.FailedPrecondition, "not held here"), 200, "registry list"},
 		"nobody there":  {status.Error(codes.Unavailable, "away"), 200, "registry list"},
 		"too large":     {status.Error(codes.ResourceExhausted, "a message of 70 MB"), 200, "registry list"},
-		"an API error":  {rpc.ToStatus(starting()), 503, "ServiceUnavailable"},
+		"an API error":  {rpc.ToStatus(errStarting()), 503, "ServiceUnavailable"},
 		"not permitted": {status.Error(codes.PermissionDenied, "no"), 500, ""},
 	} {
-		if code, body := ask(t, routerOver(t, &behind{tier: x.err}), "GET", "/api/v1/pods", ""); code != x.code ||
+		if code, body := doRequest(t, newTestRouter(t, &fakeBackends{tierErr: x.err}), "GET", "/api/v1/pods", ""); code != x.code ||
 			!strings.Contains(body, x.has) {
 			t.Errorf("%s: %d %.200s", name, code, body)
 		}
@@ -282,8 +282,8 @@ func TestRegistryAnswersForTheTier(t *testing.T) {
 }
 
 // Before registry has said what is served, clients are told to come back.
-func TestWithoutACatalogClientsComeBack(t *testing.T) {
-	if code, body := ask(t, &Router{Catalog: &discovery.Watcher{}}, "GET", "/api/v1/pods", ""); code != 503 ||
+func TestNotReadyWithoutDiscovery(t *testing.T) {
+	if code, body := doRequest(t, &Router{Discovery: &discovery.Watcher{}}, "GET", "/api/v1/pods", ""); code != 503 ||
 		!strings.Contains(body, "starting") {
 		t.Errorf("%d %s", code, body)
 	}

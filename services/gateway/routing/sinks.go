@@ -12,13 +12,13 @@ import (
 	"golang.org/x/net/websocket"
 	"k8s.io/apimachinery/pkg/runtime"
 
+	"watershed.dev/services/gateway/h2writer"
 	"watershed.dev/services/gateway/watch"
-	"watershed.dev/services/gateway/wire"
 )
 
 // httpSink writes frames as a body without end.
 type httpSink struct {
-	call    *call
+	call    *requestContext
 	control *http.ResponseController
 	written int64
 }
@@ -40,7 +40,7 @@ const writeAtOnce = 64 << 10
 // Write implements watch.Sink.
 func (s *httpSink) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
 	defer func() { _ = s.control.SetWriteDeadline(time.Time{}) }()
-	var until time.Time
+	var deadline time.Time
 	left := 0
 	for _, f := range frames {
 		for len(f) > 0 {
@@ -48,18 +48,18 @@ func (s *httpSink) Write(ctx context.Context, patience time.Duration, frames ...
 				if err := ctx.Err(); err != nil {
 					return err
 				}
-				until, left = time.Now().Add(patience), writeAtOnce
-				_ = s.control.SetWriteDeadline(earlier(ctx, until))
+				deadline, left = time.Now().Add(patience), writeAtOnce
+				_ = s.control.SetWriteDeadline(earlier(ctx, deadline))
 			}
 			n, err := s.call.w.Write(f[:min(len(f), left)])
 			s.written += int64(n)
 			if err != nil {
-				return slow(err, until)
+				return slow(err, deadline)
 			}
 			f, left = f[n:], left-n
 		}
 	}
-	return slow(s.control.Flush(), until)
+	return slow(s.control.Flush(), deadline)
 }
 
 // earlier returns until, or the end of ctx if that is earlier.
@@ -73,7 +73,7 @@ func earlier(ctx context.Context, until time.Time) time.Time {
 // slow returns the error of a write that had time until then.
 func slow(err error, until time.Time) error {
 	if err != nil && !time.Now().Before(until) {
-		return wire.ErrSlow
+		return h2writer.ErrSlowClient
 	}
 	return err
 }
@@ -81,15 +81,15 @@ func slow(err error, until time.Time) error {
 func (s *httpSink) Fail(err error) { s.call.fail(err) }
 
 // Hijack implements watch.Sink.
-func (s *httpSink) Hijack(ctx context.Context) *wire.Stream {
-	if stream := wire.Of(s.call.req); stream != nil && stream.Hijack(ctx, s.written) {
+func (s *httpSink) Hijack(ctx context.Context) *h2writer.Stream {
+	if stream := h2writer.StreamFrom(s.call.req); stream != nil && stream.Hijack(ctx, s.written) {
 		return stream
 	}
 	return nil
 }
 
-// overWebSocket sends each event as one message.
-func (c *call) overWebSocket(hub *watch.Hub, r *watch.Request) {
+// serveWebSocket sends each event as one message.
+func (c *requestContext) serveWebSocket(hub *watch.Hub, r *watch.Request) {
 	ctx, cancel := context.WithCancel(c.req.Context())
 	defer cancel()
 	c.w.Header().Set("Content-Type", c.out.MediaType)
@@ -109,22 +109,22 @@ type socketSink struct {
 	binary bool
 }
 
-func (s *socketSink) SendHeaders()                        {}
-func (s *socketSink) Fail(error)                          {}
-func (s *socketSink) Hijack(context.Context) *wire.Stream { return nil }
+func (s *socketSink) SendHeaders()                            {}
+func (s *socketSink) Fail(error)                              {}
+func (s *socketSink) Hijack(context.Context) *h2writer.Stream { return nil }
 
 // Write implements watch.Sink. A client takes one event within its patience.
 func (s *socketSink) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
 	for _, f := range frames {
 		for len(f) > 0 {
-			one, rest, err := s.split(f)
+			message, rest, err := s.split(f)
 			if err != nil {
 				return err
 			}
-			until := time.Now().Add(patience)
-			_ = s.ws.SetWriteDeadline(earlier(ctx, until))
-			if err := websocket.Message.Send(s.ws, one); err != nil {
-				return slow(err, until)
+			deadline := time.Now().Add(patience)
+			_ = s.ws.SetWriteDeadline(earlier(ctx, deadline))
+			if err := websocket.Message.Send(s.ws, message); err != nil {
+				return slow(err, deadline)
 			}
 			f = rest
 		}
@@ -133,7 +133,7 @@ func (s *socketSink) Write(ctx context.Context, patience time.Duration, frames .
 }
 
 // split takes one event off: a message is a binary one as it is, or text.
-func (s *socketSink) split(frames []byte) (one any, rest []byte, err error) {
+func (s *socketSink) split(frames []byte) (message any, rest []byte, err error) {
 	if !s.binary {
 		line, rest, _ := bytes.Cut(frames, []byte{'\n'})
 		return string(line) + "\n", rest, nil

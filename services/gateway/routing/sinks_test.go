@@ -9,7 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"watershed.dev/services/gateway/wire"
+	"watershed.dev/services/gateway/h2writer"
 )
 
 // taker is a client that takes a write of up to 64 KB each pace.
@@ -36,10 +36,10 @@ func (c *taker) Write(p []byte) (int, error) {
 // A client that takes a large write slowly gets it all. A client that takes nothing of it is slow after its patience.
 func TestAWatchIsCutOffIfItsClientTakesNothing(t *testing.T) {
 	const patience, bytes = 250 * time.Millisecond, 1 << 20
-	for pace, want := range map[time.Duration]error{patience / 2: nil, time.Hour: wire.ErrSlow} {
+	for pace, want := range map[time.Duration]error{patience / 2: nil, time.Hour: h2writer.ErrSlowClient} {
 		synctest.Test(t, func(t *testing.T) {
 			c, began := &taker{pace: pace}, time.Now()
-			s := &httpSink{call: &call{w: c}, control: http.NewResponseController(c)}
+			s := &httpSink{call: &requestContext{w: c}, control: http.NewResponseController(c)}
 			err := s.Write(t.Context(), patience, make([]byte, bytes/2), make([]byte, bytes/2))
 			if !errors.Is(err, want) {
 				t.Errorf("a write of 64 KB each %s: %v", pace, err)
@@ -60,8 +60,8 @@ func TestAWriteEndsWithItsWatch(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		c := &taker{pace: time.Hour}
-		s := &httpSink{call: &call{w: c}, control: http.NewResponseController(c)}
-		if err := s.Write(ctx, time.Minute, []byte("x")); err == nil || errors.Is(err, wire.ErrSlow) {
+		s := &httpSink{call: &requestContext{w: c}, control: http.NewResponseController(c)}
+		if err := s.Write(ctx, time.Minute, []byte("x")); err == nil || errors.Is(err, h2writer.ErrSlowClient) {
 			t.Error(err)
 		}
 	})

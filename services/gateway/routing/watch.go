@@ -25,7 +25,7 @@ import (
 )
 
 // watch keeps a client's stream open, over the loss of any number of replicas.
-func (c *call) watch() {
+func (c *requestContext) watch() {
 	r, hub, err := c.watchRequest()
 	if err != nil {
 		c.fail(err)
@@ -33,7 +33,7 @@ func (c *call) watch() {
 	}
 	metrics.RecordLongRunning(c.req, c.info, metrics.APIServerComponent, func() {
 		if wsstream.IsWebSocketRequest(c.req) {
-			c.overWebSocket(hub, r)
+			c.serveWebSocket(hub, r)
 			return
 		}
 		hub.Serve(c.req.Context(), r, &httpSink{call: c, control: http.NewResponseController(c.w)})
@@ -41,19 +41,19 @@ func (c *call) watch() {
 }
 
 // watchRequest is what a watch asks, and of whom; the error refuses it.
-func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
+func (c *requestContext) watchRequest() (*watch.Request, *watch.Hub, error) {
 	p, err := c.plan()
 	if err != nil {
 		return nil, nil, err
 	}
 	if p.query == nil {
-		return nil, nil, c.refusal(p.opts)
+		return nil, nil, c.watchRefusal(p.opts)
 	}
 	version, err := watchVersion(p.opts.ResourceVersion)
 	if err != nil {
 		return nil, nil, err
 	}
-	if !streamed(c.out.MediaType) {
+	if !sourceMediaType(c.out.MediaType) {
 		var streams []string
 		for _, m := range c.serializers() {
 			if m.StreamSerializer != nil {
@@ -62,8 +62,8 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 		}
 		return nil, nil, negotiation.NewNotAcceptableError(streams)
 	}
-	bookmarks := p.from.Watches.Config.BookmarkPeriod
-	if p.deciding {
+	bookmarks := p.source.Watches.Config.BookmarkPeriod
+	if p.isInternal {
 		bookmarks = 0
 	}
 	timeout := time.Duration(float64(c.router.MinRequestTimeout) * (rand.Float64() + 1))
@@ -78,22 +78,22 @@ func (c *call) watchRequest() (*watch.Request, *watch.Hub, error) {
 			SendInitialEvents: p.opts.SendInitialEvents,
 			Owner:             identity.QuotaOwner(c.user, c.req.RemoteAddr),
 		},
-		StoredAs:       c.entry.StorageResource,
-		Deadline:       time.Now().Add(timeout),
-		BookmarkPeriod: bookmarks,
-		Stopping:       c.router.Stopping(),
-		Moved:          func() <-chan struct{} { return c.router.Authorize.Moved(c.namespace()) },
-		Allowed:        c.stillAllowed(),
-		Served:         c.stillServed(),
-		Initialized:    c.initialized,
-	}, p.from.Watches, nil
+		StorageResource: c.apiResource.StorageResource,
+		Deadline:        time.Now().Add(timeout),
+		BookmarkPeriod:  bookmarks,
+		Stopping:        c.router.Stopping(),
+		PolicyChanged:   func() <-chan struct{} { return c.router.Authorizer.PolicyChanged(c.namespace()) },
+		Allowed:         c.reauthorizer(),
+		Served:          c.servedChecker(),
+		Initialized:     c.initialized,
+	}, p.source.Watches, nil
 }
 
 // initialized frees a watch's seats, and has flow control know what its initial events take: informers may never list.
-func (c *call) initialized(bytes int64) {
+func (c *requestContext) initialized(bytes int64) {
 	flowcontrol.WatchInitialized(c.req.Context())
 	if bytes > 0 {
-		c.answered(bytes, false)
+		c.recordListSize(bytes, false)
 	}
 }
 
@@ -107,25 +107,25 @@ func watchVersion(v string) (string, error) {
 	return strconv.FormatUint(min(n, math.MaxInt64), 10), err
 }
 
-// stillAllowed asks again what the authorization filter asked.
-func (c *call) stillAllowed() func(context.Context) bool {
+// reauthorizer asks again what the authorization filter asked.
+func (c *requestContext) reauthorizer() func(context.Context) bool {
 	attrs, err := filters.GetAuthorizerAttributes(c.req.Context())
-	return func(ctx context.Context) bool { return err == nil && c.router.Authorize.Still(ctx, attrs) }
+	return func(ctx context.Context) bool { return err == nil && c.router.Authorizer.Reauthorize(ctx, attrs) }
 }
 
-// stillServed says whether the catalog has the watch's resource.
-func (c *call) stillServed() func() bool {
-	catalog, r := c.router.Catalog, c.entry.Resource
+// servedChecker says whether the catalog has the watch's resource.
+func (c *requestContext) servedChecker() func() bool {
+	discovery, r := c.router.Discovery, c.apiResource.Resource
 	return func() bool {
-		_, ok := catalog.View().APIResource(r.Group, r.Version, r.Resource, r.Subresource)
+		_, ok := discovery.View().APIResource(r.Group, r.Version, r.Resource, r.Subresource)
 		return ok
 	}
 }
 
-// refusal returns the error of a watch that no source takes, in the words of registry: those of a list of one object.
+// watchRefusal returns the error of a watch that no source takes, in the words of registry: those of a list of one object.
 // Registry finds most errors before it reads. It finds an unknown includeObject after it has read, so that list is
 // without selectors: one that matches nothing would have registry read the whole resource.
-func (c *call) refusal(opts *internalversion.ListOptions) error {
+func (c *requestContext) watchRefusal(opts *internalversion.ListOptions) error {
 	r := c.getRequest()
 	r.Output = &registryv1.Output{MediaType: runtime.ContentTypeJSON, As: c.out.As}
 	q := c.req.URL.Query()
@@ -135,7 +135,7 @@ func (c *call) refusal(opts *internalversion.ListOptions) error {
 	if !q.Has("sendInitialEvents") {
 		q.Del("resourceVersionMatch") // which needs one
 	}
-	if _, known, err := c.fieldSelector(opts.FieldSelector); known && err == nil {
+	if _, supported, err := c.fieldSelector(opts.FieldSelector); supported && err == nil {
 		q.Del("fieldSelector")
 	}
 	r.Query = q.Encode()

@@ -41,12 +41,12 @@ func Transport(ctx context.Context, via http.RoundTripper) (proxy.UpgradeRequest
 	}, proxy.MirrorRequest), nil
 }
 
-// Until returns w and req for a handler that takes the client's connection over. The context of req ends when the
+// WithCloseCancel returns w and req for a handler that takes the client's connection over. The context of req ends when the
 // request's context ends, until the connection is taken over. From then on it ends when the connection is closed:
 // net/http does not notice that a client left, and the request's deadline does not apply to an upgraded connection, as
 // in kube-apiserver. cancel ends it as well.
-func Until(w http.ResponseWriter, req *http.Request) (_ http.ResponseWriter, _ *http.Request, cancel func()) {
+func WithCloseCancel(w http.ResponseWriter, req *http.Request) (_ http.ResponseWriter, _ *http.Request, cancel func()) {
 	ctx, end := context.WithCancel(context.WithoutCancel(req.Context()))
 	untie := context.AfterFunc(req.Context(), end)
-	return &taken{w, untie, end}, req.WithContext(ctx), func() { untie(); end() }
+	return &hijackableWriter{w, untie, end}, req.WithContext(ctx), func() { untie(); end() }
 }

@@ -24,7 +24,7 @@ import (
 	"watershed.dev/platform/coalesce"
 	"watershed.dev/platform/events"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
-	"watershed.dev/services/gateway/wire"
+	"watershed.dev/services/gateway/h2writer"
 )
 
 // Config is how watches are kept.
@@ -33,11 +33,11 @@ type Config struct {
 	BookmarkPeriod time.Duration
 	// WriteTimeout is how long a client may take no byte of what is due to it before it is cut off.
 	WriteTimeout time.Duration
-	// FeedBytes bounds the recent events that a feed keeps for those who fall behind.
-	FeedBytes int
-	// FeedsBytes bounds what all feeds together keep, and again what is kept of initial events that watches share.
+	// BroadcastBytes bounds the recent events that a feed keeps for those who fall behind.
+	BroadcastBytes int
+	// BroadcastTotalBytes bounds what all feeds together keep, and again what is kept of initial events that watches share.
 	// Where that is used up those go at the pace of the slowest that shares them.
-	FeedsBytes int64
+	BroadcastTotalBytes int64
 	// UserRate is how many events a second the watches of one user are delivered; an event counts as one, and as one
 	// more for each KB. 0: there is no bound.
 	UserRate int
@@ -54,9 +54,9 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 			"them at once; an event counts as one, and as one more for each KB. What is over comes later, and a watch "+
 			"that falls too far behind so is ended. 0: no bound. Nodes, system:masters and the service accounts of "+
 			"kube-system have none.")
-	fs.Int64Var(&c.FeedsBytes, "watch-broadcast-total-bytes", 256<<20,
+	fs.Int64Var(&c.BroadcastTotalBytes, "watch-broadcast-total-bytes", 256<<20,
 		"How many bytes of recent events all shared streams together keep for clients that are behind.")
-	fs.IntVar(&c.FeedBytes, "watch-broadcast-bytes", 4<<20,
+	fs.IntVar(&c.BroadcastBytes, "watch-broadcast-bytes", 4<<20,
 		"How many bytes of recent events are kept for the clients of one shared stream; who falls further behind "+
 			"goes on with a stream of its own.")
 }
@@ -70,31 +70,31 @@ func (c *Config) Validate() error {
 }
 
 const (
-	// heldOpen is how long a stream waits for its source to come back before it is closed and the client asks anew.
-	heldOpen = 30 * time.Second
-	// linger is how long a feed outlives its last client: client-go watches again at once when its watch has timed out.
-	linger = 500 * time.Millisecond
-	// beforeEnd is how long before a watch's time is up its last bookmark is sent, as kube-apiserver's
+	// resumeTimeout is how long a stream waits for its source to come back before it is closed and the client asks anew.
+	resumeTimeout = 30 * time.Second
+	// idleTimeout is how long a feed outlives its last client: client-go watches again at once when its watch has timed out.
+	idleTimeout = 500 * time.Millisecond
+	// lastBookmarkLead is how long before a watch's time is up its last bookmark is sent, as kube-apiserver's
 	// (k8s.io/apiserver/pkg/storage/cacher, cacheWatcher.nextBookmarkTime).
-	beforeEnd = 2 * time.Second
-	// firstBookmark is how long after its beginning a watch's first bookmark is due, as kube-apiserver's.
-	firstBookmark = time.Second
-	// acceptAfter is how long an answer may wait for its first frame before its head is sent without one.
-	acceptAfter = 50 * time.Millisecond
-	// existsTimeout is how long a watch waits to be told whether etcd has come to where it begins, before it begins
+	lastBookmarkLead = 2 * time.Second
+	// firstBookmarkDelay is how long after its beginning a watch's first bookmark is due, as kube-apiserver's.
+	firstBookmarkDelay = time.Second
+	// headersDelay is how long an answer may wait for its first frame before its head is sent without one.
+	headersDelay = 50 * time.Millisecond
+	// revisionTimeout is how long a watch waits to be told whether etcd has come to where it begins, before it begins
 	// alone.
-	existsTimeout = time.Second
-	// aloneFor is how long a client whose feed has ended stays away from the next one: what ended it may end that as
+	revisionTimeout = time.Second
+	// rejoinBackoff is how long a client whose feed has ended stays away from the next one: what ended it may end that as
 	// well.
-	aloneFor = 10 * time.Second
-	// retryAfter is the pause before the next replica is tried, and retryMost what it grows to while none answers.
-	retryAfter = 20 * time.Millisecond
-	retryMost  = 500 * time.Millisecond
+	rejoinBackoff = 10 * time.Second
+	// minRetryDelay is the pause before the next replica is tried, and maxRetryDelay what it grows to while none answers.
+	minRetryDelay = 20 * time.Millisecond
+	maxRetryDelay = 500 * time.Millisecond
 )
 
-// pauseAfter is how long to wait before the next try, by for how long none has succeeded.
-func pauseAfter(lost time.Time) time.Duration {
-	return min(retryMost, max(retryAfter, time.Since(lost)/4))
+// retryDelay is how long to wait before the next try, by for how long none has succeeded.
+func retryDelay(unavailableSince time.Time) time.Duration {
+	return min(maxRetryDelay, max(minRetryDelay, time.Since(unavailableSince)/4))
 }
 
 // Sink is a client's open response. Its methods are called by one goroutine.
@@ -102,54 +102,54 @@ type Sink interface {
 	// SendHeaders sends the head, once.
 	SendHeaders()
 	// Write sends whole frames. It is wire.ErrSlow when the client takes nothing for as long as patience.
-	Write(ctx context.Context, patience time.Duration, frames ...[]byte) error
+	Write(ctx context.Context, writeTimeout time.Duration, frames ...[]byte) error
 	// Fail answers an error; only before SendHeaders.
 	Fail(error)
 	// Hijack makes the response one that others may write as well; nil where that is impossible. Only after
 	// SendHeaders.
-	Hijack(ctx context.Context) *wire.Stream
+	Hijack(ctx context.Context) *h2writer.Stream
 }
 
-// Streams is the source of events: the watch tier or registry.
-type Streams interface {
+// Watcher is the source of events: the watch tier or registry.
+type Watcher interface {
 	Watch(context.Context, *watchfanoutv1.WatchRequest,
 		...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error)
 }
 
 // Hub is all open watches that a gateway fills from one source.
 type Hub struct {
-	Client Streams
+	Client Watcher
 	Config *Config
-	// Room is what the feeds of all hubs keep together; its own where it is nil.
-	Room *Room
-	// Budgets are those of the users of all hubs; nil: nobody has one.
-	Budgets *Budgets
-	// Unsent is what watches of all hubs hold for their clients.
-	Unsent *Unsent
+	// MemoryQuota is what the feeds of all hubs keep together; its own where it is nil.
+	MemoryQuota *MemoryQuota
+	// RateLimiter are those of the users of all hubs; nil: nobody has one.
+	RateLimiter *RateLimiter
+	// InflightQuota is what watches of all hubs hold for their clients.
+	InflightQuota *InflightQuota
 	// Revision is etcd's now. Without it a client that names a place further than a feed has come does not join it at
 	// once.
 	Revision func(context.Context) (int64, error)
 
 	revisions coalesce.Group[int64]
 
-	own   Room
-	mu    sync.Mutex
-	feeds map[key]*feed
-	// flights are those that have not answered, by what is asked; those that have are known to who is in them.
-	flights map[string]*flights
-	// flown is what all flights keep, up to Config.FeedsBytes.
-	flown atomic.Int64
-	// takeOff is how long those who ask wait for the flight before theirs to answer; 0: takeOffWithin.
-	takeOff time.Duration
+	ownQuota   MemoryQuota
+	mu         sync.Mutex
+	broadcasts map[key]*watchBroadcast
+	// initialEvents are those that have not answered, by what is asked; those that have are known to who is in them.
+	initialEvents map[string]*initialEventsQueue
+	// bufferedBytes is what all flights keep, up to Config.BroadcastTotalBytes.
+	bufferedBytes atomic.Int64
+	// startDelay is how long those who ask wait for the flight before theirs to answer; 0: defaultStartDelay.
+	startDelay time.Duration
 }
 
 type key [sha256.Size]byte
 
-func (h *Hub) room() *Room {
-	if h.Room != nil {
-		return h.Room
+func (h *Hub) quota() *MemoryQuota {
+	if h.MemoryQuota != nil {
+		return h.MemoryQuota
 	}
-	return &h.own
+	return &h.ownQuota
 }
 
 // Gauges and counters of this package.
@@ -158,15 +158,15 @@ var (
 		Name: "watershed_gateway_watch_clients",
 		Help: "Open watches of clients.",
 	})
-	shared = prometheus.NewGauge(prometheus.GaugeOpts{
+	receivers = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_gateway_watch_broadcast_receivers",
 		Help: "Open watches that share a stream with others that ask the same.",
 	})
-	feeds = prometheus.NewGauge(prometheus.GaugeOpts{
+	broadcasts = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_gateway_watch_broadcasts",
 		Help: "Streams that watches share.",
 	})
-	feedBytes = prometheus.NewGauge(prometheus.GaugeOpts{
+	broadcastBytes = prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "watershed_gateway_watch_broadcast_bytes",
 		Help: "Bytes of recent events that shared streams keep.",
 	})
@@ -174,26 +174,26 @@ var (
 		Name: "watershed_gateway_watch_events_total",
 		Help: "Events written to clients from shared streams.",
 	})
-	resumed = prometheus.NewCounter(prometheus.CounterOpts{
+	resumes = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_resumes_total",
 		Help: "Times that a stream went on with another replica of their source, unseen by clients.",
 	})
-	moves = prometheus.NewCounter(prometheus.CounterOpts{
+	reassignments = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_reassignments_total",
 		Help: "Times that a stream was taken over by a replica that serves its resource now, while the one before still did.",
 	})
-	cutOff = prometheus.NewCounter(prometheus.CounterOpts{
+	slowClients = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "watershed_gateway_watch_slow_clients_total",
 		Help: "Watches ended because the client took nothing for --watch-write-timeout.",
 	})
 )
 
-var overBudget = prometheus.NewCounter(prometheus.CounterOpts{
+var overRate = prometheus.NewCounter(prometheus.CounterOpts{
 	Name: "watershed_gateway_watches_over_rate_total",
 	Help: "Watches ended because their user's were delivered more than --max-watch-rate-per-user, and they fell too far behind.",
 })
 
-var waitingForRate = prometheus.NewGauge(prometheus.GaugeOpts{
+var throttledWatches = prometheus.NewGauge(prometheus.GaugeOpts{
 	Name: "watershed_gateway_watches_throttled",
 	Help: "Watches that wait because their user's are delivered more than --max-watch-rate-per-user.",
 })
@@ -201,8 +201,8 @@ var waitingForRate = prometheus.NewGauge(prometheus.GaugeOpts{
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{
-		clients, shared, feeds, feedBytes, delivered, resumed, moves, cutOff, overBudget, waitingForRate,
-		heldUnsent,
+		clients, receivers, broadcasts, broadcastBytes, delivered, resumes, reassignments, slowClients, overRate, throttledWatches,
+		inflightBytes,
 	}
 }
 
@@ -210,7 +210,7 @@ func Metrics() []prometheus.Collector {
 // delays the large events of an owner with many streams: another owner's watches must not wait behind these. When the
 // resource was defined is no part of the key, because the source ends the watches of a resource that is redefined.
 func keyOf(q *watchfanoutv1.Query, owner string) (key, error) {
-	short := &watchfanoutv1.Query{
+	identity := &watchfanoutv1.Query{
 		Resource:      q.Resource,
 		Namespace:     q.Namespace,
 		LabelSelector: q.LabelSelector,
@@ -218,92 +218,92 @@ func keyOf(q *watchfanoutv1.Query, owner string) (key, error) {
 		Output:        q.Output,
 		IncludeObject: q.IncludeObject,
 	}
-	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(short)
+	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(identity)
 	if err != nil {
 		return key{}, err
 	}
-	of := sha256.Sum256([]byte(owner))
-	return sha256.Sum256(append(of[:], data...)), nil
+	ownerHash := sha256.Sum256([]byte(owner))
+	return sha256.Sum256(append(ownerHash[:], data...)), nil
 }
 
-// join adds a client at a position to the feed of its query, which is begun there if there is none and the tier has
+// joinBroadcast adds a client at a position to the feed of its query, which is begun there if there is none and the tier has
 // reached the position: a client may name any revision, and the others are not to wait for it. It answers nil where
 // there is no feed that holds what comes after the position.
-func (h *Hub) join(k key, r *Request, at events.Position, reached bool) (*feed, *subscriber) {
+func (h *Hub) joinBroadcast(k key, r *Request, position events.Position, reached bool) (*watchBroadcast, *receiver) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	f := h.feeds[k]
-	if !reached && f == nil {
+	b := h.broadcasts[k]
+	if !reached && b == nil {
 		return nil, nil
 	}
-	if f == nil {
+	if b == nil {
 		ctx, cancel := context.WithCancel(context.Background())
-		f = &feed{
-			hub:      h,
-			key:      k,
-			query:    r.Query,
-			storedAs: r.StoredAs,
-			owner:    r.Owner,
-			served:   r.Served,
-			low:      at,
-			high:     at,
-			cancel:   cancel,
+		b = &watchBroadcast{
+			hub:             h,
+			key:             k,
+			query:           r.Query,
+			storageResource: r.StorageResource,
+			owner:           r.Owner,
+			served:          r.Served,
+			low:             position,
+			high:            position,
+			cancel:          cancel,
 		}
-		if h.feeds == nil {
-			h.feeds = map[key]*feed{}
+		if h.broadcasts == nil {
+			h.broadcasts = map[key]*watchBroadcast{}
 		}
-		h.feeds[k] = f
-		feeds.Inc()
-		h.room().enter(f)
-		go f.run(ctx)
+		h.broadcasts[k] = b
+		broadcasts.Inc()
+		h.quota().enter(b)
+		go b.run(ctx)
 	}
-	return f, f.join(at)
+	return b, b.join(position)
 }
 
-// exists says whether etcd has come to the client's resourceVersion. A larger one is of another history, from before a
+// revisionExists says whether etcd has come to the client's resourceVersion. A larger one is of another history, from before a
 // backup was restored: a feed would leave out in silence what comes before it.
-func (h *Hub) exists(ctx context.Context, k key, at events.Position) bool {
+func (h *Hub) revisionExists(ctx context.Context, k key, position events.Position) bool {
 	h.mu.Lock()
-	f := h.feeds[k]
+	b := h.broadcasts[k]
 	h.mu.Unlock()
-	if f == nil || !f.ahead(at) {
+	if b == nil || !b.isBehind(position) {
 		return true
 	}
 	if h.Revision == nil {
 		return false
 	}
-	ctx, cancel := context.WithTimeout(ctx, existsTimeout)
+	ctx, cancel := context.WithTimeout(ctx, revisionTimeout)
 	defer cancel()
 	now, err := h.revisions.Get(ctx, "", h.Revision)
-	return err == nil && at.Revision <= now
+	return err == nil && position.Revision <= now
 }
 
 // joinable says whether a client at a position could join.
-func (h *Hub) joinable(k key, at events.Position) bool {
+func (h *Hub) joinable(k key, position events.Position) bool {
 	h.mu.Lock()
-	f := h.feeds[k]
+	b := h.broadcasts[k]
 	h.mu.Unlock()
-	if f == nil {
+	if b == nil {
 		return true
 	}
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return !f.ended && !at.Before(f.low) && !at.DifferentEpoch(f.high)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return !b.ended && !position.Before(b.low) && !position.DifferentEpoch(b.high)
 }
 
 // drop forgets a feed: it has ended.
-func (h *Hub) drop(f *feed) {
+func (h *Hub) drop(b *watchBroadcast) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.feeds[f.key] == f {
-		delete(h.feeds, f.key)
-		feeds.Dec()
+	if h.broadcasts[b.key] == b {
+		delete(h.broadcasts, b.key)
+		broadcasts.Dec()
 	}
-	f.cancel()
+	b.cancel()
 }
 
-// after is the place after everything of a resourceVersion; ok is false where it is none that a log has.
-func after(resourceVersion string) (events.Position, bool) {
+// positionAfter is the place after everything of a resourceVersion; ok is false where it is none that a log has.
+func positionAfter(resourceVersion string) (events.Position, bool) {
 	n, err := strconv.ParseInt(resourceVersion, 10, 64)
 	return events.Position{Revision: n, Index: events.LastIndex}, err == nil && n > 0
 }

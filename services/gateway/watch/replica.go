@@ -19,37 +19,37 @@ type replicaStream struct {
 	cancel context.CancelFunc
 
 	mu sync.Mutex
-	// first has been received before it was used. next takes over; over says that nobody does any more.
-	first *watchfanoutv1.WatchFrame
-	next  *replicaStream
-	over  bool
+	// firstFrame has been received before it was used. next takes over; over says that nobody does any more.
+	firstFrame *watchfanoutv1.WatchFrame
+	next       *replicaStream
+	ended      bool
 }
 
-// open begins a stream after where the feed is. When its replica does not serve the resource any more, another is
+// openReplica begins a stream after where the feed is. When its replica does not serve the resource any more, another is
 // opened beside it and takes over.
-func (f *feed) open(ctx context.Context, r *watchfanoutv1.WatchRequest) (*replicaStream, error) {
-	own, cancel := context.WithCancel(ctx)
+func (b *watchBroadcast) openReplica(ctx context.Context, r *watchfanoutv1.WatchRequest) (*replicaStream, error) {
+	streamCtx, cancel := context.WithCancel(ctx)
 	s := &replicaStream{cancel: cancel}
 	request := proto.Clone(r).(*watchfanoutv1.WatchRequest)
-	f.mu.Lock()
-	request.ResumeAfter = f.high.Proto()
-	f.mu.Unlock()
-	placed := rpc.WithReassignment(own, f.storedAs, func() {
-		pause := rand.N(moveWithin)
-		for sleep(own, pause) && !f.move(ctx, own, s, r) {
-			pause = min(2*pause+retryAfter, heldOpen)
+	b.mu.Lock()
+	request.ResumeAfter = b.high.Proto()
+	b.mu.Unlock()
+	watchCtx := rpc.WithReassignment(streamCtx, b.storageResource, func() {
+		pause := rand.N(reassignJitter)
+		for sleep(streamCtx, pause) && !b.reassign(ctx, streamCtx, s, r) {
+			pause = min(2*pause+minRetryDelay, resumeTimeout)
 		}
 	})
 	var err error
-	if s.ServerStreamingClient, err = f.hub.Client.Watch(placed, request, grpc.WaitForReady(false)); err != nil {
+	if s.ServerStreamingClient, err = b.hub.Client.Watch(watchCtx, request, grpc.WaitForReady(false)); err != nil {
 		cancel()
 		return nil, err
 	}
 	return s, nil
 }
 
-// moveWithin is over how long feeds move that are to move at the same time. A replica that goes serves on for longer.
-const moveWithin = rpc.LameDuckPeriod / 2
+// reassignJitter is over how long feeds move that are to move at the same time. A replica that goes serves on for longer.
+const reassignJitter = rpc.LameDuckPeriod / 2
 
 // sleep is false if ctx ended meanwhile.
 func sleep(ctx context.Context, d time.Duration) bool {
@@ -61,31 +61,31 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// move opens a stream at a replica that serves the resource now and has it take over from s once its first frame has
+// reassign opens a stream at a replica that serves the resource now and has it take over from s once its first frame has
 // come: that replica has what comes next. own is s' context.
-func (f *feed) move(ctx, own context.Context, s *replicaStream, r *watchfanoutv1.WatchRequest) bool {
-	next, err := f.open(ctx, r)
+func (b *watchBroadcast) reassign(ctx, streamCtx context.Context, s *replicaStream, r *watchfanoutv1.WatchRequest) bool {
+	next, err := b.openReplica(ctx, r)
 	if err != nil {
 		return false
 	}
-	stop := context.AfterFunc(own, next.cancel) // s has broken off, and is begun anew by itself
-	next.first, err = next.Recv()
-	if err != nil || next.first.End || !stop() || !s.handOver(next) {
+	stop := context.AfterFunc(streamCtx, next.cancel) // s has broken off, and is begun anew by itself
+	next.firstFrame, err = next.Recv()
+	if err != nil || next.firstFrame.End || !stop() || !s.replaceWith(next) {
 		next.cancel()
-		if another := next.successor(); another != nil { // its resource has moved on meanwhile
-			another.cancel()
+		if successor := next.successor(); successor != nil { // its resource has moved on meanwhile
+			successor.cancel()
 		}
 		return false
 	}
-	moves.Inc()
+	reassignments.Inc()
 	return true
 }
 
-// handOver ends s, with next to go on; false where s has broken off, or another goes on.
-func (s *replicaStream) handOver(next *replicaStream) bool {
+// replaceWith ends s, with next to go on; false where s has broken off, or another goes on.
+func (s *replicaStream) replaceWith(next *replicaStream) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.over || s.next != nil {
+	if s.ended || s.next != nil {
 		return false
 	}
 	s.next = next
@@ -97,6 +97,6 @@ func (s *replicaStream) handOver(next *replicaStream) bool {
 func (s *replicaStream) successor() *replicaStream {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.over = true
+	s.ended = true
 	return s.next
 }

@@ -18,25 +18,25 @@ import (
 	commonv1 "watershed.dev/proto/watershed/common/v1"
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
-	"watershed.dev/services/gateway/wire"
+	"watershed.dev/services/gateway/h2writer"
 )
 
-// tier is a watch tier with a log of numbered events; it remembers what it was asked.
-type tier struct {
+// fakeTier is a watch tier with a log of numbered events; it remembers what it was asked.
+type fakeTier struct {
 	watchfanoutv1.WatchClient
-	mu       sync.Mutex
-	log      []int64
-	low      int64
-	ahead    int64 // how far the tier has come; 0: as far as anybody asks
-	changed  chan struct{}
-	asked    []*watchfanoutv1.WatchRequest
-	contexts []context.Context
-	broken   chan struct{}
+	mu          sync.Mutex
+	log         []int64
+	low         int64
+	maxRevision int64 // how far the tier has come; 0: as far as anybody asks
+	changed     chan struct{}
+	requests    []*watchfanoutv1.WatchRequest
+	contexts    []context.Context
+	broken      chan struct{}
 }
 
-func newTier() *tier { return &tier{changed: make(chan struct{}), broken: make(chan struct{})} }
+func newTier() *fakeTier { return &fakeTier{changed: make(chan struct{}), broken: make(chan struct{})} }
 
-func (t *tier) write(revisions ...int64) {
+func (t *fakeTier) write(revisions ...int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.log = append(t.log, revisions...)
@@ -44,16 +44,16 @@ func (t *tier) write(revisions ...int64) {
 	t.changed = make(chan struct{})
 }
 
-// lose ends every stream as a killed replica does.
-func (t *tier) lose() {
+// breakStreams ends every stream as a killed replica does.
+func (t *fakeTier) breakStreams() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	close(t.broken)
 	t.broken = make(chan struct{})
 }
 
-// has waits until n streams have been begun.
-func (t *tier) has(tt *testing.T, n int) {
+// waitForStreams waits until n streams have been begun.
+func (t *fakeTier) waitForStreams(tt *testing.T, n int) {
 	tt.Helper()
 	for until := time.Now().Add(10 * time.Second); len(t.streams()) < n; time.Sleep(time.Millisecond) {
 		if time.Now().After(until) {
@@ -62,51 +62,51 @@ func (t *tier) has(tt *testing.T, n int) {
 	}
 }
 
-func (t *tier) streams() []*watchfanoutv1.WatchRequest {
+func (t *fakeTier) streams() []*watchfanoutv1.WatchRequest {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.asked
+	return t.requests
 }
 
-type stream struct {
+type tierStream struct {
 	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
-	ctx     context.Context
-	tier    *tier
-	at      int64
-	first   []*watchfanoutv1.WatchFrame
-	broken  chan struct{}
-	expired bool
-	columns bool
+	ctx      context.Context
+	tier     *fakeTier
+	revision int64
+	first    []*watchfanoutv1.WatchFrame
+	broken   chan struct{}
+	expired  bool
+	columns  bool
 }
 
-func (t *tier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
+func (t *fakeTier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
 	_ ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.asked, t.contexts = append(t.asked, r), append(t.contexts, ctx)
-	s := &stream{ctx: ctx, tier: t, broken: t.broken}
+	t.requests, t.contexts = append(t.requests, r), append(t.contexts, ctx)
+	s := &tierStream{ctx: ctx, tier: t, broken: t.broken}
 	switch {
 	case r.ResumeAfter != nil:
-		s.at = r.ResumeAfter.Revision
-		s.expired = s.at < t.low
+		s.revision = r.ResumeAfter.Revision
+		s.expired = s.revision < t.low
 	default: // initial events: the state is one object
-		s.at = t.log[len(t.log)-1]
+		s.revision = t.log[len(t.log)-1]
 		s.first = append(s.first, &watchfanoutv1.WatchFrame{
 			Data:              []byte("initial\n"),
 			InitialEventsDone: true,
-			Position:          &watchfanoutv1.Position{Revision: s.at, Index: events.LastIndex},
+			Position:          &watchfanoutv1.Position{Revision: s.revision, Index: events.LastIndex},
 		})
 	}
-	if !s.expired && (t.ahead == 0 || s.at <= t.ahead) {
+	if !s.expired && (t.maxRevision == 0 || s.revision <= t.maxRevision) {
 		s.first = append(s.first, &watchfanoutv1.WatchFrame{Position: &watchfanoutv1.Position{
-			Revision: s.at,
+			Revision: s.revision,
 			Index:    events.LastIndex,
 		}})
 	}
 	return s, nil
 }
 
-func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
+func (s *tierStream) Recv() (*watchfanoutv1.WatchFrame, error) {
 	if s.expired {
 		s.expired = false
 		return &watchfanoutv1.WatchFrame{Data: []byte("410\n"), End: true}, nil
@@ -125,21 +125,21 @@ func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
 		default:
 		}
 		for _, r := range s.tier.log {
-			if r > s.at {
-				s.at = r
+			if r > s.revision {
+				s.revision = r
 				s.tier.mu.Unlock()
 				data := []byte(fmt.Sprintf("e%d\n", r))
 				p := &watchfanoutv1.Position{Revision: r}
-				mark := &watchfanoutv1.EventBoundary{End: int32(len(data)), Position: p}
+				boundary := &watchfanoutv1.EventBoundary{End: int32(len(data)), Position: p}
 				if r%10 == 0 { // every tenth is a bookmark
 					copy(data, "b")
-					mark.Bookmark = true
+					boundary.Bookmark = true
 				}
-				s.columns = s.columns || !mark.Bookmark
+				s.columns = s.columns || !boundary.Bookmark
 				return &watchfanoutv1.WatchFrame{
 					Data:        data,
 					Position:    p,
-					Boundaries:  []*watchfanoutv1.EventBoundary{mark},
+					Boundaries:  []*watchfanoutv1.EventBoundary{boundary},
 					ColumnsSent: s.columns,
 				}, nil
 			}
@@ -156,29 +156,29 @@ func (s *stream) Recv() (*watchfanoutv1.WatchFrame, error) {
 	}
 }
 
-// screen is a client that shows what it got.
-type screen struct {
+// recordingSink is a client that shows what it got.
+type recordingSink struct {
 	mu      sync.Mutex
 	text    strings.Builder
 	changed chan struct{}
 	block   chan struct{}
 }
 
-func newScreen() *screen { return &screen{changed: make(chan struct{}, 100000)} }
+func newScreen() *recordingSink { return &recordingSink{changed: make(chan struct{}, 100000)} }
 
-func (s *screen) SendHeaders()                        {}
-func (s *screen) Hijack(context.Context) *wire.Stream { return nil }
+func (s *recordingSink) SendHeaders()                            {}
+func (s *recordingSink) Hijack(context.Context) *h2writer.Stream { return nil }
 
-func (s *screen) Fail(err error) {
+func (s *recordingSink) Fail(err error) {
 	_ = s.Write(context.Background(), time.Hour, []byte(err.Error()))
 }
 
-func (s *screen) Write(ctx context.Context, patience time.Duration, frames ...[]byte) error {
+func (s *recordingSink) Write(ctx context.Context, writeTimeout time.Duration, frames ...[]byte) error {
 	if s.block != nil {
 		select {
 		case <-s.block:
-		case <-time.After(patience):
-			return wire.ErrSlow
+		case <-time.After(writeTimeout):
+			return h2writer.ErrSlowClient
 		case <-ctx.Done():
 			return ctx.Err()
 		}
@@ -192,7 +192,7 @@ func (s *screen) Write(ctx context.Context, patience time.Duration, frames ...[]
 	return nil
 }
 
-func (s *screen) shows(t *testing.T, want string) {
+func (s *recordingSink) expect(t *testing.T, want string) {
 	t.Helper()
 	deadline := time.After(5 * time.Second)
 	for {
@@ -211,13 +211,13 @@ func (s *screen) shows(t *testing.T, want string) {
 }
 
 type client struct {
-	*screen
+	*recordingSink
 	cancel context.CancelFunc
 	done   chan struct{}
 }
 
 func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
-	c := &client{screen: newScreen(), done: make(chan struct{})}
+	c := &client{recordingSink: newScreen(), done: make(chan struct{})}
 	ctx, cancel := context.WithCancel(t.Context())
 	c.cancel = cancel
 	r := &Request{
@@ -225,10 +225,10 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 			ResourceVersion: "5",
 			Query:           &watchfanoutv1.Query{Resource: &commonv1.Resource{Version: "v1", Resource: "pods"}},
 		},
-		StoredAs:       "pods",
-		Deadline:       time.Now().Add(time.Minute),
-		BookmarkPeriod: h.Config.BookmarkPeriod,
-		Moved: func() <-chan struct{} {
+		StorageResource: "pods",
+		Deadline:        time.Now().Add(time.Minute),
+		BookmarkPeriod:  h.Config.BookmarkPeriod,
+		PolicyChanged: func() <-chan struct{} {
 			return nil
 		},
 		Allowed: func(context.Context) bool { return true },
@@ -237,42 +237,42 @@ func (h *Hub) watch(t *testing.T, change func(*Request)) *client {
 	if change != nil {
 		change(r)
 	}
-	go func() { defer close(c.done); h.Serve(ctx, r, c.screen) }()
+	go func() { defer close(c.done); h.Serve(ctx, r, c.recordingSink) }()
 	t.Cleanup(func() { cancel(); <-c.done })
 	return c
 }
 
-func hub(t *tier) *Hub {
+func hub(t *fakeTier) *Hub {
 	return &Hub{
 		Client:   t,
 		Revision: func(context.Context) (int64, error) { return 1000, nil },
 		Config: &Config{
-			BookmarkPeriod: time.Minute,
-			WriteTimeout:   time.Second,
-			FeedBytes:      1 << 20,
-			FeedsBytes:     1 << 30,
+			BookmarkPeriod:      time.Minute,
+			WriteTimeout:        time.Second,
+			BroadcastBytes:      1 << 20,
+			BroadcastTotalBytes: 1 << 30,
 		},
 	}
 }
 
-func TestThoseWhoAskTheSameShareOneStream(t *testing.T) {
+func TestEqualQueriesShareOneBroadcast(t *testing.T) {
 	up := newTier()
 	up.write(6, 7)
 	h := hub(up)
 	a := h.watch(t, nil)
-	a.shows(t, "e6 e7 ")
+	a.expect(t, "e6 e7 ")
 	b := h.watch(t, func(r *Request) { r.ResourceVersion = "6" })
-	b.shows(t, "e7 ")
+	b.expect(t, "e7 ")
 	c := h.watch(t, func(r *Request) { r.ResourceVersion = "9" }) // from a server that is ahead
 	up.write(8, 9, 11)
-	a.shows(t, "e6 e7 e8 e9 e11 ")
-	b.shows(t, "e7 e8 e9 e11 ")
-	c.shows(t, "e11 ")
+	a.expect(t, "e6 e7 e8 e9 e11 ")
+	b.expect(t, "e7 e8 e9 e11 ")
+	c.expect(t, "e11 ")
 	if n := len(up.streams()); n != 2 { // the first client's own, and the feed
 		t.Errorf("%d streams", n)
 	}
 	other := h.watch(t, func(r *Request) { r.Query.LabelSelector = "a=b" })
-	other.shows(t, "e6 e7 e8 e9 e11 ")
+	other.expect(t, "e6 e7 e8 e9 e11 ")
 	if n := len(up.streams()); n != 4 {
 		t.Errorf("%d streams for two queries", n)
 	}
@@ -284,9 +284,9 @@ func TestOwnersShareNoStream(t *testing.T) {
 	up.write(6)
 	h := hub(up)
 	for i, owner := range []string{"a", "b", "a"} {
-		h.watch(t, func(r *Request) { r.Owner = owner }).shows(t, "e6 ")
+		h.watch(t, func(r *Request) { r.Owner = owner }).expect(t, "e6 ")
 		if i < 2 {
-			up.has(t, 2*i+2) // the client's own stream, and the feed
+			up.waitForStreams(t, 2*i+2) // the client's own stream, and the feed
 		}
 	}
 	owners := map[string]int{}
@@ -298,63 +298,63 @@ func TestOwnersShareNoStream(t *testing.T) {
 	}
 }
 
-func TestInitialEventsComeAloneAndTheRestIsShared(t *testing.T) {
+func TestInitialEventsPrecedeBroadcast(t *testing.T) {
 	up := newTier()
 	up.write(6, 7)
 	h := hub(up)
 	first := h.watch(t, func(r *Request) { r.ResourceVersion = "7" })
-	up.has(t, 2) // its own, and the feed
-	late := h.watch(t, func(r *Request) { r.ResourceVersion = "" })
-	late.shows(t, "initial ")
+	up.waitForStreams(t, 2) // its own, and the feed
+	unsynced := h.watch(t, func(r *Request) { r.ResourceVersion = "" })
+	unsynced.expect(t, "initial ")
 	up.write(8)
-	late.shows(t, "initial e8 ")
-	first.shows(t, "e8 ")
+	unsynced.expect(t, "initial e8 ")
+	first.expect(t, "e8 ")
 	up.write(9)
-	late.shows(t, "initial e8 e9 ")
-	late.cancel()
-	<-late.done
+	unsynced.expect(t, "initial e8 e9 ")
+	unsynced.cancel()
+	<-unsynced.done
 	if n := len(up.streams()); n != 3 {
 		t.Errorf("%d streams", n)
 	}
 }
 
-func TestWhoIsBehindTheFeedCatchesUpAlone(t *testing.T) {
+func TestUnsyncedWatchCatchesUp(t *testing.T) {
 	up := newTier()
 	up.write(6, 7, 8)
 	h := hub(up)
 	ahead := h.watch(t, func(r *Request) { r.ResourceVersion = "7" })
-	ahead.shows(t, "e8 ")
+	ahead.expect(t, "e8 ")
 	behind := h.watch(t, nil)
-	behind.shows(t, "e6 e7 e8 ")
+	behind.expect(t, "e6 e7 e8 ")
 	up.write(9)
-	behind.shows(t, "e6 e7 e8 e9 ")
-	ahead.shows(t, "e8 e9 ")
+	behind.expect(t, "e6 e7 e8 e9 ")
+	ahead.expect(t, "e8 e9 ")
 }
 
-func TestALostReplicaIsNotSeen(t *testing.T) {
+func TestClientsDoNotSeeReplicaLoss(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	h := hub(up)
 	a := h.watch(t, nil)
-	a.shows(t, "e6 ")
-	up.lose()
+	a.expect(t, "e6 ")
+	up.breakStreams()
 	up.write(7)
-	a.shows(t, "e6 e7 ")
-	asked := up.streams()
-	if last := asked[len(asked)-1]; last.ResumeAfter.GetRevision() != 6 {
+	a.expect(t, "e6 e7 ")
+	requests := up.streams()
+	if last := requests[len(requests)-1]; last.ResumeAfter.GetRevision() != 6 {
 		t.Errorf("resumed after %v", last.ResumeAfter)
 	}
 }
 
 // A feed whose resource is served by another replica now goes on there; what comes meanwhile comes once and in order.
-func TestAFeedMovesWithItsResource(t *testing.T) {
+func TestBroadcastFollowsReassignment(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	h := hub(up)
 	a := h.watch(t, nil)
 	want := "e6 "
-	a.shows(t, want)
-	up.has(t, 2)
+	a.expect(t, want)
+	up.waitForStreams(t, 2)
 	stop, written := make(chan struct{}), make(chan int64)
 	go func() {
 		n := int64(11)
@@ -384,18 +384,18 @@ func TestAFeedMovesWithItsResource(t *testing.T) {
 	for n := int64(11); n < end; n += 10 {
 		want += fmt.Sprintf("e%d ", n)
 	}
-	a.shows(t, want)
+	a.expect(t, want)
 	if n := len(up.streams()); n != 5 {
 		t.Errorf("%d streams", n)
 	}
-	up.lose() // and is begun anew as any other
+	up.breakStreams() // and is begun anew as any other
 	up.write(end)
-	a.shows(t, want+fmt.Sprintf("e%d ", end))
+	a.expect(t, want+fmt.Sprintf("e%d ", end))
 	a.cancel()
 }
 
-// open waits until n of the streams that were begun are open.
-func (t *tier) open(tt *testing.T, n int) {
+// waitForOpen waits until n of the streams that were begun are open.
+func (t *fakeTier) waitForOpen(tt *testing.T, n int) {
 	tt.Helper()
 	for until := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
 		t.mu.Lock()
@@ -415,91 +415,91 @@ func (t *tier) open(tt *testing.T, n int) {
 	}
 }
 
-// moves tells the nth stream that its resource has moved.
-func (t *tier) moves(n int) {
+// reassign tells the nth stream that its resource has moved.
+func (t *fakeTier) reassign(n int) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	go rpc.ReassignmentOf(t.contexts[n-1])()
 }
 
 // Where replicas change again while a feed moves, it ends with one stream.
-func TestAMoveThatIsOvertakenLeavesNoStream(t *testing.T) {
+func TestSupersededReassignmentLeavesNoStream(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	a := hub(up).watch(t, nil)
-	a.shows(t, "e6 ")
-	up.has(t, 2)
+	a.expect(t, "e6 ")
+	up.waitForStreams(t, 2)
 	up.mu.Lock()
-	up.ahead = 1 // replicas that come have nothing to send yet
+	up.maxRevision = 1 // replicas that come have nothing to send yet
 	up.mu.Unlock()
-	up.moves(2)
-	up.has(t, 3)
+	up.reassign(2)
+	up.waitForStreams(t, 3)
 	up.mu.Lock()
-	up.ahead = 0
+	up.maxRevision = 0
 	up.mu.Unlock()
-	up.moves(3)
-	up.has(t, 4)
-	up.open(t, 1)
+	up.reassign(3)
+	up.waitForStreams(t, 4)
+	up.waitForOpen(t, 1)
 	up.write(7)
-	a.shows(t, "e6 e7 ")
+	a.expect(t, "e6 e7 ")
 }
 
 // A replica that cannot go on from where a feed is does not take over: the one before still can.
-func TestAFeedDoesNotMoveToWhereItEnds(t *testing.T) {
+func TestReassignmentNeedsNextEvent(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	a := hub(up).watch(t, nil)
-	a.shows(t, "e6 ")
-	up.has(t, 2)
+	a.expect(t, "e6 ")
+	up.waitForStreams(t, 2)
 	up.mu.Lock()
 	up.low = 100
 	up.mu.Unlock()
-	up.moves(2)
-	up.has(t, 4) // it tries again
+	up.reassign(2)
+	up.waitForStreams(t, 4) // it tries again
 	up.write(7)
-	a.shows(t, "e6 e7 ")
+	a.expect(t, "e6 e7 ")
 	up.mu.Lock()
 	up.low = 0
 	up.mu.Unlock()
-	up.has(t, 5)
-	up.open(t, 1)
+	up.waitForStreams(t, 5)
+	up.waitForOpen(t, 1)
 	up.write(8)
-	a.shows(t, "e6 e7 e8 ")
+	a.expect(t, "e6 e7 e8 ")
 }
 
 // The feed of many may have begun too early for the log; that is its first client's answer, not everybody's.
-func TestAnExpiredWatchEndsAlone(t *testing.T) {
+func TestExpiredWatchDoesNotEndOthers(t *testing.T) {
 	up := newTier()
 	up.low = 5
 	up.write(6)
 	h := hub(up)
 	old := h.watch(t, func(r *Request) { r.ResourceVersion = "3" })
 	fine := h.watch(t, func(r *Request) { r.ResourceVersion = "5" })
-	old.shows(t, "410 ")
+	old.expect(t, "410 ")
 	<-old.done
-	fine.shows(t, "e6 ")
+	fine.expect(t, "e6 ")
 	up.write(7)
-	fine.shows(t, "e6 e7 ")
+	fine.expect(t, "e6 e7 ")
 }
 
-func TestASlowClientIsCutOffAlone(t *testing.T) {
+func TestSlowClientDoesNotEndOthers(t *testing.T) {
 	up := newTier()
 	h := hub(up)
 	h.Config.WriteTimeout = 50 * time.Millisecond
 	slow, quick := h.watch(t, nil), h.watch(t, nil)
 	slow.block = make(chan struct{})
 	up.write(6)
-	quick.shows(t, "e6 ")
+	quick.expect(t, "e6 ")
 	<-slow.done
 	up.write(7)
-	quick.shows(t, "e6 e7 ")
+	quick.expect(t, "e6 e7 ")
 }
 
 // What a client falls behind is bounded for all of them together; it goes on with a stream of its own.
-func TestWhoFallsFarBehindGoesOnAlone(t *testing.T) {
+func TestTrimmedReceiverBecomesUnsynced(t *testing.T) {
 	up := newTier()
 	h := hub(up)
-	h.Config.FeedBytes = 3 * (entryBytes + 4)
+	h.Config.BroadcastBytes = 3 * (entryBytes + 4)
 	h.Config.WriteTimeout = time.Minute
 	slow, quick := h.watch(t, nil), h.watch(t, nil)
 	slow.block = make(chan struct{})
@@ -507,10 +507,10 @@ func TestWhoFallsFarBehindGoesOnAlone(t *testing.T) {
 	for r := int64(11); r < 19; r++ {
 		up.write(r)
 		want += fmt.Sprintf("e%d ", r)
-		quick.shows(t, want)
+		quick.expect(t, want)
 	}
 	close(slow.block)
-	slow.shows(t, want)
+	slow.expect(t, want)
 }
 
 func TestBookmarksComeWhenTheyAreDue(t *testing.T) {
@@ -521,11 +521,11 @@ func TestBookmarksComeWhenTheyAreDue(t *testing.T) {
 	without := h.watch(t, nil)
 	rare := hub(up).watch(t, func(r *Request) { r.AllowBookmarks = true })
 	up.write(9, 10)
-	with.shows(t, "e9 b10 ")
+	with.expect(t, "e9 b10 ")
 	up.write(11)
-	with.shows(t, "e9 b10 e11 ")
-	without.shows(t, "e9 e11 ")
-	rare.shows(t, "e9 e11 ")
+	with.expect(t, "e9 b10 e11 ")
+	without.expect(t, "e9 e11 ")
+	rare.expect(t, "e9 e11 ")
 }
 
 func TestTheLastBookmarkComesBeforeTheEnd(t *testing.T) {
@@ -534,9 +534,9 @@ func TestTheLastBookmarkComesBeforeTheEnd(t *testing.T) {
 	h := hub(up)
 	c := h.watch(t, func(r *Request) {
 		r.AllowBookmarks = true
-		r.Deadline = time.Now().Add(beforeEnd + 100*time.Millisecond)
+		r.Deadline = time.Now().Add(lastBookmarkLead + 100*time.Millisecond)
 	})
-	c.shows(t, "e9 b10 ")
+	c.expect(t, "e9 b10 ")
 	<-c.done
 }
 
@@ -544,61 +544,61 @@ func TestARevokedPermissionEndsAWatch(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	h := hub(up)
-	moved, allowed := make(chan struct{}), true
+	policyChanged, allowed := make(chan struct{}), true
 	var mu sync.Mutex
 	revocable := h.watch(t, func(r *Request) {
-		r.Moved = func() <-chan struct{} { mu.Lock(); defer mu.Unlock(); return moved }
+		r.PolicyChanged = func() <-chan struct{} { mu.Lock(); defer mu.Unlock(); return policyChanged }
 		r.Allowed = func(context.Context) bool { mu.Lock(); defer mu.Unlock(); return allowed }
 	})
 	other := h.watch(t, nil)
-	revocable.shows(t, "e6 ")
+	revocable.expect(t, "e6 ")
 	mu.Lock()
-	old := moved
-	moved, allowed = make(chan struct{}), false
+	old := policyChanged
+	policyChanged, allowed = make(chan struct{}), false
 	mu.Unlock()
 	close(old)
 	<-revocable.done
 	up.write(7)
-	other.shows(t, "e6 e7 ")
+	other.expect(t, "e6 e7 ")
 }
 
-// unless is a tier that no longer knows what is watched once it is gone.
-type unless struct {
-	*tier
+// removableTier is a tier that no longer knows what is watched once it is gone.
+type removableTier struct {
+	*fakeTier
 	gone *atomic.Bool
 }
 
-func (u unless) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
+func (u removableTier) Watch(ctx context.Context, r *watchfanoutv1.WatchRequest,
 	o ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
 	if u.gone.Load() {
 		return nil, status.Error(codes.Unavailable, "not in the catalog")
 	}
-	return u.tier.Watch(ctx, r, o...)
+	return u.fakeTier.Watch(ctx, r, o...)
 }
 
 // A watch whose CRD is gone ends, in place of being held open for a replica that knows it.
-func TestAWatchOfWhatIsNoLongerServedEnds(t *testing.T) {
+func TestWatchEndsWithItsCRD(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	h := hub(up)
 	var gone atomic.Bool
 	served := func(r *Request) { r.Served = func() bool { return !gone.Load() } }
-	h.Client = unless{up, &gone}
+	h.Client = removableTier{up, &gone}
 	a, b := h.watch(t, served), h.watch(t, served)
-	a.shows(t, "e6 ")
-	b.shows(t, "e6 ")
+	a.expect(t, "e6 ")
+	b.expect(t, "e6 ")
 	gone.Store(true)
-	up.lose()
+	up.breakStreams()
 	began := time.Now()
 	<-a.done
 	<-b.done
-	if took := time.Since(began); took > heldOpen/2 {
+	if took := time.Since(began); took > resumeTimeout/2 {
 		t.Errorf("they are held open for %v", took)
 	}
 }
 
 // A Table's first row brings the columns, so it comes on the client's own stream.
-func TestATableSharesAfterItsFirstRow(t *testing.T) {
+func TestTableJoinsAfterFirstRow(t *testing.T) {
 	up := newTier()
 	h := hub(up)
 	table := func(r *Request) {
@@ -606,11 +606,11 @@ func TestATableSharesAfterItsFirstRow(t *testing.T) {
 	}
 	a, b := h.watch(t, table), h.watch(t, table)
 	up.write(6)
-	a.shows(t, "e6 ")
-	b.shows(t, "e6 ")
+	a.expect(t, "e6 ")
+	b.expect(t, "e6 ")
 	up.write(7, 8)
-	a.shows(t, "e6 e7 e8 ")
-	b.shows(t, "e6 e7 e8 ")
+	a.expect(t, "e6 e7 e8 ")
+	b.expect(t, "e6 e7 e8 ")
 	own := 0
 	for _, r := range up.streams() {
 		if !r.ColumnsSent {
@@ -624,43 +624,43 @@ func TestATableSharesAfterItsFirstRow(t *testing.T) {
 }
 
 // A client that has seen more than the feed has come to is not set back by what it is spared.
-func TestJoiningAFeedThatIsBehindRepeatsNothing(t *testing.T) {
-	f := &feed{
+func TestJoinRepeatsNoEvent(t *testing.T) {
+	b := &watchBroadcast{
 		hub:    hub(newTier()),
 		low:    events.Position{Revision: 80, Index: 0},
 		high:   events.Position{Revision: 90, Index: 0},
 		cancel: func() {},
 	}
-	s := f.join(events.Position{Revision: 100, Index: events.LastIndex})
-	f.broadcast(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
+	r := b.join(events.Position{Revision: 100, Index: events.LastIndex})
+	b.dispatch(&watchfanoutv1.WatchFrame{Data: []byte("e95\n"), Position: &watchfanoutv1.Position{Revision: 95},
 		Boundaries: []*watchfanoutv1.EventBoundary{{End: 4, Position: &watchfanoutv1.Position{Revision: 95}}}})
-	if parts, err := f.next(s); len(parts) > 0 || err != nil {
+	if parts, err := b.next(r); len(parts) > 0 || err != nil {
 		t.Errorf("%q %v", parts, err)
 	}
-	if at := f.leave(s); at != (events.Position{Revision: 100, Index: events.LastIndex}) {
-		t.Errorf("set back to %v", at)
+	if position := b.leave(r); position != (events.Position{Revision: 100, Index: events.LastIndex}) {
+		t.Errorf("set back to %v", position)
 	}
 }
 
 // A client may name a revision that is yet to come. Nobody else waits for it.
-func TestAFutureRevisionBeginsNoFeed(t *testing.T) {
+func TestFutureRevisionStartsNoBroadcast(t *testing.T) {
 	up := newTier()
 	up.write(6)
 	h := hub(up)
-	up.ahead = 6
+	up.maxRevision = 6
 	future := h.watch(t, func(r *Request) { r.ResourceVersion = "900" })
 	present := h.watch(t, nil)
-	present.shows(t, "e6 ")
+	present.expect(t, "e6 ")
 	h.mu.Lock()
-	for _, f := range h.feeds {
-		if f.low.Revision > 6 {
-			t.Errorf("a feed begins at %v", f.low)
+	for _, b := range h.broadcasts {
+		if b.low.Revision > 6 {
+			t.Errorf("a feed begins at %v", b.low)
 		}
 	}
 	h.mu.Unlock()
 	up.write(7)
-	present.shows(t, "e6 e7 ")
-	future.shows(t, "")
+	present.expect(t, "e6 e7 ")
+	future.expect(t, "")
 }
 
 // A bookmark brings no columns: the next row has to.
@@ -673,23 +673,23 @@ func TestABookmarkIsNotATablesFirstRow(t *testing.T) {
 		r.AllowBookmarks = true
 	})
 	up.write(10)
-	c.shows(t, "b10 ")
+	c.expect(t, "b10 ")
 	up.write(11)
-	c.shows(t, "b10 e11 ")
-	if asked := up.streams(); asked[0].ColumnsSent {
+	c.expect(t, "b10 e11 ")
+	if requests := up.streams(); requests[0].ColumnsSent {
 		t.Error("the first row comes from a shared stream")
 	}
 }
 
 // A client that names a revision which etcd has not come to has it from another history: it does not join a feed, which
 // would leave out what comes before that (F3).
-func TestAPlaceThatDoesNotExistIsNotJoined(t *testing.T) {
+func TestUnknownRevisionIsNotJoined(t *testing.T) {
 	up := newTier()
 	up.write(6, 7)
 	h := hub(up)
 	h.Revision = func(context.Context) (int64, error) { return 10, nil }
 	a := h.watch(t, nil)
-	a.shows(t, "e6 e7 ")
+	a.expect(t, "e6 e7 ")
 	before := len(up.streams())
 	h.watch(t, func(r *Request) { r.ResourceVersion = "500" })
 	for until := time.Now().Add(5 * time.Second); len(up.streams()) == before; time.Sleep(time.Millisecond) {

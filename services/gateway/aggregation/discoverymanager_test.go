@@ -1,0 +1,124 @@
+package aggregation
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"runtime"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+var metrics = schema.GroupVersion{Group: "metrics.k8s.io", Version: "v1"}
+
+// An aggregated server's answer that is too large, in bytes or in values, is not decoded: the server is stale.
+func TestLargeDiscoveryIsRefused(t *testing.T) {
+	for name, items := range map[string]string{
+		"bytes":   `{"resource":"` + strings.Repeat("x", 60<<20) + `"}`,
+		"objects": strings.Repeat(`{},`, 1<<20) + `{}`,
+		"nulls":   strings.Repeat(`null,`, 700_000) + `null`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			body := fmt.Appendf(nil, `{"items":[{"metadata":{"name":"metrics.k8s.io"},"versions":`+
+				`[{"version":"v1","resources":[%s]}]}]}`, items)
+			p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, _ *http.Request) {
+				w.Header().Set("Content-Type", "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList")
+				_, _ = w.Write(body)
+			}))
+			manager := NewDiscoveryManager(p, func() {})
+			var before, after runtime.MemStats
+			runtime.ReadMemStats(&before)
+			manager.refresh(t.Context())
+			runtime.ReadMemStats(&after)
+			if got := manager.Lookup(metrics); got == nil || !got.Stale || got.Resources != nil {
+				t.Errorf("%.200v", got)
+			}
+			if mb := (after.TotalAlloc - before.TotalAlloc) >> 20; mb > 100 { // two readings of 4 MB that grow
+				t.Errorf("%d MB are allocated", mb)
+			}
+		})
+	}
+}
+
+// Documents of more than 16 MB or 200,000 values are left out. What a string holds are no values.
+func TestLargeDocumentsAreLeftOut(t *testing.T) {
+	for name, x := range map[string]struct {
+		document string
+		kept     bool
+	}{
+		"sound":   {`{"swagger":"2.0","info":{"description":"` + strings.Repeat(`,{[\"`, 1<<20) + `"}}`, true},
+		"bytes":   {`{"swagger":"` + strings.Repeat("x", 16<<20) + `"}`, false},
+		"objects": {`{"definitions":[` + strings.Repeat(`{},`, 200_000) + `{}]}`, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := proxyTo(t, newAggregatedServer(t, func(w http.ResponseWriter, r *http.Request) {
+				switch {
+				case strings.HasPrefix(r.URL.Path, "/openapi/"):
+					fmt.Fprint(w, x.document)
+				case r.URL.Path == "/apis/metrics.k8s.io/v1":
+					fmt.Fprint(w, `{"groupVersion":"metrics.k8s.io/v1","resources":[]}`)
+				default:
+					http.NotFound(w, r)
+				}
+			}))
+			manager := NewDiscoveryManager(p, func() {})
+			manager.refresh(t.Context())
+			got := manager.Lookup(metrics)
+			if got.Stale || (got.OpenAPI != nil) != x.kept || (got.OpenAPIV2 != nil) != x.kept {
+				t.Errorf("stale %v, %d and %d bytes", got.Stale, len(got.OpenAPI), len(got.OpenAPIV2))
+			}
+		})
+	}
+}
+
+// held is a transport whose requests wait until the test lets each fail.
+type held struct {
+	waiting atomic.Int32
+	may     chan struct{}
+}
+
+func (h *held) RoundTrip(*http.Request) (*http.Response, error) {
+	h.waiting.Add(1)
+	defer h.waiting.Add(-1)
+	<-h.may
+	return nil, errors.New("held")
+}
+
+// A few servers are read at a time.
+func TestConcurrentFetchesAreBounded(t *testing.T) {
+	const servers = 12
+	synctest.Test(t, func(t *testing.T) {
+		var all []*registryv1.APIService
+		for i := range servers {
+			all = append(all, &registryv1.APIService{
+				Group:     fmt.Sprintf("g%d.example.com", i),
+				Version:   "v1",
+				Addresses: []string{"192.0.2.1:443"},
+				Available: true,
+			})
+		}
+		p, h := proxyTo(t, all...), &held{may: make(chan struct{})}
+		for _, s := range *p.servers.Load() {
+			s.transport = h
+		}
+		manager := NewDiscoveryManager(p, func() {})
+		go manager.refresh(t.Context())
+		for i := range 2 * servers { // the aggregated form and the old one of each
+			synctest.Wait()
+			if n := h.waiting.Load(); n > maxConcurrentFetches || i == 0 && n != maxConcurrentFetches {
+				t.Errorf("%d servers are read at a time, want %d", n, maxConcurrentFetches)
+			}
+			h.may <- struct{}{}
+		}
+		synctest.Wait()
+		if h.waiting.Load() != 0 || manager.Lookup(schema.GroupVersion{Group: "g11.example.com", Version: "v1"}) == nil {
+			t.Errorf("%d requests are left", h.waiting.Load())
+		}
+	})
+}

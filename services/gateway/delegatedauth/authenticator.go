@@ -1,0 +1,259 @@
+package delegatedauth
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apiserver/pkg/audit"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authentication/user"
+
+	"watershed.dev/platform/identity"
+	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/warnings"
+	authnv1 "watershed.dev/proto/watershed/authn/v1"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+)
+
+// rpcTimeout bounds one question to authn or authz.
+const rpcTimeout = 10 * time.Second
+
+const (
+	// authnCacheBytes bounds what is remembered of who is who, and authnOwnerBytes what of it is one user's.
+	authnCacheBytes = 32 << 20
+	authnOwnerBytes = 1 << 20
+)
+
+var (
+	cacheBytes = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "watershed_gateway_auth_cache_bytes",
+		Help: "Bytes of answers of authn and authz that are kept, by which of them.",
+	}, []string{"service"})
+	reauthorizationTimeouts = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "watershed_gateway_watch_reauthorization_timeouts_total",
+		Help: "Open watches that were ended because nobody could say within the bound whether they are still allowed.",
+	})
+)
+
+// Metrics are this package's collectors.
+func Metrics() []prometheus.Collector {
+	return []prometheus.Collector{cacheBytes, reauthorizationTimeouts}
+}
+
+// Authenticator asks authn, and keeps its answers for as long as authn says. What a stranger sends leaves nothing
+// behind: neither a refusal nor an anonymous user is kept.
+type Authenticator struct {
+	client authnv1.AuthnClient
+	// headerNames and prefixes are of the headers that carry identities beside Authorization: the front proxy's.
+	headerNames, headerPrefixes []string
+	users                       *cache[*cachedUser]
+}
+
+// NewAuthenticator returns one that passes on, beside credentials, the headers of those names or whose names begin with
+// a prefix.
+func NewAuthenticator(client authnv1.AuthnClient, names, prefixes []string) *Authenticator {
+	return &Authenticator{
+		client:         client,
+		headerNames:    names,
+		headerPrefixes: prefixes,
+		users:          newCache[*cachedUser](authnCacheBytes, authnOwnerBytes, cacheBytes.WithLabelValues("authn")),
+	}
+}
+
+// cachedUser is an answer. It does not change.
+type cachedUser struct {
+	response *authenticator.Response
+	// replacedHeaders are headers as they are to be from here on; one without values is removed.
+	replacedHeaders map[string][]string
+	// consultedHeaders are the headers that authn reads, where they are not all passed on to it.
+	consultedHeaders []string
+	warnings         []string
+	// annotations are for the audit event of each request.
+	annotations map[string]string
+}
+
+// AuthenticateRequest implements authenticator.Request. It fails closed: an authn that cannot be asked is an error.
+func (a *Authenticator) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
+	r := a.authenticateRequest(req)
+	key, cacheable := requestKey(r)
+	if cacheable {
+		if k, ok := a.users.get(key); ok {
+			return a.completeRequest(req, k)
+		}
+	}
+	ctx, cancel := context.WithTimeout(req.Context(), rpcTimeout)
+	defer cancel()
+	resp, err := a.client.Authenticate(ctx, r)
+	if err != nil {
+		return nil, false, rpc.FromStatus(err)
+	}
+	if !resp.Authenticated {
+		warnings.Forward(req.Context(), resp.Warnings)
+		audit.AddAuditAnnotationsMap(req.Context(), resp.AuditAnnotations)
+		if resp.Challenge != "" {
+			*req = *req.WithContext(context.WithValue(req.Context(), challengeKey{}, resp.Challenge))
+		}
+		if resp.Error != "" {
+			return nil, false, errors.New(resp.Error)
+		}
+		return nil, false, nil
+	}
+	k := &cachedUser{
+		response:    &authenticator.Response{User: identity.User(resp.User), Audiences: resp.Audiences},
+		warnings:    resp.Warnings,
+		annotations: resp.AuditAnnotations,
+	}
+	size := userBytes(k.response.User)
+	for key, value := range k.annotations {
+		size += 64 + len(key) + len(value)
+	}
+	for _, w := range k.warnings {
+		size += len(w)
+	}
+	for name, v := range resp.ReplacedHeaders {
+		if k.replacedHeaders == nil {
+			k.replacedHeaders = map[string][]string{}
+		}
+		k.replacedHeaders[name] = v.GetValues()
+		for _, s := range v.GetValues() {
+			size += len(s)
+		}
+	}
+	for _, h := range resp.ConsultedHeaders {
+		if !a.forwardsHeader(h) {
+			k.consultedHeaders = append(k.consultedHeaders, h)
+		}
+	}
+	if cacheable && resp.CacheMilliseconds > 0 && !identity.IsAnonymous(k.response.User) {
+		a.users.put(key, identity.Owner(k.response.User.GetName()), k, size,
+			time.Now().Add(time.Duration(resp.CacheMilliseconds)*time.Millisecond))
+	}
+	return a.completeRequest(req, k)
+}
+
+type challengeKey struct{}
+
+// Challenge is what a client of a request that nobody is authenticated for is asked for (WWW-Authenticate); empty:
+// nothing.
+func Challenge(ctx context.Context) string {
+	c, _ := ctx.Value(challengeKey{}).(string)
+	return c
+}
+
+// authenticateRequest is what authn needs to know of a request.
+func (a *Authenticator) authenticateRequest(req *http.Request) *authnv1.AuthenticateRequest {
+	r := &authnv1.AuthenticateRequest{Path: req.URL.Path, Headers: map[string]*commonv1.Values{}}
+	add := func(name string) {
+		if v := req.Header.Values(name); len(v) > 0 {
+			r.Headers[name] = &commonv1.Values{Values: v}
+		}
+	}
+	add("Authorization")
+	if slices.ContainsFunc(req.Header.Values("Sec-Websocket-Protocol"), func(v string) bool {
+		return strings.Contains(v, "base64url.bearer")
+	}) {
+		add("Sec-Websocket-Protocol")
+		add("Connection")
+		add("Upgrade")
+	}
+	if len(a.headerNames)+len(a.headerPrefixes) > 0 {
+		for name := range req.Header {
+			if a.forwardsHeader(name) {
+				add(name)
+			}
+		}
+	}
+	if req.TLS != nil {
+		for _, c := range req.TLS.PeerCertificates {
+			r.PeerCertificates = append(r.PeerCertificates, c.Raw)
+		}
+	}
+	return r
+}
+
+// requestKey is all that an answer that may be kept depends on. Without credentials there is none.
+func requestKey(r *authnv1.AuthenticateRequest) (key digest, ok bool) {
+	if len(r.Headers) == 0 && len(r.PeerCertificates) == 0 {
+		return key, false
+	}
+	d := newDigester()
+	d.number(len(r.PeerCertificates))
+	for _, c := range r.PeerCertificates {
+		d.part(string(c))
+	}
+	names := make([]string, 0, len(r.Headers))
+	for name := range r.Headers {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	for _, name := range names {
+		d.part(name)
+		d.number(len(r.Headers[name].Values))
+		for _, v := range r.Headers[name].Values {
+			d.part(v)
+		}
+	}
+	return d.sum()
+}
+
+func userBytes(u user.Info) int {
+	n := 200 + len(u.GetName()) + len(u.GetUID())
+	for _, g := range u.GetGroups() {
+		n += len(g) + 16
+	}
+	for k, all := range u.GetExtra() {
+		n += len(k) + 64
+		for _, v := range all {
+			n += len(v) + 16
+		}
+	}
+	return n
+}
+
+// completeRequest removes the credentials' headers from the request, so that they are not forwarded.
+func (a *Authenticator) completeRequest(req *http.Request, k *cachedUser) (*authenticator.Response, bool, error) {
+	for _, h := range k.consultedHeaders {
+		for name := range req.Header {
+			if matchesHeader(h, name) && !a.forwardsHeader(name) {
+				return nil, false, fmt.Errorf("authn reads the header %q, which this gateway does not pass on: give "+
+					"both the same --requestheader-* settings", name)
+			}
+		}
+	}
+	for name, values := range k.replacedHeaders {
+		if len(values) == 0 {
+			req.Header.Del(name)
+		} else {
+			req.Header[http.CanonicalHeaderKey(name)] = slices.Clone(values)
+		}
+	}
+	warnings.Forward(req.Context(), k.warnings)
+	if len(k.annotations) > 0 {
+		audit.AddAuditAnnotationsMap(req.Context(), k.annotations)
+	}
+	return &authenticator.Response{User: k.response.User, Audiences: k.response.Audiences}, true, nil
+}
+
+// forwardsHeader says whether the headers that a name stands for, with a final * all that begin so, are passed on.
+func (a *Authenticator) forwardsHeader(header string) bool {
+	if prefix, ok := strings.CutSuffix(header, "*"); ok {
+		return slices.ContainsFunc(a.headerPrefixes, func(p string) bool { return matchesHeader(p+"*", prefix) })
+	}
+	return slices.ContainsFunc(a.headerNames, func(n string) bool { return strings.EqualFold(n, header) }) ||
+		slices.ContainsFunc(a.headerPrefixes, func(p string) bool { return matchesHeader(p+"*", header) })
+}
+
+// matchesHeader says whether a header's name is the one given or, with a final *, begins so.
+func matchesHeader(pattern, name string) bool {
+	prefix, ok := strings.CutSuffix(pattern, "*")
+	if !ok {
+		return strings.EqualFold(pattern, name)
+	}
+	return len(name) >= len(prefix) && strings.EqualFold(name[:len(prefix)], prefix)
+}

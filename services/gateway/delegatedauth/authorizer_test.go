@@ -1,0 +1,215 @@
+package delegatedauth
+
+import (
+	"context"
+	"sync"
+	"testing"
+
+	"google.golang.org/grpc"
+	"k8s.io/apiserver/pkg/authentication/user"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+
+	authzv1 "watershed.dev/proto/watershed/authz/v1"
+)
+
+type fakeAuthz struct {
+	authzv1.AuthzClient
+	mu       sync.Mutex
+	response *authzv1.AuthorizeResponse
+	calls    int
+}
+
+func (p *fakeAuthz) Authorize(context.Context, *authzv1.AuthorizeRequest,
+	...grpc.CallOption) (*authzv1.AuthorizeResponse, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.calls++
+	return p.response, nil
+}
+
+func (p *fakeAuthz) set(r *authzv1.AuthorizeResponse) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.response = r
+}
+
+func podAttributes(name, verb string) authorizer.Attributes {
+	return authorizer.AttributesRecord{
+		User:            &user.DefaultInfo{Name: name},
+		Verb:            verb,
+		ResourceRequest: true,
+		Resource:        "pods",
+	}
+}
+
+func TestDecisionsAreCachedUntilPolicyChanges(t *testing.T) {
+	p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
+		Decision:       authzv1.Decision_DECISION_ALLOW,
+		PolicyRevision: 5,
+		Replica:        "a",
+	}}
+	a := &Authorizer{Client: p}
+	expectCalls := func(want int, reason string) {
+		t.Helper()
+		if d, _, err := a.Authorize(t.Context(), podAttributes("bob", "get")); d != authorizer.DecisionAllow || err != nil {
+			t.Fatalf("%v %v", d, err)
+		}
+		if p.calls != want {
+			t.Errorf("%s: asked %d times, want %d", reason, p.calls, want)
+		}
+	}
+	expectCalls(1, "the first")
+	expectCalls(2, "nothing is kept before the generation is known")
+	a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
+	expectCalls(3, "the first of the generation")
+	expectCalls(3, "kept")
+	a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
+	expectCalls(4, "the policy moved")
+	expectCalls(5, "made at an older generation, so not kept")
+	p.response.PolicyRevision, p.response.Replica = 9, "b"
+	expectCalls(6, "another replica's")
+	expectCalls(7, "another replica's generations mean nothing here")
+	a.observe(nil, false)
+	p.response.Replica = "a"
+	expectCalls(8, "nobody tells of changes")
+	expectCalls(9, "so nothing is kept")
+}
+
+func TestCacheKeysAreDistinct(t *testing.T) {
+	seen := map[digest]authorizer.Attributes{}
+	for _, r := range []authorizer.Attributes{podAttributes("bob", "get"), podAttributes("bob", "list"),
+		podAttributes("bo", "bget"), podAttributes("", "bobget"),
+		authorizer.AttributesRecord{
+			User:            &user.DefaultInfo{Name: "bob", Groups: []string{"get"}},
+			ResourceRequest: true,
+			Resource:        "pods",
+		},
+		authorizer.AttributesRecord{User: &user.DefaultInfo{Name: "bob"}, Verb: "get", Path: "/x"}} {
+		keys, cacheable := newCacheKeys(r)
+		k := keys.exact
+		if !cacheable {
+			t.Errorf("%v is not kept", r)
+		}
+		if other, ok := seen[k]; ok {
+			t.Errorf("%v and %v are kept as one", r, other)
+		}
+		seen[k] = r
+	}
+}
+
+// Who walks many objects is asked about once, where what is decided holds for all of them, and no further than that.
+func TestWildcardDecisionsAreShared(t *testing.T) {
+	allow := func(anyName, anyNamespace bool) *authzv1.AuthorizeResponse {
+		return &authzv1.AuthorizeResponse{
+			Decision: authzv1.Decision_DECISION_ALLOW, PolicyRevision: 5, Replica: "a",
+			WildcardName: anyName, WildcardNamespace: anyNamespace,
+		}
+	}
+	attributes := func(verb, namespace, name string) authorizer.Attributes {
+		return authorizer.AttributesRecord{
+			User: &user.DefaultInfo{Name: "bob"}, Verb: verb, ResourceRequest: true, Resource: "pods",
+			Namespace: namespace, Name: name,
+		}
+	}
+	for _, x := range []struct {
+		answer *authzv1.AuthorizeResponse
+		asked  int
+		what   string
+	}{
+		{allow(false, false), 5, "one object"},
+		{allow(true, false), 3, "every name in the namespace"}, // the other namespace, and the other verb
+		{allow(true, true), 2, "everything"},                   // the other verb
+	} {
+		p := &fakeAuthz{response: x.answer}
+		a := &Authorizer{Client: p}
+		a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
+		for _, r := range []authorizer.Attributes{attributes("get", "x", "one"), attributes("get", "x", "two"), attributes("get", "x", ""),
+			attributes("get", "y", "one"), attributes("delete", "x", "one"), attributes("get", "x", "two")} {
+			if d, _, err := a.Authorize(t.Context(), r); d != authorizer.DecisionAllow || err != nil {
+				t.Fatal(d, err)
+			}
+		}
+		if p.calls != x.asked {
+			t.Errorf("%s: asked %d times, want %d", x.what, p.calls, x.asked)
+		}
+		a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", Namespace: "x", MayRevoke: true}, false)
+		before := p.calls
+		p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, PolicyRevision: 6, Replica: "a"})
+		d, _, _ := a.Authorize(t.Context(), attributes("get", "x", "one"))
+		if x.answer.WildcardNamespace != (d == authorizer.DecisionAllow && p.calls == before) {
+			t.Errorf("%s: a namespace's policy has moved: %v, asked %d times", x.what, d, p.calls-before)
+		}
+		a.observe(&authzv1.PolicyRevision{Revision: 7, Replica: "a", MayRevoke: true}, false)
+		if d, _, _ := a.Authorize(t.Context(), attributes("get", "x", "one")); d == authorizer.DecisionAllow {
+			t.Errorf("%s: everybody's policy has moved, and it is still allowed", x.what)
+		}
+	}
+}
+
+// No name and no namespace makes a request's own key that of a wider decision.
+func TestEmptyNameIsNoWildcard(t *testing.T) {
+	keysFor := func(namespace, name string) cacheKeys {
+		r := podAttributes("bob", "get").(authorizer.AttributesRecord)
+		r.Namespace, r.Name = namespace, name
+		k, ok := newCacheKeys(r)
+		if !ok {
+			t.Fatal("nothing is kept")
+		}
+		return k
+	}
+	seen := map[digest]string{}
+	note := func(d digest, label string) {
+		if other, ok := seen[d]; ok && other != label {
+			t.Errorf("%s and %s are kept as one", other, label)
+		}
+		seen[d] = label
+	}
+	for _, namespace := range []string{"", "x", "every name", "everywhere", "\xff\xff\xff\xff"} {
+		for _, name := range []string{"", "x", "every name", "everywhere", "\xff\xff\xff\xff"} {
+			k := keysFor(namespace, name)
+			note(k.wildcardNamespace, "everywhere")
+			note(k.wildcardName, "every name in "+namespace)
+			note(k.exact, namespace+"/"+name)
+		}
+	}
+}
+
+// A watch that is opened under a decision that is kept costs no second question; once the policy has moved it does.
+func TestReauthorizeUsesCachedDecision(t *testing.T) {
+	p := &fakeAuthz{response: &authzv1.AuthorizeResponse{
+		Decision:       authzv1.Decision_DECISION_ALLOW,
+		PolicyRevision: 5,
+		Replica:        "a",
+	}}
+	a := &Authorizer{Client: p}
+	a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
+	if _, _, err := a.Authorize(t.Context(), podAttributes("bob", "watch")); err != nil {
+		t.Fatal(err)
+	}
+	if !a.Reauthorize(t.Context(), podAttributes("bob", "watch")) || p.calls != 1 {
+		t.Errorf("asked %d times", p.calls)
+	}
+	p.response = &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_DENY, PolicyRevision: 6, Replica: "a"}
+	a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", MayRevoke: true}, false)
+	if a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
+		t.Error("a revoked permission is still allowed")
+	}
+}
+
+// BenchmarkCachedDecision is what a decision that is kept costs each request.
+func BenchmarkCachedDecision(b *testing.B) {
+	a := &Authorizer{Client: &fakeAuthz{response: &authzv1.AuthorizeResponse{
+		Decision:       authzv1.Decision_DECISION_ALLOW,
+		PolicyRevision: 5,
+		Replica:        "a",
+	}}}
+	a.observe(&authzv1.PolicyRevision{Revision: 5, Replica: "a"}, true)
+	r := podAttributes("system:serviceaccount:kube-system:deployment-controller", "get").(authorizer.AttributesRecord)
+	r.User.(*user.DefaultInfo).Groups = []string{"system:serviceaccounts", "system:authenticated"}
+	r.Namespace, r.Name = "x", "one"
+	for b.Loop() {
+		if d, _, err := a.Authorize(b.Context(), r); d != authorizer.DecisionAllow {
+			b.Fatal(err)
+		}
+	}
+}

@@ -1,0 +1,242 @@
+// Package fairness is API Priority and Fairness (KEP-1040) over upstream's own flow control
+// (k8s.io/apiserver/pkg/util/flowcontrol): its objects, defaults, headers, metrics and debug pages.
+//
+// Two things are other than in kube-apiserver. The limit is the cluster's, and each gateway that lives has its part of
+// it; and a LIST's seats come from the bytes that the same list took when it was sent last.
+package flowcontrol
+
+import (
+	"context"
+	"crypto/rand"
+	"log/slog"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/spf13/pflag"
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	genericfilters "k8s.io/apiserver/pkg/server/filters"
+	"k8s.io/apiserver/pkg/server/mux"
+	"k8s.io/apiserver/pkg/util/flowcontrol"
+	"k8s.io/apiserver/pkg/util/flowcontrol/fairqueuing"
+	fcrequest "k8s.io/apiserver/pkg/util/flowcontrol/request"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	flowcontrollisters "k8s.io/client-go/listers/flowcontrol/v1"
+	"k8s.io/client-go/rest"
+
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// Config says whether requests are bounded by flow.
+type Config struct {
+	Enabled bool
+}
+
+// AddFlags registers --enable-priority-and-fairness.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	fs.BoolVar(&c.Enabled, "enable-priority-and-fairness", true,
+		"If true, replace the max-in-flight handler with an enhanced one that queues and dispatches with priority and "+
+			"fairness.")
+}
+
+// Fairness bounds requests by flow. Its methods may be called by any number of goroutines.
+type Fairness struct {
+	client kubernetes.Interface
+	// seats are the cluster's.
+	seats  int
+	peers  *peers
+	sizes  *listSizes
+	active atomic.Pointer[controller]
+	// ready is closed once a controller has digested its objects.
+	ready chan struct{}
+	once  sync.Once
+}
+
+// controller is upstream's for a number of seats, which it cannot change.
+type controller struct {
+	flowcontrol.Interface
+	seats int
+	pages *mux.PathRecorderMux
+	// run follows the objects until its context is done or retired is closed; digested is closed once what they say is
+	// in force.
+	run             func(context.Context)
+	synced, retired chan struct{}
+}
+
+// syncPollInterval is how long to wait before a controller is asked again whether it knows its levels.
+const syncPollInterval = 20 * time.Millisecond
+
+// awaitSynced waits until the controller has taken over the levels that there are: it knows how many seats a request of each
+// may take. There is no better sign of it. It answers false where ctx is done first.
+func (c *controller) awaitSynced(ctx context.Context, levels flowcontrollisters.PriorityLevelConfigurationLister) bool {
+	for {
+		list, err := levels.List(labels.Everything())
+		unknown := func(l *flowcontrolv1.PriorityLevelConfiguration) bool {
+			queues := l.Spec.Limited != nil && l.Spec.Limited.LimitResponse.Queuing != nil
+			return queues && c.GetMaxSeats(l.Name) == 0
+		}
+		if err == nil && len(list) > 0 && !slices.ContainsFunc(list, unknown) {
+			close(c.synced)
+			return true
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(syncPollInterval):
+		}
+	}
+}
+
+// New returns the flow control of a gateway that calls the API by config; registry counts the gateways. seats are the
+// cluster's concurrency limit.
+func New(config *rest.Config, registry registryv1.DiscoveryClient, seats int) (*Fairness, error) {
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return nil, err
+	}
+	f := &Fairness{
+		client: client,
+		seats:  seats,
+		peers:  &peers{registry, rand.Text()},
+		sizes:  newListSizes(),
+		ready:  make(chan struct{}),
+	}
+	f.active.Store(f.controller(seats))
+	return f, nil
+}
+
+// controller returns one that is not running yet. Until it has read the objects it has upstream's mandatory ones.
+func (f *Fairness) controller(seats int) *controller {
+	factory := informers.NewSharedInformerFactoryWithOptions(f.client, 0, informers.WithTransform(sanitize))
+	c := &controller{
+		Interface: flowcontrol.New(factory, f.client.FlowcontrolV1(), seats),
+		seats:     seats,
+		pages:     mux.NewPathRecorderMux("flow control"),
+		synced:    make(chan struct{}),
+		retired:   make(chan struct{}),
+	}
+	levels := factory.Flowcontrol().V1().PriorityLevelConfigurations()
+	c.Install(c.pages)
+	c.run = func(ctx context.Context) {
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		var wg sync.WaitGroup
+		defer wg.Wait()
+		defer factory.Shutdown()
+		factory.Start(ctx.Done())
+		wg.Go(func() { _ = c.Run(ctx.Done()) })
+		wg.Go(func() {
+			factory.WaitForCacheSync(ctx.Done())
+			if c.awaitSynced(ctx, levels.Lister()) {
+				f.once.Do(func() { close(f.ready) })
+			}
+		})
+		select {
+		case <-ctx.Done():
+		case <-c.retired:
+		}
+		cancel()
+	}
+	return c
+}
+
+// Ready is closed once what the objects say is in force.
+func (f *Fairness) Ready() <-chan struct{} { return f.ready }
+
+// Run keeps the gateway's part of the seats until ctx is done.
+func (f *Fairness) Run(ctx context.Context) {
+	genericfilters.StartPriorityAndFairnessWatermarkMaintenance(ctx.Done())
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	begin := func(c *controller) {
+		wg.Go(func() { c.run(ctx) })
+	}
+	begin(f.active.Load())
+	gateways := make(chan int)
+	wg.Go(func() { f.peers.run(ctx, gateways) })
+	seats := f.seats
+	for {
+		var next *controller
+		select {
+		case <-ctx.Done():
+			return
+		case n := <-gateways:
+			share := max(1, (f.seats+n-1)/n)
+			if share == seats {
+				continue
+			}
+			slog.Info("Other gateways have come or gone: the seats of flow control are divided anew",
+				"gateways", n, "seats", share, "totalSeats", f.seats)
+			seats, next = share, f.controller(share)
+			begin(next)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-next.synced:
+		}
+		// Requests that the old one has let in end there; those that wait are let in or refused as they would be. For
+		// as long both count to their own limits.
+		old := f.active.Swap(next)
+		time.AfterFunc(drainTimeout, func() { close(old.retired) })
+	}
+}
+
+// drainTimeout is how long a controller goes on that has been replaced.
+const drainTimeout = time.Minute
+
+// InfoOf returns a request's own RequestInfo. shown is the one in ctx, which metrics take their labels from: it may
+// lack the path and the resource, by which a FlowSchema matches.
+type InfoOf func(ctx context.Context, shown *request.RequestInfo) *request.RequestInfo
+
+// Filter bounds the requests that next answers, as upstream's filter does. A request waits for its turn for a quarter
+// of timeout at most.
+func (f *Fairness) Filter(next http.Handler, longRunning request.LongRunningRequestCheck, own InfoOf,
+	timeout time.Duration) http.Handler {
+	return genericfilters.WithPriorityAndFairness(next, longRunning, activeController{f, own}, f.estimate, timeout/4)
+}
+
+// activeController is the controller of now, to upstream's filter.
+type activeController struct {
+	*Fairness
+	own InfoOf
+}
+
+// Handle implements flowcontrol.Interface. A request stays with the controller that let it in.
+func (c activeController) Handle(ctx context.Context, r flowcontrol.RequestDigest,
+	note func(*flowcontrolv1.FlowSchema, *flowcontrolv1.PriorityLevelConfiguration, string),
+	estimate func() fcrequest.WorkEstimate, queued fairqueuing.QueueNoteFn, run func()) {
+	r.RequestInfo = c.own(ctx, r.RequestInfo)
+	c.active.Load().Handle(ctx, r, note, estimate, queued, run)
+}
+
+// Run implements flowcontrol.Interface; Fairness.Run does it.
+func (activeController) Run(<-chan struct{}) error { return nil }
+
+// Install implements flowcontrol.Interface; Fairness.ServeHTTP does it.
+func (activeController) Install(*mux.PathRecorderMux) {}
+
+// RegisterWatch implements flowcontrol.Interface. Nobody is charged for others' watches.
+func (activeController) RegisterWatch(*http.Request) flowcontrol.ForgetWatchFunc { return nil }
+
+// GetInterestedWatchCount implements flowcontrol.Interface.
+func (activeController) GetInterestedWatchCount(*request.RequestInfo) int { return 0 }
+
+// GetMaxSeats implements flowcontrol.Interface.
+func (c activeController) GetMaxSeats(level string) uint64 { return c.active.Load().GetMaxSeats(level) }
+
+// SetMaxSeats implements flowcontrol.Interface; the controller does it for itself.
+func (activeController) SetMaxSeats(string, uint64) {}
+
+// ForgetPriorityLevel implements flowcontrol.Interface; the controller does it for itself.
+func (activeController) ForgetPriorityLevel(string) {}
+
+// ServeHTTP answers upstream's debug pages, /debug/api_priority_and_fairness/….
+func (f *Fairness) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	f.active.Load().pages.ServeHTTP(w, req)
+}

@@ -1,0 +1,410 @@
+package h2writer
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+)
+
+// serve serves h over Conns.
+func serve(t *testing.T, h http.Handler) *httptest.Server {
+	return serveAs(t, h, func(*httptest.Server) {}, func(*Conn) {})
+}
+
+// serveAs is serve with a server and Conns that are changed before they are used.
+func serveAs(t *testing.T, h http.Handler, server func(*httptest.Server), conn func(*Conn)) *httptest.Server {
+	s := httptest.NewUnstartedServer(h)
+	h2 := &http2.Server{}
+	if err := http2.ConfigureServer(s.Config, h2); err != nil {
+		t.Fatal(err)
+	}
+	s.Config.TLSNextProto["h2"] = func(srv *http.Server, tlsConn *tls.Conn, _ http.Handler) {
+		c := NewConn(tlsConn, time.Second)
+		conn(c)
+		h2.ServeConn(c, &http2.ServeConnOpts{
+			Context:    c.WithConn(context.Background()),
+			BaseConfig: srv,
+			Handler:    Handler(h),
+		})
+	}
+	s.TLS = &tls.Config{NextProtos: []string{"h2"}}
+	server(s)
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	return s
+}
+
+func client(s *httptest.Server) *http.Client {
+	tr := &http.Transport{
+		TLSClientConfig:   s.Client().Transport.(*http.Transport).TLSClientConfig,
+		ForceAttemptHTTP2: true,
+	}
+	return &http.Client{Transport: tr}
+}
+
+func open(t *testing.T, c *http.Client, url string) *http.Response {
+	t.Helper()
+	req, err := http.NewRequestWithContext(t.Context(), "GET", url, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := c.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { resp.Body.Close() })
+	if resp.ProtoMajor != 2 {
+		t.Fatalf("it is %s", resp.Proto)
+	}
+	return resp
+}
+
+// hijackHandler gives every taken stream to take, and ends it when end is closed.
+func hijackHandler(use func(*Stream), end chan struct{}) http.HandlerFunc {
+	return func(w http.ResponseWriter, req *http.Request) {
+		if req.URL.Path != "/watch" {
+			body := bytes.Repeat([]byte(req.URL.Path), 40000)
+			_, _ = w.Write(body)
+			return
+		}
+		fmt.Fprint(w, "head\n")
+		w.(http.Flusher).Flush()
+		s := StreamFrom(req)
+		if s == nil || !s.Hijack(req.Context(), 5) {
+			fmt.Fprint(w, "not taken\n")
+			return
+		}
+		use(s)
+		select {
+		case <-end:
+		case <-req.Context().Done():
+		}
+		_ = s.Finish(req.Context())
+	}
+}
+
+// Fifty streams are written by one goroutine while other requests go on on the same connection.
+func TestHijackedStreamsShareConnection(t *testing.T) {
+	hijacked, end := make(chan *Stream, 50), make(chan struct{})
+	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
+	c := client(srv)
+	const streams, events = 50, 400
+	pad := strings.Repeat("x", 1200)
+	var readers, others sync.WaitGroup
+	for range streams {
+		resp := open(t, c, srv.URL+"/watch")
+		readers.Go(func() {
+			lines := bufio.NewReader(resp.Body)
+			if l, _ := lines.ReadString('\n'); l != "head\n" {
+				t.Errorf("the first line is %q", l)
+			}
+			for n := range events {
+				if l, err := lines.ReadString('\n'); l != fmt.Sprintf("%d%s\n", n, pad) {
+					t.Errorf("line %d is %.20q (%v)", n, l, err)
+					return
+				}
+			}
+			if rest, err := io.ReadAll(lines); err != nil || len(rest) > 0 {
+				t.Errorf("at the end: %.20q, %v", rest, err)
+			}
+		})
+	}
+	var all []*Stream
+	for range streams {
+		all = append(all, <-hijacked)
+	}
+	stop := make(chan struct{})
+	for n := range 4 {
+		others.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				path := fmt.Sprintf("/other%d", n)
+				resp, err := c.Get(srv.URL + path)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				body, err := io.ReadAll(resp.Body)
+				resp.Body.Close()
+				if err != nil || !bytes.Equal(body, bytes.Repeat([]byte(path), 40000)) {
+					t.Errorf("%d bytes, %v", len(body), err)
+					return
+				}
+			}
+		})
+	}
+	for n := range events {
+		line := []byte(fmt.Sprintf("%d%s\n", n, pad))
+		for _, s := range all {
+			if hijacked, _ := s.TryWrite(line); !hijacked {
+				if err := s.Write(t.Context(), 10*time.Second, line); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		all[0].Flush()
+	}
+	close(end)
+	readers.Wait()
+	close(stop)
+	others.Wait()
+}
+
+// A client that does not read one of its streams still gets the others, and what it misses waits in its own window
+// alone.
+func TestSlowStreamDoesNotBlockOthers(t *testing.T) {
+	hijacked, end := make(chan *Stream, 2), make(chan struct{})
+	defer close(end)
+	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
+	c := client(srv)
+	open(t, c, srv.URL+"/watch") // nobody reads it
+	slow := <-hijacked
+	quick := open(t, c, srv.URL+"/watch")
+	s := <-hijacked
+	var got atomic.Int64
+	go func() {
+		n, _ := io.Copy(io.Discard, quick.Body)
+		got.Store(n)
+	}()
+	chunk := bytes.Repeat([]byte("y"), 10000)
+	queueFull := false
+	for range 2000 { // 20 MB; a Go client takes 4 MB of a stream
+		hijacked, _ := slow.TryWrite(chunk)
+		if !queueFull && !hijacked {
+			queueFull = errors.Is(slow.Write(t.Context(), 50*time.Millisecond, chunk), ErrSlowClient)
+		}
+		if err := s.Write(t.Context(), 10*time.Second, chunk); err != nil {
+			t.Fatal(err)
+		}
+		s.Flush()
+	}
+	if !queueFull {
+		t.Error("the slow stream took everything")
+	}
+}
+
+func TestAClientThatLeavesEndsItsStream(t *testing.T) {
+	hijacked, end := make(chan *Stream, 1), make(chan struct{})
+	defer close(end)
+	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
+	resp := open(t, client(srv), srv.URL+"/watch")
+	s := <-hijacked
+	resp.Body.Close()
+	for {
+		if err := s.Write(t.Context(), 10*time.Second, []byte("x")); err != nil {
+			if !errors.Is(err, ErrStreamClosed) {
+				t.Error(err)
+			}
+			return
+		}
+		time.Sleep(time.Millisecond) // between tries, until the client's leaving has come here
+	}
+}
+
+// A peer that reads nothing at all does not hold its handlers for longer than the connection's patience.
+func TestDeadPeerClosesConnection(t *testing.T) {
+	ended := make(chan struct{}, 1)
+	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		defer func() { ended <- struct{}{} }()
+		w.(http.Flusher).Flush()
+		s := StreamFrom(req)
+		// the connection's window comes after the request
+		until := time.Now().Add(10 * time.Second)
+		for s != nil && !s.Hijack(req.Context(), 0) && time.Now().Before(until) {
+			time.Sleep(time.Millisecond)
+		}
+		if s == nil || time.Now().After(until) {
+			t.Error("not taken")
+			return
+		}
+		chunk := bytes.Repeat([]byte("z"), 100000)
+		for s.Write(req.Context(), time.Minute, chunk) == nil {
+		}
+	}))
+	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
+		InsecureSkipVerify: true,
+		NextProtos:         []string{"h2"},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	f := openRawStream(t, conn, http2.Setting{ID: http2.SettingInitialWindowSize, Val: 1 << 30})
+	if err := f.WriteWindowUpdate(0, 1<<30); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-ended:
+	case <-time.After(20 * time.Second):
+		t.Fatal("its handler still waits")
+	}
+}
+
+// A client with the protocol's own window of 64 KB is served by the server, which knows how to share so little.
+func TestASmallWindowIsNotShared(t *testing.T) {
+	end := make(chan struct{})
+	defer close(end)
+	srv := serve(t, hijackHandler(func(*Stream) { t.Error("taken") }, end))
+	conn, err := tls.Dial("tcp", srv.Listener.Addr().String(), &tls.Config{
+		InsecureSkipVerify: true,
+		NextProtos:         []string{"h2"},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	f := openRawStream(t, conn)
+	var data strings.Builder
+	for !strings.Contains(data.String(), "not taken\n") {
+		frame, err := f.ReadFrame()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d, ok := frame.(*http2.DataFrame); ok {
+			data.Write(d.Data())
+		}
+	}
+	if data.String() != "head\nnot taken\n" {
+		t.Errorf("%q", data.String())
+	}
+}
+
+func openRawStream(t *testing.T, conn net.Conn, settings ...http2.Setting) *http2.Framer {
+	if _, err := io.WriteString(conn, http2.ClientPreface); err != nil {
+		t.Fatal(err)
+	}
+	f := http2.NewFramer(conn, conn)
+	var block bytes.Buffer
+	enc := hpack.NewEncoder(&block)
+	for _, h := range [][2]string{{":method", "GET"}, {":scheme", "https"}, {":authority", "x"}, {":path", "/watch"}} {
+		if err := enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := errors.Join(f.WriteSettings(settings...), f.WriteHeaders(http2.HeadersFrameParam{
+		StreamID:      1,
+		BlockFragment: block.Bytes(),
+		EndStream:     true,
+		EndHeaders:    true,
+	})); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func TestHandlersDoNotSeeStreamHeader(t *testing.T) {
+	srv := serve(t, http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		for name := range req.Header {
+			if strings.HasPrefix(name, "X-Stream-") {
+				t.Errorf("a handler sees %s", name)
+			}
+		}
+		if StreamFrom(req) == nil {
+			t.Error("no stream")
+		}
+	}))
+	c := client(srv)
+	for range 3 {
+		open(t, c, srv.URL+"/")
+	}
+}
+
+// lines offers so many lines to a stream, and comes back where there is no room.
+type lines struct {
+	t        *testing.T
+	s        *Stream
+	n, total int
+	done     chan<- struct{}
+}
+
+func (l *lines) line(n int) []byte {
+	return fmt.Appendf(nil, "%d%s\n", n, strings.Repeat("z", 100<<10))
+}
+
+// Unblock implements Returner.
+func (l *lines) Unblock() {
+	for l.n < l.total {
+		accepted, queueFull := l.s.TryWrite(l.line(l.n))
+		if queueFull {
+			l.s.EnqueueWaiter(l)
+			return
+		}
+		if !accepted {
+			l.t.Error("the stream takes nothing")
+			break
+		}
+		l.n++
+	}
+	l.s.Flush()
+	l.done <- struct{}{}
+}
+
+// Who finds a connection's queue full is let return when there is room, until all is sent: where the server writes
+// nothing of its own that would carry the rest along, and where it does.
+func TestWaitersAreUnblocked(t *testing.T) {
+	for _, others := range []bool{false, true} {
+		t.Run(fmt.Sprintf("others %v", others), func(t *testing.T) { testWaiters(t, others) })
+	}
+}
+
+func testWaiters(t *testing.T, others bool) {
+	const streams, each = 20, 30 // 3 MB for each, of which a Go client takes 4
+	hijacked, end, done := make(chan *Stream, streams), make(chan struct{}), make(chan struct{}, streams)
+	srv := serve(t, hijackHandler(func(s *Stream) { hijacked <- s }, end))
+	c := client(srv)
+	var all sync.WaitGroup
+	for range streams {
+		body := open(t, c, srv.URL+"/watch").Body
+		l := &lines{t: t, s: <-hijacked, total: each, done: done}
+		all.Go(func() {
+			r := bufio.NewReader(body)
+			if head, err := r.ReadString('\n'); err != nil || head != "head\n" {
+				t.Errorf("%q %v", head, err)
+			}
+			for n := range each {
+				if got, err := r.ReadBytes('\n'); err != nil || !bytes.Equal(got, l.line(n)) {
+					t.Errorf("line %d is of %d bytes, %v", n, len(got), err)
+					return
+				}
+			}
+		})
+		all.Go(l.Unblock)
+		if others {
+			all.Go(func() {
+				resp := open(t, c, srv.URL+"/other")
+				if _, err := io.Copy(io.Discard, resp.Body); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+	}
+	timeout := time.After(20 * time.Second)
+	for n := range streams {
+		select {
+		case <-done:
+		case <-timeout:
+			t.Fatalf("%d of %d streams have sent everything", n, streams)
+		}
+	}
+	close(end)
+	all.Wait()
+}

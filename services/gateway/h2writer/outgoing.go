@@ -1,0 +1,260 @@
+package h2writer
+
+import (
+	"encoding/binary"
+	"slices"
+	"sync"
+	"time"
+)
+
+const (
+	// corkBytes bounds what is held back of the server's frames: one TLS record.
+	corkBytes = 16 << 10
+	// corkDelay is how long the beginning of an answer waits for what follows it.
+	corkDelay = 200 * time.Microsecond
+)
+
+// Write takes the server's frames, in whatever pieces they come. What is queued goes before them: the server may be
+// about to end a stream.
+//
+// The server writes an answer's headers, its body and its end one after the other, each by itself. The first two are
+// held for a moment, so that an answer is one write and one TLS record.
+func (c *Conn) Write(p []byte) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.serverWaiting++
+	for c.writing {
+		c.serverTurn.Wait()
+	}
+	c.serverWaiting--
+	total := len(p)
+	if c.err == nil && c.atFrameBoundary() && len(c.queue)+len(c.partial)+len(p) <= corkBytes {
+		if c.bufferFrames(p) {
+			c.serverTurn.Signal()
+			if !c.corked {
+				c.scheduleDrain()
+			}
+			return total, c.err
+		}
+		p = nil
+	}
+	if c.partial != nil {
+		p = append(slices.Clone(c.partial), p...)
+		c.dropPartial()
+	}
+	written := 0
+	for written < len(p) && c.err == nil {
+		n := len(p) - written
+		if len(c.queue) > 0 {
+			if c.atFrameBoundary() {
+				c.flushQueue()
+				continue
+			}
+			n = min(n, c.frameRemainder())
+		}
+		c.observe(p[written : written+n])
+		c.writeOut(p[written : written+n])
+		written += n
+	}
+	c.serverTurn.Signal()
+	c.scheduleDrain()
+	if c.err != nil {
+		return 0, c.err
+	}
+	return total, nil
+}
+
+var partialBuffers = sync.Pool{New: func() any { return new([corkBytes]byte) }}
+
+// bufferFrames adds p to what the server has begun to write, and queues that once it is whole frames: its own buffer is cut
+// every 4 KB. It answers false, with p added, where those may not wait, or be among others.
+func (c *Conn) bufferFrames(p []byte) bool {
+	if c.partial == nil {
+		c.partial = partialBuffers.Get().(*[corkBytes]byte)[:0]
+	}
+	c.partial = append(c.partial, p...)
+	complete, bufferable, continues := inspectFrames(c.partial)
+	if !bufferable {
+		return false
+	}
+	if !complete {
+		return true
+	}
+	c.observe(c.partial)
+	c.grow(len(c.partial))
+	c.queue = append(c.queue, c.partial...)
+	c.dropPartial()
+	if continues {
+		c.cork()
+	} else {
+		c.flushQueue()
+	}
+	return true
+}
+
+func (c *Conn) dropPartial() {
+	partialBuffers.Put((*[corkBytes]byte)(c.partial[:corkBytes]))
+	c.partial = nil
+}
+
+// inspectFrames says of what the server has begun to write whether it ends with a frame; whether it may wait at all, and be
+// put between other frames (no leave of the server, and no header block that goes on); and whether it is the beginning
+// of answers that go on: headers and data, without an end.
+func inspectFrames(p []byte) (complete, bufferable, continues bool) {
+	continues = true
+	for len(p) >= frameHeaderBytes {
+		n := frameHeaderBytes + int(p[0])<<16 + int(p[1])<<8 + int(p[2])
+		kind, flags := p[3], p[4]
+		if kind == frameGoAway || n > corkBytes || kind == frameHeaders && flags&flagEndHeaders == 0 {
+			return false, false, false
+		}
+		continues = continues && flags&flagEndStream == 0 && (kind == frameData || kind == frameHeaders)
+		if n > len(p) {
+			return false, true, false
+		}
+		p = p[n:]
+	}
+	return len(p) == 0, true, continues
+}
+
+// cork has what is queued written after a moment, unless that happens before.
+func (c *Conn) cork() {
+	if c.corked {
+		return
+	}
+	c.corked = true
+	if c.corkTimer == nil {
+		c.corkTimer = time.AfterFunc(c.corkDelay, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.corked = false
+			c.scheduleDrain()
+		})
+		return
+	}
+	c.corkTimer.Reset(c.corkDelay)
+}
+
+// atFrameBoundary says whether a frame may be put in: the server is amid none, and no header block is open.
+func (c *Conn) atFrameBoundary() bool {
+	return c.headerRead == 0 && c.payloadLeft == 0 && !c.headerBlock
+}
+
+// frameRemainder is how many bytes at least belong to the frame that the server is amid.
+func (c *Conn) frameRemainder() int {
+	if c.payloadLeft > 0 {
+		return c.payloadLeft
+	}
+	return frameHeaderBytes - c.headerRead
+}
+
+// writeOut writes p, with the lock released; others queue meanwhile.
+func (c *Conn) writeOut(p []byte) {
+	c.writing = true
+	c.mu.Unlock()
+	var err error
+	for len(p) > 0 && err == nil {
+		n := min(len(p), writeChunkBytes)
+		_ = c.SetWriteDeadline(time.Now().Add(c.writeTimeout))
+		_, err = c.Conn.Write(p[:n])
+		p = p[n:]
+	}
+	c.mu.Lock()
+	c.writing = false
+	if err != nil && c.err == nil {
+		c.err = err
+		_ = c.NetConn().Close() // whoever reads is to know it as well
+		c.wake()
+	}
+}
+
+// flushQueue writes what is queued now.
+func (c *Conn) flushQueue() {
+	if c.corked {
+		c.corked = false
+		c.corkTimer.Stop()
+	}
+	out := c.queue
+	c.queue, c.spare = c.spare[:0], nil
+	c.writeOut(out)
+	switch {
+	case cap(out) == largeBuffer:
+		largeBuffers.Put((*[largeBuffer]byte)(out[:largeBuffer]))
+	case cap(out) <= smallBuffer:
+		c.spare = out
+	}
+	c.wake()
+}
+
+// observe follows the server's frames.
+func (c *Conn) observe(p []byte) {
+	for len(p) > 0 {
+		if c.payloadLeft > 0 {
+			n := min(len(p), c.payloadLeft)
+			c.payloadLeft -= n
+			p = p[n:]
+			continue
+		}
+		n := copy(c.header[c.headerRead:], p)
+		c.headerRead += n
+		p = p[n:]
+		if c.headerRead < frameHeaderBytes {
+			return
+		}
+		c.headerRead = 0
+		c.payloadLeft = int(c.header[0])<<16 | int(c.header[1])<<8 | int(c.header[2])
+		c.sentFrame(c.header[3], c.header[4], binary.BigEndian.Uint32(c.header[5:])&(1<<31-1), int64(c.payloadLeft))
+	}
+}
+
+// sentFrame takes note of one of the server's frames.
+func (c *Conn) sentFrame(kind, flags byte, id uint32, length int64) {
+	switch kind {
+	case frameData:
+		c.serverUsed += length
+		c.serverWindow -= length
+		if s := c.streams[id]; s != nil {
+			s.window -= length
+			s.sent += length
+		}
+	case frameHeaders, framePush, frameContinuation:
+		c.headerBlock = flags&flagEndHeaders == 0
+		if s := c.streams[id]; s != nil {
+			s.headersSent = !c.headerBlock
+		}
+		if kind != frameHeaders { // their flag of this value is no end of a stream
+			return
+		}
+	case frameReset:
+		c.removeStream(id)
+		return
+	case frameGoAway: // of streams that come now the server says nothing, so nothing would end them here
+		c.goAwaySent = true
+		return
+	default:
+		return
+	}
+	if flags&flagEndStream != 0 {
+		c.removeStream(id)
+		return
+	}
+	if c.writersWaiting > 0 {
+		c.wake()
+	}
+}
+
+func (c *Conn) removeStream(id uint32) {
+	if s := c.streams[id]; s != nil {
+		s.closed = true
+		delete(c.streams, id)
+		c.wake()
+	}
+}
+
+// wake lets every waiting writer look again.
+func (c *Conn) wake() {
+	if c.writersWaiting > 0 {
+		close(c.changed)
+		c.changed = make(chan struct{})
+	}
+}

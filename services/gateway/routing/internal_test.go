@@ -1,0 +1,52 @@
+package routing
+
+import (
+	"net/http"
+	"net/url"
+	"testing"
+
+	"google.golang.org/grpc"
+	"k8s.io/apiserver/pkg/endpoints/request"
+
+	"watershed.dev/platform/identity"
+	commonv1 "watershed.dev/proto/watershed/common/v1"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+	"watershed.dev/services/gateway/watch"
+)
+
+// The services that decide are answered by registry: lists, watches and GETs.
+func TestInternalReadsGoToRegistry(t *testing.T) {
+	var nowhere grpc.ClientConnInterface
+	r := &Router{
+		Tier:     Source{watchfanoutv1.NewWatchClient(nowhere), &watch.Hub{}},
+		Internal: Source{watchfanoutv1.NewInternalWatchClient(nowhere), &watch.Hub{}},
+		TierGets: watchfanoutv1.NewWatchClient(nowhere),
+	}
+	e := podsResource()
+	e.Verbs = []string{"get", "list", "watch"}
+	for group, internal := range map[string]bool{
+		identity.ServicesGroup: true,
+		"system:masters":       false,
+		"system:nodes":         false,
+	} {
+		c := &requestContext{
+			router:      r,
+			req:         &http.Request{URL: &url.URL{}},
+			info:        &request.RequestInfo{Verb: "watch"},
+			apiResource: e,
+			dialect:     builtIn{},
+			user:        &commonv1.User{Name: "u", Groups: []string{"a", group}},
+			out:         &registryv1.Output{MediaType: "application/json"},
+		}
+		p, err := c.plan()
+		if err != nil || (p.source == &r.Internal) != internal || (p.source == &r.Tier) == internal {
+			t.Errorf("%s: lists and watches are answered by registry: %v, %v", group, p.source == &r.Internal, err)
+		}
+		if internal {
+			if c.planGet() != nil {
+				t.Errorf("%s: a GET is answered by a replica", group)
+			}
+		}
+	}
+}

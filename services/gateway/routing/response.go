@@ -1,0 +1,82 @@
+package routing
+
+import (
+	"context"
+	"net/http"
+
+	"watershed.dev/platform/rpc"
+	"watershed.dev/platform/warnings"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+	"watershed.dev/services/gateway/audit"
+	"watershed.dev/services/gateway/body"
+	"watershed.dev/services/gateway/h2writer"
+	"watershed.dev/services/gateway/responsewriters"
+)
+
+// fail answers an error, with what came beside it.
+func (c *requestContext) fail(err error) {
+	warnings.Forward(c.req.Context(), rpc.Warnings(err))
+	audit.RecordContext(c.req.Context(), rpc.AuditContextOf(err), c.body)
+	responsewriters.Error(c.w, c.req, c.groupVersion(), rpc.WithoutDetails(err))
+}
+
+// writeResponse answers what registry has answered.
+func (c *requestContext) writeResponse(resp *registryv1.ObjectResponse) {
+	ctx := c.req.Context()
+	warnings.Forward(ctx, resp.Warnings)
+	audit.RecordContext(ctx, resp.Audit, c.body)
+	if audit.IncludesResponse(ctx) {
+		audit.RecordResponse(ctx, c.out.MediaType, resp.Body)
+	}
+	to := body.NewWriter(c.w, c.req, c.out.MediaType, int(resp.Code), int64(len(resp.Body)))
+	_, _ = to.Write(resp.Body)
+	_ = to.Close()
+}
+
+// hijackAbove is the size from which a body is written past the HTTP/2 server, which copies and frames it piece by
+// piece.
+const hijackAbove = 64 << 10
+
+// startResponse begins the answer whose first chunk there is, and says how to write it and how to end it.
+func (c *requestContext) startResponse(first *rpc.Chunk) (write func([][]byte) error, end func()) {
+	ctx := c.req.Context()
+	if audit.IncludesResponse(ctx) {
+		return c.startAuditedResponse(ctx, first.Size)
+	}
+	stream := h2writer.StreamFrom(c.req)
+	compress := !first.Gzip && body.ShouldCompress(c.req, first.Size)
+	hijacked := stream != nil && first.Size > hijackAbove && !compress
+	var to *body.Writer
+	if first.Gzip || hijacked {
+		to = body.NewEncoded(c.w, c.out.MediaType, http.StatusOK, first.Gzip)
+	} else {
+		to = body.NewWriter(c.w, c.req, c.out.MediaType, http.StatusOK, first.Size)
+	}
+	if hijacked && http.NewResponseController(c.w).Flush() == nil && stream.Hijack(ctx, 0) {
+		writeTimeout := c.router.Tier.Watches.Config.WriteTimeout
+		return func(parts [][]byte) error {
+			return stream.Write(ctx, writeTimeout, parts...)
+		}, func() { _ = stream.Finish(ctx) }
+	}
+	return func(parts [][]byte) error {
+		for _, p := range parts {
+			if _, err := to.Write(p); err != nil {
+				return err
+			}
+		}
+		return nil
+	}, func() { _ = to.Close() }
+}
+
+// startAuditedResponse is begin for an answer that is audited whole.
+func (c *requestContext) startAuditedResponse(ctx context.Context, size int64) (write func([][]byte) error, end func()) {
+	data := make([]byte, 0, max(size, 0))
+	return func(parts [][]byte) error {
+			for _, p := range parts {
+				data = append(data, p...)
+			}
+			return nil
+		}, func() {
+			c.writeResponse(&registryv1.ObjectResponse{Code: http.StatusOK, Body: data})
+		}
+}

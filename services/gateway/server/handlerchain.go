@@ -1,0 +1,231 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"net/http"
+	"slices"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apiserver/pkg/authentication/authenticator"
+	"k8s.io/apiserver/pkg/authorization/authorizer"
+	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
+	"k8s.io/apiserver/pkg/endpoints/filters/impersonation"
+	"k8s.io/apiserver/pkg/endpoints/request"
+	genericfeatures "k8s.io/apiserver/pkg/features"
+	genericfilters "k8s.io/apiserver/pkg/server/filters"
+	utilfeature "k8s.io/apiserver/pkg/util/feature"
+
+	"watershed.dev/platform/identity"
+	"watershed.dev/platform/paths"
+	"watershed.dev/services/gateway/audit"
+	"watershed.dev/services/gateway/body"
+	"watershed.dev/services/gateway/delegatedauth"
+	"watershed.dev/services/gateway/flowcontrol"
+	"watershed.dev/services/gateway/responsewriters"
+)
+
+// LongRunning recognizes requests without a time limit.
+var LongRunning = genericfilters.BasicLongRunningRequestCheck(sets.NewString("watch", "proxy"),
+	sets.NewString("attach", "exec", "proxy", "log", "portforward"))
+
+// MetricsInfoFunc returns the RequestInfo from which metrics take their labels: without anything that a client chooses freely.
+type MetricsInfoFunc func(*request.RequestInfo) *request.RequestInfo
+
+// ChainConfig are the parts of a gateway that its filters use.
+type ChainConfig struct {
+	Authn   *delegatedauth.Authenticator
+	Authz   *delegatedauth.Authorizer
+	Auditor *audit.Auditor
+	// Fairness is nil if requests are not bounded by flow.
+	Fairness *flowcontrol.Fairness
+	// BuffersBody reports whether a request's body is read before the request counts as in flight.
+	BuffersBody func(*http.Request) bool
+	MetricsInfo MetricsInfoFunc
+}
+
+// BuildHandlerChain wraps api in the filters, in kube-apiserver's order (k8s.io/apiserver/pkg/server/config.go,
+// DefaultBuildHandlerChain).
+func (s *Server) BuildHandlerChain(api http.Handler, p ChainConfig) http.Handler {
+	c := s.config
+	auditor := p.Auditor
+	h := withFilterSpan("authorization", api, func(h http.Handler) http.Handler {
+		return genericapifilters.WithAuthorization(h, p.Authz, responsewriters.Codecs)
+	})
+	h = exemptInternal(s.limited(h, p), h)
+	bodies := new(body.Reader) // one, which bounds all
+	h = withFilterSpan("body", h, func(h http.Handler) http.Handler { return bodies.ReadAhead(h, p.BuffersBody) })
+	h = withFilterSpan("userlimits", h, s.userLimits.filter)
+	if utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ConstrainedImpersonation) {
+		h = withFilterSpan("constrainedimpersonation", h, func(h http.Handler) http.Handler {
+			return impersonation.WithConstrainedImpersonation(h, p.Authz, responsewriters.Codecs)
+		})
+	} else {
+		h = withFilterSpan("impersonation", h, func(h http.Handler) http.Handler {
+			return impersonation.WithImpersonation(h, p.Authz, responsewriters.Codecs)
+		})
+	}
+	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
+	h = withTracing(h)
+	unauthorizedHandler := genericapifilters.WithFailedAuthenticationAudit(unauthorized{}, auditor.Sink, auditor.Policy)
+	h = genericapifilters.WithAuthentication(h, authnUnavailable{p.Authn}, unauthorizedHandler,
+		authenticator.Audiences(c.APIAudiences), nil)
+	h = genericfilters.WithCORS(h, c.CORS, nil, nil, nil, "true")
+	h = genericapifilters.WithWarningRecorder(h)
+	h = withTimeout(h, p.MetricsInfo)
+	h = genericapifilters.WithRequestDeadline(h, auditor.Sink, auditor.Policy, LongRunning, responsewriters.Codecs,
+		c.RequestTimeout)
+	h = genericfilters.WithWaitGroup(h, LongRunning, s.InFlight)
+	if c.GoawayChance > 0 {
+		h = genericfilters.WithProbabilisticGoaway(h, c.GoawayChance)
+	}
+	h = genericapifilters.WithCacheControl(h)
+	h = genericfilters.WithHSTS(h, c.HSTS)
+	h = genericfilters.WithHTTPLogging(h)
+	h = genericapifilters.WithLatencyTrackers(h)
+	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
+	h = genericapifilters.WithRequestReceivedTimestamp(h)
+	h = withPanicRecovery(h, p.MetricsInfo)
+	return genericapifilters.WithAuditInit(h)
+}
+
+// limited bounds the requests that next answers: by flow, or those in flight.
+func (s *Server) limited(next http.Handler, p ChainConfig) http.Handler {
+	c := s.config
+	longRunning := func(req *http.Request, info *request.RequestInfo) bool {
+		return LongRunning(req, ownInfo(req.Context(), info))
+	}
+	return withMetricsInfo(next, p.MetricsInfo, func(h http.Handler) http.Handler {
+		if p.Fairness == nil {
+			return genericfilters.WithMaxInFlightLimit(h, c.MaxInFlight, c.MaxMutating, longRunning)
+		}
+		return withFilterSpan("priorityandfairness", h, func(h http.Handler) http.Handler {
+			return p.Fairness.Filter(h, longRunning, ownInfo, c.RequestTimeout)
+		})
+	})
+}
+
+// BuildLoopbackChain is api for a client within the process, which may do what authz says. It is audited, and passes none of the
+// filters that bound what clients do.
+func BuildLoopbackChain(api http.Handler, authz authorizer.Authorizer, auditor *audit.Auditor) http.Handler {
+	h := genericapifilters.WithAuthorization(api, authz, responsewriters.Codecs)
+	h = genericapifilters.WithAudit(h, auditor.Sink, auditor.Policy, LongRunning)
+	h = genericapifilters.WithWarningRecorder(h)
+	h = genericapifilters.WithRequestInfo(h, paths.RequestInfo)
+	h = genericapifilters.WithRequestReceivedTimestamp(h)
+	return genericapifilters.WithAuditInit(h)
+}
+
+// withPanicRecovery logs a panic and ends its request as aborted, as kube-apiserver does: a client must not take what it has of
+// the answer for the whole. Upstream's filter panics again only while runtime.ReallyCrash is set, which it is not here
+// (cmd/watershed). An abort after the client has left is neither logged nor counted.
+func withPanicRecovery(h http.Handler, metricsInfo MetricsInfoFunc) http.Handler {
+	filtered := genericfilters.WithPanicRecovery(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		defer func() {
+			err := recover()
+			if err == nil {
+				return
+			}
+			responsewriters.Abort(req.Context())
+			if err != http.ErrAbortHandler || !clientGone(req) { //nolint:errorlint // a panic's value, not an error
+				panic(err)
+			}
+		}()
+		h.ServeHTTP(w, req)
+	}), metricsInfoResolver(metricsInfo))
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		ctx, aborted := responsewriters.WithAbort(req.Context())
+		filtered.ServeHTTP(w, req.WithContext(ctx))
+		if aborted() {
+			panic(http.ErrAbortHandler)
+		}
+	})
+}
+
+// metricsInfoResolver resolves requests for upstream's filters that label metrics by what they are given.
+type metricsInfoResolver MetricsInfoFunc
+
+// NewRequestInfo implements request.RequestInfoResolver.
+func (metricsInfo metricsInfoResolver) NewRequestInfo(req *http.Request) (*request.RequestInfo, error) {
+	info, err := paths.RequestInfo.NewRequestInfo(req)
+	if err != nil {
+		info = nil
+	}
+	return metricsInfo(info), nil
+}
+
+// withMetricsInfo wraps next in filters that label metrics by the RequestInfo in the context: a request that they refuse leaves
+// its resource, or its path, as a label for good. They get labelled's. Where a filter decides, it takes ownInfo. next
+// gets the request's own.
+func withMetricsInfo(next http.Handler, metricsInfo MetricsInfoFunc, filters func(http.Handler) http.Handler) http.Handler {
+	filtered := filters(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if own := ownInfo(req.Context(), nil); own != nil {
+			req = req.WithContext(request.WithRequestInfo(req.Context(), own))
+		}
+		next.ServeHTTP(w, req)
+	}))
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if info, ok := request.RequestInfoFrom(req.Context()); ok {
+			if labels := metricsInfo(info); labels != info {
+				ctx := context.WithValue(req.Context(), ownKey{}, info)
+				req = req.WithContext(request.WithRequestInfo(ctx, labels))
+			}
+		}
+		filtered.ServeHTTP(w, req)
+	})
+}
+
+// ownKey is the context's key of a request's own RequestInfo within filters that get another.
+type ownKey struct{}
+
+// ownInfo returns a request's own RequestInfo: info, unless counted has put another in its place.
+func ownInfo(ctx context.Context, info *request.RequestInfo) *request.RequestInfo {
+	if own, ok := ctx.Value(ownKey{}).(*request.RequestInfo); ok {
+		return own
+	}
+	return info
+}
+
+// authnUnavailable turns an authn that cannot be asked into an answer that a client retries, rather than a 401.
+type authnUnavailable struct{ *delegatedauth.Authenticator }
+
+var errAuthnUnavailable = errors.New("authentication is unavailable")
+
+func (a authnUnavailable) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
+	resp, ok, err := a.Authenticator.AuthenticateRequest(req)
+	if err != nil && (apierrors.IsServiceUnavailable(err) || apierrors.IsTimeout(err)) {
+		*req = *req.WithContext(context.WithValue(req.Context(), authnUnavailableKey{}, err))
+		return nil, false, errAuthnUnavailable
+	}
+	return resp, ok, err
+}
+
+type authnUnavailableKey struct{}
+
+// unauthorized answers what nobody vouched for: 401, or 503 where nobody could be asked.
+type unauthorized struct{}
+
+func (unauthorized) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	if err, ok := req.Context().Value(authnUnavailableKey{}).(error); ok {
+		w.Header().Set("Retry-After", "1")
+		responsewriters.Error(w, req, responsewriters.V1, err)
+		return
+	}
+	if c := delegatedauth.Challenge(req.Context()); c != "" {
+		w.Header().Set("WWW-Authenticate", c)
+	}
+	genericapifilters.Unauthorized(responsewriters.Codecs).ServeHTTP(w, req)
+}
+
+// exemptInternal passes the system's own services by the limit of requests in flight and by flow control, as if they had an
+// exempt level of their own: what everybody is decided by is not to wait for everybody.
+func exemptInternal(limited, next http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if u, ok := request.UserFrom(req.Context()); ok && slices.Contains(u.GetGroups(), identity.ServicesGroup) {
+			next.ServeHTTP(w, req)
+			return
+		}
+		limited.ServeHTTP(w, req)
+	})
+}

@@ -1,0 +1,300 @@
+// Package edge is the gateway's outer side: the HTTPS server and the filters that every request passes. Nothing inside
+// the gateway imports it.
+package server
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"slices"
+	"syscall"
+	"time"
+
+	"github.com/spf13/pflag"
+	"golang.org/x/net/http2"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/util/waitgroup"
+
+	"watershed.dev/services/gateway/h2writer"
+)
+
+// Config is the outer side's settings, under kube-apiserver's names.
+type Config struct {
+	BindAddress                string
+	SecurePort                 int
+	TLS                        TLSConfig
+	ClientCAFile               string
+	ServicesCAFile             string
+	RequestHeaderCAFile        string
+	MaxInFlight, MaxMutating   int
+	UserLimits                 UserLimitsConfig
+	RequestTimeout             time.Duration
+	CORS                       []string
+	HSTS                       []string
+	GoawayChance               float64
+	APIAudiences               []string
+	HTTP2MaxStreams            uint32
+	PermitPortSharing          bool
+	ShutdownDelay              time.Duration
+	WatchGracePeriod           time.Duration
+	RequestHeaderUserHeaders   []string
+	RequestHeaderUIDHeaders    []string
+	RequestHeaderGroupHeaders  []string
+	RequestHeaderExtraPrefixes []string
+}
+
+// AddFlags registers the flags of the HTTPS server and its filters, with their defaults.
+func (c *Config) AddFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&c.BindAddress, "bind-address", "0.0.0.0",
+		"The IP address on which to listen for the --secure-port port.")
+	fs.IntVar(&c.SecurePort, "secure-port", 6443,
+		"The port on which to serve HTTPS with authentication and authorization.")
+	fs.BoolVar(&c.PermitPortSharing, "permit-port-sharing", false,
+		"If true, SO_REUSEPORT is used when binding the port, so that more than one gateway can bind the same "+
+			"address and port.")
+	c.TLS.addFlags(fs)
+	fs.StringVar(&c.ClientCAFile, "client-ca-file", "",
+		"Any request presenting a client certificate signed by one of the authorities in this file is authenticated "+
+			"with its common name.")
+	fs.StringVar(&c.ServicesCAFile, "services-client-ca-file", "",
+		"The certificate authority of authn's, authz's and admission's client certificates, as authn has it.")
+	fs.StringVar(&c.RequestHeaderCAFile, "requestheader-client-ca-file", "",
+		"Root certificate bundle for front proxies' client certificates.")
+	fs.IntVar(&c.MaxInFlight, "max-requests-inflight", 400,
+		"This and --max-mutating-requests-inflight are summed to determine the cluster's total concurrency limit (which "+
+			"must be positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits the maximum number of "+
+			"non-mutating requests in flight of a gateway, or a zero value disables the limit completely.")
+	fs.IntVar(&c.MaxMutating, "max-mutating-requests-inflight", 200,
+		"This and --max-requests-inflight are summed to determine the cluster's total concurrency limit (which must be "+
+			"positive) if --enable-priority-and-fairness is true. Otherwise, this flag limits the maximum number of mutating "+
+			"requests in flight of a gateway, or a zero value disables the limit completely.")
+	c.UserLimits.addFlags(fs)
+	fs.DurationVar(&c.RequestTimeout, "request-timeout", time.Minute,
+		"How long a request may take before it times out; watches and the like are exempt.")
+	fs.StringSliceVar(&c.CORS, "cors-allowed-origins", nil,
+		"List of allowed origins for CORS, comma separated regular expressions.")
+	fs.StringSliceVar(&c.HSTS, "strict-transport-security-directives", nil,
+		"List of directives for HSTS, comma separated.")
+	fs.Float64Var(&c.GoawayChance, "goaway-chance", 0,
+		"To prevent HTTP/2 clients from getting stuck on a single gateway, randomly close a connection (GOAWAY): a "+
+			"chance from 0 to 0.02.")
+	fs.StringSliceVar(&c.APIAudiences, "api-audiences", nil, "Identifiers of the API.")
+	fs.Uint32Var(&c.HTTP2MaxStreams, "http2-max-streams-per-connection", defaultMaxStreams,
+		"The limit that the server gives to clients for the maximum number of streams in an HTTP/2 connection. 0: 100.")
+	fs.DurationVar(&c.ShutdownDelay, "shutdown-delay-duration", 0,
+		"How long to go on serving after SIGTERM while /readyz fails.")
+	fs.DurationVar(&c.WatchGracePeriod, "shutdown-watch-termination-grace-period", 0,
+		"Over how long watches are ended after --shutdown-delay-duration, so that their clients do not all come "+
+			"back at once. 0: at once.")
+	fs.StringSliceVar(&c.RequestHeaderUserHeaders, "requestheader-username-headers", []string{"X-Remote-User"},
+		"Request headers to inspect for usernames.")
+	fs.StringSliceVar(&c.RequestHeaderUIDHeaders, "requestheader-uid-headers", nil,
+		"Request headers to inspect for UIDs.")
+	fs.StringSliceVar(&c.RequestHeaderGroupHeaders, "requestheader-group-headers", []string{"X-Remote-Group"},
+		"Request headers to inspect for groups.")
+	fs.StringSliceVar(&c.RequestHeaderExtraPrefixes, "requestheader-extra-headers-prefix", []string{"X-Remote-Extra-"},
+		"Request header prefixes to inspect.")
+}
+
+// Validate refuses what kube-apiserver refuses (k8s.io/apiserver/pkg/server/options, ServerRunOptions.Validate), and
+// names the flag.
+func (c *Config) Validate() error {
+	var errs []error
+	for _, f := range []struct {
+		name  string
+		value time.Duration
+	}{
+		{"request-timeout", c.RequestTimeout},
+		{"shutdown-delay-duration", c.ShutdownDelay},
+		{"shutdown-watch-termination-grace-period", c.WatchGracePeriod},
+	} {
+		if f.value < 0 {
+			errs = append(errs, fmt.Errorf("--%s %v: must not be negative", f.name, f.value))
+		}
+	}
+	if !(c.GoawayChance >= 0 && c.GoawayChance <= 0.02) { // also false for NaN
+		errs = append(errs, fmt.Errorf("--goaway-chance %v: must be from 0 to 0.02; 0 closes no connection",
+			c.GoawayChance))
+	}
+	return errors.Join(append(errs, c.UserLimits.Validate())...)
+}
+
+// FrontProxyHeaders are the headers that may carry an identity, by name and by how their names begin. They are taken
+// out of every request, also where no front proxy is configured, since whoever a request is passed on to may believe
+// them.
+func (c *Config) FrontProxyHeaders() (names, prefixes []string) {
+	names = slices.Concat(c.RequestHeaderUserHeaders, c.RequestHeaderUIDHeaders, c.RequestHeaderGroupHeaders)
+	return names, c.RequestHeaderExtraPrefixes
+}
+
+// Server serves HTTPS.
+type Server struct {
+	config *Config
+	// ShuttingDown is closed when the server is told to stop: it is not ready any more, and serves on for
+	// --shutdown-delay-duration.
+	ShuttingDown chan struct{}
+	InFlight     *waitgroup.SafeWaitGroup
+	// shutdownStagger are closed one after the other, over the watches' grace period.
+	shutdownStagger [64]chan struct{}
+	userLimits      *userLimits
+}
+
+// ShutdownStagger is what a watch ends by when the server stops: one of many, so that clients do not all come back at once.
+func (s *Server) ShutdownStagger() <-chan struct{} {
+	return s.shutdownStagger[rand.IntN(len(s.shutdownStagger))]
+}
+
+// NewServer returns a server that is not listening yet.
+func NewServer(c *Config) *Server {
+	s := &Server{config: c, ShuttingDown: make(chan struct{}), InFlight: new(waitgroup.SafeWaitGroup),
+		userLimits: newUserLimits(&c.UserLimits)}
+	for i := range s.shutdownStagger {
+		s.shutdownStagger[i] = make(chan struct{})
+	}
+	return s
+}
+
+// defaultMaxStreams is kube-apiserver's default, and what clients of golang.org/x/net/http2 expect before they have the
+// server's settings. A connection is closed when it has four times as many requests that have not begun, so the bound
+// is also one on rapid resets (k8s.io/apiserver/pkg/server/secure_serving.go).
+const defaultMaxStreams = 100
+
+// resourceBody99Percentile is what 99 of 100 objects fit into, and so a frame and a stream's window
+// (k8s.io/apiserver/pkg/server/secure_serving.go).
+const resourceBody99Percentile = 256 << 10
+
+// Run listens until ctx is done, then lets the requests in flight end.
+func (s *Server) Run(ctx context.Context, h http.Handler) error {
+	c := s.config
+	serving, stop := context.WithCancel(context.WithoutCancel(ctx)) // until the last request has ended
+	defer stop()
+	conf, err := c.TLS.config(serving,
+		clientCA{"client-ca-file", c.ClientCAFile},
+		clientCA{"requestheader-client-ca-file", c.RequestHeaderCAFile},
+		clientCA{"services-client-ca-file", c.ServicesCAFile})
+	if err != nil {
+		return err
+	}
+	addr := net.JoinHostPort(c.BindAddress, fmt.Sprint(c.SecurePort))
+	l, err := c.listen(ctx, addr)
+	if err != nil {
+		return fmt.Errorf("--secure-port %d: %w", c.SecurePort, err)
+	}
+	srv := c.server(h2writer.Handler(h), conf)
+	s.userLimits.trackConnections(srv)
+	if err := serveHTTP2(srv, s.userLimits.connContext); err != nil {
+		return err
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- srv.ServeTLS(l, "", "") }()
+	slog.Info("Serving the Kubernetes API", "address", l.Addr().String())
+	select {
+	case err := <-ended:
+		return err
+	case <-ctx.Done():
+	}
+	return s.shutDown(srv)
+}
+
+// server returns net/http's server with kube-apiserver's bounds of headers and HTTP/2.
+func (c *Config) server(h http.Handler, conf *tls.Config) *http.Server {
+	streams := int64(c.HTTP2MaxStreams)
+	if streams == 0 {
+		streams = defaultMaxStreams
+	}
+	return &http.Server{
+		Handler:           h,
+		TLSConfig:         conf,
+		MaxHeaderBytes:    1 << 20,
+		IdleTimeout:       90 * time.Second,
+		ReadHeaderTimeout: 32 * time.Second,
+		ErrorLog:          discardLogger(),
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams:          int(streams),
+			MaxReadFrameSize:              resourceBody99Percentile,
+			MaxReceiveBufferPerStream:     resourceBody99Percentile,
+			MaxReceiveBufferPerConnection: int(min(streams*resourceBody99Percentile, 1<<30)),
+		},
+	}
+}
+
+// shutDown ends a server in kube-apiserver's order (k8s.io/apiserver/pkg/server/genericapiserver.go): not ready; served
+// on for the delay; no new connections, and GOAWAY on those there are; requests end by themselves, watches over their
+// grace period.
+func (s *Server) shutDown(srv *http.Server) error {
+	c := s.config
+	close(s.ShuttingDown)
+	time.Sleep(c.ShutdownDelay)
+	drain, cancel := context.WithTimeout(context.Background(), c.RequestTimeout+c.WatchGracePeriod)
+	defer cancel()
+	go func() {
+		for _, w := range s.shutdownStagger {
+			close(w)
+			time.Sleep(c.WatchGracePeriod / time.Duration(len(s.shutdownStagger)))
+		}
+	}()
+	if err := srv.Shutdown(drain); err != nil {
+		return srv.Close()
+	}
+	idle := make(chan struct{}) // of requests that have taken their connection over
+	go func() { s.InFlight.Wait(); close(idle) }()
+	select {
+	case <-idle:
+	case <-drain.Done():
+	}
+	return nil
+}
+
+// StopTimeout is how long a server takes to stop at most.
+func (c *Config) StopTimeout() time.Duration {
+	return c.ShutdownDelay + c.WatchGracePeriod + c.RequestTimeout + 5*time.Second
+}
+
+// connWriteTimeout is how long a connection's peer may take nothing before the connection is closed: it is gone, or
+// as good as gone. A stream that is not read is another matter, and ends by itself.
+const connWriteTimeout = 30 * time.Second
+
+// serveHTTP2 serves HTTP/2 over connections that watches may write to together. net/http has no way to serve it
+// over a connection that is not its own, so golang.org/x/net/http2 does. within makes the context of a connection's
+// requests.
+func serveHTTP2(srv *http.Server, connContext func(context.Context, net.Conn) context.Context) error {
+	h2 := &http2.Server{}
+	if err := http2.ConfigureServer(srv, h2); err != nil {
+		return err
+	}
+	srv.TLSNextProto[http2.NextProtoTLS] = func(srv *http.Server, conn *tls.Conn, _ http.Handler) {
+		h2conn := h2writer.NewConn(conn, connWriteTimeout)
+		h2.ServeConn(h2conn, &http2.ServeConnOpts{
+			Context:    connContext(h2conn.WithConn(context.Background()), conn),
+			BaseConfig: srv,
+			Handler:    srv.Handler,
+		})
+	}
+	return nil
+}
+
+// listen opens the port; with --permit-port-sharing several gateways of one machine share it and the kernel spreads
+// connections over those that live.
+func (c *Config) listen(ctx context.Context, addr string) (net.Listener, error) {
+	lc := net.ListenConfig{}
+	if c.PermitPortSharing {
+		lc.Control = func(_, _ string, raw syscall.RawConn) error {
+			var serr error
+			err := raw.Control(func(fd uintptr) {
+				serr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_REUSEPORT, 1)
+			})
+			return errors.Join(err, serr)
+		}
+	}
+	return lc.Listen(ctx, "tcp", addr)
+}
+
+// discardLogger drops what net/http says of clients that hang up.
+func discardLogger() *log.Logger { return log.New(io.Discard, "", 0) }

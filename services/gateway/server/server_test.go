@@ -1,0 +1,218 @@
+package server
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+
+	"watershed.dev/services/gateway/h2writer"
+)
+
+// serve starts the gateway's own server over a handler, with a test certificate.
+func serve(t *testing.T, c *Config, h http.Handler) *httptest.Server {
+	t.Helper()
+	s := httptest.NewUnstartedServer(nil)
+	s.Config = c.server(h2writer.Handler(h), nil)
+	l := newUserLimits(&c.UserLimits)
+	l.trackConnections(s.Config)
+	s.EnableHTTP2 = true
+	if err := serveHTTP2(s.Config, l.connContext); err != nil {
+		t.Fatal(err)
+	}
+	s.TLS = s.Config.TLSConfig
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	return s
+}
+
+// preface opens a connection that speaks HTTP/2 and sends the client's preface.
+func preface(t *testing.T, s *httptest.Server) (net.Conn, *http2.Framer) {
+	t.Helper()
+	conn, err := tls.Dial("tcp", s.Listener.Addr().String(),
+		&tls.Config{InsecureSkipVerify: true, NextProtos: []string{http2.NextProtoTLS}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	if err := conn.SetDeadline(time.Now().Add(30 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	f := http2.NewFramer(conn, conn)
+	if _, err := io.WriteString(conn, http2.ClientPreface); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.WriteSettings(); err != nil {
+		t.Fatal(err)
+	}
+	return conn, f
+}
+
+func defaults(t *testing.T, args ...string) *Config {
+	t.Helper()
+	c := &Config{}
+	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+	c.AddFlags(fs)
+	if err := fs.Parse(args); err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// A connection begins with kube-apiserver's settings: those of its secure_serving.go.
+func TestAConnectionHasKubeAPIServersSettings(t *testing.T) {
+	const body = 256 << 10
+	for flag, streams := range map[string]uint32{
+		"":                                       100,
+		"--http2-max-streams-per-connection=0":   100,
+		"--http2-max-streams-per-connection=300": 300,
+	} {
+		_, f := preface(t, serve(t, defaults(t, strings.Fields(flag)...), http.NotFoundHandler()))
+		got, window := map[http2.SettingID]uint32{}, uint32(65535) // RFC 9113, 6.9.2
+		for len(got) == 0 || window == 65535 {
+			frame, err := f.ReadFrame()
+			if err != nil {
+				t.Fatal(err)
+			}
+			switch frame := frame.(type) {
+			case *http2.SettingsFrame:
+				_ = frame.ForeachSetting(func(s http2.Setting) error { got[s.ID] = s.Val; return nil })
+			case *http2.WindowUpdateFrame:
+				window += frame.Increment
+			}
+		}
+		for id, want := range map[http2.SettingID]uint32{
+			http2.SettingMaxConcurrentStreams: streams,
+			http2.SettingMaxFrameSize:         body,
+			http2.SettingInitialWindowSize:    body,
+		} {
+			if got[id] != want {
+				t.Errorf("%q: %v is %d, want %d", flag, id, got[id], want)
+			}
+		}
+		if window != streams*body {
+			t.Errorf("%q: the connection's window is %d, want %d", flag, window, streams*body)
+		}
+	}
+}
+
+// A client that resets each request at once has its connection closed when 400 handlers have not begun.
+func TestRapidResetsCloseTheConnection(t *testing.T) {
+	done := make(chan struct{})
+	s := serve(t, defaults(t), http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-done }))
+	t.Cleanup(func() { close(done) }) // before the server is closed
+	_, f := preface(t, s)
+	var block strings.Builder
+	enc := hpack.NewEncoder(&block)
+	for _, h := range []hpack.HeaderField{
+		{Name: ":method", Value: "GET"}, {Name: ":scheme", Value: "https"},
+		{Name: ":authority", Value: "localhost"}, {Name: ":path", Value: "/"},
+	} {
+		_ = enc.WriteField(h)
+	}
+	go func() { // until the server closes the connection
+		for id := uint32(1); id < 10_000; id += 2 {
+			if f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: []byte(block.String()),
+				EndHeaders: true, EndStream: true}) != nil || f.WriteRSTStream(id, http2.ErrCodeCancel) != nil {
+				return
+			}
+		}
+	}()
+	for {
+		frame, err := f.ReadFrame()
+		if err != nil {
+			t.Fatalf("no GOAWAY: %v", err)
+		}
+		if away, ok := frame.(*http2.GoAwayFrame); ok {
+			begun, waiting := uint32(100), uint32(4*100+1)
+			if away.ErrCode != http2.ErrCodeEnhanceYourCalm || away.LastStreamID > 2*(begun+waiting)+1 {
+				t.Errorf("%v after stream %d", away.ErrCode, away.LastStreamID)
+			}
+			return
+		}
+	}
+}
+
+// Headers of more than 1 MB are refused, and the times of a connection are kube-apiserver's.
+func TestHeadersAreBounded(t *testing.T) {
+	s := serve(t, defaults(t), http.NotFoundHandler())
+	if c := s.Config; c.ReadHeaderTimeout != 32*time.Second || c.IdleTimeout != 90*time.Second {
+		t.Errorf("headers may take %v, and a connection may be idle for %v", c.ReadHeaderTimeout, c.IdleTimeout)
+	}
+	for _, x := range []struct {
+		bytes int
+		code  int
+	}{{900 << 10, 404}, {1<<20 + 8<<10, 431}} {
+		conn, err := tls.Dial("tcp", s.Listener.Addr().String(), &tls.Config{InsecureSkipVerify: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		go fmt.Fprintf(conn, "GET / HTTP/1.1\r\nHost: x\r\nX-Long: %s\r\n\r\n", strings.Repeat("x", x.bytes))
+		status := make([]byte, 12)
+		if _, err := io.ReadFull(conn, status); err != nil || string(status) != fmt.Sprintf("HTTP/1.1 %d", x.code) {
+			t.Errorf("%d bytes of headers: %q %v, want %d", x.bytes, status, err, x.code)
+		}
+		conn.Close()
+	}
+}
+
+// More requests at a time than a connection takes go over further connections, as Go's clients open them.
+func TestGosClientsOpenFurtherConnections(t *testing.T) {
+	const watches = 250
+	s := serve(t, defaults(t), http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		_ = http.NewResponseController(w).Flush()
+		<-req.Context().Done()
+	}))
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	client := clientOf(t, s)
+	open := make(chan error, watches)
+	for range watches {
+		go func() {
+			req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.URL, nil)
+			if err == nil {
+				var resp *http.Response
+				if resp, err = client.Do(req); err == nil {
+					t.Cleanup(func() { resp.Body.Close() })
+				}
+			}
+			open <- err
+		}()
+	}
+	for range watches {
+		if err := <-open; err != nil {
+			if errors.Is(err, context.DeadlineExceeded) {
+				t.Fatal("further watches wait for the first ones to end")
+			}
+			t.Fatal(err)
+		}
+	}
+}
+
+// Flags that are bounds are refused outside of kube-apiserver's ranges, by a line that names the flag and its value.
+func TestFlagsOutOfRangeAreRefused(t *testing.T) {
+	for _, flag := range []string{
+		"--goaway-chance=0.03", "--goaway-chance=-0.01", "--goaway-chance=NaN", "--request-timeout=-1s",
+		"--shutdown-delay-duration=-1s", "--shutdown-watch-termination-grace-period=-1s",
+		"--max-connections-per-user=-1", "--max-streams-per-user=-1",
+	} {
+		err := defaults(t, flag).Validate()
+		if want := strings.Replace(flag, "=", " ", 1) + ": must "; err == nil || !strings.HasPrefix(err.Error(), want) {
+			t.Errorf("%s: %v", flag, err)
+		}
+	}
+	if err := defaults(t, "--goaway-chance=0.02", "--request-timeout=0").Validate(); err != nil {
+		t.Error(err)
+	}
+}

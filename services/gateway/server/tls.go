@@ -1,0 +1,135 @@
+package server
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+
+	"github.com/spf13/pflag"
+	"k8s.io/apiserver/pkg/server/dynamiccertificates"
+	cliflag "k8s.io/component-base/cli/flag"
+
+	"watershed.dev/platform/identity"
+)
+
+// TLSConfig is how the gateway serves TLS. Certificates and authorities are read again when their files change, by the
+// controllers that kube-apiserver has for it.
+type TLSConfig struct {
+	CertFile, KeyFile string
+	// SNI are the certificates for single names.
+	SNI []cliflag.NamedCertKey
+	// ServicesCertFile and ServicesKeyFile are what authn, authz and admission are shown, which ask for
+	// identity.Gateway; empty: what everybody is.
+	ServicesCertFile, ServicesKeyFile string
+
+	MinVersion   string
+	CipherSuites []string
+}
+
+func (c *TLSConfig) addFlags(fs *pflag.FlagSet) {
+	fs.StringVar(&c.CertFile, "tls-cert-file", "", "File containing the default x509 certificate for HTTPS.")
+	fs.StringVar(&c.KeyFile, "tls-private-key-file", "",
+		"File containing the default x509 private key matching --tls-cert-file.")
+	fs.Var(cliflag.NewNamedCertKeyArray(&c.SNI), "tls-sni-cert-key",
+		"A pair of x509 certificate and private key file paths, optionally suffixed with a list of domain patterns: "+
+			"cert.pem,key.pem:*.example.com. It may be given several times.")
+	fs.StringVar(&c.ServicesCertFile, "services-tls-cert-file", "",
+		"The certificate that authn, authz and admission are shown, who ask for the name gateway. Empty: the one that "+
+			"everybody is.")
+	fs.StringVar(&c.ServicesKeyFile, "services-tls-private-key-file", "", "The key of --services-tls-cert-file.")
+	fs.StringVar(&c.MinVersion, "tls-min-version", "",
+		"Minimum TLS version supported: VersionTLS12 (the default) or VersionTLS13.")
+	fs.StringSliceVar(&c.CipherSuites, "tls-cipher-suites", nil,
+		"Comma-separated list of cipher suites for TLS 1.2; Go's defaults where it is not given.")
+}
+
+// clientCA is a file with CAs that the handshake lists, by the flag that names it; authn verifies certificates.
+type clientCA struct{ flag, file string }
+
+// config is the server's TLS configuration, kept up to date until ctx is done.
+func (c *TLSConfig) config(ctx context.Context, clientCAs ...clientCA) (*tls.Config, error) {
+	if c.CertFile == "" || c.KeyFile == "" {
+		return nil, errors.New("--tls-cert-file and --tls-private-key-file are required")
+	}
+	base, err := c.base()
+	if err != nil {
+		return nil, err
+	}
+	serving, err := dynamiccertificates.NewDynamicServingContentFromFiles("serving-cert", c.CertFile, c.KeyFile)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-cert-file %q with --tls-private-key-file %q: %w", c.CertFile, c.KeyFile, err)
+	}
+	providers := []reloader{serving}
+	var sni []dynamiccertificates.SNICertKeyContentProvider
+	for _, n := range c.SNI {
+		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("sni-serving-cert",
+			n.CertFile, n.KeyFile, n.Names...)
+		if err != nil {
+			return nil, fmt.Errorf("--tls-sni-cert-key %q: %w", n.String(), err)
+		}
+		sni, providers = append(sni, p), append(providers, p)
+	}
+	if c.ServicesCertFile != "" {
+		p, err := dynamiccertificates.NewDynamicSNIContentFromFiles("services-serving-cert",
+			c.ServicesCertFile, c.ServicesKeyFile, identity.Gateway)
+		if err != nil {
+			return nil, fmt.Errorf("--services-tls-cert-file %q: %w", c.ServicesCertFile, err)
+		}
+		sni, providers = append(sni, p), append(providers, p)
+	}
+	var authorities []dynamiccertificates.CAContentProvider
+	for _, f := range clientCAs {
+		if f.file == "" {
+			continue
+		}
+		p, err := dynamiccertificates.NewDynamicCAContentFromFile(f.flag, f.file)
+		if err != nil {
+			return nil, fmt.Errorf("--%s %q: %w", f.flag, f.file, err)
+		}
+		authorities, providers = append(authorities, p), append(providers, p)
+	}
+	var clients dynamiccertificates.CAContentProvider
+	if len(authorities) > 0 {
+		clients = dynamiccertificates.NewUnionCAContentProvider(authorities...)
+	}
+	controller := dynamiccertificates.NewDynamicServingCertificateController(base, clients, serving, sni, nil)
+	for _, p := range providers {
+		p.AddListener(controller)
+		if err := p.RunOnce(ctx); err != nil {
+			return nil, err
+		}
+		go p.Run(ctx, 1)
+	}
+	if err := controller.RunOnce(); err != nil {
+		return nil, err
+	}
+	go controller.Run(1, ctx.Done())
+	base.GetConfigForClient = controller.GetConfigForClient
+	return base, nil
+}
+
+// base is what does not change while the server runs.
+func (c *TLSConfig) base() (*tls.Config, error) {
+	minimum, err := cliflag.TLSVersion(c.MinVersion)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-min-version %q: %w", c.MinVersion, err)
+	}
+	suites, err := cliflag.TLSCipherSuites(c.CipherSuites)
+	if err != nil {
+		return nil, fmt.Errorf("--tls-cipher-suites: %w", err)
+	}
+	return &tls.Config{
+		MinVersion:                  minimum,
+		CipherSuites:                suites,
+		DynamicRecordSizingDisabled: true,
+		ClientAuth:                  tls.RequestClientCert,
+		NextProtos:                  []string{"h2", "http/1.1"},
+	}, nil
+}
+
+// reloader is a file or two that are read again when they change.
+type reloader interface {
+	dynamiccertificates.Notifier
+	dynamiccertificates.ControllerRunner
+}

@@ -1,0 +1,140 @@
+package server
+
+import (
+	"context"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/apiserver/pkg/authentication/user"
+	genericapifilters "k8s.io/apiserver/pkg/endpoints/filters"
+	"k8s.io/apiserver/pkg/endpoints/request"
+
+	"watershed.dev/platform/paths"
+)
+
+// serveLimited serves whoever the X-User header names, over HTTP/1 or HTTP/2. A watch lasts until its client leaves.
+func serveLimited(t *testing.T, c UserLimitsConfig, http2 bool) (*httptest.Server, *userLimits) {
+	t.Helper()
+	l := newUserLimits(&c)
+	h := l.filter(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if info, _ := request.RequestInfoFrom(req.Context()); info.Verb == "watch" {
+			_ = http.NewResponseController(w).Flush()
+			<-req.Context().Done()
+		}
+	}))
+	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		name, groups, _ := strings.Cut(req.Header.Get("X-User"), "/")
+		u := &user.DefaultInfo{Name: name, Groups: []string{groups}}
+		h := genericapifilters.WithRequestInfo(h, paths.RequestInfo)
+		h.ServeHTTP(w, req.WithContext(request.WithUser(req.Context(), u)))
+	}))
+	s.Config.ErrorLog = discardLogger()
+	l.trackConnections(s.Config)
+	if s.EnableHTTP2 = http2; http2 {
+		s.TLS = s.Config.TLSConfig
+		if err := serveHTTP2(s.Config, l.connContext); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s.StartTLS()
+	t.Cleanup(s.Close)
+	return s, l
+}
+
+// clientOf has a connection of its own.
+func clientOf(t *testing.T, s *httptest.Server) *http.Client {
+	transport := s.Client().Transport.(*http.Transport).Clone()
+	t.Cleanup(transport.CloseIdleConnections)
+	return &http.Client{Transport: transport}
+}
+
+func doRequest(ctx context.Context, t *testing.T, c *http.Client, url, username string) *http.Response {
+	t.Helper()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("X-User", username)
+	resp, err := c.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { resp.Body.Close() })
+	return resp
+}
+
+// eventually waits for what the server learns by itself.
+func eventually(t *testing.T, condition string, done func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); !done(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("not in time: %s", condition)
+		}
+	}
+}
+
+func TestAUserHasSoManyConnections(t *testing.T) {
+	for _, http2 := range []bool{false, true} {
+		s, l := serveLimited(t, UserLimitsConfig{Connections: 2}, http2)
+		get := func(c *http.Client, username string) *http.Response {
+			t.Helper()
+			resp := doRequest(t.Context(), t, c, s.URL+"/api/v1/pods", username)
+			resp.Body.Close()
+			return resp
+		}
+		first, second, third := clientOf(t, s), clientOf(t, s), clientOf(t, s)
+		for _, c := range []*http.Client{first, second, first} {
+			if resp := get(c, "a"); resp.StatusCode != http.StatusOK || (resp.ProtoMajor == 2) != http2 {
+				t.Errorf("HTTP/2 %v: %s %s", http2, resp.Proto, resp.Status)
+			}
+		}
+		if resp := get(third, "a"); resp.StatusCode != http.StatusTooManyRequests ||
+			resp.Header.Get("Retry-After") == "" {
+			t.Errorf("HTTP/2 %v: a third connection: %s", http2, resp.Status)
+		}
+		for _, username := range []string{"b", "a/system:masters"} {
+			if resp := get(third, username); resp.StatusCode != http.StatusOK {
+				t.Errorf("HTTP/2 %v: %s: %s", http2, username, resp.Status)
+			}
+		}
+		first.CloseIdleConnections()
+		eventually(t, "a closed connection does not count", func() bool {
+			return get(third, "a").StatusCode == http.StatusOK
+		})
+		for _, c := range []*http.Client{first, second, third} {
+			c.CloseIdleConnections()
+		}
+		eventually(t, "nothing is left", func() bool {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			return len(l.connections) == 0 && len(l.users) == 0
+		})
+	}
+}
+
+func TestAUserHasSoManyStreams(t *testing.T) {
+	s, _ := serveLimited(t, UserLimitsConfig{Streams: 2}, true)
+	c := clientOf(t, s)
+	const watch = "/api/v1/pods?watch=1"
+	ctx, leave := context.WithCancel(t.Context())
+	for range 2 {
+		if resp := doRequest(ctx, t, c, s.URL+watch, "a"); resp.StatusCode != http.StatusOK {
+			t.Fatal(resp.Status)
+		}
+	}
+	for username, want := range map[string]int{"a": http.StatusTooManyRequests, "b": http.StatusOK, "a/system:masters": http.StatusOK} {
+		if resp := doRequest(t.Context(), t, c, s.URL+watch, username); resp.StatusCode != want {
+			t.Errorf("%s: %s, want %d", username, resp.Status, want)
+		}
+	}
+	if resp := doRequest(t.Context(), t, c, s.URL+"/api/v1/pods", "a"); resp.StatusCode != http.StatusOK {
+		t.Errorf("a list: %s", resp.Status)
+	}
+	leave()
+	eventually(t, "a watch that ended does not count", func() bool {
+		return doRequest(t.Context(), t, c, s.URL+watch, "a").StatusCode == http.StatusOK
+	})
+}

@@ -1,0 +1,43 @@
+package upgrade
+
+import (
+	"bufio"
+	"context"
+	"net"
+	"net/http"
+)
+
+// hijackableWriter is a ResponseWriter whose connection, once it is taken over, ends a context when it is closed.
+type hijackableWriter struct {
+	http.ResponseWriter
+	// untie has the request's context end the other one no longer.
+	untie  func() bool
+	cancel context.CancelFunc
+}
+
+// Unwrap lets http.ResponseController find the writer's other methods.
+func (t *hijackableWriter) Unwrap() http.ResponseWriter { return t.ResponseWriter }
+
+// Flush implements http.Flusher.
+func (t *hijackableWriter) Flush() { _ = http.NewResponseController(t.ResponseWriter).Flush() }
+
+// Hijack implements http.Hijacker.
+func (t *hijackableWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
+	conn, buffered, err := http.NewResponseController(t.ResponseWriter).Hijack()
+	if err != nil {
+		return nil, nil, err
+	}
+	t.untie()
+	return &cancelingConn{conn, t.cancel}, buffered, nil
+}
+
+type cancelingConn struct {
+	net.Conn
+	cancel context.CancelFunc
+}
+
+// Close implements net.Conn.
+func (c *cancelingConn) Close() error {
+	c.cancel()
+	return c.Conn.Close()
+}

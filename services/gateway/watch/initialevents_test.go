@@ -1,0 +1,283 @@
+package watch
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// fakeSource answers each stream with frames that say which stream it is; the frames of a stream come when it may go.
+type fakeSource struct {
+	mu      sync.Mutex
+	opened  []*fakeStream
+	started chan struct{} // one for each stream
+}
+
+type fakeStream struct {
+	grpc.ServerStreamingClient[watchfanoutv1.WatchFrame]
+	ctx      context.Context
+	openedAt time.Time
+	n        int
+	release  chan struct{} // closed when it may answer
+	total    int
+	sent     int
+	err      error
+}
+
+func newSource() *fakeSource { return &fakeSource{started: make(chan struct{}, 1000)} }
+
+func (s *fakeSource) Watch(ctx context.Context, _ *watchfanoutv1.WatchRequest,
+	_ ...grpc.CallOption) (grpc.ServerStreamingClient[watchfanoutv1.WatchFrame], error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	d := &fakeStream{
+		ctx:      ctx,
+		openedAt: time.Now(),
+		n:        len(s.opened),
+		release:  make(chan struct{}),
+		total:    20,
+		err:      status.Error(codes.Unavailable, "killed"),
+	}
+	s.opened = append(s.opened, d)
+	s.started <- struct{}{}
+	return d, nil
+}
+
+func (d *fakeStream) Recv() (*watchfanoutv1.WatchFrame, error) {
+	select {
+	case <-d.release:
+	case <-d.ctx.Done():
+		return nil, status.FromContextError(d.ctx.Err()).Err()
+	}
+	if d.sent == d.total {
+		return nil, d.err
+	}
+	d.sent++
+	return &watchfanoutv1.WatchFrame{Initial: [][]byte{fmt.Appendf(nil, "%d.%d ", d.n, d.sent)}}, nil
+}
+
+func (s *fakeSource) stream(n int) *fakeStream {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.opened[n]
+}
+
+func (s *fakeSource) streamCount() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.opened)
+}
+
+func (s *fakeSource) hub() *Hub {
+	return &Hub{Client: s, Config: &Config{BroadcastTotalBytes: 1 << 20}, startDelay: time.Minute}
+}
+
+// drain is everything that one is sent, and how it ends.
+func drain(p *member) (string, error) {
+	var b strings.Builder
+	for {
+		m, err := p.Recv()
+		if err != nil {
+			return b.String(), err
+		}
+		b.Write(m.Initial[0])
+	}
+}
+
+func streamText(n int) string {
+	var b strings.Builder
+	for i := 1; i <= 20; i++ {
+		fmt.Fprintf(&b, "%d.%d ", n, i)
+	}
+	return b.String()
+}
+
+func (s *fakeSource) join(t *testing.T, h *Hub) (*member, func()) {
+	t.Helper()
+	p, leave, err := h.joinInitialEvents(t.Context(), "pods", &watchfanoutv1.WatchRequest{ResourceVersion: "0"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p, leave
+}
+
+// Those who ask while a stream has not answered share the next one, which begins after they have asked; each has all of
+// it, at its own pace while there is room, and nothing is kept when all have it.
+func TestConcurrentWatchesShareInitialEvents(t *testing.T) {
+	s := newSource()
+	h := s.hub()
+	first, leave := s.join(t, h)
+	<-s.started
+	var others []*member
+	var leaves []func()
+	lastJoin := time.Now()
+	for range 50 {
+		p, l := s.join(t, h)
+		others, leaves = append(others, p), append(leaves, l)
+		lastJoin = time.Now()
+	}
+	close(s.stream(0).release)
+	<-s.started
+	if s.streamCount() != 2 || s.stream(1).openedAt.Before(lastJoin) {
+		t.Errorf("%d streams, the second %v after the last one has asked", s.streamCount(), s.stream(1).openedAt.Sub(lastJoin))
+	}
+	close(s.stream(1).release)
+	if got, err := drain(first); got != streamText(0) || status.Code(err) != codes.Unavailable {
+		t.Errorf("%s, %v", got, err)
+	}
+	leave()
+	slow, fast := others[0], others[1:]
+	if m, err := slow.Recv(); err != nil || string(m.Initial[0]) != "1.1 " {
+		t.Errorf("%v, %v", m, err)
+	}
+	var wg sync.WaitGroup
+	for i, p := range fast {
+		wg.Go(func() {
+			if i%7 == 3 { // some leave amid it
+				_, _ = p.Recv()
+			} else if got, err := drain(p); got != streamText(1) || status.Code(err) != codes.Unavailable {
+				t.Errorf("%d: %s, %v", i, got, err)
+			}
+			leaves[i+1]()
+		})
+	}
+	wg.Wait()
+	if held := h.bufferedBytes.Load(); held == 0 {
+		t.Error("nothing is kept for the slowest")
+	}
+	if got, _ := drain(slow); "1.1 "+got != streamText(1) {
+		t.Errorf("the slowest has %s", got)
+	}
+	leaves[0]()
+	if held := h.bufferedBytes.Load(); held != 0 {
+		t.Errorf("%d bytes are kept for nobody", held)
+	}
+	if n := len(h.initialEvents); n != 0 {
+		t.Errorf("%d questions are waited for", n)
+	}
+	s.join(t, h) // by itself again
+	<-s.started
+}
+
+// A stream that does not answer keeps those after it for a moment only, and one that everybody has left is ended.
+func TestUnresponsiveInitialEventsDoNotBlock(t *testing.T) {
+	s := newSource()
+	h := s.hub()
+	h.startDelay = time.Millisecond
+	unresponsive, leave := s.join(t, h)
+	<-s.started
+	p, leaveNext := s.join(t, h)
+	<-s.started
+	close(s.stream(1).release)
+	if got, _ := drain(p); got != streamText(1) {
+		t.Errorf("%s", got)
+	}
+	leaveNext()
+	ended := make(chan error, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	unresponsive.ctx = ctx
+	go func() { _, err := unresponsive.Recv(); ended <- err }()
+	cancel()
+	if err := <-ended; status.Code(err) != codes.Canceled {
+		t.Error(err)
+	}
+	leave()
+	<-s.stream(0).ctx.Done()
+	// all leave before it begins
+	_, leave = s.join(t, h)
+	<-s.started
+	_, leaveNext = s.join(t, h)
+	leaveNext()
+	close(s.stream(2).release)
+	<-s.started
+	<-s.stream(3).ctx.Done()
+	leave()
+}
+
+// fullInitialEvents is one with two in it and room for a frame, after one that its first has for himself. leave ends all
+// three's parts.
+func fullInitialEvents(t *testing.T) (h *Hub, slow, fast *member, leave func()) {
+	t.Helper()
+	s := newSource()
+	h = s.hub()
+	h.Config.BroadcastTotalBytes = 10
+	_, leaveFirst := s.join(t, h)
+	<-s.started
+	slow, leaveSlow := s.join(t, h)
+	fast, leaveFast := s.join(t, h)
+	close(s.stream(0).release)
+	<-s.started
+	close(s.stream(1).release)
+	return h, slow, fast, func() {
+		leaveSlow()
+		leaveFast()
+		leaveFirst()
+	}
+}
+
+// Where all flights keep as much as they may, the slowest says how fast one goes.
+func TestInitialEventsBufferIsBounded(t *testing.T) {
+	_, slow, fast, leave := fullInitialEvents(t)
+	got := make(chan string, 1)
+	go func() { data, _ := drain(fast); got <- data }()
+	e := slow.initialEvents
+	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		e.mu.Lock()
+		retained, blocked := len(e.frames), e.overQuota() && fast.nextFrame == e.base+len(e.frames)
+		e.mu.Unlock()
+		if retained > readAheadFrames+1 || blocked || time.Now().After(until) {
+			if !blocked {
+				t.Errorf("%d frames are kept", retained)
+			}
+			break
+		}
+	}
+	if data, _ := drain(slow); data != streamText(1) || <-got != streamText(1) {
+		t.Errorf("the slow one has %s", data)
+	}
+	leave()
+}
+
+// The slowest does not keep the others waiting for long where there is no room: its part ends, and theirs goes on.
+func TestSlowestMemberIsEvicted(t *testing.T) {
+	h, slow, fast, leave := fullInitialEvents(t)
+	if m, err := slow.Recv(); err != nil || string(m.Initial[0]) != "1.1 " {
+		t.Fatalf("%v, %v", m, err)
+	}
+	got := make(chan string, 1)
+	go func() { data, _ := drain(fast); got <- data }()
+	e := slow.initialEvents
+	for until := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+		e.mu.Lock()
+		blocked := e.evictTimer != nil && fast.nextFrame == e.base+len(e.frames)
+		base := e.base
+		e.mu.Unlock()
+		if blocked {
+			e.evict(base - 1) // it has moved on since
+			e.evict(base)
+			break
+		}
+		if time.Now().After(until) {
+			t.Fatal("nobody waits")
+		}
+	}
+	if data := <-got; data != streamText(1) {
+		t.Errorf("the fast one has %s", data)
+	}
+	if m, err := slow.Recv(); status.Code(err) != codes.Unavailable || m != nil {
+		t.Errorf("%v, %v", m, err)
+	}
+	leave()
+	if held := h.bufferedBytes.Load(); held != 0 {
+		t.Errorf("%d bytes are kept for nobody", held)
+	}
+}

@@ -1,0 +1,113 @@
+package watch
+
+import (
+	"testing"
+
+	"watershed.dev/platform/events"
+	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
+)
+
+// newTestBroadcast is a feed of a hub's that nobody reads a stream for.
+func newTestBroadcast(h *Hub) *watchBroadcast {
+	b := &watchBroadcast{
+		hub:    h,
+		low:    events.Position{Revision: 1},
+		high:   events.Position{Revision: 1},
+		cancel: func() {},
+	}
+	h.quota().enter(b)
+	return b
+}
+
+// size is how many bytes a feed keeps.
+func (b *watchBroadcast) size() int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.bytes
+}
+
+// newTestFrame is one event of n bytes.
+func newTestFrame(revision int64, n int) *watchfanoutv1.WatchFrame {
+	return &watchfanoutv1.WatchFrame{
+		Data:       make([]byte, n),
+		Position:   &watchfanoutv1.Position{Revision: revision},
+		Boundaries: []*watchfanoutv1.EventBoundary{{End: int32(n), Position: &watchfanoutv1.Position{Revision: revision}}},
+	}
+}
+
+// Where there is not enough for all each feed has an equal part, and one that keeps less loses nothing to others.
+func TestBroadcastsShareMemoryQuota(t *testing.T) {
+	const bound = 10 << 20
+	h := hub(newTier())
+	h.Config.BroadcastBytes, h.Config.BroadcastTotalBytes = 4<<20, bound
+	behind := func(events int64) *watchBroadcast {
+		b := newTestBroadcast(h)
+		b.join(b.low) // and never reads
+		for r := range events {
+			b.dispatch(newTestFrame(2+r, 10_000))
+		}
+		return b
+	}
+	quiet := behind(15)
+	retained := quiet.size()
+	for range 3 {
+		behind(1000) // together they take all that there is
+	}
+	for range 40 {
+		behind(40)
+	}
+	quiet.dispatch(newTestFrame(100, 10_000))
+	if n := quiet.size(); n < retained {
+		t.Errorf("of the %d bytes that one that is little behind kept it has %d", retained, n)
+	}
+	h.quota().trim()
+	if n := h.quota().used.Load(); n > bound {
+		t.Errorf("all keep %d bytes", n)
+	}
+	for range 300 { // which keep little
+		b := behind(1)
+		b.leave(b.receivers[0])
+	}
+	h.quota().trim()
+	if n := quiet.size(); n < retained {
+		t.Errorf("of the %d bytes that one that is little behind kept it has %d", retained, n)
+	}
+}
+
+// A feed keeps little of what everybody has seen, and all feeds together keep no more than the bound (F5, S13).
+func TestBroadcastsTrimSeenEvents(t *testing.T) {
+	h := hub(newTier())
+	h.Config.BroadcastBytes, h.Config.BroadcastTotalBytes = 4<<20, 3<<20
+	var broadcasts []*watchBroadcast
+	for range 100 {
+		broadcasts = append(broadcasts, newTestBroadcast(h))
+	}
+	for _, b := range broadcasts {
+		s := b.join(events.Position{Revision: 1})
+		for r := int64(2); r < 60; r++ {
+			b.dispatch(newTestFrame(r, 20_000))
+			if _, err := b.next(s); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if n := b.size(); n > 2*retainedBytes+40_000 {
+			t.Fatalf("a feed whose only client has seen everything keeps %d bytes", n)
+		}
+		b.leave(s)
+		b.end()
+	}
+	if n := h.quota().used.Load(); n != 0 {
+		t.Errorf("%d bytes are told to be kept by feeds that have ended", n)
+	}
+	for i := range broadcasts {
+		broadcasts[i] = newTestBroadcast(h)
+		broadcasts[i].join(events.Position{Revision: 1}) // and never reads
+		for r := int64(2); r < 30; r++ {
+			broadcasts[i].dispatch(newTestFrame(r, 20_000))
+		}
+	}
+	h.quota().trim() // which comes by itself, a little later
+	if n := h.quota().used.Load(); n > 3<<20+100*(retainedBytes+20_000) {
+		t.Errorf("%d bytes are kept for clients that do not read", n)
+	}
+}

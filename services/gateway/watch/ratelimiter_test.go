@@ -1,0 +1,98 @@
+package watch
+
+import (
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// waiter counts how often it was let return, and takes what it costs.
+type waiter struct {
+	l         *limiter
+	cost      float64
+	unblocked atomic.Int64
+}
+
+func (r *waiter) Unblock() {
+	if r.l.tryAcquire(time.Now(), r.cost) {
+		r.unblocked.Add(1)
+		return
+	}
+	r.l.enqueueWaiter(r)
+}
+
+// A user has a burst, and then the rate; who waits comes in order, and nobody is left out.
+func TestRateLimiterRefillsAtItsRate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		limiters := &RateLimiter{}
+		l := limiters.join("a", 100)
+		if limiters.join("a", 100) != l || limiters.join("b", 100) == l {
+			t.Error("a budget is not its user's")
+		}
+		for range burstSeconds * 100 {
+			if !l.tryAcquire(time.Now(), 1) {
+				t.Fatal("the burst is not there")
+			}
+		}
+		if _, exhausted := l.exhausted(); l.tryAcquire(time.Now(), 1) || !exhausted {
+			t.Fatal("there is more than the burst")
+		}
+		var waiting []*waiter
+		for range 50 {
+			r := &waiter{l: l, cost: 10}
+			waiting = append(waiting, r)
+			l.enqueueWaiter(r)
+		}
+		time.Sleep(time.Second + time.Millisecond) // of the bubble's clock, as all here
+		synctest.Wait()
+		sum := int64(0)
+		for i, r := range waiting {
+			if sum += r.unblocked.Load(); i > 0 && r.unblocked.Load() > waiting[i-1].unblocked.Load() {
+				t.Errorf("%d came before its turn", i)
+			}
+		}
+		if sum < 9 || sum > 11 {
+			t.Errorf("%d came in a second, want 10", sum)
+		}
+		time.Sleep(5 * time.Second)
+		for i, r := range waiting {
+			if r.unblocked.Load() != 1 {
+				t.Errorf("%d came %d times", i, r.unblocked.Load())
+			}
+		}
+	})
+}
+
+// Who leaves and comes back at once has no new burst; who comes back late has, and nothing is kept of who is gone.
+func TestLimiterSurvivesReconnect(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		limiters := &RateLimiter{}
+		l := limiters.join("a", 100)
+		l.charge(burstSeconds * 100 * 2)
+		l.leave()
+		again := limiters.join("a", 100)
+		if delay, exhausted := again.exhausted(); again != l || !exhausted || delay < burstSeconds*time.Second {
+			t.Errorf("leaving pays debts: %v are left", delay)
+		}
+		l.leave()
+		time.Sleep(burstSeconds*2*time.Second + time.Second)
+		synctest.Wait()
+		limiters.mu.Lock()
+		defer limiters.mu.Unlock()
+		if len(limiters.limiters) > 0 {
+			t.Error("the budget of who is gone is kept")
+		}
+	})
+}
+
+func TestNilLimiterIsUnlimited(t *testing.T) {
+	limiters := &RateLimiter{}
+	for _, l := range []*limiter{limiters.join("", 1), limiters.join("a", 0), (*RateLimiter)(nil).join("a", 1)} {
+		l.charge(1e9)
+		if _, exhausted := l.exhausted(); !l.tryAcquire(time.Now(), 1e9) || exhausted || l.wait(t.Context()) != nil {
+			t.Error("it has ended")
+		}
+		l.leave()
+	}
+}
