@@ -11,7 +11,7 @@ import (
 
 	"watershed.dev/services/watchfanout"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/streams"
+	"watershed.dev/services/watchfanout/watch"
 )
 
 // The tier is shown replica by replica and resource by resource; a replica that does not answer is named.
@@ -26,7 +26,7 @@ func TestStatusShowsTheTier(t *testing.T) {
 					{Name: "pods", Loaded: true, Objects: objects, Bytes: 2e6, Watches: 2},
 					{Name: "nobody"},
 				},
-				Slowest: []streams.Slow{{Resource: "pods", Query: "namespace=x", Revision: 5, Waiting: 7}},
+				Slowest: []watch.Slow{{Resource: "pods", Query: "namespace=x", Revision: 5, Waiting: 7}},
 			})
 		}))
 		t.Cleanup(s.Close)

@@ -22,8 +22,8 @@ func build(ctx context.Context, c *Config, d *process.Deps) (process.Service, er
 		return nil, err
 	}
 	return New(ctx, c, Deps{
-		ID:      d.ID,
-		Source:  registryv1.NewSourceClient(conn),
-		Catalog: registryv1.NewDiscoveryClient(conn),
+		ID:        d.ID,
+		Source:    registryv1.NewSourceClient(conn),
+		Discovery: registryv1.NewDiscoveryClient(conn),
 	})
 }

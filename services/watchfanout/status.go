@@ -14,7 +14,7 @@ import (
 
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/streams"
+	"watershed.dev/services/watchfanout/watch"
 )
 
 // Status is what an operator sees of one replica.
@@ -31,11 +31,11 @@ type Status struct {
 	Resets          int64          `json:"resets"`
 	Bytes           int            `json:"bytes"`
 	Resources       []cache.Status `json:"resources"`
-	Slowest         []streams.Slow `json:"slowest"`
+	Slowest         []watch.Slow   `json:"slowest"`
 }
 
-// slowest is how many watches a status names.
-const slowest = 10
+// maxSlowest is how many watches a status names.
+const maxSlowest = 10
 
 // Status asks the replica.
 func (s *Service) Status(ctx context.Context) *Status {
@@ -44,11 +44,11 @@ func (s *Service) Status(ctx context.Context) *Status {
 		Revision:        s.cache.Progress(),
 		Behind:          -1,
 		LagMilliseconds: float64(s.cache.Lag()) / float64(time.Millisecond),
-		Watches:         s.streams.Len(),
-		EventsPerSecond: s.streams.Rate(),
+		Watches:         s.watchServer.Len(),
+		EventsPerSecond: s.watchServer.Rate(),
 		Resets:          s.cache.Resets(),
 		Resources:       s.cache.Resources(),
-		Slowest:         s.streams.Slowest(slowest),
+		Slowest:         s.watchServer.Slowest(maxSlowest),
 	}
 	ctx, cancel := context.WithTimeout(ctx, time.Second)
 	defer cancel()
@@ -73,14 +73,14 @@ func (s *Service) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		"%d bytes, %d resets\n\n",
 		st.Ready, st.Revision, st.Behind, st.LagMilliseconds, st.Watches, st.EventsPerSecond, st.Bytes, st.Resets)
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
-	fmt.Fprintln(t, "RESOURCE\tOBJECTS\tBYTES\tEVENTS\tEVENT BYTES\tRESUMABLE FROM\tWATCHES\tTOPICS\tINDEXES")
+	fmt.Fprintln(t, "RESOURCE\tOBJECTS\tBYTES\tEVENTS\tEVENT BYTES\tRESUMABLE FROM\tWATCHES\tTRIGGERS\tINDEXES")
 	for _, r := range st.Resources {
 		objects := "-"
 		if r.Loaded {
 			objects = fmt.Sprint(r.Objects)
 		}
 		fmt.Fprintf(t, "%s\t%s\t%d\t%d\t%d\t%d\t%d\t%d\t%d\n", r.Name, objects, r.Bytes, r.Events, r.EventBytes,
-			r.OldestResumable, r.Watches, r.Topics, r.Indexes)
+			r.OldestResumable, r.Watches, r.Triggers, r.Indexes)
 	}
 	if len(st.Slowest) > 0 {
 		fmt.Fprintln(t, "\nSLOWEST WATCH\tWAITING\tREVISION\tQUERY")
@@ -96,8 +96,8 @@ func (s *Service) Collectors() []prometheus.Collector {
 	gauge := func(name, help string, f func() float64) prometheus.Collector {
 		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "watershed_watchfanout_" + name, Help: help}, f)
 	}
-	own := []prometheus.Collector{
-		&perResource{s.cache},
+	collectors := []prometheus.Collector{
+		&resourceCollector{s.cache},
 		gauge("revision", "The revision that the replica has reached.", func() float64 {
 			return float64(s.cache.Progress())
 		}),
@@ -110,11 +110,11 @@ func (s *Service) Collectors() []prometheus.Collector {
 			return float64(s.cache.Resets())
 		}),
 	}
-	return slices.Concat(own, s.log.Metrics(), s.lists.Metrics(), s.converter.Metrics(), s.streams.Metrics())
+	return slices.Concat(collectors, s.logReader.Metrics(), s.listServer.Metrics(), s.converter.Metrics(), s.watchServer.Metrics())
 }
 
-// perResource tells what each resource takes.
-type perResource struct{ cache *cache.Cache }
+// resourceCollector tells what each resource takes.
+type resourceCollector struct{ cache *cache.Cache }
 
 var (
 	objectsDesc = prometheus.NewDesc("watershed_watchfanout_objects",
@@ -124,10 +124,10 @@ var (
 )
 
 // Describe implements prometheus.Collector.
-func (p *perResource) Describe(c chan<- *prometheus.Desc) { c <- objectsDesc; c <- bytesDesc }
+func (p *resourceCollector) Describe(c chan<- *prometheus.Desc) { c <- objectsDesc; c <- bytesDesc }
 
 // Collect implements prometheus.Collector.
-func (p *perResource) Collect(c chan<- prometheus.Metric) {
+func (p *resourceCollector) Collect(c chan<- prometheus.Metric) {
 	for _, r := range p.cache.Resources() {
 		c <- prometheus.MustNewConstMetric(objectsDesc, prometheus.GaugeValue, float64(r.Objects), r.Name)
 		c <- prometheus.MustNewConstMetric(bytesDesc, prometheus.GaugeValue, float64(r.Bytes), r.Name, "objects")

@@ -18,10 +18,10 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 	watchfanoutv1 "watershed.dev/proto/watershed/watchfanout/v1"
 	"watershed.dev/services/watchfanout/cache"
-	"watershed.dev/services/watchfanout/convert"
-	"watershed.dev/services/watchfanout/lists"
-	"watershed.dev/services/watchfanout/log"
-	"watershed.dev/services/watchfanout/streams"
+	"watershed.dev/services/watchfanout/conversion"
+	"watershed.dev/services/watchfanout/list"
+	"watershed.dev/services/watchfanout/logreader"
+	"watershed.dev/services/watchfanout/watch"
 )
 
 // Config is what a replica is told.
@@ -29,8 +29,8 @@ type Config struct {
 	Log            eventlog.Options
 	RingBytes      int
 	ProgressPeriod time.Duration
-	// IdleAfter is how long a resource that nobody reads is kept in memory.
-	IdleAfter time.Duration
+	// IdleTimeout is how long a resource that nobody reads is kept in memory.
+	IdleTimeout time.Duration
 	// CompressedBytes is how much is kept of lists as they are compressed.
 	CompressedBytes int
 }
@@ -43,7 +43,7 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 	fs.IntVar(&c.CompressedBytes, "compressed-lists-bytes", 64<<20,
 		"How many bytes of lists, compressed, are kept for those who ask for them so: what has not changed is "+
 			"compressed once. 0: gateways compress each list by itself.")
-	fs.DurationVar(&c.IdleAfter, "cache-idle-timeout", 10*time.Minute,
+	fs.DurationVar(&c.IdleTimeout, "cache-idle-timeout", 10*time.Minute,
 		"How long the objects of a resource that nobody lists or watches stay in memory; they are read again on "+
 			"demand. 0: for ever.")
 	fs.DurationVar(&c.ProgressPeriod, "watch-progress-period", 2*time.Second,
@@ -61,16 +61,16 @@ func (c *Config) Validate() error {
 // Service is one replica.
 type Service struct {
 	watchfanoutv1.UnimplementedWatchServer
-	config    *Config
-	source    registryv1.SourceClient
-	converter *convert.Converter
-	catalog   *discovery.Watcher
-	nats      *nats.Conn
-	cache     *cache.Cache
-	log       *log.Log
-	lists     *lists.Lists
-	streams   *streams.Streams
-	tasks     lifecycle.Supervisor
+	config      *Config
+	source      registryv1.SourceClient
+	converter   *conversion.Converter
+	discovery   *discovery.Watcher
+	nats        *nats.Conn
+	cache       *cache.Cache
+	logReader   *logreader.Reader
+	listServer  *list.Server
+	watchServer *watch.Server
+	tasks       lifecycle.Supervisor
 }
 
 // NewConfig returns the defaults.
@@ -79,9 +79,9 @@ func NewConfig() *Config { return &Config{} }
 // Deps is what a replica is built with.
 type Deps struct {
 	// ID is its identity on the inner network.
-	ID      rpc.TLS
-	Source  registryv1.SourceClient
-	Catalog registryv1.DiscoveryClient
+	ID        rpc.TLS
+	Source    registryv1.SourceClient
+	Discovery registryv1.DiscoveryClient
 }
 
 // New builds a replica. It begins to serve when it has read the log to its end and knows what is served.
@@ -89,20 +89,20 @@ func New(_ context.Context, c *Config, d Deps) (*Service, error) {
 	if err := c.Validate(); err != nil {
 		return nil, err
 	}
-	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleAfter)}
+	s := &Service{config: c, source: d.Source, cache: cache.New(c.RingBytes, c.IdleTimeout)}
 	s.tasks.Ready.Set("the catalog", errors.New("registry has not said what is served"))
-	s.catalog = &discovery.Watcher{
-		Registry: d.Catalog,
+	s.discovery = &discovery.Watcher{
+		Registry: d.Discovery,
 		OnChange: func(*discovery.View) { s.tasks.Ready.Set("the catalog", nil) },
 	}
 	var err error
 	if s.nats, err = c.Log.Connect("watchfanout", d.ID); err != nil {
 		return nil, err
 	}
-	s.converter = convert.New(d.Source, s.cache)
-	s.log = log.New(s.cache, s.nats, d.Source, &s.tasks.Ready)
-	s.lists = lists.New(s.catalog, s.cache, s.log, s.converter, c.CompressedBytes)
-	s.streams = streams.New(c.ProgressPeriod, s.catalog, s.cache, s.log, d.Source, s.converter)
+	s.converter = conversion.New(d.Source, s.cache)
+	s.logReader = logreader.New(s.cache, s.nats, d.Source, &s.tasks.Ready)
+	s.listServer = list.New(s.discovery, s.cache, s.logReader, s.converter, c.CompressedBytes)
+	s.watchServer = watch.New(c.ProgressPeriod, s.discovery, s.cache, s.logReader, d.Source, s.converter)
 	return s, nil
 }
 
@@ -116,9 +116,9 @@ func (s *Service) Ready() *lifecycle.Readiness { return &s.tasks.Ready }
 // Run reads the log until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
 	defer s.nats.Close()
-	s.log.Run(ctx, &s.tasks)
+	s.logReader.Run(ctx, &s.tasks)
 	s.tasks.Go(ctx, "discovery", func(ctx context.Context) error {
-		s.catalog.Run(ctx)
+		s.discovery.Run(ctx)
 		return ctx.Err()
 	})
 	s.tasks.Go(ctx, "sweep", func(ctx context.Context) error {
@@ -133,8 +133,8 @@ func (s *Service) Run(ctx context.Context) error {
 // sweep drops what nobody reads, and the snapshots of lists that nobody goes on with.
 func (s *Service) sweep(ctx context.Context) {
 	period := 10 * time.Second // what frames take of rings grows between events
-	if s.config.IdleAfter > 0 {
-		period = min(period, max(s.config.IdleAfter/4, time.Second))
+	if s.config.IdleTimeout > 0 {
+		period = min(period, max(s.config.IdleTimeout/4, time.Second))
 	}
 	tick := time.NewTicker(period)
 	defer tick.Stop()
@@ -143,9 +143,9 @@ func (s *Service) sweep(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
-			s.lists.Sweep()
+			s.listServer.Sweep()
 			s.converter.Sweep()
-			s.log.Sweep()
+			s.logReader.Sweep()
 			if dropped := s.cache.Sweep(); len(dropped) > 0 {
 				slog.Info("Dropped what nobody reads", "resources", dropped)
 			}
@@ -155,19 +155,19 @@ func (s *Service) sweep(ctx context.Context) {
 
 // Get answers one object's body.
 func (s *Service) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfanoutv1.GetResponse, error) {
-	return s.lists.Get(ctx, r)
+	return s.listServer.Get(ctx, r)
 }
 
 // List answers a list's body.
 func (s *Service) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
-	return s.lists.List(r, stream)
+	return s.listServer.List(r, stream)
 }
 
 // Watch streams frames until the caller goes away.
 func (s *Service) Watch(r *watchfanoutv1.WatchRequest,
 	stream grpc.ServerStreamingServer[watchfanoutv1.WatchFrame]) error {
-	return s.streams.Watch(r, stream)
+	return s.watchServer.Watch(r, stream)
 }
 
 // Drain ends every watch stream, so that the gateways resume them on other replicas.
-func (s *Service) Drain() { s.log.Drain() }
+func (s *Service) Drain() { s.logReader.Drain() }

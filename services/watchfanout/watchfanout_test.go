@@ -20,18 +20,18 @@ import (
 	registryv1 "watershed.dev/proto/watershed/registry/v1"
 )
 
-// away is a NATS that nobody reaches.
-type away struct{}
+// unreachableNATS is a NATS that nobody reaches.
+type unreachableNATS struct{}
 
-func (away) InProcessConn() (net.Conn, error) { return nil, errors.New("away") }
+func (unreachableNATS) InProcessConn() (net.Conn, error) { return nil, errors.New("away") }
 
-// registry tells of pods.
-type registry struct {
+// fakeRegistry tells of pods.
+type fakeRegistry struct {
 	registryv1.UnimplementedSourceServer
 	registryv1.UnimplementedDiscoveryServer
 }
 
-func (registry) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+func (fakeRegistry) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
 	if err := s.Send(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{{
 		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
 		StorageResource: "pods",
@@ -42,22 +42,22 @@ func (registry) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServ
 	return s.Context().Err()
 }
 
-// replica is one whose log nobody brings, but by hand.
-func replica(t *testing.T, flags ...string) *Service {
+// newReplica is one whose log nobody brings, but by hand.
+func newReplica(t *testing.T, flags ...string) *Service {
 	t.Helper()
 	p := rpc.NewInProcess(false)
-	registryv1.RegisterSourceServer(p, registry{})
-	registryv1.RegisterDiscoveryServer(p, registry{})
+	registryv1.RegisterSourceServer(p, fakeRegistry{})
+	registryv1.RegisterDiscoveryServer(p, fakeRegistry{})
 	c := NewConfig()
 	fs := pflag.NewFlagSet("watchfanout", pflag.ContinueOnError)
 	c.AddFlags(fs)
 	if err := fs.Parse(flags); err != nil {
 		t.Fatal(err)
 	}
-	c.Log.Conn = away{}
+	c.Log.Conn = unreachableNATS{}
 	s, err := New(t.Context(), c, Deps{
-		Source:  registryv1.NewSourceClient(p.Client("watchfanout")),
-		Catalog: registryv1.NewDiscoveryClient(p.Client("watchfanout")),
+		Source:    registryv1.NewSourceClient(p.Client("watchfanout")),
+		Discovery: registryv1.NewDiscoveryClient(p.Client("watchfanout")),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -67,13 +67,13 @@ func replica(t *testing.T, flags ...string) *Service {
 }
 
 // A replica is not ready before it has read the log and been told what is served, and says for which it waits.
-func TestWhatAReplicaWaitsFor(t *testing.T) {
-	s := replica(t)
+func TestReadinessNamesTheMissingDependency(t *testing.T) {
+	s := newReplica(t)
 	if err := s.Ready().Err(); err == nil || !strings.HasPrefix(err.Error(), "the catalog: ") {
 		t.Errorf("%v", err)
 	}
 	done := make(chan struct{})
-	go func() { defer close(done); s.catalog.Run(t.Context()) }()
+	go func() { defer close(done); s.discovery.Run(t.Context()) }()
 	t.Cleanup(func() { <-done })
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
@@ -89,7 +89,7 @@ func TestWhatAReplicaWaitsFor(t *testing.T) {
 
 // What an operator sees of a replica, as text, as JSON and as metrics.
 func TestAReplicasPage(t *testing.T) {
-	s := replica(t)
+	s := newReplica(t)
 	s.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: 10, Epoch: "h"})
 	s.cache.Apply(&logv1.Event{
 		Type:            logv1.Type_TYPE_ADDED,
@@ -125,10 +125,10 @@ func TestAReplicasPage(t *testing.T) {
 
 // A draining replica ends its watches.
 func TestDrain(t *testing.T) {
-	s := replica(t)
+	s := newReplica(t)
 	s.Drain()
 	select {
-	case <-s.log.Draining():
+	case <-s.logReader.Draining():
 	default:
 		t.Error("it goes on")
 	}

@@ -128,9 +128,9 @@ var floors = map[string][][]string{
 	},
 	"services/watchfanout": {
 		{"cache"},
-		{"form"},
-		{"convert", "log"},
-		{"lists", "streams", "internal/world"},
+		{"query"},
+		{"conversion", "logreader"},
+		{"list", "watch", "internal/fixture"},
 		{"."},
 		{"cmd/watchfanout"},
 	},

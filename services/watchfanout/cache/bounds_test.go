@@ -24,13 +24,13 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 	c := New(bound, 0)
 	c.Apply(reset(10))
 	r := c.Resource("pods")
-	f := r.Subscribe(Topic{})
+	f := r.Subscribe(Trigger{})
 	defer f.Close()
 	for i := range int64(400) {
 		e := large(11+i, "a", 10_000)
 		e.Previous = &logv1.Object{Json: e.Object.Json, Labels: map[string]string{"a": "b"}}
 		c.Apply(e)
-		cur, _, ok := f.After(10+i, lastOf)
+		cur, _, ok := f.After(10+i, lastIndex)
 		if !ok {
 			t.Fatal("the newest event is not there")
 		}
@@ -50,7 +50,7 @@ func TestARingIsBoundedByAllThatItHolds(t *testing.T) {
 		t.Errorf("%d events hold %d bytes of %d", s.Events, held, bound)
 	}
 	held := 0
-	for _, e := range r.all.All() {
+	for _, e := range r.events.All() {
 		held += e.Size() + e.frames.bytes
 	}
 	if int64(held) != r.ringBytes.Load() {
@@ -73,7 +73,7 @@ func TestALoadIsNotStarvedByItsRing(t *testing.T) {
 	}
 	done := make(chan *Snapshot)
 	go func() {
-		s, err := c.Resource("pods").Snapshot(t.Context(), "", slow, at(c))
+		s, err := c.Resource("pods").Snapshot(t.Context(), "", slow, waitFor(c))
 		if err != nil {
 			t.Error(err)
 		}
@@ -94,7 +94,7 @@ func TestALoadIsNotStarvedByItsRing(t *testing.T) {
 }
 
 // What cannot be read is said of those that ask for it, and of nobody else; it is forgotten when it is written anew.
-func TestWhatCannotBeReadIsItsOwnMatter(t *testing.T) {
+func TestAnUnreadableObjectAffectsNoOther(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	rows := func(context.Context, string) ([]*registryv1.Row, int64, error) {
@@ -105,7 +105,7 @@ func TestWhatCannotBeReadIsItsOwnMatter(t *testing.T) {
 		}, {Namespace: "bad", Name: "x", Unreadable: "rubbish"}}, 10, nil
 	}
 	read := func() *Snapshot {
-		s, err := c.Resource("pods").Snapshot(t.Context(), "", rows, at(c))
+		s, err := c.Resource("pods").Snapshot(t.Context(), "", rows, waitFor(c))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -132,39 +132,39 @@ func TestWhatCannotBeReadIsItsOwnMatter(t *testing.T) {
 }
 
 // Cursors of another history of etcd are overrun, also where its revisions are smaller (F3).
-func TestAnotherHistoryOverrunsEveryCursor(t *testing.T) {
+func TestAnotherEpochOverrunsEveryCursor(t *testing.T) {
 	c := New(1<<20, 0)
 	first := reset(1000)
 	first.Epoch = "a"
 	c.Apply(first)
-	r := follow(c, "pods")
-	cur, _, ok := r.After(1000, lastOf)
-	if !ok || c.History() != "a" {
-		t.Fatal(c.History())
+	r := subscribe(c, "pods")
+	cur, _, ok := r.After(1000, lastIndex)
+	if !ok || c.Epoch() != "a" {
+		t.Fatal(c.Epoch())
 	}
 	second := reset(500)
 	second.Epoch = "b"
 	c.Apply(second)
-	if _, _, _, _, ok := r.Next(cur, 1); ok || c.History() != "b" || c.Progress() != 500 {
-		t.Errorf("a cursor goes on in history %q at %d", c.History(), c.Progress())
+	if _, _, _, _, ok := r.Next(cur, 1); ok || c.Epoch() != "b" || c.Progress() != 500 {
+		t.Errorf("a cursor goes on in history %q at %d", c.Epoch(), c.Progress())
 	}
 	// Also where the reset itself has been forgotten by the log.
-	cur, _, _ = r.After(500, lastOf)
+	cur, _, _ = r.After(500, lastIndex)
 	third := event(logv1.Type_TYPE_ADDED, 400, "x")
 	third.Epoch = "c"
 	c.Apply(third)
-	if _, _, _, _, ok := r.Next(cur, 1); ok || c.History() != "c" {
-		t.Errorf("a cursor goes on in history %q", c.History())
+	if _, _, _, _, ok := r.Next(cur, 1); ok || c.Epoch() != "c" {
+		t.Errorf("a cursor goes on in history %q", c.Epoch())
 	}
 }
 
 // An event that cannot be applied is forgotten with its resource, and with no other of its transaction; it is not met
 // again.
-func TestWhatCannotBeAppliedIsNotAppliedAgain(t *testing.T) {
+func TestABrokenEventIsNotAppliedAgain(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	pods, nodes := c.Resource("pods"), c.Resource("nodes")
-	a, b := pods.Subscribe(Topic{}), nodes.Subscribe(Topic{})
+	a, b := pods.Subscribe(Trigger{}), nodes.Subscribe(Trigger{})
 	fromA, _, _ := a.After(10, 1<<31-1)
 	fromB, _, _ := b.After(10, 1<<31-1)
 	broken := &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 11, StorageResource: "pods", More: true} // without an object
@@ -214,7 +214,7 @@ func TestListsAreNeverOlderThanTheySay(t *testing.T) {
 				s, err := c.Resource(name).Snapshot(t.Context(), "",
 					func(context.Context, string) ([]*registryv1.Row, int64, error) {
 						return nil, c.Progress(), nil
-					}, at(c))
+					}, waitFor(c))
 				if err != nil {
 					failed <- err
 					return

@@ -22,13 +22,13 @@ import (
 type Cache struct {
 	// RingBytes bounds the recent events kept for each resource, with what was made of them.
 	RingBytes int
-	// IdleAfter is how long a resource that nobody reads is kept; 0 for ever.
-	IdleAfter time.Duration
+	// IdleTimeout is how long a resource that nobody reads is kept; 0 for ever.
+	IdleTimeout time.Duration
 
-	// whole is held for writing while everything is forgotten: no reader sees some of it gone.
-	whole    sync.RWMutex
+	// resetMu is held for writing while everything is forgotten: no reader sees some of it gone.
+	resetMu  sync.RWMutex
 	progress atomic.Int64
-	history  atomic.Pointer[string]
+	epoch    atomic.Pointer[string]
 	resets   atomic.Int64
 	// observed is when the newest event was seen by the publisher, and applied when it was applied here.
 	observed, applied atomic.Int64
@@ -43,9 +43,9 @@ type Cache struct {
 }
 
 // New returns an empty cache.
-func New(ringBytes int, idleAfter time.Duration) *Cache {
-	c := &Cache{RingBytes: ringBytes, IdleAfter: idleAfter, resources: map[string]*Resource{}}
-	c.history.Store(new(string))
+func New(ringBytes int, idleTimeout time.Duration) *Cache {
+	c := &Cache{RingBytes: ringBytes, IdleTimeout: idleTimeout, resources: map[string]*Resource{}}
+	c.epoch.Store(new(string))
 	return c
 }
 
@@ -56,12 +56,12 @@ func (c *Cache) Resource(name string) *Resource {
 	r, ok := c.resources[name]
 	if !ok {
 		r = &Resource{
-			Name:        name,
-			cache:       c,
-			low:         c.low,
-			topics:      map[Topic]*topic{},
-			topicFields: map[string]int{},
-			used:        time.Now(),
+			Name:          name,
+			cache:         c,
+			low:           c.low,
+			triggers:      map[Trigger]*triggerRing{},
+			triggerFields: map[string]int{},
+			lastUsed:      time.Now(),
 		}
 		c.resources[name] = r
 	}
@@ -84,7 +84,7 @@ func (c *Cache) each(f func(*Resource)) {
 // Apply takes the log's next message. The events of one transaction are applied together, at its last one.
 func (c *Cache) Apply(e *logv1.Event) {
 	switch {
-	case e.Type == logv1.Type_TYPE_RESET && e.StorageResource != "" && c.begun():
+	case e.Type == logv1.Type_TYPE_RESET && e.StorageResource != "" && c.hasStarted():
 		c.applyPending() // it is of one resource, in its place among the events
 		// Published again, it must not say that what was not applied again is there.
 		c.Resource(e.StorageResource).forget(max(e.Revision, c.progress.Load()), e.CrdChanged, e.Revision)
@@ -93,17 +93,17 @@ func (c *Cache) Apply(e *logv1.Event) {
 		}
 		c.advance(e.Revision)
 		return
-	case events.IsRefill(e, *c.history.Load(), c.progress.Load()) && c.begun():
+	case events.IsRefill(e, *c.epoch.Load(), c.progress.Load()) && c.hasStarted():
 		c.pending = nil // an open transaction comes whole
 		return
 	case e.Type == logv1.Type_TYPE_RESET:
 		c.reset(e.Revision, e.Epoch)
 		c.resets.Add(1)
 		return
-	case e.Epoch != "" && *c.history.Load() != "" && e.Epoch != *c.history.Load():
+	case e.Epoch != "" && *c.epoch.Load() != "" && e.Epoch != *c.epoch.Load():
 		c.reset(e.Revision, e.Epoch) // the log was made anew, and its beginning is gone
 		c.resets.Add(1)
-	case !c.begun():
+	case !c.hasStarted():
 		c.start(e)
 	}
 	if e.Type == logv1.Type_TYPE_UNSPECIFIED {
@@ -121,7 +121,7 @@ func (c *Cache) Apply(e *logv1.Event) {
 	c.advance(e.Revision)
 }
 
-func (c *Cache) begun() bool {
+func (c *Cache) hasStarted() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.started
@@ -133,7 +133,7 @@ func (c *Cache) start(e *logv1.Event) {
 	if e.Type != logv1.Type_TYPE_UNSPECIFIED && e.Index == 0 {
 		low--
 	}
-	c.history.Store(&e.Epoch)
+	c.epoch.Store(&e.Epoch)
 	c.mu.Lock()
 	c.started, c.low = true, low
 	c.mu.Unlock()
@@ -146,16 +146,16 @@ func (c *Cache) applyPending() {
 	c.pending = nil
 	for len(pending) > 0 {
 		name := pending[0].StorageResource
-		var own []*logv1.Event
+		var batch []*logv1.Event
 		rest := pending[:0:0]
 		for _, p := range pending {
 			if p.StorageResource == name {
-				own = append(own, p)
+				batch = append(batch, p)
 			} else {
 				rest = append(rest, p)
 			}
 		}
-		c.applyTo(name, own)
+		c.applyTo(name, batch)
 		pending = rest
 	}
 	c.applied.Store(time.Now().UnixNano())
@@ -174,23 +174,23 @@ func (c *Cache) applyTo(name string, events []*logv1.Event) {
 
 func (c *Cache) tryApply(name string, events []*logv1.Event) (err error) {
 	defer recovery.ToError("applying events", &err)
-	own := make([]*Event, len(events))
+	batch := make([]*Event, len(events))
 	for i, p := range events {
-		own[i] = EventOf(p)
+		batch[i] = EventOf(p)
 		c.observed.Store(p.ObservedUnixNano)
 	}
-	c.Resource(name).apply(own)
+	c.Resource(name).apply(batch)
 	return nil
 }
 
 func (c *Cache) advance(revision int64) {
 	if revision > c.progress.Load() {
 		c.progress.Store(revision)
-		c.moved()
+		c.notifyAdvanced()
 	}
 }
 
-func (c *Cache) moved() {
+func (c *Cache) notifyAdvanced() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.advanced.Notify()
@@ -198,33 +198,33 @@ func (c *Cache) moved() {
 
 // reset forgets everything: there may be a gap before revision, which may be less than before where etcd was restored
 // from a backup.
-func (c *Cache) reset(revision int64, history string) {
-	c.whole.Lock()
-	defer c.whole.Unlock()
+func (c *Cache) reset(revision int64, epoch string) {
+	c.resetMu.Lock()
+	defer c.resetMu.Unlock()
 	c.pending = nil
 	c.mu.Lock()
 	c.started, c.low = true, revision
 	c.mu.Unlock()
-	was := *c.history.Load()
-	if history != "" {
-		c.history.Store(&history)
+	previous := *c.epoch.Load()
+	if epoch != "" {
+		c.epoch.Store(&epoch)
 	}
 	c.progress.Store(revision)
-	foreign := was != "" && history != "" && was != history // where a definition changed says nothing then
-	c.each(func(r *Resource) { r.forget(revision, foreign, 0) })
-	c.moved()
+	epochChanged := previous != "" && epoch != "" && previous != epoch // where a definition changed says nothing then
+	c.each(func(r *Resource) { r.forget(revision, epochChanged, 0) })
+	c.notifyAdvanced()
 }
 
 // Progress is the revision up to which everything has been applied.
 func (c *Cache) Progress() int64 { return c.progress.Load() }
 
-// History names the history of etcd that revisions are of; empty where the log does not say. A cursor that was got
+// Epoch names the history of etcd that revisions are of; empty where the log does not say. A cursor that was got
 // before it changed has been overrun.
-func (c *Cache) History() string { return *c.history.Load() }
+func (c *Cache) Epoch() string { return *c.epoch.Load() }
 
 // Wait waits until everything up to revision has been applied. ask is called when that does not come by itself.
 func (c *Cache) Wait(ctx context.Context, revision int64,
-	ask func(ctx context.Context, advanced <-chan struct{})) error {
+	requestProgress func(ctx context.Context, advanced <-chan struct{})) error {
 	for {
 		c.mu.Lock()
 		advanced := c.advanced.C()
@@ -235,6 +235,6 @@ func (c *Cache) Wait(ctx context.Context, revision int64,
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		ask(ctx, advanced)
+		requestProgress(ctx, advanced)
 	}
 }

@@ -39,7 +39,7 @@ func source(revision int64, names ...string) Source {
 	}
 }
 
-func at(c *Cache) func(context.Context, int64) error {
+func waitFor(c *Cache) func(context.Context, int64) error {
 	return func(ctx context.Context, r int64) error {
 		return c.Wait(ctx, r, func(ctx context.Context, advanced <-chan struct{}) {
 			select {
@@ -50,20 +50,22 @@ func at(c *Cache) func(context.Context, int64) error {
 	}
 }
 
-func follow(c *Cache, resource string) *Subscription { return c.Resource(resource).Subscribe(Topic{}) }
+func subscribe(c *Cache, resource string) *Subscription {
+	return c.Resource(resource).Subscribe(Trigger{})
+}
 
 func names(s *Snapshot) (out []string) {
 	s.Scan("", "", func(i *Item) bool { out = append(out, i.Name); return true })
 	return out
 }
 
-func TestASnapshotIsWhatWasReadAndWhatCameAfter(t *testing.T) {
+func TestASnapshotIncludesLaterEvents(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	c.Apply(event(logv1.Type_TYPE_ADDED, 11, "early"))
 	c.Apply(event(logv1.Type_TYPE_ADDED, 13, "late"))
 	c.Apply(event(logv1.Type_TYPE_DELETED, 14, "a"))
-	s, err := c.Resource("pods").Snapshot(t.Context(), "", source(12, "a", "early"), at(c))
+	s, err := c.Resource("pods").Snapshot(t.Context(), "", source(12, "a", "early"), waitFor(c))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,7 +85,7 @@ func TestASnapshotWaitsForTheLog(t *testing.T) {
 	c.Apply(reset(10))
 	done := make(chan *Snapshot)
 	go func() {
-		s, err := c.Resource("pods").Snapshot(t.Context(), "", source(20, "a"), at(c))
+		s, err := c.Resource("pods").Snapshot(t.Context(), "", source(20, "a"), waitFor(c))
 		if err != nil {
 			t.Error(err)
 		}
@@ -112,13 +114,13 @@ func TestATransactionIsAppliedAtOnce(t *testing.T) {
 	second := event(logv1.Type_TYPE_ADDED, 11, "b")
 	second.Index = 1
 	c.Apply(second)
-	cur, _, ok := follow(c, "pods").After(10, 0)
-	events, _, progress, _, _ := follow(c, "pods").Next(cur, 10)
+	cur, _, ok := subscribe(c, "pods").After(10, 0)
+	events, _, progress, _, _ := subscribe(c, "pods").Next(cur, 10)
 	if !ok || len(events) != 2 || progress != 11 {
 		t.Errorf("%d events, progress %d", len(events), progress)
 	}
-	if cur, _, _ := follow(c, "pods").After(11, 0); true {
-		if events, _, _, _, _ := follow(c, "pods").Next(cur, 10); len(events) != 1 || events[0].Item.Name != "b" {
+	if cur, _, _ := subscribe(c, "pods").After(11, 0); true {
+		if events, _, _, _, _ := subscribe(c, "pods").Next(cur, 10); len(events) != 1 || events[0].Item.Name != "b" {
 			t.Errorf("resumed within the transaction: %v", events)
 		}
 	}
@@ -129,14 +131,14 @@ func TestAResetEndsEveryCursor(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	c.Apply(event(logv1.Type_TYPE_ADDED, 11, "a"))
-	r := follow(c, "pods")
-	seen, _, _ := r.After(11, lastOf)
-	quiet, _, _ := follow(c, "nodes").After(11, lastOf)
+	r := subscribe(c, "pods")
+	seen, _, _ := r.After(11, lastIndex)
+	quiet, _, _ := subscribe(c, "nodes").After(11, lastIndex)
 	c.Apply(reset(50))
 	for name, x := range map[string]struct {
 		r   *Subscription
 		cur Cursor
-	}{"pods": {r, seen}, "nodes": {follow(c, "nodes"), quiet}} {
+	}{"pods": {r, seen}, "nodes": {subscribe(c, "nodes"), quiet}} {
 		if _, _, _, _, ok := x.r.Next(x.cur, 10); ok {
 			t.Errorf("a watch of %s goes on over a gap", name)
 		}
@@ -150,23 +152,23 @@ func TestAResetEndsEveryCursor(t *testing.T) {
 // known, and an open transaction comes whole.
 func TestALogThatBeginsAgainOverrunsNoCursor(t *testing.T) {
 	c := New(1<<20, 0)
-	of := func(e *logv1.Event, more bool) *logv1.Event { e.Epoch, e.More = "h", more; return e }
-	c.Apply(of(reset(10), false))
-	c.Apply(of(event(logv1.Type_TYPE_ADDED, 11, "a"), false))
-	r := follow(c, "pods")
-	cur, _, _ := r.After(11, lastOf)
-	c.Apply(of(event(logv1.Type_TYPE_ADDED, 12, "b"), true))
-	c.Apply(of(reset(9), false))
-	c.Apply(of(event(logv1.Type_TYPE_ADDED, 11, "a"), false))
-	c.Apply(of(event(logv1.Type_TYPE_ADDED, 12, "b"), true))
-	c.Apply(of(event(logv1.Type_TYPE_ADDED, 12, "c"), false))
-	came, _, _, _, ok := r.Next(cur, 10)
-	if !ok || len(came) != 2 || c.Progress() != 12 || c.Resets() != 1 {
-		t.Errorf("%d events, %v, at %d, %d resets", len(came), ok, c.Progress(), c.Resets())
+	withEpoch := func(e *logv1.Event, more bool) *logv1.Event { e.Epoch, e.More = "h", more; return e }
+	c.Apply(withEpoch(reset(10), false))
+	c.Apply(withEpoch(event(logv1.Type_TYPE_ADDED, 11, "a"), false))
+	r := subscribe(c, "pods")
+	cur, _, _ := r.After(11, lastIndex)
+	c.Apply(withEpoch(event(logv1.Type_TYPE_ADDED, 12, "b"), true))
+	c.Apply(withEpoch(reset(9), false))
+	c.Apply(withEpoch(event(logv1.Type_TYPE_ADDED, 11, "a"), false))
+	c.Apply(withEpoch(event(logv1.Type_TYPE_ADDED, 12, "b"), true))
+	c.Apply(withEpoch(event(logv1.Type_TYPE_ADDED, 12, "c"), false))
+	batch, _, _, _, ok := r.Next(cur, 10)
+	if !ok || len(batch) != 2 || c.Progress() != 12 || c.Resets() != 1 {
+		t.Errorf("%d events, %v, at %d, %d resets", len(batch), ok, c.Progress(), c.Resets())
 	}
 }
 
-const lastOf = 1<<31 - 1
+const lastIndex = 1<<31 - 1
 
 func TestARingForgetsWholeRevisions(t *testing.T) {
 	c := New(600, 0)
@@ -174,11 +176,11 @@ func TestARingForgetsWholeRevisions(t *testing.T) {
 	for i := range int64(20) {
 		c.Apply(event(logv1.Type_TYPE_ADDED, 11+i, fmt.Sprint("p", i)))
 	}
-	r := follow(c, "pods")
-	if _, _, ok := r.After(11, lastOf); ok {
+	r := subscribe(c, "pods")
+	if _, _, ok := r.After(11, lastIndex); ok {
 		t.Error("what was forgotten can be resumed from")
 	}
-	cur, _, ok := r.After(29, lastOf)
+	cur, _, ok := r.After(29, lastIndex)
 	events, _, _, _, _ := r.Next(cur, 10)
 	if !ok || len(events) != 1 || events[0].Revision != 30 {
 		t.Errorf("%v %v", ok, events)
@@ -195,12 +197,12 @@ func TestReadersAndWritersDoNotDisturbEachOther(t *testing.T) {
 		wg.Go(func() {
 			last := int64(0)
 			for ctx.Err() == nil {
-				cur, low, ok := follow(c, "pods").After(last, lastOf)
+				cur, low, ok := subscribe(c, "pods").After(last, lastIndex)
 				if !ok {
 					last = low
 					continue
 				}
-				events, _, _, _, _ := follow(c, "pods").Next(cur, 100)
+				events, _, _, _, _ := subscribe(c, "pods").Next(cur, 100)
 				for _, e := range events {
 					if e.Item == nil || e.Revision <= last {
 						t.Errorf("after %d came %v", last, e)
@@ -218,7 +220,7 @@ func TestReadersAndWritersDoNotDisturbEachOther(t *testing.T) {
 	wg.Wait()
 }
 
-func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
+func TestAFrameIsMadeOnceAndAnErrorIsNotCached(t *testing.T) {
 	e := &Event{Item: &Item{}, resource: New(1<<20, 0).Resource("pods")}
 	n := 0
 	fail := func(context.Context) ([]byte, error) { n++; return nil, errors.New("no") }
@@ -239,8 +241,8 @@ func TestAFrameIsMadeOnceAndAnErrorIsNotKept(t *testing.T) {
 	for range 2 {
 		_, _ = again.Frame(t.Context(), "k", build)
 	}
-	if n != 4 || len(again.frames.made) != 0 {
-		t.Errorf("%d frames are kept of an event in no ring", len(again.frames.made))
+	if n != 4 || len(again.frames.entries) != 0 {
+		t.Errorf("%d frames are kept of an event in no ring", len(again.frames.entries))
 	}
 }
 
@@ -285,7 +287,7 @@ func TestMakingAFrameEndsWithItsLastCaller(t *testing.T) {
 }
 
 // Who follows one topic is woken by its events alone, those by which an object leaves it among them.
-func TestATopicIsItsOwnEvents(t *testing.T) {
+func TestATriggerHasItsOwnEvents(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
 	on := func(revision int64, name, node, before string) *logv1.Event {
@@ -297,9 +299,9 @@ func TestATopicIsItsOwnEvents(t *testing.T) {
 		return e
 	}
 	c.Apply(on(11, "early", "n1", "n1"))
-	f := c.Resource("pods").Subscribe(Topic{"spec.nodeName", "n1"})
-	name := c.Resource("pods").Subscribe(Topic{ByKey, "ns/b"})
-	cur, _, ok := f.After(10, lastOf)
+	f := c.Resource("pods").Subscribe(Trigger{"spec.nodeName", "n1"})
+	name := c.Resource("pods").Subscribe(Trigger{ByKey, "ns/b"})
+	cur, _, ok := f.After(10, lastIndex)
 	if !ok {
 		t.Fatal("not there")
 	}
@@ -323,7 +325,7 @@ func TestATopicIsItsOwnEvents(t *testing.T) {
 	}
 	f.Close()
 	name.Close()
-	if s := c.Resources()[0]; s.Topics != 0 || s.Watches != 0 {
+	if s := c.Resources()[0]; s.Triggers != 0 || s.Watches != 0 {
 		t.Errorf("left behind: %+v", s)
 	}
 }
@@ -351,12 +353,12 @@ func TestAnIndexFollowsTheObjects(t *testing.T) {
 		return rows, 10, nil
 	}
 	list := func(prefix string) string {
-		s, err := c.Resource("pods").Snapshot(t.Context(), "spec.nodeName", rows, at(c))
+		s, err := c.Resource("pods").Snapshot(t.Context(), "spec.nodeName", rows, waitFor(c))
 		if err != nil {
 			t.Fatal(err)
 		}
 		var keys []string
-		s.ScanField(Topic{"spec.nodeName", "n1"}, prefix, "", func(i *Item) bool {
+		s.ScanField(Trigger{"spec.nodeName", "n1"}, prefix, "", func(i *Item) bool {
 			keys = append(keys, i.Key)
 			return true
 		})
@@ -379,11 +381,11 @@ func TestAnIndexFollowsTheObjects(t *testing.T) {
 	}
 }
 
-func TestWhatNobodyReadsIsDroppedAndComesBack(t *testing.T) {
+func TestAnIdleResourceIsDroppedAndReloaded(t *testing.T) {
 	c := New(1<<20, time.Nanosecond)
 	c.Apply(reset(10))
 	read := func() *Snapshot {
-		s, err := c.Resource("pods").Snapshot(t.Context(), "", source(10, "a"), at(c))
+		s, err := c.Resource("pods").Snapshot(t.Context(), "", source(10, "a"), waitFor(c))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -403,9 +405,9 @@ func TestWhatNobodyReadsIsDroppedAndComesBack(t *testing.T) {
 func TestAResetOfOneResourceLeavesTheOthers(t *testing.T) {
 	c := New(1<<20, 0)
 	c.Apply(reset(10))
-	pods, nodes := follow(c, "pods"), follow(c, "nodes")
-	p, _, _ := pods.After(10, lastOf)
-	n, _, _ := nodes.After(10, lastOf)
+	pods, nodes := subscribe(c, "pods"), subscribe(c, "nodes")
+	p, _, _ := pods.After(10, lastIndex)
+	n, _, _ := nodes.After(10, lastIndex)
 	c.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, StorageResource: "pods", Revision: 12})
 	if _, _, _, _, ok := pods.Next(p, 1); ok {
 		t.Error("pods go on")
@@ -423,7 +425,7 @@ func TestSelectingEndsWithItsContext(t *testing.T) {
 	c := New(1<<20, 0)
 	r := c.Resource("pods")
 	var rows []*registryv1.Row
-	for i := range 10 * visitsBetween {
+	for i := range 10 * contextCheckInterval {
 		rows = append(rows, &registryv1.Row{Namespace: "ns", Name: fmt.Sprintf("p-%05d", i), Json: []byte("{}")})
 	}
 	s, err := r.Snapshot(t.Context(), "", func(context.Context, string) ([]*registryv1.Row, int64, error) {
@@ -434,13 +436,13 @@ func TestSelectingEndsWithItsContext(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	visited := 0
-	err = s.Select(ctx, Topic{}, "", "", func(*Item) bool {
+	err = s.Select(ctx, Trigger{}, "", "", func(*Item) bool {
 		if visited++; visited == 1 {
 			cancel()
 		}
 		return true
 	})
-	if !errors.Is(err, context.Canceled) || visited > visitsBetween {
+	if !errors.Is(err, context.Canceled) || visited > contextCheckInterval {
 		t.Errorf("%d objects visited, %v", visited, err)
 	}
 }

@@ -27,30 +27,30 @@ type Item struct {
 	// Serial tells the item from every other that the process has made.
 	Serial uint64
 
-	// selectable is the memory that Labels and Fields take.
-	selectable int
-	// metadata is where in JSON that ends, once it was asked for.
-	metadata atomic.Int32
+	// selectorBytes is the memory that Labels and Fields take.
+	selectorBytes int
+	// metadataEnd is where in JSON that ends, once it was asked for.
+	metadataEnd atomic.Int32
 }
 
 // ThroughMetadata is frame.ThroughMetadata of JSON; where that ends is looked for once.
 func (i *Item) ThroughMetadata() ([]byte, error) {
-	if end := i.metadata.Load(); end > 0 {
+	if end := i.metadataEnd.Load(); end > 0 {
 		return i.JSON[:end], nil
 	}
 	through, err := frame.ThroughMetadata(i.JSON)
 	if err != nil {
 		return nil, err
 	}
-	i.metadata.Store(int32(len(through)))
+	i.metadataEnd.Store(int32(len(through)))
 	return through, nil
 }
 
-// serial is the last item's.
-var serial atomic.Uint64
+// lastSerial is the last item's.
+var lastSerial atomic.Uint64
 
 // Size is the memory that the item takes.
-func (i *Item) Size() int { return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 + i.selectable }
+func (i *Item) Size() int { return len(i.JSON) + len(i.Protobuf) + len(i.Key) + 200 + i.selectorBytes }
 
 // pairBytes is about what an entry of a map takes beside its strings' bytes.
 const pairBytes = 50
@@ -69,11 +69,11 @@ type Event struct {
 	Revision       int64
 	Index          int32
 	Item, Previous *Item
-	// Trace is the event's span; empty where it is not traced.
-	Trace string
+	// Traceparent is the event's span; empty where it is not traced.
+	Traceparent string
 
 	resource *Resource // whose ring it is in
-	frames   derived
+	frames   frameCache
 }
 
 // Size is the memory that the event takes before anything is made of it.
@@ -98,33 +98,33 @@ func (e *Event) release() int {
 	return n
 }
 
-// derived keeps what was made of an event, so that it is made once for all who want it.
-type derived struct {
-	mu   sync.Mutex
-	made []*made
+// frameCache keeps what was made of an event, so that it is made once for all who want it.
+type frameCache struct {
+	mu      sync.Mutex
+	entries []*cachedFrame
 	// bytes is what was made, until the event is released.
 	bytes    int
 	released bool
 }
 
-type made struct {
+type cachedFrame struct {
 	key   any
 	done  chan struct{}
 	bytes []byte
 	err   error
-	// users are the callers that wait for it, and cancel ends its making once there are none.
-	users  int
-	cancel context.CancelFunc
+	// waiters are the callers that wait for it, and cancel ends its making once there are none.
+	waiters int
+	cancel  context.CancelFunc
 }
 
 // get makes what is not there. Who wants the same waits for it; who wants something else does not. The context of build
 // ends when the context of every caller that waits has ended. grown accounts for what is kept; where it is nil nothing
 // is.
-func (d *derived) get(ctx context.Context, key any, build func(context.Context) ([]byte, error),
-	grown func(int)) ([]byte, error) {
+func (d *frameCache) get(ctx context.Context, key any, build func(context.Context) ([]byte, error),
+	addBytes func(int)) ([]byte, error) {
 	d.mu.Lock()
-	for _, m := range d.made {
-		if m.key != key || m.users == 0 {
+	for _, m := range d.entries {
+		if m.key != key || m.waiters == 0 {
 			continue
 		}
 		select {
@@ -133,7 +133,7 @@ func (d *derived) get(ctx context.Context, key any, build func(context.Context) 
 			return m.bytes, m.err
 		default:
 		}
-		m.users++
+		m.waiters++
 		d.mu.Unlock()
 		defer context.AfterFunc(ctx, func() { d.leave(m) })()
 		select {
@@ -143,33 +143,33 @@ func (d *derived) get(ctx context.Context, key any, build func(context.Context) 
 			return nil, ctx.Err()
 		}
 	}
-	building, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	buildCtx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	defer cancel()
-	m := &made{
-		key:    key,
-		done:   make(chan struct{}),
-		users:  1,
-		cancel: cancel,
+	m := &cachedFrame{
+		key:     key,
+		done:    make(chan struct{}),
+		waiters: 1,
+		cancel:  cancel,
 	}
-	d.made = append(d.made, m)
+	d.entries = append(d.entries, m)
 	d.mu.Unlock()
 	defer context.AfterFunc(ctx, func() { d.leave(m) })()
-	m.bytes, m.err = guarded(func() ([]byte, error) { return build(building) })
+	m.bytes, m.err = withRecovery(func() ([]byte, error) { return build(buildCtx) })
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	close(m.done) // under the lock: leave does not count the callers of a frame that is made
-	m.users = max(m.users, 1)
-	if m.err != nil || grown == nil { // the next one makes it again
-		d.made = slices.DeleteFunc(d.made, func(o *made) bool { return o == m })
+	m.waiters = max(m.waiters, 1)
+	if m.err != nil || addBytes == nil { // the next one makes it again
+		d.entries = slices.DeleteFunc(d.entries, func(o *cachedFrame) bool { return o == m })
 	} else if !d.released {
 		d.bytes += len(m.bytes)
-		grown(len(m.bytes))
+		addBytes(len(m.bytes))
 	}
 	return m.bytes, m.err
 }
 
 // leave takes a caller's interest away whose context has ended.
-func (d *derived) leave(m *made) {
+func (d *frameCache) leave(m *cachedFrame) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	select {
@@ -177,13 +177,13 @@ func (d *derived) leave(m *made) {
 		return
 	default:
 	}
-	if m.users--; m.users == 0 {
+	if m.waiters--; m.waiters == 0 {
 		m.cancel()
 	}
 }
 
-// guarded makes a panic an error: others wait for the frame.
-func guarded(build func() ([]byte, error)) (data []byte, err error) {
+// withRecovery makes a panic an error: others wait for the frame.
+func withRecovery(build func() ([]byte, error)) (data []byte, err error) {
 	defer recovery.ToError("making a frame", &err)
 	return build()
 }
@@ -201,10 +201,10 @@ func (e *Event) Frame(ctx context.Context, key any, build func(context.Context) 
 // EventOf is the log's event as the cache has it.
 func EventOf(p *logv1.Event) *Event {
 	e := &Event{
-		Type:     p.Type,
-		Revision: p.Revision,
-		Index:    p.Index,
-		Trace:    p.Traceparent,
+		Type:        p.Type,
+		Revision:    p.Revision,
+		Index:       p.Index,
+		Traceparent: p.Traceparent,
 	}
 	e.Item = itemOf(p.Namespace, p.Name, p.Revision, p.Object)
 	if p.Previous != nil {
@@ -215,17 +215,17 @@ func EventOf(p *logv1.Event) *Event {
 
 func itemOf(namespace, name string, revision int64, o *logv1.Object) *Item {
 	return &Item{
-		Key:        Key(namespace, name),
-		Namespace:  namespace,
-		Name:       name,
-		Revision:   revision,
-		Labels:     o.Labels,
-		Fields:     o.Fields,
-		JSON:       o.Json,
-		Protobuf:   o.Protobuf,
-		Version:    o.Version,
-		Serial:     serial.Add(1),
-		selectable: sizeOf(o.Labels) + sizeOf(o.Fields),
+		Key:           Key(namespace, name),
+		Namespace:     namespace,
+		Name:          name,
+		Revision:      revision,
+		Labels:        o.Labels,
+		Fields:        o.Fields,
+		JSON:          o.Json,
+		Protobuf:      o.Protobuf,
+		Version:       o.Version,
+		Serial:        lastSerial.Add(1),
+		selectorBytes: sizeOf(o.Labels) + sizeOf(o.Fields),
 	}
 }
 
@@ -239,16 +239,16 @@ func Key(namespace, name string) string {
 
 func itemOfRow(row *registryv1.Row) *Item {
 	return &Item{
-		Key:        Key(row.Namespace, row.Name),
-		Namespace:  row.Namespace,
-		Name:       row.Name,
-		Revision:   row.Revision,
-		Labels:     row.Labels,
-		Fields:     row.Fields,
-		JSON:       row.Json,
-		Protobuf:   row.Protobuf,
-		Version:    row.Version,
-		Serial:     serial.Add(1),
-		selectable: sizeOf(row.Labels) + sizeOf(row.Fields),
+		Key:           Key(row.Namespace, row.Name),
+		Namespace:     row.Namespace,
+		Name:          row.Name,
+		Revision:      row.Revision,
+		Labels:        row.Labels,
+		Fields:        row.Fields,
+		JSON:          row.Json,
+		Protobuf:      row.Protobuf,
+		Version:       row.Version,
+		Serial:        lastSerial.Add(1),
+		selectorBytes: sizeOf(row.Labels) + sizeOf(row.Fields),
 	}
 }

@@ -34,16 +34,16 @@ type Resource struct {
 	unreadable map[string]string
 	applied    int64 // the newest event's revision
 
-	epoch       int64 // counts what was forgotten
-	all         ring
-	low         int64 // events after this revision are all in the ring
-	stale       int   // events that topics still hold though the ring has forgotten them
-	redefined   int64 // where the definition last changed
-	topics      map[Topic]*topic
-	topicFields map[string]int
+	resetCount    int64 // counts what was forgotten
+	events        ring
+	low           int64 // events after this revision are all in the ring
+	staleEvents   int   // events that topics still hold though the ring has forgotten them
+	crdChangedAt  int64 // where the definition last changed
+	triggers      map[Trigger]*triggerRing
+	triggerFields map[string]int
 
 	subscribers int
-	used        time.Time
+	lastUsed    time.Time
 	loading     *load
 }
 
@@ -52,8 +52,8 @@ type load struct {
 	err  error
 	// from: what came after it is kept in the ring until the load is done.
 	from int64
-	// epoch is the resource's when the load began: what was read before a reset is not of what comes after it.
-	epoch int64
+	// resetCount is the resource's when the load began: what was read before a reset is not of what comes after it.
+	resetCount int64
 }
 
 func less(a, b *Item) bool { return a.Key < b.Key }
@@ -77,16 +77,16 @@ func (r *Resource) apply(events []*Event) {
 	defer r.mu.Unlock()
 	for _, e := range events {
 		if r.tree != nil {
-			r.change(e)
+			r.updateTree(e)
 		}
 		r.applied = e.Revision
 		e.resource = r
-		r.all.Add(e)
+		r.events.Add(e)
 		r.ringBytes.Add(int64(e.Size()))
-		r.addToTopics(e)
+		r.dispatchToTriggers(e)
 	}
 	r.trim(r.bound())
-	r.all.changed.Notify()
+	r.events.changed.Notify()
 }
 
 const (
@@ -95,12 +95,12 @@ const (
 	// loadShare is how many times the ring's bound may be kept while the resource is being loaded: what came meanwhile
 	// belongs to the load.
 	loadShare = 8
-	// staleTopics is how many events topics may hold beyond the ring before they are gone through.
-	staleTopics = 256
+	// maxStaleEvents is how many events topics may hold beyond the ring before they are gone through.
+	maxStaleEvents = 256
 )
 
 func (r *Resource) bound() int {
-	if r.subscribers == 0 && r.loading == nil && r.cache.IdleAfter > 0 && time.Since(r.used) > r.cache.IdleAfter {
+	if r.subscribers == 0 && r.loading == nil && r.cache.IdleTimeout > 0 && time.Since(r.lastUsed) > r.cache.IdleTimeout {
 		return r.cache.RingBytes / idleShare
 	}
 	return r.cache.RingBytes
@@ -109,8 +109,8 @@ func (r *Resource) bound() int {
 // trim forgets the oldest events beyond the bound; a revision goes whole.
 func (r *Resource) trim(bound int) {
 	forgotten := 0
-	for r.all.Len() > 1 {
-		first, over := r.all.Oldest(), r.ringBytes.Load()
+	for r.events.Len() > 1 {
+		first, over := r.events.Oldest(), r.ringBytes.Load()
 		if r.loading != nil && first.Revision > r.loading.from && over <= int64(loadShare*r.cache.RingBytes) {
 			break
 		}
@@ -120,22 +120,22 @@ func (r *Resource) trim(bound int) {
 		r.low = first.Revision
 		forgotten++
 		r.ringBytes.Add(-int64(first.release()))
-		r.all.Drop(1)
+		r.events.Drop(1)
 	}
-	if r.stale += forgotten; r.stale > staleTopics {
-		r.forgetTopics()
+	if r.staleEvents += forgotten; r.staleEvents > maxStaleEvents {
+		r.trimTriggers()
 	}
 }
 
-// forgetTopics lets topics go of what the ring has forgotten.
-func (r *Resource) forgetTopics() {
-	for _, t := range r.topics {
+// trimTriggers lets topics go of what the ring has forgotten.
+func (r *Resource) trimTriggers() {
+	for _, t := range r.triggers {
 		t.forget(r.low)
 	}
-	r.stale = 0
+	r.staleEvents = 0
 }
 
-func (r *Resource) change(e *Event) {
+func (r *Resource) updateTree(e *Event) {
 	r.snapshot = nil
 	var old *Item
 	var had bool
@@ -166,30 +166,30 @@ func (r *Resource) drop() {
 	r.tree, r.indexes, r.snapshot, r.bytes, r.unreadable = nil, nil, nil, 0, nil
 }
 
-// Redefined is the revision at which the resource's definition last changed, as far as this replica has seen.
-func (r *Resource) Redefined() int64 {
+// CRDChangedAt is the revision at which the resource's definition last changed, as far as this replica has seen.
+func (r *Resource) CRDChangedAt() int64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.redefined
+	return r.crdChangedAt
 }
 
 // forget forgets everything: there may be a gap before revision.
-func (r *Resource) forget(revision int64, redefined bool, at int64) {
+func (r *Resource) forget(revision int64, crdChanged bool, changedAt int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.drop()
-	r.epoch++
-	for _, e := range r.all.From(r.all.Base()) {
+	r.resetCount++
+	for _, e := range r.events.From(r.events.Base()) {
 		e.release()
 	}
-	r.all.reset()
-	for _, t := range r.topics {
+	r.events.reset()
+	for _, t := range r.triggers {
 		t.reset()
 	}
 	r.ringBytes.Store(0)
-	r.low, r.stale, r.applied = revision, 0, 0
-	if redefined {
-		r.redefined = at
+	r.low, r.staleEvents, r.applied = revision, 0, 0
+	if crdChanged {
+		r.crdChangedAt = changedAt
 	}
 }
 
@@ -220,8 +220,8 @@ func (s *Snapshot) Unreadable(prefix string) (key, reason string, found bool) {
 
 // IsUnreadable says whether the object with the key is there and cannot be read.
 func (s *Snapshot) IsUnreadable(key string) bool {
-	_, bad := s.unreadable[key]
-	return bad
+	_, found := s.unreadable[key]
+	return found
 }
 
 // Len is how many objects there are.
@@ -239,7 +239,7 @@ func (s *Snapshot) Scan(prefix, from string, visit func(*Item) bool) {
 }
 
 // ScanField is Scan for the objects with a value in a field that the snapshot was asked for with.
-func (s *Snapshot) ScanField(t Topic, prefix, from string, visit func(*Item) bool) {
+func (s *Snapshot) ScanField(t Trigger, prefix, from string, visit func(*Item) bool) {
 	index := s.indexes[t.Field]
 	if index == nil {
 		s.Scan(prefix, from, visit)
@@ -250,21 +250,21 @@ func (s *Snapshot) ScanField(t Topic, prefix, from string, visit func(*Item) boo
 	})
 }
 
-// visitsBetween is how many objects Select visits before it looks at its context: a selector may have 10,000 terms.
-const visitsBetween = 64
+// contextCheckInterval is how many objects Select visits before it looks at its context: a selector may have 10,000 terms.
+const contextCheckInterval = 64
 
 // Select is ScanField until ctx ends, which is its error.
-func (s *Snapshot) Select(ctx context.Context, t Topic, prefix, from string, visit func(*Item) bool) error {
+func (s *Snapshot) Select(ctx context.Context, t Trigger, prefix, from string, visit func(*Item) bool) error {
 	visited := 0
 	s.ScanField(t, prefix, from, func(i *Item) bool {
 		visited++
-		return (visited%visitsBetween != 0 || ctx.Err() == nil) && visit(i)
+		return (visited%contextCheckInterval != 0 || ctx.Err() == nil) && visit(i)
 	})
 	return ctx.Err()
 }
 
-// now is the snapshot of what is loaded, with an index for the field, if one is named.
-func (r *Resource) now(field string) *Snapshot {
+// currentSnapshot is the snapshot of what is loaded, with an index for the field, if one is named.
+func (r *Resource) currentSnapshot(field string) *Snapshot {
 	if field != "" && r.indexes[field] == nil && len(r.indexes) < maxIndexes {
 		index := btree.NewG(64, lessIndexed)
 		r.tree.Ascend(func(i *Item) bool {
@@ -302,7 +302,7 @@ type Source func(ctx context.Context, storedAs string) ([]*registryv1.Row, int64
 func (r *Resource) Snapshot(ctx context.Context, field string, source Source,
 	wait func(context.Context, int64) error) (*Snapshot, error) {
 	for range maxLoads {
-		s, l := r.loaded(ctx, field, source, wait)
+		s, l := r.snapshotOrLoad(ctx, field, source, wait)
 		if s != nil {
 			return s, nil
 		}
@@ -315,30 +315,30 @@ func (r *Resource) Snapshot(ctx context.Context, field string, source Source,
 			return nil, ctx.Err()
 		}
 	}
-	return nil, errBusy
+	return nil, errLoadOverrun
 }
 
 // maxLoads is how often a reader waits for the resource to be loaded: more may happen to it than is kept meanwhile.
 const maxLoads = 4
 
-var errBusy = errors.New("more happens to the resource while it is loaded than is kept")
+var errLoadOverrun = errors.New("more happens to the resource while it is loaded than is kept")
 
-// loaded is the snapshot, or the load under way.
-func (r *Resource) loaded(ctx context.Context, field string, source Source,
+// snapshotOrLoad is the snapshot, or the load under way.
+func (r *Resource) snapshotOrLoad(ctx context.Context, field string, source Source,
 	wait func(context.Context, int64) error) (*Snapshot, *load) {
-	r.cache.whole.RLock()
-	defer r.cache.whole.RUnlock()
+	r.cache.resetMu.RLock()
+	defer r.cache.resetMu.RUnlock()
 	progress := r.cache.progress.Load()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.used = time.Now()
+	r.lastUsed = time.Now()
 	if r.tree != nil {
-		s := r.now(field)
+		s := r.currentSnapshot(field)
 		s.Revision = max(progress, r.applied)
 		return s, nil
 	}
 	if r.loading == nil {
-		r.loading = &load{done: make(chan struct{}), from: progress, epoch: r.epoch}
+		r.loading = &load{done: make(chan struct{}), from: progress, resetCount: r.resetCount}
 		go r.load(context.WithoutCancel(ctx), r.loading, source, wait)
 	}
 	return nil, r.loading
@@ -347,15 +347,15 @@ func (r *Resource) loaded(ctx context.Context, field string, source Source,
 // SnapshotAt is the resource as it was at a revision, where it is loaded and has not changed since. It lets a replica
 // go on with a list that another one began.
 func (r *Resource) SnapshotAt(revision int64) (*Snapshot, bool) {
-	r.cache.whole.RLock()
-	defer r.cache.whole.RUnlock()
+	r.cache.resetMu.RLock()
+	defer r.cache.resetMu.RUnlock()
 	progress := r.cache.progress.Load()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.tree == nil || revision < r.low || progress < revision || r.applied > revision {
 		return nil, false
 	}
-	s := r.now("")
+	s := r.currentSnapshot("")
 	s.Revision = revision
 	return s, true
 }
@@ -366,7 +366,7 @@ const loadTimeout = time.Minute
 // load reads a snapshot and adds the events that came after it.
 func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(context.Context, int64) error) {
 	defer close(l.done)
-	tree, bad, bytes, revision, err := read(ctx, r.Name, source, wait)
+	tree, unreadable, bytes, revision, err := read(ctx, r.Name, source, wait)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.loading = nil
@@ -374,14 +374,14 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 		l.err = err
 		return
 	}
-	if r.low > revision || r.epoch != l.epoch {
+	if r.low > revision || r.resetCount != l.resetCount {
 		return // the events after the snapshot are gone from the ring: whoever waits loads again
 	}
 	r.drop()
-	r.tree, r.unreadable, r.bytes = tree, bad, bytes
-	for _, e := range r.all.From(r.all.Base()) {
+	r.tree, r.unreadable, r.bytes = tree, unreadable, bytes
+	for _, e := range r.events.From(r.events.Base()) {
 		if e.Revision > revision {
-			r.change(e)
+			r.updateTree(e)
 		}
 	}
 	r.trim(r.bound())
@@ -390,7 +390,7 @@ func (r *Resource) load(ctx context.Context, l *load, source Source, wait func(c
 // read reads a whole resource and waits until the log has come to its revision, so that no object is newer than
 // Progress.
 func read(ctx context.Context, name string, source Source,
-	wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], bad map[string]string, bytes int,
+	wait func(context.Context, int64) error) (tree *btree.BTreeG[*Item], unreadable map[string]string, bytes int,
 	revision int64, err error) {
 	defer recovery.ToError("loading "+name, &err)
 	ctx, cancel := context.WithTimeout(ctx, loadTimeout)
@@ -402,15 +402,15 @@ func read(ctx context.Context, name string, source Source,
 	if err != nil {
 		return nil, nil, 0, 0, err
 	}
-	tree, bad = btree.NewG(64, less), map[string]string{}
+	tree, unreadable = btree.NewG(64, less), map[string]string{}
 	for _, row := range rows {
 		if row.Unreadable != "" {
-			bad[Key(row.Namespace, row.Name)] = row.Unreadable
+			unreadable[Key(row.Namespace, row.Name)] = row.Unreadable
 			continue
 		}
 		i := itemOfRow(row)
 		tree.ReplaceOrInsert(i)
 		bytes += i.Size()
 	}
-	return tree, bad, bytes, revision, nil
+	return tree, unreadable, bytes, revision, nil
 }

@@ -25,9 +25,9 @@ func (g *ring) reset() {
 	g.changed.Notify()
 }
 
-// Topic is a part of a resource's events: those of objects, before or after the event, with a value in a field. With it
+// Trigger is a part of a resource's events: those of objects, before or after the event, with a value in a field. With it
 // an event wakes those whom it concerns, not everyone who watches the resource.
-type Topic struct{ Field, Value string }
+type Trigger struct{ Field, Value string }
 
 // Fields that are not an object's selectable ones.
 const (
@@ -37,7 +37,7 @@ const (
 	ByNamespace = "\x00namespace"
 )
 
-func (t Topic) of(i *Item) string {
+func (t Trigger) valueOf(i *Item) string {
 	switch t.Field {
 	case ByKey:
 		return i.Key
@@ -48,19 +48,19 @@ func (t Topic) of(i *Item) string {
 }
 
 // Index is the selectable field whose values tell the topic's objects; empty where etcd's own order finds them.
-func (t Topic) Index() string {
+func (t Trigger) Index() string {
 	if t.Field == ByKey || t.Field == ByNamespace {
 		return ""
 	}
 	return t.Field
 }
 
-func (t Topic) has(e *Event) bool {
-	return t.of(e.Item) == t.Value || e.Previous != nil && t.of(e.Previous) == t.Value
+func (t Trigger) matches(e *Event) bool {
+	return t.valueOf(e.Item) == t.Value || e.Previous != nil && t.valueOf(e.Previous) == t.Value
 }
 
-// topic is a ring of its own, as long as anybody follows it.
-type topic struct {
+// triggerRing is a ring of its own, as long as anybody follows it.
+type triggerRing struct {
 	ring
 	subscribers int
 }
@@ -68,93 +68,93 @@ type topic struct {
 // Subscription reads a resource's events, or those of one topic.
 type Subscription struct {
 	resource *Resource
-	topic    Topic
+	trigger  Trigger
 	ring     *ring
 }
 
 // Subscribe begins to follow a topic; the zero one is every event. Close it.
-func (r *Resource) Subscribe(t Topic) *Subscription {
+func (r *Resource) Subscribe(t Trigger) *Subscription {
 	r.mu.Lock()
 	r.subscribers++
-	if t == (Topic{}) {
+	if t == (Trigger{}) {
 		defer r.mu.Unlock()
-		return &Subscription{resource: r, ring: &r.all}
+		return &Subscription{resource: r, ring: &r.events}
 	}
-	if own := r.topics[t]; own != nil {
+	if trigger := r.triggers[t]; trigger != nil {
 		defer r.mu.Unlock()
-		return r.join(t, own)
+		return r.join(t, trigger)
 	}
-	past, next := r.all.All(), r.all.Next()
+	past, next := r.events.All(), r.events.Next()
 	r.mu.Unlock()
-	var concerned []*Event // the whole ring is gone through, with nobody waiting for that
+	var matching []*Event // the whole ring is gone through, with nobody waiting for that
 	for _, e := range past {
-		if t.has(e) {
-			concerned = append(concerned, e)
+		if t.matches(e) {
+			matching = append(matching, e)
 		}
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	own := r.topics[t]
-	if own == nil {
-		own = &topic{}
-		if r.all.Base() <= next { // else the ring has been reset meanwhile, or what was seen of it has gone by
-			for _, e := range concerned {
-				own.Add(e)
+	trigger := r.triggers[t]
+	if trigger == nil {
+		trigger = &triggerRing{}
+		if r.events.Base() <= next { // else the ring has been reset meanwhile, or what was seen of it has gone by
+			for _, e := range matching {
+				trigger.Add(e)
 			}
 		} else {
-			next = r.all.Base()
+			next = r.events.Base()
 		}
-		for _, e := range r.all.From(next) {
-			if t.has(e) {
-				own.Add(e)
+		for _, e := range r.events.From(next) {
+			if t.matches(e) {
+				trigger.Add(e)
 			}
 		}
-		own.forget(r.low)
-		r.topics[t] = own
-		r.topicFields[t.Field]++
+		trigger.forget(r.low)
+		r.triggers[t] = trigger
+		r.triggerFields[t.Field]++
 	}
-	return r.join(t, own)
+	return r.join(t, trigger)
 }
 
-func (r *Resource) join(t Topic, own *topic) *Subscription {
-	own.subscribers++
-	return &Subscription{resource: r, topic: t, ring: &own.ring}
+func (r *Resource) join(t Trigger, trigger *triggerRing) *Subscription {
+	trigger.subscribers++
+	return &Subscription{resource: r, trigger: t, ring: &trigger.ring}
 }
 
 // Close ends the following.
-func (f *Subscription) Close() {
-	r := f.resource
+func (s *Subscription) Close() {
+	r := s.resource
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.subscribers--
-	r.used = time.Now()
-	if own := r.topics[f.topic]; own != nil {
-		if own.subscribers--; own.subscribers == 0 {
-			delete(r.topics, f.topic)
-			if r.topicFields[f.topic.Field]--; r.topicFields[f.topic.Field] == 0 {
-				delete(r.topicFields, f.topic.Field)
+	r.lastUsed = time.Now()
+	if trigger := r.triggers[s.trigger]; trigger != nil {
+		if trigger.subscribers--; trigger.subscribers == 0 {
+			delete(r.triggers, s.trigger)
+			if r.triggerFields[s.trigger.Field]--; r.triggerFields[s.trigger.Field] == 0 {
+				delete(r.triggerFields, s.trigger.Field)
 			}
 		}
 	}
 }
 
-// addToTopics adds an event to the topics that it belongs to.
-func (r *Resource) addToTopics(e *Event) {
-	for field := range r.topicFields {
-		value := Topic{Field: field}.of(e.Item)
-		r.publishTo(Topic{field, value}, e)
+// dispatchToTriggers adds an event to the topics that it belongs to.
+func (r *Resource) dispatchToTriggers(e *Event) {
+	for field := range r.triggerFields {
+		value := Trigger{Field: field}.valueOf(e.Item)
+		r.dispatchTo(Trigger{field, value}, e)
 		if e.Previous != nil {
-			if before := (Topic{Field: field}).of(e.Previous); before != value {
-				r.publishTo(Topic{field, before}, e)
+			if before := (Trigger{Field: field}).valueOf(e.Previous); before != value {
+				r.dispatchTo(Trigger{field, before}, e)
 			}
 		}
 	}
 }
 
-func (r *Resource) publishTo(t Topic, e *Event) {
-	if own := r.topics[t]; own != nil {
-		own.Add(e)
-		own.changed.Notify()
+func (r *Resource) dispatchTo(t Trigger, e *Event) {
+	if trigger := r.triggers[t]; trigger != nil {
+		trigger.Add(e)
+		trigger.changed.Notify()
 	}
 }
 
@@ -163,17 +163,17 @@ type Cursor int64
 
 // After is the place after an event's position. ok is false where what comes next is no longer there; low is the
 // oldest revision that can be resumed from.
-func (f *Subscription) After(revision int64, index int32) (cur Cursor, low int64, ok bool) {
-	r := f.resource
-	r.cache.whole.RLock()
-	defer r.cache.whole.RUnlock()
+func (s *Subscription) After(revision int64, index int32) (cur Cursor, low int64, ok bool) {
+	r := s.resource
+	r.cache.resetMu.RLock()
+	defer r.cache.resetMu.RUnlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if revision < r.low {
 		return 0, r.low, false
 	}
-	f.ring.forget(r.low)
-	return Cursor(f.ring.Search(func(e *Event) bool {
+	s.ring.forget(r.low)
+	return Cursor(s.ring.Search(func(e *Event) bool {
 		return e.Revision > revision || e.Revision == revision && e.Index > index
 	})), r.low, true
 }
@@ -181,28 +181,28 @@ func (f *Subscription) After(revision int64, index int32) (cur Cursor, low int64
 // Next is what came after the cursor, at most n events, and where to go on. Where nothing came, changed is closed when
 // something does. progress is the revision that has been reached once the events are seen, 0 where more is to come at
 // once. ok is false where the cursor was overrun.
-func (f *Subscription) Next(cur Cursor,
-	n int) (came []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
-	r := f.resource
-	r.cache.whole.RLock()
-	defer r.cache.whole.RUnlock()
+func (s *Subscription) Next(cur Cursor,
+	n int) (batch []*Event, next Cursor, progress int64, changed <-chan struct{}, ok bool) {
+	r := s.resource
+	r.cache.resetMu.RLock()
+	defer r.cache.resetMu.RUnlock()
 	progress = r.cache.progress.Load()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	f.ring.forget(r.low)
-	if int64(cur) < f.ring.Base() {
+	s.ring.forget(r.low)
+	if int64(cur) < s.ring.Base() {
 		return nil, cur, 0, nil, false
 	}
-	rest := f.ring.From(int64(cur))
+	rest := s.ring.From(int64(cur))
 	if len(rest) > n {
 		rest, progress = rest[:n], 0
 	}
-	return slices.Clone(rest), cur + Cursor(len(rest)), progress, f.ring.changed.C(), true
+	return slices.Clone(rest), cur + Cursor(len(rest)), progress, s.ring.changed.C(), true
 }
 
 // Behind is how many events wait after a cursor.
-func (f *Subscription) Behind(cur Cursor) int64 {
-	f.resource.mu.Lock()
-	defer f.resource.mu.Unlock()
-	return max(0, f.ring.Next()-int64(cur))
+func (s *Subscription) Behind(cur Cursor) int64 {
+	s.resource.mu.Lock()
+	defer s.resource.mu.Unlock()
+	return max(0, s.ring.Next()-int64(cur))
 }

@@ -15,7 +15,7 @@ type Status struct {
 	EventBytes      int    `json:"eventBytes"`
 	OldestResumable int64  `json:"oldestResumable"`
 	Watches         int    `json:"watches"`
-	Topics          int    `json:"topics"`
+	Triggers        int    `json:"triggers"`
 	Indexes         int    `json:"indexes"`
 	Unreadable      int    `json:"unreadable"`
 }
@@ -30,11 +30,11 @@ func (c *Cache) Resources() []Status {
 			Name:            r.Name,
 			Loaded:          r.tree != nil,
 			Bytes:           r.bytes,
-			Events:          r.all.Len(),
+			Events:          r.events.Len(),
 			EventBytes:      int(r.ringBytes.Load()),
 			OldestResumable: r.low,
 			Watches:         r.subscribers,
-			Topics:          len(r.topics),
+			Triggers:        len(r.triggers),
 			Indexes:         len(r.indexes),
 			Unreadable:      len(r.unreadable),
 		}
@@ -59,18 +59,18 @@ func (c *Cache) Lag() time.Duration {
 	return max(0, time.Duration(c.applied.Load()-observed))
 }
 
-// Sweep forgets the objects of resources that nobody has read for IdleAfter, and most of their events; and of every
+// Sweep forgets the objects of resources that nobody has read for IdleTimeout, and most of their events; and of every
 // resource what frames have made too much of its events, and what topics hold that the ring has forgotten.
 func (c *Cache) Sweep() (dropped []string) {
 	c.each(func(r *Resource) {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		if r.tree != nil && r.loading == nil && c.IdleAfter > 0 && time.Since(r.used) > c.IdleAfter {
+		if r.tree != nil && r.loading == nil && c.IdleTimeout > 0 && time.Since(r.lastUsed) > c.IdleTimeout {
 			r.drop()
 			dropped = append(dropped, r.Name)
 		}
 		r.trim(r.bound())
-		r.forgetTopics()
+		r.trimTriggers()
 	})
 	sort.Strings(dropped)
 	return dropped

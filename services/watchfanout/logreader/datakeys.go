@@ -1,0 +1,33 @@
+package logreader
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"watershed.dev/platform/eventlog"
+	registryv1 "watershed.dev/proto/watershed/registry/v1"
+)
+
+// keyTimeout bounds one question for a key.
+const keyTimeout = 5 * time.Second
+
+// newDataKeyFunc asks registry for the log's keys.
+func newDataKeyFunc(source registryv1.SourceClient) eventlog.DataKeyFunc {
+	var cached eventlog.KeyCache
+	return func(ctx context.Context, storageResource, key string) ([]byte, error) {
+		return cached.Get(storageResource+"/"+key, func() ([]byte, error) {
+			ctx, cancel := context.WithTimeout(ctx, keyTimeout)
+			defer cancel()
+			resp, err := source.DataKey(ctx, &registryv1.DataKeyRequest{StorageResource: storageResource, Key: key})
+			switch status.Code(err) {
+			case codes.NotFound, codes.FailedPrecondition:
+				return nil, fmt.Errorf("%w: %w", eventlog.ErrNoKey, err)
+			}
+			return resp.GetSecret(), err
+		})
+	}
+}

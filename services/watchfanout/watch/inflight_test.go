@@ -1,0 +1,81 @@
+package watch
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"testing/synctest"
+)
+
+// An owner has as many bytes in flight as it leaves to others, one message in any case, and its messages go in order.
+func TestBytesInFlightAreBoundedByOwner(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newInflightQuota(100)
+		var mu sync.Mutex
+		var sent []int
+		var releases []func()
+		for i := range 10 {
+			go func() {
+				release := f.acquire(t.Context(), nil, "loud", 20)
+				mu.Lock()
+				defer mu.Unlock()
+				sent, releases = append(sent, i), append(releases, release)
+			}()
+			synctest.Wait()
+		}
+		if len(sent) != 3 || f.used != 60 { // 20+20 of 80 left, 40+20 of 60 left; 60+20 is more than 40
+			t.Fatalf("%d messages, %d bytes are in flight", len(sent), f.used)
+		}
+		quiet := f.acquire(t.Context(), nil, "quiet", 20)
+		large := f.acquire(t.Context(), nil, "large", 1000) // one message goes in any case
+		f.acquire(t.Context(), nil, "", 1<<40)()
+		quiet()
+		quiet() // a second call changes nothing
+		large()
+		if f.used != 60 || len(f.owners) != 1 {
+			t.Errorf("%d bytes of %d owners are in flight", f.used, len(f.owners))
+		}
+		for i := range 10 {
+			releases[i]()
+			synctest.Wait()
+		}
+		for i, n := range sent {
+			if i != n {
+				t.Errorf("they were sent as %v", sent)
+				break
+			}
+		}
+		if f.used != 0 || len(f.owners) != 0 {
+			t.Errorf("%d bytes of %d owners stay", f.used, len(f.owners))
+		}
+	})
+}
+
+// A message that need not be sent any more gives its place in the queue, or its bytes, back.
+func TestAnEndedStreamWaitsForNoBytes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newInflightQuota(10)
+		first := f.acquire(t.Context(), nil, "o", 10)
+		ctx, cancel := context.WithCancel(t.Context())
+		stop := make(chan struct{})
+		var ended sync.WaitGroup
+		ended.Go(func() {
+			if f.acquire(ctx, nil, "o", 10) != nil {
+				t.Error("it was let go")
+			}
+		})
+		ended.Go(func() {
+			if f.acquire(t.Context(), stop, "o", 10) != nil {
+				t.Error("it was let go")
+			}
+		})
+		synctest.Wait()
+		cancel()
+		close(stop)
+		ended.Wait()
+		first()
+		if f.used != 0 || len(f.owners) != 0 {
+			t.Errorf("%d bytes of %d owners stay", f.used, len(f.owners))
+		}
+	})
+}
