@@ -75,17 +75,17 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 // Service is a running admission chain.
 type Service struct {
 	admissionv1.UnimplementedAdmissionServer
-	chain     admission.Interface
-	cluster   *apiclient.Cluster
-	informers informers.SharedInformerFactory
-	mapper    *mapper
-	resolver  webhookutil.ServiceResolver
-	customs   *customs
-	hooks     *hooks
-	synced    atomic.Bool
-	ready     lifecycle.Readiness
-	policies  lifecycle.Readiness
-	interests *interests
+	chain          admission.Interface
+	cluster        *apiclient.Cluster
+	informers      informers.SharedInformerFactory
+	mapper         *mapper
+	resolver       webhookutil.ServiceResolver
+	crds           *crds
+	hooks          *hooks
+	synced         atomic.Bool
+	ready          lifecycle.Readiness
+	policies       lifecycle.Readiness
+	admissionRules *admissionRules
 }
 
 // New builds the chain.
@@ -133,23 +133,23 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	s.chain = admission.WithAudit(gc.AdmissionControl)
-	if s.customs, err = newCustoms(plain, s.resolver, out, s.mapper.touch); err != nil {
+	if s.crds, err = newCRDs(plain, s.resolver, out, s.mapper.invalidate); err != nil {
 		return nil, err
 	}
 	// Other plugins than the default and NodeRestriction may look at anything, and so may webhooks and policies from
 	// files, which no informer tells of, and a ResourceQuota whose file limits what no quota does. Where
 	// NamespaceLifecycle is off, registry is not to run it either.
 	generic := c.Options.GenericAdmission
-	all := slices.ContainsFunc(generic.EnablePlugins, unknownInterests) ||
+	matchAll := slices.ContainsFunc(generic.EnablePlugins, hasUnknownRules) ||
 		len(c.Options.PluginNames) > 0 || generic.ConfigFile != "" ||
 		slices.Contains(generic.DisablePlugins, namespacelifecycle.PluginName) ||
 		utilfeature.DefaultFeatureGate.Enabled(genericfeatures.ManifestBasedAdmissionControlConfig)
-	s.interests = newInterests(s.informers, all)
+	s.admissionRules = newAdmissionRules(s.informers, matchAll)
 	return s, nil
 }
 
-// unknownInterests says whether builtIn does not hold what a plugin looks at.
-func unknownInterests(plugin string) bool {
+// hasUnknownRules says whether builtInRules does not hold what a plugin looks at.
+func hasUnknownRules(plugin string) bool {
 	return plugin != noderestriction.PluginName && kubeoptions.DefaultOffAdmissionPlugins().Has(plugin)
 }
 
@@ -204,8 +204,8 @@ func (s *Service) Ready() *lifecycle.Readiness { return &s.ready }
 // Policies is ready once what the chain decides by has been read. How old it has become since counts at each question.
 func (s *Service) Policies() *lifecycle.Readiness { return &s.policies }
 
-// fresh says why the chain cannot be asked, or is nil.
-func (s *Service) fresh() error {
+// checkFresh says why the chain cannot be asked, or is nil.
+func (s *Service) checkFresh() error {
 	if !s.synced.Load() {
 		return errors.New("plugins have not read the cluster yet")
 	}
@@ -214,13 +214,13 @@ func (s *Service) fresh() error {
 
 // Run keeps the plugins' view of the cluster fresh until ctx is done.
 func (s *Service) Run(ctx context.Context) error {
-	s.customs.informers.Start(ctx.Done())
+	s.crds.informers.Start(ctx.Done())
 	var wg sync.WaitGroup
-	wg.Go(func() { s.interests.run(ctx) })
+	wg.Go(func() { s.admissionRules.run(ctx) })
 	wg.Go(func() { s.mapper.run(ctx) })
 	wg.Go(func() {
 		s.informers.WaitForCacheSync(ctx.Done())
-		s.customs.informers.WaitForCacheSync(ctx.Done())
+		s.crds.informers.WaitForCacheSync(ctx.Done())
 		s.synced.Store(ctx.Err() == nil)
 		select {
 		case <-s.cluster.Fresh():
@@ -229,23 +229,23 @@ func (s *Service) Run(ctx context.Context) error {
 		}
 	})
 	err := s.cluster.Run(ctx)
-	s.customs.informers.Shutdown()
+	s.crds.informers.Shutdown()
 	wg.Wait()
 	return err
 }
 
-// interestsCheck is how often a stream of interests looks whether what it told is still known to be so.
-const interestsCheck = time.Second
+// rulesCheckPeriod is how often a stream of interests looks whether what it told is still known to be so.
+const rulesCheckPeriod = time.Second
 
 // AdmissionRules implements admissionv1.AdmissionServer. It ends where what it told may be too old: then everything is
 // asked, and refused here.
 func (s *Service) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
 	stream grpc.ServerStreamingServer[admissionv1.AdmissionRuleSet]) error {
-	check := time.NewTicker(interestsCheck)
+	check := time.NewTicker(rulesCheckPeriod)
 	defer check.Stop()
 	for {
-		set, changed := s.interests.current.Get()
-		if err := s.fresh(); err != nil {
+		set, changed := s.admissionRules.current.Get()
+		if err := s.checkFresh(); err != nil {
 			return status.Error(codes.Unavailable, err.Error())
 		}
 		if err := stream.Send(set); err != nil {
@@ -256,7 +256,7 @@ func (s *Service) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
 			case <-changed:
 				waiting = false
 			case <-check.C:
-				if err := s.fresh(); err != nil {
+				if err := s.checkFresh(); err != nil {
 					return status.Error(codes.Unavailable, err.Error())
 				}
 			case <-stream.Context().Done():

@@ -17,13 +17,13 @@ import (
 )
 
 // What a policy's CEL asks of the authorizer is asked with all that it says: selectors too (features F9).
-func TestAnAuthorizationIsAskedWithItsSelectors(t *testing.T) {
+func TestAnAccessReviewHasItsSelectors(t *testing.T) {
 	client := fake.NewClientset()
-	var asked *authorizationv1.SubjectAccessReview
-	answer, failure := authorizationv1.SubjectAccessReviewStatus{Allowed: true, Reason: "why"}, error(nil)
+	var created *authorizationv1.SubjectAccessReview
+	reviewStatus, failure := authorizationv1.SubjectAccessReviewStatus{Allowed: true, Reason: "why"}, error(nil)
 	client.PrependReactor("create", "subjectaccessreviews", func(a clienttesting.Action) (bool, runtime.Object, error) {
-		asked = a.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview)
-		return true, &authorizationv1.SubjectAccessReview{Status: answer}, failure
+		created = a.(clienttesting.CreateAction).GetObject().(*authorizationv1.SubjectAccessReview)
+		return true, &authorizationv1.SubjectAccessReview{Status: reviewStatus}, failure
 	})
 	fs, err := fields.ParseSelector("spec.nodeName=n,status.phase!=Failed")
 	if err != nil {
@@ -53,9 +53,9 @@ func TestAnAuthorizationIsAskedWithItsSelectors(t *testing.T) {
 	if d != authorizer.DecisionAllow || reason != "why" || err != nil {
 		t.Errorf("%v %q %v", d, reason, err)
 	}
-	ra := asked.Spec.ResourceAttributes
-	if asked.Spec.User != "bob" || asked.Spec.Extra["k"][0] != "v" || ra.Namespace != "x" || ra.Resource != "pods" {
-		t.Errorf("asked %+v", asked.Spec)
+	ra := created.Spec.ResourceAttributes
+	if created.Spec.User != "bob" || created.Spec.Extra["k"][0] != "v" || ra.Namespace != "x" || ra.Resource != "pods" {
+		t.Errorf("asked %+v", created.Spec)
 	}
 	wantFields := []metav1.FieldSelectorRequirement{{
 		Key:      "spec.nodeName",
@@ -70,15 +70,15 @@ func TestAnAuthorizationIsAskedWithItsSelectors(t *testing.T) {
 	if ra.LabelSelector == nil || len(ra.LabelSelector.Requirements) != 3 {
 		t.Errorf("label selector %+v", ra.LabelSelector)
 	}
-	answer = authorizationv1.SubjectAccessReviewStatus{Denied: true}
+	reviewStatus = authorizationv1.SubjectAccessReviewStatus{Denied: true}
 	if d, _, _ := r.Authorize(context.Background(), authorizer.AttributesRecord{
 		User: &user.DefaultInfo{Name: "bob"},
 		Verb: "get",
 		Path: "/x",
-	}); d != authorizer.DecisionDeny || asked.Spec.NonResourceAttributes.Path != "/x" {
-		t.Errorf("%v, asked %+v", d, asked.Spec)
+	}); d != authorizer.DecisionDeny || created.Spec.NonResourceAttributes.Path != "/x" {
+		t.Errorf("%v, asked %+v", d, created.Spec)
 	}
-	answer = authorizationv1.SubjectAccessReviewStatus{}
+	reviewStatus = authorizationv1.SubjectAccessReviewStatus{}
 	if d, _, _ := r.Authorize(context.Background(), a); d != authorizer.DecisionNoOpinion {
 		t.Errorf("nobody's opinion is %v", d)
 	}

@@ -14,23 +14,23 @@ type budget struct {
 
 type budgetKey struct{}
 
-// askedBy is the context of who asked for the request that webhooks are called for. Once it is done, whether by a
+// requestContextKey is the context of who asked for the request that webhooks are called for. Once it is done, whether by a
 // timeout that a client chose or because the client has gone, how a call ends says nothing of the webhook.
-type askedBy struct{}
+type requestContextKey struct{}
 
 // withBudget gives a phase of a request its budget.
 func (h *hooks) withBudget(ctx context.Context) context.Context {
 	if h == nil {
 		return ctx
 	}
-	ctx = context.WithValue(ctx, askedBy{}, ctx)
+	ctx = context.WithValue(ctx, requestContextKey{}, ctx)
 	if h.options.Budget == 0 {
 		return ctx
 	}
 	return context.WithValue(ctx, budgetKey{}, &budget{left: h.options.Budget})
 }
 
-func (b *budget) remains() time.Duration {
+func (b *budget) remaining() time.Duration {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.left
@@ -42,16 +42,16 @@ func (b *budget) spend(d time.Duration) {
 	b.left -= d
 }
 
-// called is a call that the breaker let through. trial: it is the one that tries whether the endpoint works again.
-type called struct {
+// breakerCall is a call that the breaker let through. trial: it is the one that tries whether the endpoint works again.
+type breakerCall struct {
 	*endpoint
 	options HookOptions
-	trial   bool
+	probe   bool
 }
 
-// mayCall says whether the breaker lets a call through, which then says how it ended: ended or gaveUp.
-func (e *endpoint) mayCall(o HookOptions) (called, bool) {
-	c := called{endpoint: e, options: o}
+// allow says whether the breaker lets a call through, which then says how it ended: ended or abandon.
+func (e *endpoint) allow(o HookOptions) (breakerCall, bool) {
+	c := breakerCall{endpoint: e, options: o}
 	if o.Failures == 0 {
 		return c, true
 	}
@@ -60,29 +60,29 @@ func (e *endpoint) mayCall(o HookOptions) (called, bool) {
 	switch {
 	case e.failures < o.Failures:
 		return c, true
-	case time.Now().Before(e.until) || e.trying:
+	case time.Now().Before(e.until) || e.probing:
 		return c, false
 	}
-	e.trying, c.trial = true, true
+	e.probing, c.probe = true, true
 	return c, true
 }
 
-// gaveUp: it ended before the endpoint could show whether it works.
-func (c called) gaveUp() {
+// abandon: it ended before the endpoint could show whether it works.
+func (c breakerCall) abandon() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.trying = c.trying && !c.trial
+	c.probing = c.probing && !c.probe
 }
 
-// ended notes whether it succeeded.
-func (c called) ended(well bool) {
+// finish notes whether it succeeded.
+func (c breakerCall) finish(success bool) {
 	if c.options.Failures == 0 {
 		return
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.trying = c.trying && !c.trial
-	if well {
+	c.probing = c.probing && !c.probe
+	if success {
 		c.failures = 0
 		breakersOpen.WithLabelValues(c.name).Set(0)
 		return

@@ -176,16 +176,16 @@ func TestTheChainAdmits(t *testing.T) {
 
 // A policy refuses by its expression, with what it says, and only what it matches.
 func TestAPolicyRefuses(t *testing.T) {
-	const at = "/apis/admissionregistration.k8s.io/v1/"
+	const group = "/apis/admissionregistration.k8s.io/v1/"
 	a := chain(t, cluster{
-		at + "validatingadmissionpolicies": {`{"metadata":{"name":"p","generation":1},"spec":{"failurePolicy":"Fail",
+		group + "validatingadmissionpolicies": {`{"metadata":{"name":"p","generation":1},"spec":{"failurePolicy":"Fail",
 			"matchConstraints":{"resourceRules":[{"apiGroups":[""],"apiVersions":["v1"],"resources":["configmaps"],
 			"operations":["CREATE"],"scope":"*"}],"namespaceSelector":{},"objectSelector":{},"matchPolicy":"Equivalent"},
 			"validations":[{"expression":"!('bad' in object.data)","message":"nothing bad"}]}}`},
-		at + "validatingadmissionpolicybindings": {`{"metadata":{"name":"b"},"spec":{"policyName":"p",
+		group + "validatingadmissionpolicybindings": {`{"metadata":{"name":"b"},"spec":{"policyName":"p",
 			"validationActions":["Deny"]}}`},
 	})
-	ask := func(data string) error {
+	validateConfigMap := func(data string) error {
 		_, err := a.Validate(t.Context(), creationOf("ConfigMap", "configmaps", "x",
 			`{"kind":"ConfigMap","apiVersion":"v1","metadata":{"name":"n","namespace":"x"},"data":`+data+`}`))
 		return err
@@ -193,32 +193,32 @@ func TestAPolicyRefuses(t *testing.T) {
 	// the policy's own controller compiles it a moment after it is read
 	var err error
 	for until := time.Now().Add(20 * time.Second); time.Now().Before(until); time.Sleep(10 * time.Millisecond) {
-		if err = ask(`{"bad":""}`); err != nil && strings.Contains(err.Error(), "nothing bad") {
+		if err = validateConfigMap(`{"bad":""}`); err != nil && strings.Contains(err.Error(), "nothing bad") {
 			break
 		}
 	}
 	if err == nil || !strings.Contains(err.Error(), "nothing bad") {
 		t.Errorf("%v", err)
 	}
-	if err := ask(`{"good":""}`); err != nil {
+	if err := validateConfigMap(`{"good":""}`); err != nil {
 		t.Errorf("%v", err)
 	}
 	stream, err := a.AdmissionRules(t.Context(), &admissionv1.AdmissionRulesRequest{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	asked := func(set *admissionv1.AdmissionRuleSet) bool {
+	hasRule := func(set *admissionv1.AdmissionRuleSet) bool {
 		return slices.ContainsFunc(set.GetValidate(), func(i *admissionv1.AdmissionRule) bool {
 			return i.Resource == "configmaps" || i.Resource == "*" && i.Group == "*" && len(i.Operations) == 4
 		})
 	}
-	if set, err := stream.Recv(); err != nil || !asked(set) {
+	if set, err := stream.Recv(); err != nil || !hasRule(set) {
 		t.Errorf("%v, %v", set, err)
 	}
 }
 
 // Policy that is too old decides nothing; the control plane's own writes go on.
-func TestAChainThatHasReadNothingDecidesNothing(t *testing.T) {
+func TestAnUnsyncedChainIsUnavailable(t *testing.T) {
 	config := NewConfig()
 	fs := pflag.NewFlagSet("admission", pflag.ContinueOnError)
 	config.AddFlags(fs)

@@ -78,11 +78,11 @@ func (o *HookOptions) Validate() error {
 
 // What became of a call, as metrics say it.
 const (
-	answered    = "answered"
-	failed      = "failed"
-	overBudget  = "over_budget"
-	broken      = "not_called"
-	interrupted = "interrupted"
+	succeeded  = "succeeded"
+	failed     = "failed"
+	overBudget = "over_budget"
+	notCalled  = "not_called"
+	canceled   = "canceled"
 )
 
 var (
@@ -115,8 +115,8 @@ type hooks struct {
 	options    HookOptions
 	mutating   admissionlisters.MutatingWebhookConfigurationLister
 	validating admissionlisters.ValidatingWebhookConfigurationLister
-	// known are the endpoints that a configuration names, and whether every hook of theirs may be ignored.
-	known atomic.Pointer[map[string]bool]
+	// configured are the endpoints that a configuration names, and whether every hook of theirs may be ignored.
+	configured atomic.Pointer[map[string]bool]
 
 	mu        sync.Mutex
 	endpoints map[string]*endpoint
@@ -130,11 +130,11 @@ func newHooks(o HookOptions, f informers.SharedInformerFactory) (*hooks, error) 
 		validating: a.ValidatingWebhookConfigurations().Lister(),
 		endpoints:  map[string]*endpoint{},
 	}
-	h.known.Store(&map[string]bool{})
+	h.configured.Store(&map[string]bool{})
 	changed := cache.ResourceEventHandlerFuncs{
-		AddFunc:    func(any) { h.look() },
-		UpdateFunc: func(any, any) { h.look() },
-		DeleteFunc: func(any) { h.look() },
+		AddFunc:    func(any) { h.refresh() },
+		UpdateFunc: func(any, any) { h.refresh() },
+		DeleteFunc: func(any) { h.refresh() },
 	}
 	for _, i := range []cache.SharedIndexInformer{a.MutatingWebhookConfigurations().Informer(),
 		a.ValidatingWebhookConfigurations().Informer()} {
@@ -145,56 +145,56 @@ func newHooks(o HookOptions, f informers.SharedInformerFactory) (*hooks, error) 
 	return h, nil
 }
 
-// look takes note of what is configured, and forgets the endpoints that are not any more.
-func (h *hooks) look() {
-	known := map[string]bool{}
-	note := func(c admissionregistrationv1.WebhookClientConfig, p *admissionregistrationv1.FailurePolicyType) {
-		at := endpointOf(c)
-		if ignored, ok := known[at]; at != "" && (!ok || ignored) {
-			known[at] = p != nil && *p == admissionregistrationv1.Ignore
+// refresh takes note of what is configured, and forgets the endpoints that are not any more.
+func (h *hooks) refresh() {
+	configured := map[string]bool{}
+	observe := func(c admissionregistrationv1.WebhookClientConfig, p *admissionregistrationv1.FailurePolicyType) {
+		name := configuredEndpoint(c)
+		if ignored, ok := configured[name]; name != "" && (!ok || ignored) {
+			configured[name] = p != nil && *p == admissionregistrationv1.Ignore
 		}
 	}
 	mutating, _ := h.mutating.List(labels.Everything())
 	for _, c := range mutating {
 		for _, w := range c.Webhooks {
-			note(w.ClientConfig, w.FailurePolicy)
+			observe(w.ClientConfig, w.FailurePolicy)
 		}
 	}
 	validating, _ := h.validating.List(labels.Everything())
 	for _, c := range validating {
 		for _, w := range c.Webhooks {
-			note(w.ClientConfig, w.FailurePolicy)
+			observe(w.ClientConfig, w.FailurePolicy)
 		}
 	}
-	h.known.Store(&known)
+	h.configured.Store(&configured)
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for at := range h.endpoints {
-		if _, ok := known[at]; !ok {
-			h.forget(at)
+	for name := range h.endpoints {
+		if _, ok := configured[name]; !ok {
+			h.forget(name)
 		}
 	}
 }
 
-func (h *hooks) forget(at string) {
-	delete(h.endpoints, at)
-	hookCalls.DeletePartialMatch(prometheus.Labels{"endpoint": at})
-	hooksInFlight.DeleteLabelValues(at)
-	hookSeconds.DeleteLabelValues(at)
-	breakersOpen.DeleteLabelValues(at)
+func (h *hooks) forget(name string) {
+	delete(h.endpoints, name)
+	hookCalls.DeletePartialMatch(prometheus.Labels{"endpoint": name})
+	hooksInFlight.DeleteLabelValues(name)
+	hookSeconds.DeleteLabelValues(name)
+	breakersOpen.DeleteLabelValues(name)
 }
 
-// endpointOf names where a hook is called: host:port and path, as the request's URL has them.
-func endpointOf(c admissionregistrationv1.WebhookClientConfig) string {
+// configuredEndpoint names where a hook is called: host:port and path, as the request's URL has them.
+func configuredEndpoint(c admissionregistrationv1.WebhookClientConfig) string {
 	if s := c.Service; s != nil {
-		port, at := int32(443), ""
+		port, urlPath := int32(443), ""
 		if s.Port != nil {
 			port = *s.Port
 		}
 		if s.Path != nil {
-			at = *s.Path
+			urlPath = *s.Path
 		}
-		return name(s.Name+"."+s.Namespace+".svc:"+strconv.Itoa(int(port)), at)
+		return endpointName(s.Name+"."+s.Namespace+".svc:"+strconv.Itoa(int(port)), urlPath)
 	}
 	if c.URL == nil {
 		return ""
@@ -203,38 +203,38 @@ func endpointOf(c admissionregistrationv1.WebhookClientConfig) string {
 	if err != nil {
 		return ""
 	}
-	return name(u.Host, u.Path)
+	return endpointName(u.Host, u.Path)
 }
 
-// name is as metrics show it, and as a client makes it of a configuration's path.
-func name(host, at string) string {
-	return strings.ToValidUTF8(host+path.Clean("/"+at), "\ufffd")
+// endpointName is as metrics show it, and as a client makes it of a configuration's path.
+func endpointName(host, urlPath string) string {
+	return strings.ToValidUTF8(host+path.Clean("/"+urlPath), "\ufffd")
 }
 
 // endpoint is one that has been called.
 type endpoint struct {
 	name string
-	// turns bounds the calls under way; nil: there is no bound.
-	turns chan struct{}
+	// slots bounds the calls under way; nil: there is no bound.
+	slots chan struct{}
 
 	mu sync.Mutex
 	// failures are those in a row, and until is when it may be tried again. trying: somebody does.
 	failures int
 	until    time.Time
-	trying   bool
+	probing  bool
 }
 
-func (h *hooks) at(u *url.URL) *endpoint {
-	at := name(u.Host, u.Path)
+func (h *hooks) endpointFor(u *url.URL) *endpoint {
+	name := endpointName(u.Host, u.Path)
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	e := h.endpoints[at]
+	e := h.endpoints[name]
 	if e == nil {
-		e = &endpoint{name: at}
+		e = &endpoint{name: name}
 		if h.options.Concurrency > 0 {
-			e.turns = make(chan struct{}, h.options.Concurrency)
+			e.slots = make(chan struct{}, h.options.Concurrency)
 		}
-		h.endpoints[at] = e
+		h.endpoints[name] = e
 	}
 	return e
 }
@@ -245,10 +245,10 @@ func (h *hooks) initializer(upstream webhookutil.AuthenticationInfoResolverWrapp
 	return hookInitializer{func(r webhookutil.AuthenticationInfoResolver) webhookutil.AuthenticationInfoResolver {
 		return &webhookutil.AuthenticationInfoResolverDelegator{
 			ClientConfigForFunc: func(hostPort string) (*rest.Config, error) {
-				return h.wrapped(upstream(r).ClientConfigFor(hostPort))
+				return h.wrapConfig(upstream(r).ClientConfigFor(hostPort))
 			},
 			ClientConfigForServiceFunc: func(service, namespace string, port int) (*rest.Config, error) {
-				return h.wrapped(upstream(r).ClientConfigForService(service, namespace, port))
+				return h.wrapConfig(upstream(r).ClientConfigForService(service, namespace, port))
 			},
 		}
 	}}
@@ -264,23 +264,23 @@ func (i hookInitializer) Initialize(plugin admission.Interface) {
 	}
 }
 
-func (h *hooks) wrapped(c *rest.Config, err error) (*rest.Config, error) {
+func (h *hooks) wrapConfig(c *rest.Config, err error) (*rest.Config, error) {
 	if err != nil {
 		return nil, err
 	}
 	c = rest.CopyConfig(c) // it may be everybody's
 	c.Wrap(func(next http.RoundTripper) http.RoundTripper {
-		return &hookTransport{h, egress.LimitResponses(next, answerBytes, 0)}
+		return &hookTransport{h, egress.LimitResponses(next, maxResponseBytes, 0)}
 	})
 	return c, nil
 }
 
-// answerBytes bounds what a hook answers. A patch of an object of 3 MB is smaller.
-const answerBytes = 16 << 20
+// maxResponseBytes bounds what a hook answers. A patch of an object of 3 MB is smaller.
+const maxResponseBytes = 16 << 20
 
 var (
-	errBroken     = errors.New("it is not called for a while because it has failed (--webhook-breaker-failures)")
-	errOverBudget = errors.New("the time that webhooks of the kind may take of a request is spent " +
+	errBreakerOpen = errors.New("it is not called for a while because it has failed (--webhook-breaker-failures)")
+	errOverBudget  = errors.New("the time that webhooks of the kind may take of a request is spent " +
 		"(--webhook-ignore-budget)")
 )
 
@@ -293,7 +293,7 @@ type hookTransport struct {
 // RoundTrip implements http.RoundTripper. Its errors are those of a hook that does not answer: its failurePolicy says
 // what comes of them.
 func (t *hookTransport) RoundTrip(req *http.Request) (*http.Response, error) {
-	e, began := t.hooks.at(req.URL), time.Now()
+	e, began := t.hooks.endpointFor(req.URL), time.Now()
 	hooksInFlight.WithLabelValues(e.name).Inc()
 	defer hooksInFlight.WithLabelValues(e.name).Dec()
 	resp, result, err := t.call(req, e)
@@ -303,62 +303,62 @@ func (t *hookTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 }
 
 func (t *hookTransport) call(req *http.Request, e *endpoint) (_ *http.Response, result string, err error) {
-	ctx, done, whole := req.Context(), func() {}, true
+	ctx, done, fullBudget := req.Context(), func() {}, true
 	b, _ := ctx.Value(budgetKey{}).(*budget)
-	if b != nil && (*t.hooks.known.Load())[e.name] {
-		left := b.remains()
-		if left <= 0 {
+	if b != nil && (*t.hooks.configured.Load())[e.name] {
+		remaining := b.remaining()
+		if remaining <= 0 {
 			return nil, overBudget, errOverBudget
 		}
-		whole = left == t.hooks.options.Budget
+		fullBudget = remaining == t.hooks.options.Budget
 		began := time.Now()
-		limited, cancel := context.WithTimeoutCause(ctx, left, errOverBudget)
+		limited, cancel := context.WithTimeoutCause(ctx, remaining, errOverBudget)
 		ctx, done = limited, func() { cancel(); b.spend(time.Since(began)) }
 	}
-	c, ok := e.mayCall(t.hooks.options)
+	c, ok := e.allow(t.hooks.options)
 	if !ok {
 		done()
-		return nil, broken, errBroken
+		return nil, notCalled, errBreakerOpen
 	}
-	if e.turns != nil {
+	if e.slots != nil {
 		select {
-		case e.turns <- struct{}{}:
+		case e.slots <- struct{}{}:
 			before := done
-			done = func() { before(); <-e.turns }
+			done = func() { before(); <-e.slots }
 		case <-ctx.Done():
 			done()
-			c.gaveUp()
+			c.abandon()
 			return nil, resultOf(req, ctx), context.Cause(ctx)
 		}
 	}
 	// ended takes note of how the call ended, by an error or not.
-	ended := func(err error) string {
+	finish := func(err error) string {
 		defer done()
 		if err == nil {
-			c.ended(true)
-			return answered
+			c.finish(true)
+			return succeeded
 		}
 		result := resultOf(req, ctx)
-		if result == interrupted || result == overBudget && !whole { // those before it have spent the time
-			c.gaveUp()
+		if result == canceled || result == overBudget && !fullBudget { // those before it have spent the time
+			c.abandon()
 		} else {
-			c.ended(false)
+			c.finish(false)
 		}
 		return result
 	}
 	resp, err := t.next.RoundTrip(req.WithContext(ctx))
 	if err != nil {
-		if result = ended(err); result == overBudget {
+		if result = finish(err); result == overBudget {
 			err = errOverBudget
 		}
 		return nil, result, err
 	}
 	if resp.StatusCode >= http.StatusInternalServerError {
-		resp.Body = &lasting{ReadCloser: resp.Body, ended: func(error) string { return ended(errServer) }}
+		resp.Body = &callBody{ReadCloser: resp.Body, finish: func(error) string { return finish(errServer) }}
 		return resp, failed, nil
 	}
-	resp.Body = &lasting{ReadCloser: resp.Body, ended: ended}
-	return resp, answered, nil
+	resp.Body = &callBody{ReadCloser: resp.Body, finish: finish}
+	return resp, succeeded, nil
 }
 
 // errServer is an answer that says that the webhook's server is broken.
@@ -366,25 +366,25 @@ var errServer = errors.New("the server answers 5xx")
 
 // resultOf says why a call ended without an answer.
 func resultOf(req *http.Request, ctx context.Context) string {
-	asked, _ := req.Context().Value(askedBy{}).(context.Context)
+	requestCtx, _ := req.Context().Value(requestContextKey{}).(context.Context)
 	switch {
-	case asked != nil && asked.Err() != nil, errors.Is(req.Context().Err(), context.Canceled):
-		return interrupted
+	case requestCtx != nil && requestCtx.Err() != nil, errors.Is(req.Context().Err(), context.Canceled):
+		return canceled
 	case errors.Is(context.Cause(ctx), errOverBudget):
 		return overBudget
 	}
 	return failed
 }
 
-// lasting is an answer's body, with which the call ends, well unless reading it failed.
-type lasting struct {
+// callBody is an answer's body, with which the call ends, well unless reading it failed.
+type callBody struct {
 	io.ReadCloser
-	once  sync.Once
-	err   error
-	ended func(error) string
+	once   sync.Once
+	err    error
+	finish func(error) string
 }
 
-func (l *lasting) Read(p []byte) (int, error) {
+func (l *callBody) Read(p []byte) (int, error) {
 	n, err := l.ReadCloser.Read(p)
 	if err != nil && !errors.Is(err, io.EOF) {
 		l.err = err
@@ -392,7 +392,7 @@ func (l *lasting) Read(p []byte) (int, error) {
 	return n, err
 }
 
-func (l *lasting) Close() error {
-	defer l.once.Do(func() { l.ended(l.err) })
+func (l *callBody) Close() error {
+	defer l.once.Do(func() { l.finish(l.err) })
 	return l.ReadCloser.Close()
 }

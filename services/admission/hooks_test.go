@@ -58,7 +58,7 @@ const hookURL = "https://hook.ns.svc:443/review?timeout=10s"
 
 func transportTo(h *hook, o HookOptions, ignored bool) *hookTransport {
 	all := &hooks{options: o, endpoints: map[string]*endpoint{}}
-	all.known.Store(&map[string]bool{"hook.ns.svc:443/review": ignored})
+	all.configured.Store(&map[string]bool{"hook.ns.svc:443/review": ignored})
 	return &hookTransport{all, h}
 }
 
@@ -75,16 +75,16 @@ func call(ctx context.Context, t *testing.T, to *hookTransport) error {
 	return resp.Body.Close()
 }
 
-func TestAFailingHookIsLeftAlone(t *testing.T) {
+func TestAFailingHookOpensItsBreaker(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		h := &hook{}
 		to := transportTo(h, HookOptions{Failures: 3, Pause: 10 * time.Second}, false)
 		for range 3 {
-			if err := call(t.Context(), t, to); err == nil || errors.Is(err, errBroken) {
+			if err := call(t.Context(), t, to); err == nil || errors.Is(err, errBreakerOpen) {
 				t.Errorf("a failure is not told: %v", err)
 			}
 		}
-		if err := call(t.Context(), t, to); !errors.Is(err, errBroken) || h.called() != 3 {
+		if err := call(t.Context(), t, to); !errors.Is(err, errBreakerOpen) || h.called() != 3 {
 			t.Errorf("it is called again: %v, %d calls", err, h.called())
 		}
 		time.Sleep(11 * time.Second)       // of the bubble's clock: past the pause
@@ -230,7 +230,7 @@ func TestEndpointsAreNamedAsTheyAreCalled(t *testing.T) {
 		"hooks.example/\ufffd":  {URL: &odd},
 		"":                      {},
 	} {
-		if got := endpointOf(c); got != want {
+		if got := configuredEndpoint(c); got != want {
 			t.Errorf("%q, not %q", got, want)
 		}
 	}

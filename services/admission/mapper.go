@@ -33,8 +33,8 @@ func (m *mapper) Initialize(plugin admission.Interface) {
 	}
 }
 
-// touch has what discovery said forgotten soon: a definition has changed.
-func (m *mapper) touch() {
+// invalidate has what discovery said forgotten soon: a definition has changed.
+func (m *mapper) invalidate() {
 	select {
 	case m.changed <- struct{}{}:
 	default:

@@ -48,12 +48,12 @@ func (s *Service) validate(ctx context.Context, a admission.Attributes, o admiss
 	return nil
 }
 
-// ofNoObject are audit annotations that say nothing of the object.
-var ofNoObject = []string{"pod-security.kubernetes.io/enforce-policy"}
+// objectIndependent are audit annotations that say nothing of the object.
+var objectIndependent = []string{"pod-security.kubernetes.io/enforce-policy"}
 
-// atOnce validates what has been admitted, where nothing is said of it: annotations is what is to be audited. Whatever
+// validateInAdmit validates what has been admitted, where nothing is said of it: annotations is what is to be audited. Whatever
 // else comes of it is for Validate to say, of the object that is to be stored, which may be another or be no valid one.
-func (s *Service) atOnce(ctx context.Context, r *admissionv1.Review, a admission.Attributes,
+func (s *Service) validateInAdmit(ctx context.Context, r *admissionv1.Review, a admission.Attributes,
 	o admission.ObjectInterfaces) (annotations map[string]string, ok bool) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -62,13 +62,13 @@ func (s *Service) atOnce(ctx context.Context, r *admissionv1.Review, a admission
 		}
 	}()
 	ctx, warned := warnings.WithRecorder(ctx)
-	ctx, trail := audited(ctx, r.AuditLevel)
+	ctx, auditContext := withAuditContext(ctx, r.AuditLevel)
 	if s.validate(ctx, a, o) != nil || len(warned.List()) > 0 {
 		return nil, false
 	}
-	annotations = trail.GetEventAnnotations()
+	annotations = auditContext.GetEventAnnotations()
 	for k := range annotations {
-		if !slices.Contains(ofNoObject, k) {
+		if !slices.Contains(objectIndependent, k) {
 			return nil, false
 		}
 	}
@@ -84,8 +84,8 @@ func (s *Service) Validate(ctx context.Context, r *admissionv1.Review) (*admissi
 type phase func(context.Context, admission.Attributes, admission.ObjectInterfaces) error
 
 func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
-	mayChange bool) (*admissionv1.Verdict, error) {
-	if err := s.cluster.Err(); err != nil && !own(r) { // policy that is too old decides nothing
+	mutates bool) (*admissionv1.Verdict, error) {
+	if err := s.cluster.Err(); err != nil && !fromControlPlane(r) { // policy that is too old decides nothing
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
 	c, err := s.codecFor(ctx, r)
@@ -105,7 +105,7 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 		return nil, err
 	}
 	u := identity.User(r.User)
-	record := func() admission.Attributes {
+	newAttributes := func() admission.Attributes {
 		return admission.NewAttributesRecord(obj, old, c.kind, r.Namespace, r.Name,
 			schema.GroupVersionResource{
 				Group:    r.Resource.Group,
@@ -114,18 +114,18 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 			}, r.Resource.Subresource,
 			operations[r.Operation], opts, r.DryRun, u)
 	}
-	ctx, warned := warnings.WithRecorder(asRequest(ctx, r, u))
-	ctx, trail := audited(s.hooks.withBudget(ctx), r.AuditLevel)
-	if err := run(ctx, record(), c.interfaces); err != nil {
+	ctx, warned := warnings.WithRecorder(withRequestInfo(ctx, r, u))
+	ctx, auditContext := withAuditContext(s.hooks.withBudget(ctx), r.AuditLevel)
+	if err := run(ctx, newAttributes(), c.interfaces); err != nil {
 		// As kube-apiserver does it: an API error that another one speaks of is not what is answered.
 		if _, ok := err.(apierrors.APIStatus); !ok { //nolint:errorlint // for that reason
 			err = rpc.ToAPIStatus(err)
 		}
-		err = rpc.WithAuditContext(err, &commonv1.AuditContext{Annotations: trail.GetEventAnnotations()})
+		err = rpc.WithAuditContext(err, &commonv1.AuditContext{Annotations: auditContext.GetEventAnnotations()})
 		return nil, rpc.WithWarnings(err, warned.List())
 	}
-	v := &admissionv1.Verdict{Warnings: warned.List(), AuditAnnotations: trail.GetEventAnnotations()}
-	if mayChange && obj != nil {
+	v := &admissionv1.Verdict{Warnings: warned.List(), AuditAnnotations: auditContext.GetEventAnnotations()}
+	if mutates && obj != nil {
 		after, err := c.encode(obj)
 		if err != nil {
 			return nil, err
@@ -134,18 +134,18 @@ func (s *Service) review(ctx context.Context, r *admissionv1.Review, run phase,
 			v.Object = after
 		}
 	}
-	if mayChange && r.Validate {
-		v.ValidatedAnnotations, v.Validated = s.atOnce(ctx, r, record(), c.interfaces)
+	if mutates && r.Validate {
+		v.ValidatedAnnotations, v.Validated = s.validateInAdmit(ctx, r, newAttributes(), c.interfaces)
 	}
 	return v, nil
 }
 
-// audited has plugins write audit annotations, of the level that the request is audited at.
-func audited(ctx context.Context, level commonv1.AuditLevel) (context.Context, *audit.AuditContext) {
+// withAuditContext has plugins write audit annotations, of the level that the request is audited at.
+func withAuditContext(ctx context.Context, level commonv1.AuditLevel) (context.Context, *audit.AuditContext) {
 	ctx = audit.WithAuditContext(ctx)
-	trail := audit.AuditContextFrom(ctx)
-	_ = trail.Init(audit.RequestAuditConfig{Level: auditLevels[level]}, nil) // it is new
-	return ctx, trail
+	auditContext := audit.AuditContextFrom(ctx)
+	_ = auditContext.Init(audit.RequestAuditConfig{Level: auditLevels[level]}, nil) // it is new
+	return ctx, auditContext
 }
 
 var auditLevels = map[commonv1.AuditLevel]auditinternal.Level{
@@ -155,8 +155,8 @@ var auditLevels = map[commonv1.AuditLevel]auditinternal.Level{
 	commonv1.AuditLevel_AUDIT_LEVEL_REQUEST_RESPONSE: auditinternal.LevelRequestResponse,
 }
 
-// asRequest makes ctx one of the request that is reviewed, as plugins read it.
-func asRequest(ctx context.Context, r *admissionv1.Review, u user.Info) context.Context {
+// withRequestInfo makes ctx one of the request that is reviewed, as plugins read it.
+func withRequestInfo(ctx context.Context, r *admissionv1.Review, u user.Info) context.Context {
 	ctx = request.WithUser(request.WithNamespace(ctx, r.Namespace), u)
 	return request.WithRequestInfo(ctx, &request.RequestInfo{
 		IsResourceRequest: true,
@@ -170,9 +170,9 @@ func asRequest(ctx context.Context, r *admissionv1.Review, u user.Info) context.
 	})
 }
 
-// own says whether a write is one of the control plane's own: those go on, so that it can recover. Administrators' and
+// fromControlPlane says whether a write is one of the control plane's own: those go on, so that it can recover. Administrators' and
 // everybody else's wait.
-func own(r *admissionv1.Review) bool {
+func fromControlPlane(r *admissionv1.Review) bool {
 	return slices.Contains(r.GetUser().GetGroups(), identity.ServicesGroup)
 }
 
@@ -204,23 +204,23 @@ var schemes = []struct {
 
 func (s *Service) codecFor(ctx context.Context, r *admissionv1.Review) (*codec, error) {
 	c := &codec{kind: schema.GroupVersionKind{Group: r.Kind.Group, Version: r.Kind.Version, Kind: r.Kind.Kind}}
-	for _, of := range schemes {
-		if !of.scheme.Recognizes(c.kind) {
+	for _, entry := range schemes {
+		if !entry.scheme.Recognizes(c.kind) {
 			continue
 		}
-		info, ok := runtime.SerializerInfoForMediaType(of.codecs.SupportedMediaTypes(), r.MediaType)
+		info, ok := runtime.SerializerInfoForMediaType(entry.codecs.SupportedMediaTypes(), r.MediaType)
 		if !ok {
 			return nil, apierrors.NewInternalError(errors.New("no serializer for " + r.MediaType))
 		}
 		hub := schema.GroupVersion{Group: c.kind.Group, Version: runtime.APIVersionInternal}
-		c.decoder, c.encoder = of.codecs.DecoderToVersion(info.Serializer,
-			hub), of.codecs.EncoderForVersion(info.Serializer, c.kind.GroupVersion())
-		c.interfaces = equivalent{admission.NewObjectInterfacesFromScheme(of.scheme), equivalents(r)}
+		c.decoder, c.encoder = entry.codecs.DecoderToVersion(info.Serializer,
+			hub), entry.codecs.EncoderForVersion(info.Serializer, c.kind.GroupVersion())
+		c.interfaces = equivalent{admission.NewObjectInterfacesFromScheme(entry.scheme), equivalents(r)}
 		return c, nil
 	}
 	c.decoder, c.encoder = unstructured.UnstructuredJSONScheme, unstructured.UnstructuredJSONScheme
 	var err error
-	c.interfaces, err = s.customs.interfaces(ctx, r.Resource.Resource+"."+r.Resource.Group, c.kind.Version)
+	c.interfaces, err = s.crds.interfaces(ctx, r.Resource.Resource+"."+r.Resource.Group, c.kind.Version)
 	return c, err
 }
 

@@ -98,19 +98,19 @@ type Service struct {
 	config    *Config
 	auth      authenticator.Request
 	audiences authenticator.Audiences
-	// consulted are the front proxy's headers, as AuthenticateResponse has them.
-	consulted []string
-	cluster   *apiclient.Cluster
-	filtered  []cache.SharedIndexInformer
-	files     reload.Files
-	runners   []dynamiccertificates.ControllerRunner
-	documents *documents
-	ready     lifecycle.Readiness
+	// consultedHeaders are the front proxy's headers, as AuthenticateResponse has them.
+	consultedHeaders []string
+	cluster          *apiclient.Cluster
+	filtered         []cache.SharedIndexInformer
+	files            reload.Files
+	runners          []dynamiccertificates.ControllerRunner
+	documents        *issuerDocuments
+	ready            lifecycle.Readiness
 }
 
 // New builds the authenticators. What asks other servers lives as long as ctx.
 func New(ctx context.Context, c *Config) (*Service, error) {
-	s := &Service{config: c, audiences: c.Options.APIAudiences, consulted: consulted(c.Options.RequestHeader)}
+	s := &Service{config: c, audiences: c.Options.APIAudiences, consultedHeaders: consultedHeaders(c.Options.RequestHeader)}
 	accounts := c.Options.ServiceAccounts
 	if accounts != nil && len(s.audiences) == 0 {
 		s.audiences = accounts.Issuers
@@ -144,14 +144,14 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 			return nil, err
 		}
 	}
-	if err := s.lookups(c, &ac); err != nil {
+	if err := s.configureLookups(c, &ac); err != nil {
 		return nil, err
 	}
 	if err := s.build(ctx, &ac); err != nil {
 		return nil, err
 	}
 	if accounts != nil && len(accounts.Issuers) > 0 && ac.ServiceAccountPublicKeysGetter != nil {
-		s.documents = &documents{
+		s.documents = &issuerDocuments{
 			issuer: accounts.Issuers[0],
 			jwks:   accounts.JWKSURI,
 			keys:   ac.ServiceAccountPublicKeysGetter,
@@ -164,10 +164,10 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 func (s *Service) build(ctx context.Context, ac *kubeauthenticator.Config) error {
 	c := s.config
 	if ac.ClientCAContentProvider != nil {
-		s.run(ac.ClientCAContentProvider)
+		s.addRunner(ac.ClientCAContentProvider)
 	}
 	if ac.RequestHeaderConfig != nil && ac.RequestHeaderConfig.CAContentProvider != nil {
-		s.run(ac.RequestHeaderConfig.CAContentProvider)
+		s.addRunner(ac.RequestHeaderConfig.CAContentProvider)
 	}
 	chain, all, err := newChain(ctx, *ac, c.BasicAuthFile, &s.files)
 	if err != nil {
@@ -175,7 +175,7 @@ func (s *Service) build(ctx context.Context, ac *kubeauthenticator.Config) error
 	}
 	s.auth = all
 	if keys := ac.ServiceAccountPublicKeysGetter; keys != nil {
-		keys.AddListener(refreshed{chain})
+		keys.AddListener(keyListener{chain})
 	}
 	if c.BasicAuthFile != "" {
 		deprecated.WithLabelValues("basic").Set(1)
@@ -187,30 +187,30 @@ func (s *Service) build(ctx context.Context, ac *kubeauthenticator.Config) error
 		)
 	}
 	if c.ServicesCAFile != "" {
-		known, err := newServices(c.ServicesCAFile, s.auth)
+		serviceAuth, err := newServiceAuthenticator(c.ServicesCAFile, s.auth)
 		if err != nil {
 			return err
 		}
-		s.auth = known
-		s.run(known.authority)
+		s.auth = serviceAuth
+		s.addRunner(serviceAuth.authority)
 	}
 	if oidc := c.Options.OIDC; oidc != nil {
-		if err := chain.followIssuerCA(&s.files, oidc.CAFile, c.Options.ToAuthenticationConfig); err != nil {
+		if err := chain.watchIssuerCA(&s.files, oidc.CAFile, c.Options.ToAuthenticationConfig); err != nil {
 			return err
 		}
 	}
-	newConfigFile(c.Options.AuthenticationConfigFile, ac, chain).follow(&s.files)
+	newConfigFile(c.Options.AuthenticationConfigFile, ac, chain).watch(&s.files)
 	return nil
 }
 
-// refreshed forgets what tokens were found to be when the keys change.
-type refreshed struct{ *chain }
+// keyListener forgets what tokens were found to be when the keys change.
+type keyListener struct{ *chain }
 
 // Enqueue implements serviceaccount.Listener.
-func (r refreshed) Enqueue() { r.refresh() }
+func (r keyListener) Enqueue() { r.resetTokenCache() }
 
-// consulted are the headers that a front proxy's identities come in.
-func consulted(o *genericoptions.RequestHeaderAuthenticationOptions) []string {
+// consultedHeaders are the headers that a front proxy's identities come in.
+func consultedHeaders(o *genericoptions.RequestHeaderAuthenticationOptions) []string {
 	if o == nil || o.ClientCAFile == "" {
 		return nil
 	}
@@ -228,8 +228,8 @@ const (
 	bootstrapSecrets = "type=" + string(bootstrapapi.SecretTypeBootstrapToken)
 )
 
-// lookups gives token authentication its view of the cluster.
-func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
+// configureLookups gives token authentication its view of the cluster.
+func (s *Service) configureLookups(c *Config, ac *kubeauthenticator.Config) error {
 	rc, err := apiclient.Config(c.Kubeconfig, "authn")
 	if err != nil {
 		return err
@@ -244,17 +244,17 @@ func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
 	}
 	s.cluster.TrackAge("/api/v1/serviceaccounts", "", accounts.Informer())
 	// Pods and nodes are asked for when a token is bound to one: an informer would hold every pod of the cluster.
-	none := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
-	tokens, err := s.secrets("", tokenSecrets, trim)
+	emptyIndexer := func() cache.Indexer { return cache.NewIndexer(cache.MetaNamespaceKeyFunc, cache.Indexers{}) }
+	tokens, err := s.secretLister("", tokenSecrets, trim)
 	if err != nil {
 		return err
 	}
 	ac.ServiceAccountTokenGetter = serviceaccountcontroller.NewGetterFromClient(client,
 		tokens, accounts.Lister(),
-		corelisters.NewPodLister(none()), corelisters.NewNodeLister(none()))
+		corelisters.NewPodLister(emptyIndexer()), corelisters.NewNodeLister(emptyIndexer()))
 	ac.SecretsWriter = client.CoreV1()
 	if ac.BootstrapToken {
-		tokens, err := s.secrets(metav1.NamespaceSystem, bootstrapSecrets, nil)
+		tokens, err := s.secretLister(metav1.NamespaceSystem, bootstrapSecrets, nil)
 		if err != nil {
 			return err
 		}
@@ -263,8 +263,8 @@ func (s *Service) lookups(c *Config, ac *kubeauthenticator.Config) error {
 	return nil
 }
 
-// secrets caches the Secrets of a namespace, or of all, that a field selector selects. transform may shorten them.
-func (s *Service) secrets(namespace, selector string, transform cache.TransformFunc) (corelisters.SecretLister, error) {
+// secretLister caches the Secrets of a namespace, or of all, that a field selector selects. transform may shorten them.
+func (s *Service) secretLister(namespace, selector string, transform cache.TransformFunc) (corelisters.SecretLister, error) {
 	i := coreinformers.NewFilteredSecretInformer(s.cluster.Client, namespace, 0,
 		cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc},
 		func(o *metav1.ListOptions) { o.FieldSelector = selector })
@@ -280,7 +280,7 @@ func (s *Service) secrets(namespace, selector string, transform cache.TransformF
 	return corelisters.NewSecretLister(i.GetIndexer()), nil
 }
 
-func (s *Service) run(p any) {
+func (s *Service) addRunner(p any) {
 	if r, ok := p.(dynamiccertificates.ControllerRunner); ok {
 		s.runners = append(s.runners, r)
 	}
@@ -334,7 +334,7 @@ func (s *Service) Authenticate(ctx context.Context,
 		}
 	}
 	before := req.Header.Clone()
-	out, u, err := s.ask(req, nil)
+	out, u, err := s.authenticate(req, nil)
 	if err != nil || !out.Authenticated {
 		return out, err
 	}
@@ -343,20 +343,20 @@ func (s *Service) Authenticate(ctx context.Context,
 		if req.TLS != nil {
 			certificates = req.TLS.PeerCertificates
 		}
-		out.CacheMilliseconds = s.cacheable(r, certificates).Milliseconds()
+		out.CacheMilliseconds = s.cacheTTL(r, certificates).Milliseconds()
 	}
 	if len(r.PeerCertificates) > 0 {
-		out.ConsultedHeaders = s.consulted
+		out.ConsultedHeaders = s.consultedHeaders
 	}
-	s.withoutCredentials(req.Header)
-	out.ReplacedHeaders = replaced(before, req.Header)
+	s.removeCredentials(req.Header)
+	out.ReplacedHeaders = replacedHeaders(before, req.Header)
 	return out, nil
 }
 
-// trusted refuses a user whom only a look into the cluster could vouch for, where what is known of the cluster is too
+// checkFresh refuses a user whom only a look into the cluster could vouch for, where what is known of the cluster is too
 // old: a token may have been revoked. Certificates, static tokens and other issuers' do not depend on it, and the
 // services of the system come with certificates.
-func (s *Service) trusted(u user.Info) error {
+func (s *Service) checkFresh(u user.Info) error {
 	if !strings.HasPrefix(u.GetName(), apiserverserviceaccount.ServiceAccountUsernamePrefix) &&
 		!strings.HasPrefix(u.GetName(), bootstrapapi.BootstrapUserPrefix) {
 		return nil
@@ -378,13 +378,13 @@ func (s *Service) ReviewToken(ctx context.Context,
 		URL:    &url.URL{},
 		Header: http.Header{"Authorization": {"Bearer " + r.Token}},
 	}).WithContext(ctx)
-	out, _, err := s.ask(req, r.Audiences)
+	out, _, err := s.authenticate(req, r.Audiences)
 	return out, err
 }
 
-// ask has the authenticators say whose a request is, for an audience; none is the API's own. The error is that nobody
+// authenticate has the authenticators say whose a request is, for an audience; none is the API's own. The error is that nobody
 // can say.
-func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.AuthenticateResponse, user.Info, error) {
+func (s *Service) authenticate(req *http.Request, audiences []string) (*authnv1.AuthenticateResponse, user.Info, error) {
 	if len(audiences) == 0 {
 		audiences = s.audiences
 	}
@@ -407,7 +407,7 @@ func (s *Service) ask(req *http.Request, audiences []string) (*authnv1.Authentic
 		}
 		return out, nil, nil
 	}
-	if err := s.trusted(resp.User); err != nil {
+	if err := s.checkFresh(resp.User); err != nil {
 		return nil, nil, err
 	}
 	out.User, out.Audiences = identity.UserProto(resp.User), resp.Audiences
@@ -420,19 +420,19 @@ func (s *Service) IssuerDocument(_ context.Context,
 	if s.documents == nil {
 		return nil, status.Error(codes.NotFound, "no service account issuer")
 	}
-	shown, err := s.documents.at(r.ExternalAddress)
+	metadata, err := s.documents.metadataFor(r.ExternalAddress)
 	if err != nil {
 		return nil, status.Error(codes.NotFound, err.Error())
 	}
 	if r.Path == serviceaccount.OpenIDConfigPath {
-		body, age := shown.GetConfigJSON()
+		body, age := metadata.GetConfigJSON()
 		return &authnv1.IssuerDocumentResponse{
 			Body:          body,
 			ContentType:   "application/json",
 			MaxAgeSeconds: int64(age),
 		}, nil
 	}
-	body, age := shown.GetKeysetJSON()
+	body, age := metadata.GetKeysetJSON()
 	return &authnv1.IssuerDocumentResponse{
 		Body:          body,
 		ContentType:   "application/jwk-set+json",

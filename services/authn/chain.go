@@ -47,23 +47,23 @@ var (
 type chain struct {
 	config kubeauthenticator.Config
 	// tokens and keys are what the files say.
-	tokens, webhook swapped[authenticator.Token]
+	tokens, webhook atomicValue[authenticator.Token]
 	keys            serviceaccount.PublicKeysGetter
 	passwords       *passwords
 	// cached is every token authenticator behind a cache; it is made anew when a file is, and with it the cache.
-	cached swapped[authenticator.Token]
+	cached atomicValue[authenticator.Token]
 	union  authenticator.Token
 	// lookups are those of tokens under way.
-	lookups lookups
+	lookups tokenLookups
 	// updateJWT puts an AuthenticationConfiguration in force.
 	updateJWT func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
 }
 
-// swapped holds a value that is replaced as a whole.
-type swapped[T any] struct{ p atomic.Pointer[T] }
+// atomicValue holds a value that is replaced as a whole.
+type atomicValue[T any] struct{ p atomic.Pointer[T] }
 
-func (s *swapped[T]) get() T  { return *s.p.Load() }
-func (s *swapped[T]) set(v T) { s.p.Store(&v) }
+func (s *atomicValue[T]) get() T  { return *s.p.Load() }
+func (s *atomicValue[T]) set(v T) { s.p.Store(&v) }
 
 // newChain builds the authenticators of a configuration, with what else there is beside kube-apiserver's. Its files are
 // added to files.
@@ -73,13 +73,13 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 	if err := h.tokenChain(ctx, files); err != nil {
 		return nil, nil, err
 	}
-	h.refresh()
+	h.resetTokenCache()
 	// kube-apiserver asks first whether it is itself, by a token of its own; there is none here, and all that is left
 	// of it is what a TokenReview says of tokens that nobody knows (k8s.io/apiserver/pkg/server,
 	// AuthorizeClientBearerToken).
 	all := []authenticator.Request{bearertoken.New(authenticator.TokenFunc(
 		func(context.Context, string) (*authenticator.Response, bool, error) { return nil, false, nil }))}
-	add := func(name string, r authenticator.Request) { all = append(all, counted(name, r)) }
+	add := func(name string, r authenticator.Request) { all = append(all, instrument(name, r)) }
 	if rh := c.RequestHeaderConfig; rh != nil {
 		add("requestheader", authenticator.WrapAudienceAgnosticRequest(c.APIAudiences,
 			headerrequest.NewDynamicVerifyOptionsSecure(rh.CAContentProvider.VerifyOptions, rh.AllowedClientNames,
@@ -96,25 +96,25 @@ func newChain(ctx context.Context, c kubeauthenticator.Config, basic string,
 		add("x509", x509.NewDynamic(c.ClientCAContentProvider.VerifyOptions, x509.CommonNameUserConversion))
 	}
 	if h.union != nil {
-		tokens := h.lookups.counted(h.cached.get)
+		tokens := h.lookups.trackCallers(h.cached.get)
 		all = append(all, bearertoken.New(tokens), websocket.NewProtocolAuthenticator(tokens))
 	}
 	return h, h.anonymous(group.NewAuthenticatedGroupAdder(union.New(all...))), nil
 }
 
 // anonymous lets requests without a credential through where the configuration does. A bad credential is not one.
-func (h *chain) anonymous(known authenticator.Request) authenticator.Request {
+func (h *chain) anonymous(next authenticator.Request) authenticator.Request {
 	if !h.config.Anonymous.Enabled {
-		return known
+		return next
 	}
-	return union.NewFailOnError(known, anonymous.NewAuthenticator(h.config.Anonymous.Conditions))
+	return union.NewFailOnError(next, anonymous.NewAuthenticator(h.config.Anonymous.Conditions))
 }
 
 // tokenChain builds what knows bearer tokens.
 func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
 	c := &h.config
 	var all []authenticator.Token
-	add := func(name string, t authenticator.Token) { all = append(all, countedToken(name, t)) }
+	add := func(name string, t authenticator.Token) { all = append(all, instrumentToken(name, t)) }
 	if c.TokenAuthFile != "" {
 		if err := h.tokenFile(ctx, files); err != nil {
 			return err
@@ -153,7 +153,7 @@ func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
 			return err
 		}
 		h.updateJWT = update
-		add("jwt", tokenOf{jwt})
+		add("jwt", tokenAdapter{jwt})
 	}
 	if c.WebhookTokenAuthnConfigFile != "" {
 		if err := h.webhookFile(ctx, files); err != nil {
@@ -170,8 +170,8 @@ func (h *chain) tokenChain(ctx context.Context, files *reload.Files) error {
 	return nil
 }
 
-// refresh forgets what tokens were found to be.
-func (h *chain) refresh() {
+// resetTokenCache forgets what tokens were found to be.
+func (h *chain) resetTokenCache() {
 	c := &h.config
 	if h.union == nil {
 		return
@@ -192,7 +192,7 @@ func (h *chain) tokenFile(ctx context.Context, files *reload.Files) error {
 			return err
 		}
 		h.tokens.set(t)
-		h.refresh()
+		h.resetTokenCache()
 		return nil
 	})
 }
@@ -211,35 +211,35 @@ func (h *chain) webhookFile(ctx context.Context, files *reload.Files) error {
 			return err
 		}
 		ttl := c.WebhookTokenAuthnCacheTTL
-		h.webhook.set(tokencache.New(h.lookups.bounded(w), false, ttl, ttl))
-		h.refresh()
+		h.webhook.set(tokencache.New(h.lookups.boundToCallers(w), false, ttl, ttl))
+		h.resetTokenCache()
 		return nil
 	})
 }
 
-// followIssuerCA has --oidc-ca-file followed: configure makes the configuration with what it says now.
-func (h *chain) followIssuerCA(files *reload.Files, path string,
+// watchIssuerCA has --oidc-ca-file followed: configure makes the configuration with what it says now.
+func (h *chain) watchIssuerCA(files *reload.Files, path string,
 	configure func() (kubeauthenticator.Config, error)) error {
 	return files.Watch("oidc-ca-file", path, func(ctx context.Context, _ []byte) error {
 		next, err := configure()
 		if err != nil {
 			return err
 		}
-		timed, cancel := context.WithTimeout(ctx, updateTimeout)
+		updateCtx, cancel := context.WithTimeout(ctx, updateTimeout)
 		defer cancel()
-		if err := h.updateJWT(timed, next.AuthenticationConfig); err != nil {
+		if err := h.updateJWT(updateCtx, next.AuthenticationConfig); err != nil {
 			return reload.Retryable(err)
 		}
-		h.refresh()
+		h.resetTokenCache()
 		return nil
 	})
 }
 
-// tokenOf asks an authenticator of requests about a token alone.
-type tokenOf struct{ authenticator.Request }
+// tokenAdapter asks an authenticator of requests about a token alone.
+type tokenAdapter struct{ authenticator.Request }
 
 // AuthenticateToken implements authenticator.Token. No JWT has a space in it, and a header ends a token at one.
-func (t tokenOf) AuthenticateToken(ctx context.Context, token string) (*authenticator.Response, bool, error) {
+func (t tokenAdapter) AuthenticateToken(ctx context.Context, token string) (*authenticator.Response, bool, error) {
 	if strings.Contains(token, " ") {
 		return nil, false, nil
 	}
@@ -257,23 +257,23 @@ func (t tokenOf) AuthenticateToken(ctx context.Context, token string) (*authenti
 // (k8s.io/apiserver/pkg/authentication/request/bearertoken).
 const invalidBearerToken = "invalid bearer token"
 
-func counted(name string, r authenticator.Request) authenticator.Request {
+func instrument(name string, r authenticator.Request) authenticator.Request {
 	return authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
 		resp, ok, err := r.AuthenticateRequest(req)
-		count(name, ok, err)
+		recordAttempt(name, ok, err)
 		return resp, ok, err
 	})
 }
 
-func countedToken(name string, t authenticator.Token) authenticator.Token {
+func instrumentToken(name string, t authenticator.Token) authenticator.Token {
 	return authenticator.TokenFunc(func(ctx context.Context, token string) (*authenticator.Response, bool, error) {
 		resp, ok, err := t.AuthenticateToken(ctx, token)
-		count(name, ok, err)
+		recordAttempt(name, ok, err)
 		return resp, ok, err
 	})
 }
 
-func count(name string, ok bool, err error) {
+func recordAttempt(name string, ok bool, err error) {
 	switch {
 	case err != nil:
 		attempts.WithLabelValues(name, "error").Inc()

@@ -26,7 +26,7 @@ func bearer(t *testing.T, token string) *http.Request {
 	return req
 }
 
-func TestAFileOfTokensIsReadAnew(t *testing.T) {
+func TestATokenFileIsReloaded(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tokens.csv")
 	reloadtest.Replace(t, path, "first,alice,1\n")
 	files := &reload.Files{}
@@ -65,12 +65,12 @@ func TestAFileOfTokensIsReadAnew(t *testing.T) {
 }
 
 // A token that comes over a WebSocket may be any text: what a header would end at must not be cut off.
-func TestATokenIsAskedAboutWhole(t *testing.T) {
-	known := tokenOf{authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
+func TestATokenIsNotTruncated(t *testing.T) {
+	adapter := tokenAdapter{authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
 		return &authenticator.Response{}, strings.Fields(req.Header.Get("Authorization"))[1] == "good", nil
 	})}
 	for token, want := range map[string]bool{"good": true, "good and more": false, "bad": false} {
-		if _, ok, err := known.AuthenticateToken(t.Context(), token); ok != want || err != nil {
+		if _, ok, err := adapter.AuthenticateToken(t.Context(), token); ok != want || err != nil {
 			t.Errorf("%q is known: %v, %v", token, ok, err)
 		}
 	}

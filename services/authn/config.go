@@ -25,21 +25,21 @@ var updateTimeout = kubeoptions.UpdateAuthenticationConfigTimeout
 // configFile is --authentication-config (k8s.io/kubernetes/pkg/kubeapiserver/options,
 // BuiltInAuthenticationOptions.ApplyTo).
 type configFile struct {
-	path      string
-	initial   string
-	issuers   []string
-	anonymous *apiserverconfig.AnonymousAuthConfig
-	update    func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
-	refresh   func()
+	path            string
+	initial         string
+	issuers         []string
+	anonymous       *apiserverconfig.AnonymousAuthConfig
+	update          func(context.Context, *apiserverconfig.AuthenticationConfiguration) error
+	resetTokenCache func()
 }
 
 func newConfigFile(path string, c *kubeauthenticator.Config, h *chain) *configFile {
 	f := &configFile{
-		path:    path,
-		initial: c.AuthenticationConfigData,
-		issuers: c.ServiceAccountIssuers,
-		update:  h.updateJWT,
-		refresh: h.refresh,
+		path:            path,
+		initial:         c.AuthenticationConfigData,
+		issuers:         c.ServiceAccountIssuers,
+		update:          h.updateJWT,
+		resetTokenCache: h.resetTokenCache,
 	}
 	if c.AuthenticationConfig != nil {
 		f.anonymous = c.AuthenticationConfig.DeepCopy().Anonymous
@@ -47,26 +47,26 @@ func newConfigFile(path string, c *kubeauthenticator.Config, h *chain) *configFi
 	return f
 }
 
-// follow has the file read anew whenever it changes.
-func (f *configFile) follow(files *reload.Files) {
+// watch has the file read anew whenever it changes.
+func (f *configFile) watch(files *reload.Files) {
 	if f.path == "" || f.update == nil {
 		return
 	}
 	authenticationconfigmetrics.RegisterMetrics()
 	authenticationconfigmetrics.RecordAuthenticationConfigLastConfigInfo(serverID, f.initial)
 	files.Add("authentication-config", f.path, []byte(f.initial), func(ctx context.Context, data []byte) error {
-		if err := f.apply(ctx, data); err != nil {
+		if err := f.reload(ctx, data); err != nil {
 			authenticationconfigmetrics.RecordAuthenticationConfigAutomaticReloadFailure(serverID)
 			return err
 		}
 		authenticationconfigmetrics.RecordAuthenticationConfigAutomaticReloadSuccess(serverID, string(data))
-		f.refresh()
+		f.resetTokenCache()
 		return nil
 	})
 }
 
-// apply puts a configuration in force once its issuers have told their keys.
-func (f *configFile) apply(ctx context.Context, data []byte) error {
+// reload puts a configuration in force once its issuers have told their keys.
+func (f *configFile) reload(ctx context.Context, data []byte) error {
 	// which parses it
 	next, err := (&kubeoptions.BuiltInAuthenticationOptions{AuthenticationConfigFile: f.path}).ToAuthenticationConfig()
 	if err != nil {
@@ -83,9 +83,9 @@ func (f *configFile) apply(ctx context.Context, data []byte) error {
 	if err := errs.ToAggregate(); err != nil {
 		return err
 	}
-	timed, cancel := context.WithTimeout(ctx, updateTimeout)
+	updateCtx, cancel := context.WithTimeout(ctx, updateTimeout)
 	defer cancel()
-	if err := f.update(timed, next.AuthenticationConfig); err != nil {
+	if err := f.update(updateCtx, next.AuthenticationConfig); err != nil {
 		return reload.Retryable(err)
 	}
 	return nil

@@ -22,7 +22,7 @@ jwt:
 
 // The authentication configuration is read anew when its file changes; what is wrong with a new one leaves the old one
 // in force (S19).
-func TestTheAuthenticationConfigurationIsReadAnew(t *testing.T) {
+func TestTheAuthenticationConfigurationIsReloaded(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "config.yaml")
 	write := func(text string) {
 		t.Helper()
@@ -49,7 +49,7 @@ func TestTheAuthenticationConfigurationIsReadAnew(t *testing.T) {
 	apply := func(text string, well bool, want int) {
 		t.Helper()
 		write(text)
-		if err := f.apply(t.Context(), []byte(text)); (err == nil) != well {
+		if err := f.reload(t.Context(), []byte(text)); (err == nil) != well {
 			t.Errorf("%v", err)
 		}
 		if len(inForce) != want {

@@ -25,11 +25,11 @@ const (
 // boundTokenTTL bounds how long an answer for a JWT is kept: a service account's ends with what it is bound to.
 const boundTokenTTL = time.Second
 
-// withoutCredentials takes every credential out of h, whichever authenticator it was that took the request: who a
+// removeCredentials takes every credential out of h, whichever authenticator it was that took the request: who a
 // request is passed on to is not to have any.
-func (s *Service) withoutCredentials(h http.Header) {
+func (s *Service) removeCredentials(h http.Header) {
 	h.Del("Authorization")
-	if v := withoutBearer(h.Values(protocolHeader)); len(v) == 0 {
+	if v := removeBearerProtocols(h.Values(protocolHeader)); len(v) == 0 {
 		h.Del(protocolHeader)
 	} else {
 		h[protocolHeader] = v
@@ -41,8 +41,8 @@ func (s *Service) withoutCredentials(h http.Header) {
 	}
 }
 
-// withoutBearer are the values of Sec-WebSocket-Protocol without the subprotocols that carry a token.
-func withoutBearer(values []string) (out []string) {
+// removeBearerProtocols are the values of Sec-WebSocket-Protocol without the subprotocols that carry a token.
+func removeBearerProtocols(values []string) (out []string) {
 	for _, v := range values {
 		var protocols []string
 		for _, p := range strings.Split(v, ",") {
@@ -57,24 +57,24 @@ func withoutBearer(values []string) (out []string) {
 	return out
 }
 
-// replaced are the headers that differ after authentication: what they are to be, or no values where they are gone.
-func replaced(before, after http.Header) map[string]*commonv1.Values {
+// replacedHeaders are the headers that differ after authentication: what they are to be, or no values where they are gone.
+func replacedHeaders(before, after http.Header) map[string]*commonv1.Values {
 	out := map[string]*commonv1.Values{}
 	for name, v := range before {
-		if now := after[name]; !slices.Equal(v, now) {
-			out[name] = &commonv1.Values{Values: now}
+		if current := after[name]; !slices.Equal(v, current) {
+			out[name] = &commonv1.Values{Values: current}
 		}
 	}
 	return out
 }
 
-// cacheable is how long an answer may be kept: no longer than what it rests on is good.
-func (s *Service) cacheable(r *authnv1.AuthenticateRequest, certificates []*x509.Certificate) time.Duration {
+// cacheTTL is how long an answer may be kept: no longer than what it rests on is good.
+func (s *Service) cacheTTL(r *authnv1.AuthenticateRequest, certificates []*x509.Certificate) time.Duration {
 	ttl := s.config.CacheTTL
 	for _, c := range certificates {
 		ttl = min(ttl, time.Until(c.NotAfter))
 	}
-	for _, token := range tokensOf(r) {
+	for _, token := range bearerTokens(r) {
 		parts := strings.Split(token, ".")
 		if len(parts) != 3 {
 			continue
@@ -87,8 +87,8 @@ func (s *Service) cacheable(r *authnv1.AuthenticateRequest, certificates []*x509
 	return max(0, ttl)
 }
 
-// tokensOf are the bearer tokens of a request, wherever they are.
-func tokensOf(r *authnv1.AuthenticateRequest) (tokens []string) {
+// bearerTokens are the bearer tokens of a request, wherever they are.
+func bearerTokens(r *authnv1.AuthenticateRequest) (tokens []string) {
 	for _, v := range r.Headers["Authorization"].GetValues() {
 		if scheme, token, ok := strings.Cut(strings.TrimSpace(v), " "); ok && strings.EqualFold(scheme, "bearer") {
 			tokens = append(tokens, strings.TrimSpace(token))

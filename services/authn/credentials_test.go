@@ -44,15 +44,15 @@ func service() *Service {
 	if err != nil {
 		panic(err)
 	}
-	anybody := authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
+	certificate := authenticator.RequestFunc(func(req *http.Request) (*authenticator.Response, bool, error) {
 		return &authenticator.Response{User: &user.DefaultInfo{Name: "certificate"}}, req.TLS == nil &&
 			req.Header.Get("X-Certificate") != "", nil
 	})
 	return &Service{config: &Config{Options: o, CacheTTL: 10 * time.Second}, cluster: &apiclient.Cluster{},
-		auth: union.New(anybody, proxy, bearertoken.New(tokens), websocket.NewProtocolAuthenticator(tokens))}
+		auth: union.New(certificate, proxy, bearertoken.New(tokens), websocket.NewProtocolAuthenticator(tokens))}
 }
 
-func asked(t *testing.T, headers map[string][]string) *authnv1.AuthenticateResponse {
+func authenticate(t *testing.T, headers map[string][]string) *authnv1.AuthenticateResponse {
 	t.Helper()
 	r := &authnv1.AuthenticateRequest{Path: "/", Headers: map[string]*commonv1.Values{}}
 	for k, v := range headers {
@@ -99,7 +99,7 @@ func TestNoCredentialTravelsOn(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			resp := asked(t, headers)
+			resp := authenticate(t, headers)
 			for header, values := range headers {
 				left := values
 				if r, ok := resp.ReplacedHeaders[header]; ok {
@@ -113,7 +113,7 @@ func TestNoCredentialTravelsOn(t *testing.T) {
 			}
 		})
 	}
-	resp := asked(t, map[string][]string{
+	resp := authenticate(t, map[string][]string{
 		"Sec-Websocket-Protocol": {"v5.channel.k8s.io", bearer, "v4.channel.k8s.io"},
 		"Connection":             {"Upgrade"},
 		"Upgrade":                {"websocket"},
@@ -125,7 +125,7 @@ func TestNoCredentialTravelsOn(t *testing.T) {
 }
 
 // An answer is kept no longer than what it rests on is good.
-func TestAnAnswerEndsWithItsCredential(t *testing.T) {
+func TestTheCacheTTLEndsWithTheCredential(t *testing.T) {
 	s := service()
 	jwt := func(exp time.Time) string {
 		return "eyJhbGciOiJub25lIn0." + encoded(fmt.Sprintf(`{"exp":%d}`, exp.Unix())) + ".x"
@@ -154,7 +154,7 @@ func TestAnAnswerEndsWithItsCredential(t *testing.T) {
 		"its issuer is to end": {&authnv1.AuthenticateRequest{},
 			[]*x509.Certificate{{NotAfter: hour}, {NotAfter: time.Now().Add(-time.Hour)}}, 0, 0},
 	} {
-		if got := s.cacheable(x.request, x.certificates); got > x.most || got < x.least {
+		if got := s.cacheTTL(x.request, x.certificates); got > x.most || got < x.least {
 			t.Errorf("%s: %v", name, got)
 		}
 	}

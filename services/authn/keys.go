@@ -16,7 +16,7 @@ import (
 
 // keyFiles are the public keys of --service-account-key-file, which may come and go while they are used.
 type keyFiles struct {
-	swapped[serviceaccount.PublicKeysGetter]
+	atomicValue[serviceaccount.PublicKeysGetter]
 
 	mu        sync.Mutex
 	listeners []serviceaccount.Listener
@@ -29,7 +29,7 @@ func newKeyFiles(ctx context.Context, paths []string, files *reload.Files) (*key
 	k := &keyFiles{byFile: make([][]any, len(paths))}
 	for i, p := range paths {
 		if err := files.LoadAndWatch(ctx, "service-account-key-file", p, func(_ context.Context, data []byte) error {
-			return k.take(i, data)
+			return k.reload(i, data)
 		}); err != nil {
 			return nil, err
 		}
@@ -37,8 +37,8 @@ func newKeyFiles(ctx context.Context, paths []string, files *reload.Files) (*key
 	return k, nil
 }
 
-// take puts one file's keys in force, and tells who listens.
-func (k *keyFiles) take(i int, data []byte) error {
+// reload puts one file's keys in force, and tells who listens.
+func (k *keyFiles) reload(i int, data []byte) error {
 	keys, err := keyutil.ParsePublicKeysPEM(data)
 	if err != nil {
 		return err
@@ -82,7 +82,7 @@ func externalKeys(ctx context.Context, issuers []string, endpoint string) (servi
 			"too",
 			endpoint)
 	}
-	_, keys, err := plugin.New(ctx, issuers[0], endpoint, keySync, false)
+	_, keys, err := plugin.New(ctx, issuers[0], endpoint, keySyncTimeout, false)
 	if err != nil {
 		return nil, fmt.Errorf("--service-account-signing-endpoint %q: while setting up external-jwt-signer (is it "+
 			"listening?): %w",
@@ -91,25 +91,25 @@ func externalKeys(ctx context.Context, issuers []string, endpoint string) (servi
 	return keys, nil
 }
 
-// keySync bounds how long the external signer may take to tell its keys, as in kube-apiserver.
-const keySync = time.Minute
+// keySyncTimeout bounds how long the external signer may take to tell its keys, as in kube-apiserver.
+const keySyncTimeout = time.Minute
 
-// documents are the issuer's OpenID documents, which name where the gateway is reached.
-type documents struct {
+// issuerDocuments are the issuer's OpenID documents, which name where the gateway is reached.
+type issuerDocuments struct {
 	issuer, jwks string
 	keys         serviceaccount.PublicKeysGetter
 }
 
-// at is what is shown where the gateway is reached at an address. It is made anew each time: few ask, and the keys may
+// metadataFor is what is shown where the gateway is reached at an address. It is made anew each time: few ask, and the keys may
 // have changed.
-func (d *documents) at(external string) (serviceaccount.OpenIDMetadataProvider, error) {
-	return serviceaccount.NewOpenIDMetadataProvider(d.issuer, d.jwks, external, unheard{d.keys})
+func (d *issuerDocuments) metadataFor(externalAddress string) (serviceaccount.OpenIDMetadataProvider, error) {
+	return serviceaccount.NewOpenIDMetadataProvider(d.issuer, d.jwks, externalAddress, withoutListeners{d.keys})
 }
 
-// unheard are keys of whose changes nobody is told.
-type unheard struct {
+// withoutListeners are keys of whose changes nobody is told.
+type withoutListeners struct {
 	serviceaccount.PublicKeysGetter
 }
 
 // AddListener implements serviceaccount.PublicKeysGetter.
-func (unheard) AddListener(serviceaccount.Listener) {}
+func (withoutListeners) AddListener(serviceaccount.Listener) {}

@@ -16,18 +16,18 @@ import (
 // another.
 func TestALookupEndsWithItsLastCaller(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		asked, ended, hangs := 0, 0, true
+		calls, ended, hangs := 0, 0, true
 		slow := authenticator.TokenFunc(func(ctx context.Context, _ string) (*authenticator.Response, bool, error) {
-			if asked++; !hangs {
+			if calls++; !hangs {
 				return &authenticator.Response{User: &user.DefaultInfo{Name: "bob"}}, true, nil
 			}
 			<-ctx.Done()
 			ended++
 			return nil, false, ctx.Err()
 		})
-		var l lookups
-		cached := tokencache.New(tokencache.New(l.bounded(slow), false, time.Minute, 0), true, time.Minute, 0)
-		tokens := l.counted(func() authenticator.Token { return cached })
+		var l tokenLookups
+		cached := tokencache.New(tokencache.New(l.boundToCallers(slow), false, time.Minute, 0), true, time.Minute, 0)
+		tokens := l.trackCallers(func() authenticator.Token { return cached })
 		errs := make(chan error)
 		var leave [2]context.CancelFunc
 		for i := range leave {
@@ -41,8 +41,8 @@ func TestALookupEndsWithItsLastCaller(t *testing.T) {
 			t.Errorf("%v", err)
 		}
 		synctest.Wait()
-		if asked != 1 || ended != 0 {
-			t.Errorf("asked %d times, ended %d, while a caller waits", asked, ended)
+		if calls != 1 || ended != 0 {
+			t.Errorf("asked %d times, ended %d, while a caller waits", calls, ended)
 		}
 		leave[1]()
 		<-errs

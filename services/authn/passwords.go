@@ -40,7 +40,7 @@ const (
 //
 // as Kubernetes had it until 1.19 (--basic-auth-file). A password that begins with $2a$, $2b$ or $2y$ is a bcrypt hash.
 type passwords struct {
-	users swapped[*accounts]
+	users atomicValue[*accounts]
 	// hashing bounds how many processors passwords may be hashed on: anybody may have it done. waiting are those whose
 	// turn has not come.
 	hashing chan struct{}
@@ -59,8 +59,8 @@ type account struct {
 	plain [sha256.Size]byte
 	hash  []byte
 	info  user.DefaultInfo
-	// right is a digest, with a key of the process's own, of the password that was right: who has it does not wait.
-	right atomic.Pointer[[sha256.Size]byte]
+	// verified is a digest, with a key of the process's own, of the password that was right: who has it does not wait.
+	verified atomic.Pointer[[sha256.Size]byte]
 }
 
 var digestKey = func() (key [32]byte) {
@@ -78,9 +78,9 @@ func digest(password string) (sum [sha256.Size]byte) {
 // accounts are those of a file.
 type accounts struct {
 	byName map[string]*account
-	// nobody is compared with where a user is not known: the account whose comparison takes longest, so that nobody is
+	// dummy is compared with where a user is not known: the account whose comparison takes longest, so that nobody is
 	// told apart by an answer that comes sooner. Where plain and hashed passwords are mixed, those with plain ones are.
-	nobody *account
+	dummy *account
 }
 
 // newPasswords reads the file, and again when it changes.
@@ -96,7 +96,7 @@ func newPasswords(ctx context.Context, path string, files *reload.Files) (*passw
 }
 
 func parsePasswords(data []byte) (*accounts, error) {
-	all, most := &accounts{byName: map[string]*account{}, nobody: &account{}}, 0
+	all, highestCost := &accounts{byName: map[string]*account{}, dummy: &account{}}, 0
 	r := csv.NewReader(bytes.NewReader(data))
 	r.FieldsPerRecord = -1
 	for {
@@ -131,8 +131,8 @@ func parsePasswords(data []byte) (*accounts, error) {
 					maxCost,
 				)
 			}
-			if a.hash = []byte(record[0]); cost > most {
-				most, all.nobody = cost, &account{hash: a.hash}
+			if a.hash = []byte(record[0]); cost > highestCost {
+				highestCost, all.dummy = cost, &account{hash: a.hash}
 			}
 		default:
 			a.plain = sha256.Sum256([]byte(record[0]))
@@ -151,7 +151,7 @@ func isHash(password string) bool {
 		strings.HasPrefix(password, "$2y$")
 }
 
-var errPassword = errors.New("invalid username/password combination")
+var errInvalidPassword = errors.New("invalid username/password combination")
 
 // AuthenticateRequest implements authenticator.Request.
 func (p *passwords) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
@@ -160,16 +160,16 @@ func (p *passwords) AuthenticateRequest(req *http.Request) (*authenticator.Respo
 		return nil, false, nil
 	}
 	users := p.users.get()
-	a, known := users.byName[name]
-	if !known {
-		a = users.nobody
+	a, found := users.byName[name]
+	if !found {
+		a = users.dummy
 	}
-	right, err := p.compare(req.Context(), a, password)
+	match, err := p.compare(req.Context(), a, password)
 	if err != nil {
 		return nil, false, err
 	}
-	if !right || !known {
-		return nil, false, errPassword
+	if !match || !found {
+		return nil, false, errInvalidPassword
 	}
 	req.Header.Del("Authorization")
 	info := a.info
@@ -179,14 +179,14 @@ func (p *passwords) AuthenticateRequest(req *http.Request) (*authenticator.Respo
 // compare says whether a password is an account's. It waits for its turn where many are hashed.
 func (p *passwords) compare(ctx context.Context, a *account, password string) (bool, error) {
 	if a.hash == nil {
-		given := sha256.Sum256([]byte(password))
-		return subtle.ConstantTimeCompare(given[:], a.plain[:]) == 1, nil
+		sum := sha256.Sum256([]byte(password))
+		return subtle.ConstantTimeCompare(sum[:], a.plain[:]) == 1, nil
 	}
 	if len(password) > maxHashed {
 		return false, nil
 	}
-	given := digest(password)
-	if right := a.right.Load(); right != nil && subtle.ConstantTimeCompare(right[:], given[:]) == 1 {
+	sum := digest(password)
+	if verified := a.verified.Load(); verified != nil && subtle.ConstantTimeCompare(verified[:], sum[:]) == 1 {
 		return true, nil
 	}
 	if p.waiting.Add(1) > maxWaiting {
@@ -204,6 +204,6 @@ func (p *passwords) compare(ctx context.Context, a *account, password string) (b
 	if bcrypt.CompareHashAndPassword(a.hash, []byte(password)) != nil {
 		return false, nil
 	}
-	a.right.Store(&given)
+	a.verified.Store(&sum)
 	return true, nil
 }

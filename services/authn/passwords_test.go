@@ -73,7 +73,7 @@ func TestPasswordsAreKnown(t *testing.T) {
 }
 
 // Who is known does not wait behind strangers, and who cannot be looked at is not told that the password is wrong.
-func TestStrangersDoNotLockUsersOut(t *testing.T) {
+func TestAnonymousClientsDoNotLockUsersOut(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "passwords.csv")
 	if err := os.WriteFile(path, []byte(hashed(t, "hush")+",bob,2\n"), 0o600); err != nil {
 		t.Fatal(err)
@@ -82,28 +82,28 @@ func TestStrangersDoNotLockUsersOut(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ask := func(ctx context.Context, name, password string) (bool, error) {
+	login := func(ctx context.Context, name, password string) (bool, error) {
 		req, _ := http.NewRequestWithContext(ctx, http.MethodGet, "/", nil)
 		req.SetBasicAuth(name, password)
 		_, ok, err := p.AuthenticateRequest(req)
 		return ok, err
 	}
-	if ok, err := ask(t.Context(), "bob", "hush"); !ok {
+	if ok, err := login(t.Context(), "bob", "hush"); !ok {
 		t.Fatal(err)
 	}
 	for range cap(p.hashing) {
 		p.hashing <- struct{}{} // strangers have every turn
 	}
-	if ok, err := ask(t.Context(), "bob", "hush"); !ok {
+	if ok, err := login(t.Context(), "bob", "hush"); !ok {
 		t.Errorf("he waits, though his password was right before: %v", err)
 	}
 	short, cancel := context.WithTimeout(t.Context(), time.Millisecond)
 	defer cancel()
-	if ok, err := ask(short, "bob", "Hush"); ok || !errors.Is(err, errBusy) {
+	if ok, err := login(short, "bob", "Hush"); ok || !errors.Is(err, errBusy) {
 		t.Errorf("nobody has looked: %v", err)
 	}
 	p.waiting.Store(maxWaiting)
-	if ok, err := ask(t.Context(), "bob", "Hush"); ok || !errors.Is(err, errBusy) {
+	if ok, err := login(t.Context(), "bob", "Hush"); ok || !errors.Is(err, errBusy) {
 		t.Errorf("too many wait: %v", err)
 	}
 }

@@ -13,35 +13,35 @@ import (
 	"watershed.dev/platform/identity"
 )
 
-// services knows authn, authz and admission by an authority of their own. They read the cluster whatever its PKI is: a
+// serviceAuthenticator knows authn, authz and admission by an authority of their own. They read the cluster whatever its PKI is: a
 // cluster's client CA that is given to Watershed knows nothing of them. Nobody else is known by that authority.
-type services struct {
+type serviceAuthenticator struct {
 	authority *dynamiccertificates.DynamicFileCAContent
-	// others are all other authenticators.
-	others authenticator.Request
+	// next are all other authenticators.
+	next authenticator.Request
 }
 
-// newServices reads the authority's file, and again when it changes.
-func newServices(file string, others authenticator.Request) (*services, error) {
+// newServiceAuthenticator reads the authority's file, and again when it changes.
+func newServiceAuthenticator(file string, next authenticator.Request) (*serviceAuthenticator, error) {
 	authority, err := dynamiccertificates.NewDynamicCAContentFromFile("services-client-ca-file", file)
 	if err != nil {
 		return nil, fmt.Errorf("--services-client-ca-file %q: %w", file, err)
 	}
-	return &services{authority, others}, nil
+	return &serviceAuthenticator{authority, next}, nil
 }
 
 // AuthenticateRequest implements authenticator.Request.
-func (s *services) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
+func (s *serviceAuthenticator) AuthenticateRequest(req *http.Request) (*authenticator.Response, bool, error) {
 	if req.TLS != nil && len(req.TLS.PeerCertificates) > 0 {
-		if u := s.known(req.TLS.PeerCertificates); u != nil {
+		if u := s.serviceUser(req.TLS.PeerCertificates); u != nil {
 			return &authenticator.Response{User: u}, true, nil
 		}
 	}
-	return s.others.AuthenticateRequest(req)
+	return s.next.AuthenticateRequest(req)
 }
 
-// known is whose a certificate chain is; nil where it is none of the services'.
-func (s *services) known(chain []*x509.Certificate) user.Info {
+// serviceUser is whose a certificate chain is; nil where it is none of the services'.
+func (s *serviceAuthenticator) serviceUser(chain []*x509.Certificate) user.Info {
 	name := chain[0].Subject.CommonName
 	if !slices.Contains([]string{identity.Authn, identity.Authz, identity.Admission}, name) ||
 		!slices.Contains(chain[0].Subject.Organization, identity.ServicesGroup) {

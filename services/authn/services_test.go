@@ -27,12 +27,12 @@ func TestTheServicesHaveAnAuthorityOfTheirOwn(t *testing.T) {
 		return ca
 	}
 	inner, clients := open("inner"), open("clients")
-	asked := false
-	others := authenticator.RequestFunc(func(*http.Request) (*authenticator.Response, bool, error) {
-		asked = true
+	called := false
+	next := authenticator.RequestFunc(func(*http.Request) (*authenticator.Response, bool, error) {
+		called = true
 		return &authenticator.Response{User: &user.DefaultInfo{Name: "somebody"}}, true, nil
 	})
-	s, err := newServices(inner.CertFile(), others)
+	s, err := newServiceAuthenticator(inner.CertFile(), next)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -96,18 +96,18 @@ func TestTheServicesHaveAnAuthorityOfTheirOwn(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		asked = false
+		called = false
 		resp, ok, err := s.AuthenticateRequest(&http.Request{
 			TLS: &tls.ConnectionState{PeerCertificates: []*x509.Certificate{cert}},
 		})
-		if err != nil || !ok || asked != (c.want == "") || c.want != "" && resp.User.GetName() != c.want {
-			t.Errorf("%s: %v, %v, others asked: %v", name, resp, err, asked)
+		if err != nil || !ok || called != (c.want == "") || c.want != "" && resp.User.GetName() != c.want {
+			t.Errorf("%s: %v, %v, others asked: %v", name, resp, err, called)
 		}
 		if c.want != "" && len(resp.User.GetGroups()) != 2 { // the certificate's other groups are not taken over
 			t.Errorf("%s: %q", name, resp.User.GetGroups())
 		}
 	}
-	if _, err := newServices(dir+"/none", others); err == nil {
+	if _, err := newServiceAuthenticator(dir+"/none", next); err == nil {
 		t.Error("an authority that is not there")
 	}
 }

@@ -27,10 +27,10 @@ func serviceOf(t *testing.T, c *chain, bound time.Duration) *Service {
 		t.Fatal(err)
 	}
 	s := &Service{
-		chain:       c,
-		cluster:     cluster,
-		generations: newGenerations(),
-		privileged:  authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
+		chain:           c,
+		cluster:         cluster,
+		policyRevisions: newPolicyRevisions(),
+		privileged:      authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
 	}
 	s.synced.Store(true)
 	return s
@@ -38,7 +38,7 @@ func serviceOf(t *testing.T, c *chain, bound time.Duration) *Service {
 
 // A decision says at which generation it was made, whether it may be kept or not: an open watch believes it of no
 // replica that is behind.
-func TestADecisionSaysWhatItDependsOn(t *testing.T) {
+func TestADecisionNamesItsPolicyRevision(t *testing.T) {
 	h := newHook(t)
 	h.allow.Store(true)
 	allows := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"RBAC", "AlwaysAllow"} })
@@ -66,7 +66,7 @@ func TestADecisionSaysWhatItDependsOn(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, err := serviceOf(t, c.chain, 0).Authorize(t.Context(),
-				&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by(c.user, c.groups...))})
+				&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf(c.user, c.groups...))})
 			if err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW || d.Transient != c.transient ||
 				(d.PolicyRevision == 0) != c.anywhere {
 				t.Errorf("%v, %v", d, err)
@@ -79,28 +79,28 @@ func TestADecisionSaysWhatItDependsOn(t *testing.T) {
 }
 
 // Where everything is allowed, nobody without a name is: authn may let them in, since it does not know.
-func TestStrangersMayNothingWhereEverythingIsAllowed(t *testing.T) {
+func TestAlwaysAllowDeniesAnonymousClients(t *testing.T) {
 	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes = []string{"AlwaysAllow"}
 	}), 0)
-	for who, want := range map[string]bool{user.Anonymous: false, "bob": true} {
-		d, err := s.Authorize(t.Context(), &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by(who))})
+	for name, want := range map[string]bool{user.Anonymous: false, "bob": true} {
+		d, err := s.Authorize(t.Context(), &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf(name))})
 		if err != nil || (d.Decision == authzv1.Decision_DECISION_ALLOW) != want {
-			t.Errorf("%s: %v, %v", who, d, err)
+			t.Errorf("%s: %v, %v", name, d, err)
 		}
 	}
 }
 
-// tellsNobody is a stream that nothing is to be sent on.
-type tellsNobody struct {
+// failingStream is a stream that nothing is to be sent on.
+type failingStream struct {
 	grpc.ServerStreamingServer[authzv1.PolicyRevision]
 	ctx context.Context
 	t   *testing.T
 }
 
-func (s *tellsNobody) Context() context.Context { return s.ctx }
+func (s *failingStream) Context() context.Context { return s.ctx }
 
-func (s *tellsNobody) Send(g *authzv1.PolicyRevision) error {
+func (s *failingStream) Send(g *authzv1.PolicyRevision) error {
 	s.t.Errorf("told %v", g)
 	return nil
 }
@@ -110,16 +110,16 @@ func TestStalePolicyDecidesNothing(t *testing.T) {
 	s := serviceOf(t, chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes = []string{"AlwaysAllow"}
 	}), time.Second)
-	asked := &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by("bob"))}
-	if _, err := s.Authorize(t.Context(), asked); status.Code(err) != codes.Unavailable {
+	request := &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf("bob"))}
+	if _, err := s.Authorize(t.Context(), request); status.Code(err) != codes.Unavailable {
 		t.Errorf("it decides: %v", err)
 	}
 	if d, err := s.Authorize(t.Context(),
-		&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(by("root",
+		&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf("root",
 			user.SystemPrivilegedGroup))}); err != nil || d.Decision != authzv1.Decision_DECISION_ALLOW {
 		t.Errorf("a master: %v, %v", d, err)
 	}
-	if err := s.PolicyRevisions(nil, &tellsNobody{ctx: t.Context(), t: t}); status.Code(err) != codes.Unavailable {
+	if err := s.PolicyRevisions(nil, &failingStream{ctx: t.Context(), t: t}); status.Code(err) != codes.Unavailable {
 		t.Errorf("generations are told of: %v", err)
 	}
 }

@@ -58,14 +58,14 @@ func (c *Config) AddFlags(fs *pflag.FlagSet) {
 // Service is a running authz.
 type Service struct {
 	authzv1.UnimplementedAuthzServer
-	chain       *chain
-	files       reload.Files
-	privileged  authorizer.Authorizer
-	cluster     *apiclient.Cluster
-	generations *generations
-	synced      atomic.Bool
-	ready       lifecycle.Readiness
-	policies    lifecycle.Readiness
+	chain           *chain
+	files           reload.Files
+	privileged      authorizer.Authorizer
+	cluster         *apiclient.Cluster
+	policyRevisions *policyRevisions
+	synced          atomic.Bool
+	ready           lifecycle.Readiness
+	policies        lifecycle.Readiness
 }
 
 // New builds the authorizers.
@@ -78,11 +78,11 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	s := &Service{
-		generations: newGenerations(),
-		privileged:  authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
+		policyRevisions: newPolicyRevisions(),
+		privileged:      authorizerfactory.NewPrivilegedGroups(user.SystemPrivilegedGroup),
 	}
 	s.policies.Set("policies", errors.New("they are not read yet"))
-	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness, references); err != nil {
+	if s.cluster, err = apiclient.NewCluster(rc, c.Freshness, trimPod); err != nil {
 		return nil, err
 	}
 	ac, err := c.Options.ToAuthorizationConfig(s.cluster.Informers)
@@ -94,7 +94,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		return nil, err
 	}
 	ac.CustomDial = out.ControlPlane()
-	if s.chain, err = newChain(ctx, ac, &s.files, func() { s.generations.change("", true) }); err != nil {
+	if s.chain, err = newChain(ctx, ac, &s.files, func() { s.policyRevisions.record("", true) }); err != nil {
 		return nil, fmt.Errorf("--authorization-mode: %w", err)
 	}
 	rbac := s.cluster.Informers.Rbac().V1()
@@ -105,7 +105,7 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 		"clusterrolebindings": rbac.ClusterRoleBindings().Informer(),
 	} {
 		s.cluster.TrackAge("/apis/rbac.authorization.k8s.io/v1/"+resource, "", i)
-		if _, err := i.AddEventHandler(s.generations.handler()); err != nil {
+		if _, err := i.AddEventHandler(s.policyRevisions.eventHandler()); err != nil {
 			return nil, err
 		}
 	}
@@ -119,39 +119,39 @@ func New(ctx context.Context, c *Config) (*Service, error) {
 	return s, nil
 }
 
-// fresh says why the policy may not be decided by, or is nil.
-func (s *Service) fresh() error {
+// checkFresh says why the policy may not be decided by, or is nil.
+func (s *Service) checkFresh() error {
 	if !s.synced.Load() {
 		return errors.New("policies are not read yet")
 	}
 	return s.cluster.Err()
 }
 
-// references leaves of a pod what the node authorizer reads: where it runs and what it refers to. Of its containers
+// trimPod leaves of a pod what the node authorizer reads: where it runs and what it refers to. Of its containers
 // that is where their environment comes from (k8s.io/kubernetes/pkg/api/v1/pod, VisitPodSecretNames and
 // VisitPodConfigmapNames).
-func references(obj any) {
+func trimPod(obj any) {
 	pod, ok := obj.(*corev1.Pod)
 	if !ok {
 		return
 	}
-	of := func(env []corev1.EnvVar) (from []corev1.EnvVar) {
+	envSources := func(env []corev1.EnvVar) (sources []corev1.EnvVar) {
 		for _, e := range env {
 			if e.ValueFrom != nil {
-				from = append(from, e)
+				sources = append(sources, e)
 			}
 		}
-		return from
+		return sources
 	}
 	strip := func(all []corev1.Container) {
 		for i, c := range all {
-			all[i] = corev1.Container{Name: c.Name, Env: of(c.Env), EnvFrom: c.EnvFrom}
+			all[i] = corev1.Container{Name: c.Name, Env: envSources(c.Env), EnvFrom: c.EnvFrom}
 		}
 	}
 	strip(pod.Spec.InitContainers)
 	strip(pod.Spec.Containers)
 	for i, c := range pod.Spec.EphemeralContainers {
-		common := corev1.EphemeralContainerCommon{Name: c.Name, Env: of(c.Env), EnvFrom: c.EnvFrom}
+		common := corev1.EphemeralContainerCommon{Name: c.Name, Env: envSources(c.Env), EnvFrom: c.EnvFrom}
 		pod.Spec.EphemeralContainers[i] = corev1.EphemeralContainer{EphemeralContainerCommon: common}
 	}
 	pod.Spec.Affinity, pod.Spec.Tolerations = nil, nil
@@ -198,49 +198,49 @@ func (s *Service) Run(ctx context.Context) error {
 
 // Authorize implements authzv1.AuthzServer.
 func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*authzv1.AuthorizeResponse, error) {
-	generation := s.generations.current() // before deciding: a change meanwhile voids the decision
+	policyRevision := s.policyRevisions.current() // before deciding: a change meanwhile voids the decision
 	attrs := identity.Attributes(r.Attributes)
-	out := &authzv1.AuthorizeResponse{Replica: s.generations.replica, PolicyRevision: generation}
+	out := &authzv1.AuthorizeResponse{Replica: s.policyRevisions.replica, PolicyRevision: policyRevision}
 	if d, reason, _ := s.privileged.Authorize(ctx, attrs); d == authorizer.DecisionAllow {
 		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, reason
 		out.WildcardName, out.WildcardNamespace = attrs.ResourceRequest, attrs.ResourceRequest
-		return always(out), nil
+		return policyIndependent(out), nil
 	}
-	if allowed, known := mayDo(attrs); allowed {
+	if allowed, isService := serviceAllowed(attrs); allowed {
 		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, "a service of the system"
 		out.WildcardName, out.WildcardNamespace = attrs.ResourceRequest, attrs.ResourceRequest // the rights name neither
-		return always(out), nil
-	} else if known {
+		return policyIndependent(out), nil
+	} else if isService {
 		out.Reason = "not among the rights of this service of the system"
-		return always(out), nil
+		return policyIndependent(out), nil
 	}
 	if attrs.User.GetName() == user.Anonymous && s.chain.has(authzconfig.AuthorizerType(modes.ModeAlwaysAllow)) {
 		// kube-apiserver does not let anonymous requests in where everything is allowed; authn does not know that it is
 		out.Reason = "anonymous requests are not allowed where everything is"
-		return always(out), nil
+		return policyIndependent(out), nil
 	}
-	if err := s.fresh(); err != nil { // nobody knows: it is refused, but not for good
+	if err := s.checkFresh(); err != nil { // nobody knows: it is refused, but not for good
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
-	d, reason, keep, err := s.chain.decide(ctx, attrs)
+	d, reason, cacheable, err := s.chain.decide(ctx, attrs)
 	out.Decision, out.Reason = identity.DecisionProto(d), reason
 	if err != nil {
 		out.EvaluationError = err.Error()
 	}
-	if !keep || isNode(attrs.User) {
+	if !cacheable || isNode(attrs.User) {
 		// and who does not know Transient keeps it for as good as nothing
 		out.Transient, out.CacheMilliseconds = true, 1
 	} else if d == authorizer.DecisionAllow {
-		out.WildcardName, out.WildcardNamespace = s.chain.wide(ctx, attrs)
+		out.WildcardName, out.WildcardNamespace = s.chain.wildcard(ctx, attrs)
 	}
 	return out, nil
 }
 
-// alwaysKept is how long a decision may be kept that no policy has a part in.
-const alwaysKept = time.Minute
+// policyIndependentTTL is how long a decision may be kept that no policy has a part in.
+const policyIndependentTTL = time.Minute
 
-func always(d *authzv1.AuthorizeResponse) *authzv1.AuthorizeResponse {
-	d.PolicyRevision, d.CacheMilliseconds = 0, alwaysKept.Milliseconds()
+func policyIndependent(d *authzv1.AuthorizeResponse) *authzv1.AuthorizeResponse {
+	d.PolicyRevision, d.CacheMilliseconds = 0, policyIndependentTTL.Milliseconds()
 	return d
 }
 
@@ -256,7 +256,7 @@ func isNode(u user.Info) bool {
 
 // Rules implements authzv1.AuthzServer.
 func (s *Service) Rules(ctx context.Context, r *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {
-	if err := s.fresh(); err != nil {
+	if err := s.checkFresh(); err != nil {
 		return nil, status.Error(codes.Unavailable, err.Error())
 	}
 	resources, others, incomplete, err := s.chain.RulesFor(ctx, identity.User(r.User), r.Namespace)

@@ -30,14 +30,14 @@ import (
 // hook is an authorization webhook that says what it is told to.
 type hook struct {
 	allow, broken atomic.Bool
-	asked         atomic.Int32
+	calls         atomic.Int32
 	kubeconfig    string
 }
 
 func newHook(t *testing.T) *hook {
 	h := &hook{}
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		h.asked.Add(1)
+		h.calls.Add(1)
 		if h.broken.Load() {
 			http.Error(w, "no", http.StatusInternalServerError)
 			return
@@ -86,7 +86,7 @@ func chainWith(t *testing.T, files *reload.Files, set func(*kubeoptions.BuiltInA
 	return h
 }
 
-func by(name string, groups ...string) authorizer.AttributesRecord {
+func attributesOf(name string, groups ...string) authorizer.AttributesRecord {
 	return authorizer.AttributesRecord{
 		User:            &user.DefaultInfo{Name: name, Groups: groups},
 		Verb:            "list",
@@ -97,7 +97,7 @@ func by(name string, groups ...string) authorizer.AttributesRecord {
 }
 
 // What a webhook says is kept by nobody but its own authorizer, and nothing is kept while one errs (S3).
-func TestAWebhooksDecisionIsNotKept(t *testing.T) {
+func TestAWebhooksDecisionIsNotCached(t *testing.T) {
 	h := newHook(t)
 	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes, o.WebhookConfigFile = []string{"RBAC", "Webhook"}, h.kubeconfig
@@ -105,28 +105,28 @@ func TestAWebhooksDecisionIsNotKept(t *testing.T) {
 		o.WebhookRetryBackoff.Steps = 1
 	})
 	h.allow.Store(true)
-	if d, _, keep, err := c.decide(t.Context(), by("bob")); d != authorizer.DecisionAllow || keep || err != nil {
-		t.Errorf("%v, kept %v, %v", d, keep, err)
+	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("bob")); d != authorizer.DecisionAllow || cacheable || err != nil {
+		t.Errorf("%v, kept %v, %v", d, cacheable, err)
 	}
 	h.allow.Store(false)
-	if d, _, keep, _ := c.decide(t.Context(), by("bob")); d == authorizer.DecisionAllow || keep {
-		t.Errorf("%v, kept %v: what the webhook took back", d, keep)
+	if d, _, cacheable, _ := c.decide(t.Context(), attributesOf("bob")); d == authorizer.DecisionAllow || cacheable {
+		t.Errorf("%v, kept %v: what the webhook took back", d, cacheable)
 	}
 	h.broken.Store(true)
-	if d, _, keep, err := c.decide(t.Context(), by("eve")); d == authorizer.DecisionAllow || keep || err == nil {
-		t.Errorf("%v, kept %v, %v: while it errs", d, keep, err)
+	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("eve")); d == authorizer.DecisionAllow || cacheable || err == nil {
+		t.Errorf("%v, kept %v, %v: while it errs", d, cacheable, err)
 	}
 }
 
-func TestADecisionWithoutAWebhookIsKept(t *testing.T) {
+func TestADecisionWithoutAWebhookIsCached(t *testing.T) {
 	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.Modes = []string{"RBAC", "AlwaysAllow"} })
-	if d, _, keep, err := c.decide(t.Context(), by("bob")); d != authorizer.DecisionAllow || !keep || err != nil {
-		t.Errorf("%v, kept %v, %v", d, keep, err)
+	if d, _, cacheable, err := c.decide(t.Context(), attributesOf("bob")); d != authorizer.DecisionAllow || !cacheable || err != nil {
+		t.Errorf("%v, kept %v, %v", d, cacheable, err)
 	}
 }
 
 // A configuration that changes is in force, and said to be; a bad one leaves what was (S3).
-func TestAConfigurationIsReadAnew(t *testing.T) {
+func TestAConfigurationIsReloaded(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "authz.yaml")
 	write := func(types ...string) {
 		text := "apiVersion: apiserver.config.k8s.io/v1\nkind: AuthorizationConfiguration\nauthorizers:\n"
@@ -152,9 +152,9 @@ func TestAConfigurationIsReadAnew(t *testing.T) {
 	write("RBAC")
 	c := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) { o.AuthorizationConfigurationFile = file })
 	reloads := 0
-	c.reloaded = func() { reloads++ }
+	c.onReload = func() { reloads++ }
 	decided := func() authorizer.Decision {
-		d, _, _, _ := c.decide(t.Context(), by("bob"))
+		d, _, _, _ := c.decide(t.Context(), attributesOf("bob"))
 		return d
 	}
 	if err := c.reload(t.Context(), read()); err != nil || reloads != 0 || decided() == authorizer.DecisionAllow {
@@ -173,7 +173,7 @@ func TestAConfigurationIsReadAnew(t *testing.T) {
 }
 
 // What is said to hold for every name or namespace does.
-func TestADecisionIsAsWideAsThePolicy(t *testing.T) {
+func TestWildcardDecisionsMatchThePolicy(t *testing.T) {
 	meta := func(name, namespace string) metav1.ObjectMeta {
 		return metav1.ObjectMeta{Name: name, Namespace: namespace}
 	}
@@ -216,10 +216,10 @@ func TestADecisionIsAsWideAsThePolicy(t *testing.T) {
 	lines := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes, o.PolicyFile = []string{"ABAC", "RBAC"}, abac
 	}, policy...)
-	asks := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+	webhookFirst := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes, o.WebhookConfigFile = []string{"Webhook", "RBAC"}, h.kubeconfig
 	}, policy...)
-	asksLast := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
+	webhookLast := chainOf(t, func(o *kubeoptions.BuiltInAuthorizationOptions) {
 		o.Modes, o.WebhookConfigFile = []string{"RBAC", "Webhook"}, h.kubeconfig
 	}, policy...)
 	for _, x := range []struct {
@@ -235,26 +235,26 @@ func TestADecisionIsAsWideAsThePolicy(t *testing.T) {
 		{rbac, "one-in-x", false, false},
 		{rbac, "both", true, false},
 		{lines, "everywhere", true, false}, // a line without a namespace is for what has none
-		{asksLast, "in-x", true, false},
-		{asksLast, "one-in-x", false, false},
-		{asks, "everywhere", false, false}, // the last: it is asked for the decision, and for no other
+		{webhookLast, "in-x", true, false},
+		{webhookLast, "one-in-x", false, false},
+		{webhookFirst, "everywhere", false, false}, // the last: it is asked for the decision, and for no other
 	} {
-		if asked := h.asked.Load(); asked != 0 {
-			t.Errorf("%s: the webhook was asked %d times", x.user, asked)
+		if calls := h.calls.Load(); calls != 0 {
+			t.Errorf("%s: the webhook was asked %d times", x.user, calls)
 		}
-		a := by(x.user)
+		a := attributesOf(x.user)
 		a.Verb, a.Name = "get", "one"
 		if d, _, _, err := x.chain.decide(t.Context(), a); d != authorizer.DecisionAllow || err != nil {
 			t.Errorf("%s: %v, %v", x.user, d, err)
 		}
-		if name, everywhere := x.chain.wide(t.Context(), a); name != x.name || everywhere != x.anyname {
+		if name, everywhere := x.chain.wildcard(t.Context(), a); name != x.name || everywhere != x.anyname {
 			t.Errorf("%s: every name %v, every namespace %v", x.user, name, everywhere)
 		}
 	}
 }
 
 // What ABAC's lines say is in force soon after they are written, and moves the generation; bad ones leave what was.
-func TestAPolicyFileIsReadAnew(t *testing.T) {
+func TestAPolicyFileIsReloaded(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "policy.jsonl")
 	const line = `{"apiVersion":"abac.authorization.kubernetes.io/v1beta1","kind":"Policy",` +
 		`"spec":{"user":%q,"namespace":"*","resource":"*","apiGroup":"*"}}` + "\n"
@@ -264,10 +264,10 @@ func TestAPolicyFileIsReadAnew(t *testing.T) {
 		o.Modes, o.PolicyFile = []string{"RBAC", "ABAC"}, file
 	})
 	moved := make(chan struct{}, 10)
-	c.reloaded = func() { moved <- struct{}{} }
+	c.onReload = func() { moved <- struct{}{} }
 	reloadtest.Watch(t, files)
 	decided := func() authorizer.Decision {
-		d, _, _, _ := c.decide(t.Context(), by("bob"))
+		d, _, _, _ := c.decide(t.Context(), attributesOf("bob"))
 		return d
 	}
 	if decided() == authorizer.DecisionAllow {
@@ -287,21 +287,21 @@ func TestAPolicyFileIsReadAnew(t *testing.T) {
 }
 
 // The services of the system may do what the table says, and nobody else by their names.
-func TestTheServicesMayReadWhatIsTheirs(t *testing.T) {
+func TestServiceRules(t *testing.T) {
 	secrets := func(name, selector string, groups ...string) authorizer.Attributes {
-		a := by(name, groups...)
+		a := attributesOf(name, groups...)
 		a.Resource, a.Namespace = "secrets", ""
 		if selector != "" {
 			a.FieldSelectorRequirements = fields.ParseSelectorOrDie(selector).Requirements()
 		}
 		return a
 	}
-	of := func(name, verb, group, resource string) authorizer.Attributes {
-		a := by(name, identity.ServicesGroup)
+	attributes := func(name, verb, group, resource string) authorizer.Attributes {
+		a := attributesOf(name, identity.ServicesGroup)
 		a.Verb, a.APIGroup, a.Resource = verb, group, resource
 		return a
 	}
-	for what, x := range map[string]struct {
+	for title, x := range map[string]struct {
 		a    authorizer.Attributes
 		want bool
 	}{
@@ -315,26 +315,26 @@ func TestTheServicesMayReadWhatIsTheirs(t *testing.T) {
 			false},
 		"the group without a name": {secrets("mallory", "type=kubernetes.io/service-account-token",
 			identity.ServicesGroup), false},
-		"authz reads roles":        {of(identity.Authz, "watch", "rbac.authorization.k8s.io", "roles"), true},
-		"authz writes roles":       {of(identity.Authz, "create", "rbac.authorization.k8s.io", "roles"), false},
-		"authz reads secrets":      {of(identity.Authz, "list", "", "secrets"), false},
-		"admission reads anything": {of(identity.Admission, "get", "example.com", "parameters"), true},
-		"admission writes pods":    {of(identity.Admission, "create", "", "pods"), false},
-		"admission binds cluster roles": {of(identity.Admission, "create", "rbac.authorization.k8s.io",
+		"authz reads roles":        {attributes(identity.Authz, "watch", "rbac.authorization.k8s.io", "roles"), true},
+		"authz writes roles":       {attributes(identity.Authz, "create", "rbac.authorization.k8s.io", "roles"), false},
+		"authz reads secrets":      {attributes(identity.Authz, "list", "", "secrets"), false},
+		"admission reads anything": {attributes(identity.Admission, "get", "example.com", "parameters"), true},
+		"admission writes pods":    {attributes(identity.Admission, "create", "", "pods"), false},
+		"admission binds cluster roles": {attributes(identity.Admission, "create", "rbac.authorization.k8s.io",
 			"clusterrolebindings"), false},
-		"admission asks what somebody may": {of(identity.Admission, "create", "authorization.k8s.io",
+		"admission asks what somebody may": {attributes(identity.Admission, "create", "authorization.k8s.io",
 			"subjectaccessreviews"), true},
-		"admission impersonates": {of(identity.Admission, "impersonate", "", "users"), false},
+		"admission impersonates": {attributes(identity.Admission, "impersonate", "", "users"), false},
 	} {
-		if got, _ := mayDo(x.a); got != x.want {
-			t.Errorf("%s: %v", what, got)
+		if got, _ := serviceAllowed(x.a); got != x.want {
+			t.Errorf("%s: %v", title, got)
 		}
 	}
 }
 
-func TestChangesAreToldByScope(t *testing.T) {
-	g := newGenerations()
-	h := g.handler()
+func TestChangesAreSentByNamespace(t *testing.T) {
+	g := newPolicyRevisions()
+	h := g.eventHandler()
 	role := &rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Namespace: "mine", ResourceVersion: "1"}}
 	newer := role.DeepCopy()
 	newer.ResourceVersion = "2"
@@ -344,18 +344,18 @@ func TestChangesAreToldByScope(t *testing.T) {
 	h.OnUpdate(role, newer)
 	h.OnDelete(cache.DeletedFinalStateUnknown{Obj: newer})
 	h.OnDelete(&rbacv1.ClusterRoleBinding{})
-	changes, whole, _ := g.after(began)
+	changes, reset, _ := g.after(began)
 	got := ""
 	for _, c := range changes {
 		got += fmt.Sprintf("%s/%v ", c.Namespace, c.MayRevoke)
 	}
-	if got != "mine/false mine/true mine/true /true " || whole != nil {
+	if got != "mine/false mine/true mine/true /true " || reset != nil {
 		t.Errorf("%q", got)
 	}
 	for range 2 * maxChanges {
-		g.change("x", true)
+		g.record("x", true)
 	}
-	if changes, whole, _ := g.after(began); whole == nil || !whole.MayRevoke || whole.Namespace != "" ||
+	if changes, reset, _ := g.after(began); reset == nil || !reset.MayRevoke || reset.Namespace != "" ||
 		len(changes) > 0 {
 		t.Error("a stream that is too slow is not told that everything has changed")
 	}

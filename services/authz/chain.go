@@ -37,32 +37,32 @@ type chain struct {
 	required sets.Set[authzconfig.AuthorizerType]
 	compiler authorizationcel.Compiler
 	links    atomic.Pointer[[]link]
-	// reloaded is called after a new configuration is in force.
-	reloaded func()
+	// onReload is called after a new configuration is in force.
+	onReload func()
 
-	mu   sync.Mutex // guards what follows
-	made map[authzconfig.AuthorizerType]link
-	last *authzconfig.AuthorizationConfiguration
+	mu         sync.Mutex // guards what follows
+	built      map[authzconfig.AuthorizerType]link
+	lastConfig *authzconfig.AuthorizationConfiguration
 }
 
 // link is one authorizer.
 type link struct {
 	authorizer.Authorizer
 	authorizer.RuleResolver
-	// asks: it asks another server, whose answers change without a word. How long they are kept is its own matter.
-	asks bool
+	// webhook: it asks another server, whose answers change without a word. How long they are kept is its own matter.
+	webhook bool
 }
 
 // newChain builds the authorizers of a configuration, which ToAuthorizationConfig fills from flags and files alike, and
 // has the files followed.
-func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files, reloaded func()) (*chain, error) {
+func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files, onReload func()) (*chain, error) {
 	h := &chain{
-		base:     *c,
-		required: sets.New[authzconfig.AuthorizerType](),
-		compiler: authorizationcel.NewDefaultCompiler(),
-		reloaded: reloaded,
-		made:     map[authzconfig.AuthorizerType]link{},
-		last:     c.AuthorizationConfiguration,
+		base:       *c,
+		required:   sets.New[authzconfig.AuthorizerType](),
+		compiler:   authorizationcel.NewDefaultCompiler(),
+		onReload:   onReload,
+		built:      map[authzconfig.AuthorizerType]link{},
+		lastConfig: c.AuthorizationConfiguration,
 	}
 	for _, a := range c.AuthorizationConfiguration.Authorizers {
 		if a.Type != authzconfig.TypeWebhook {
@@ -70,7 +70,7 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files
 		}
 	}
 	authorizationconfigmetrics.RegisterMetrics() // it makes what recording needs
-	if err := h.follow(files); err != nil {      // first: what changes while they are built is read again
+	if err := h.watchFiles(files); err != nil {  // first: what changes while they are built is read again
 		return nil, err
 	}
 	return h, h.build(ctx, c.AuthorizationConfiguration, true)
@@ -80,7 +80,7 @@ func newChain(ctx context.Context, c *kubeauthorizer.Config, files *reload.Files
 func (h *chain) has(t authzconfig.AuthorizerType) bool {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	_, ok := h.made[t]
+	_, ok := h.built[t]
 	return ok
 }
 
@@ -91,7 +91,7 @@ func (h *chain) build(ctx context.Context, c *authzconfig.AuthorizationConfigura
 	}
 	var links []link
 	for _, a := range c.Authorizers {
-		l, err := h.link(ctx, a, first)
+		l, err := h.newLink(ctx, a, first)
 		if err != nil {
 			return err
 		}
@@ -101,8 +101,8 @@ func (h *chain) build(ctx context.Context, c *authzconfig.AuthorizationConfigura
 	return nil
 }
 
-func (h *chain) link(ctx context.Context, a authzconfig.AuthorizerConfiguration, first bool) (link, error) {
-	if l, ok := h.made[a.Type]; ok {
+func (h *chain) newLink(ctx context.Context, a authzconfig.AuthorizerConfiguration, first bool) (link, error) {
+	if l, ok := h.built[a.Type]; ok {
 		return l, nil
 	}
 	if !first && (a.Type == "Node" || a.Type == "RBAC" || a.Type == "ABAC") {
@@ -114,13 +114,13 @@ func (h *chain) link(ctx context.Context, a authzconfig.AuthorizerConfiguration,
 	c.AuthorizationConfiguration = &authzconfig.AuthorizationConfiguration{
 		Authorizers: []authzconfig.AuthorizerConfiguration{a},
 	}
-	made, rules, err := c.New(ctx, serverID)
+	built, rules, err := c.New(ctx, serverID)
 	if err != nil {
 		return link{}, err
 	}
-	l := link{Authorizer: made, RuleResolver: rules, asks: a.Type == authzconfig.TypeWebhook}
-	if !l.asks {
-		h.made[a.Type] = l
+	l := link{Authorizer: built, RuleResolver: rules, webhook: a.Type == authzconfig.TypeWebhook}
+	if !l.webhook {
+		h.built[a.Type] = l
 	}
 	return l, nil
 }
@@ -129,17 +129,17 @@ func (h *chain) link(ctx context.Context, a authzconfig.AuthorizerConfiguration,
 // decision stands until the policy that this service follows moves: not where a webhook was asked, whose own cache has
 // its own lifetime, and not where any authorizer erred.
 func (h *chain) decide(ctx context.Context,
-	a authorizer.Attributes) (d authorizer.Decision, reason string, keep bool, err error) {
-	keep = true
+	a authorizer.Attributes) (d authorizer.Decision, reason string, cacheable bool, err error) {
+	cacheable = true
 	var reasons []string
 	var errs []error
 	for _, l := range *h.links.Load() {
 		d, reason, err := l.Authorize(ctx, a)
-		if l.asks || err != nil {
-			keep = false
+		if l.webhook || err != nil {
+			cacheable = false
 		}
 		if d == authorizer.DecisionAllow || d == authorizer.DecisionDeny {
-			return d, reason, keep, err
+			return d, reason, cacheable, err
 		}
 		if err != nil {
 			errs = append(errs, err)
@@ -148,31 +148,31 @@ func (h *chain) decide(ctx context.Context,
 			reasons = append(reasons, reason)
 		}
 	}
-	return authorizer.DecisionNoOpinion, strings.Join(reasons, "\n"), keep, utilerrors.NewAggregate(errs)
+	return authorizer.DecisionNoOpinion, strings.Join(reasons, "\n"), cacheable, utilerrors.NewAggregate(errs)
 }
 
-// unguessable is a name that no rule holds.
-var unguessable = rand.Text()
+// unmatchedName is a name that no rule holds.
+var unmatchedName = rand.Text()
 
-// wide says whether what is allowed for an object is so whatever its name is, and whatever its namespace: then whoever
+// wildcard says whether what is allowed for an object is so whatever its name is, and whatever its namespace: then whoever
 // walks ten thousand objects is asked about once.
 //
 // A rule of RBAC that allows a name which nobody can have written names no objects, and what is allowed without a
 // namespace is so by cluster role bindings alone: either allow the rest too. ABAC's lines know no names, but "" among
 // their namespaces is not all of them. No other authorizer that a decision is kept of looks at either; Node has no
 // opinion but of nodes. Who asks another server is not asked about what nobody has asked.
-func (h *chain) wide(ctx context.Context, attrs authorizer.AttributesRecord) (anyName, anyNamespace bool) {
+func (h *chain) wildcard(ctx context.Context, attrs authorizer.AttributesRecord) (wildcardName, wildcardNamespace bool) {
 	if !attrs.ResourceRequest || attrs.Name == "" && attrs.Namespace == "" {
 		return false, false
 	}
 	allows := func(namespace string) bool {
-		general := attrs
-		general.Name, general.Namespace = unguessable, namespace
+		probe := attrs
+		probe.Name, probe.Namespace = unmatchedName, namespace
 		for _, l := range *h.links.Load() {
-			if l.asks {
+			if l.webhook {
 				return false
 			}
-			if d, _, err := l.Authorize(ctx, general); err != nil || d != authorizer.DecisionNoOpinion {
+			if d, _, err := l.Authorize(ctx, probe); err != nil || d != authorizer.DecisionNoOpinion {
 				return err == nil && d == authorizer.DecisionAllow
 			}
 		}
@@ -194,10 +194,10 @@ func (h *chain) RulesFor(ctx context.Context, u user.Info, namespace string) ([]
 	return union.NewRuleResolvers(all...).RulesFor(ctx, u, namespace)
 }
 
-// follow has the files that the authorizers are made of read anew whenever they change. A bad one is told of, and the
+// watchFiles has the files that the authorizers are made of read anew whenever they change. A bad one is told of, and the
 // old one stays in force (k8s.io/kubernetes/pkg/kubeapiserver/authorizer/reload.go; that of ABAC and those that name
 // webhooks kube-apiserver reads once).
-func (h *chain) follow(files *reload.Files) error {
+func (h *chain) watchFiles(files *reload.Files) error {
 	if file := h.base.ReloadFile; file != "" {
 		data := h.base.InitialAuthorizationConfigurationData
 		authorizationconfigmetrics.RecordAuthorizationConfigLastConfigInfo(serverID, data)
@@ -210,7 +210,7 @@ func (h *chain) follow(files *reload.Files) error {
 			return nil
 		})
 	}
-	for _, a := range h.last.Authorizers {
+	for _, a := range h.lastConfig.Authorizers {
 		flag, file := "", ""
 		switch {
 		case a.Type == abacType:
@@ -222,7 +222,7 @@ func (h *chain) follow(files *reload.Files) error {
 			}
 		}
 		if err := files.Watch(flag, file, func(ctx context.Context, _ []byte) error {
-			return h.remake(ctx, a.Type)
+			return h.rebuild(ctx, a.Type)
 		}); err != nil {
 			return err
 		}
@@ -232,27 +232,27 @@ func (h *chain) follow(files *reload.Files) error {
 
 const abacType = authzconfig.AuthorizerType(modes.ModeABAC)
 
-// remake makes the authorizers of a type anew from their files: ABAC, or the webhooks.
-func (h *chain) remake(ctx context.Context, of authzconfig.AuthorizerType) error {
+// rebuild makes the authorizers of a type anew from their files: ABAC, or the webhooks.
+func (h *chain) rebuild(ctx context.Context, authorizerType authzconfig.AuthorizerType) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	old, kept := h.made[of]
-	delete(h.made, of)
+	old, existed := h.built[authorizerType]
+	delete(h.built, authorizerType)
 	links := slices.Clone(*h.links.Load())
-	for i, a := range h.last.Authorizers {
-		if a.Type != of {
+	for i, a := range h.lastConfig.Authorizers {
+		if a.Type != authorizerType {
 			continue
 		}
 		var err error
-		if links[i], err = h.link(ctx, a, true); err != nil {
-			if kept {
-				h.made[of] = old
+		if links[i], err = h.newLink(ctx, a, true); err != nil {
+			if existed {
+				h.built[authorizerType] = old
 			}
 			return err
 		}
 	}
 	h.links.Store(&links)
-	h.reloaded()
+	h.onReload()
 	return nil
 }
 
@@ -261,13 +261,13 @@ func (h *chain) reload(ctx context.Context, data []byte) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	c, err := kubeauthorizer.LoadAndValidateData(data, h.compiler, h.required)
-	if err != nil || reflect.DeepEqual(c, h.last) {
+	if err != nil || reflect.DeepEqual(c, h.lastConfig) {
 		return err
 	}
 	if err := h.build(ctx, c, false); err != nil {
 		return err
 	}
-	h.last = c
-	h.reloaded()
+	h.lastConfig = c
+	h.onReload()
 	return nil
 }

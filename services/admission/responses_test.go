@@ -13,7 +13,7 @@ import (
 )
 
 // A webhook whose answer is larger than 16 MB once it is expanded has failed, and its failurePolicy decides.
-func TestAWebhooksAnswerIsBounded(t *testing.T) {
+func TestAWebhooksResponseIsBounded(t *testing.T) {
 	hook := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		var review struct{ Request struct{ UID string } }
 		if err := json.NewDecoder(req.Body).Decode(&review); err != nil {

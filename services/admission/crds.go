@@ -22,51 +22,51 @@ import (
 	"watershed.dev/platform/egress"
 )
 
-// customs knows how custom resources' objects are defaulted and converted: a webhook may be interested in another
+// crds knows how custom resources' objects are defaulted and converted: a webhook may be interested in another
 // version than the one that is written.
-type customs struct {
+type crds struct {
 	client     extensionsclient.Interface
 	informers  extensions.SharedInformerFactory
 	lister     listers.CustomResourceDefinitionLister
 	converters *crd.Converters
 
-	mu    sync.Mutex
-	known map[string]*custom
+	mu     sync.Mutex
+	cached map[string]*customResource
 }
 
-type custom struct {
+type customResource struct {
 	*crd.CRD
 	converter   *crd.Converter
 	equivalents runtime.EquivalentResourceMapper
 }
 
-// newCustoms reads definitions with config, and calls conversion webhooks by out; changed is called when any definition
+// newCRDs reads definitions with config, and calls conversion webhooks by out; changed is called when any definition
 // has changed.
-func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, out egress.Selector,
-	changed func()) (*customs, error) {
+func newCRDs(config *rest.Config, services webhookutil.ServiceResolver, out egress.Selector,
+	changed func()) (*crds, error) {
 	client, err := extensionsclient.NewForConfig(config)
 	if err != nil {
 		return nil, err
 	}
-	c := &customs{
+	c := &crds{
 		client:    client,
 		informers: extensions.NewSharedInformerFactory(client, 10*time.Minute),
-		known:     map[string]*custom{},
+		cached:    map[string]*customResource{},
 	}
-	crds := c.informers.Apiextensions().V1().CustomResourceDefinitions()
-	c.lister = crds.Lister()
-	_, err = crds.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+	crdInformer := c.informers.Apiextensions().V1().CustomResourceDefinitions()
+	c.lister = crdInformer.Lister()
+	_, err = crdInformer.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc:    func(any) { changed() },
 		UpdateFunc: func(any, any) { changed() },
 		DeleteFunc: func(obj any) {
 			changed()
-			if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-				obj = gone.Obj
+			if tombstone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+				obj = tombstone.Obj
 			}
 			if d, ok := obj.(*apiextensionsv1.CustomResourceDefinition); ok {
 				c.mu.Lock()
 				defer c.mu.Unlock()
-				delete(c.known, d.Name)
+				delete(c.cached, d.Name)
 			}
 		},
 	})
@@ -78,7 +78,7 @@ func newCustoms(config *rest.Config, services webhookutil.ServiceResolver, out e
 }
 
 // get finds a definition. One, or a version of one, that the informer has not brought yet is asked for.
-func (c *customs) get(ctx context.Context, name, version string) (*custom, error) {
+func (c *crds) get(ctx context.Context, name, version string) (*customResource, error) {
 	d, err := c.lister.Get(name)
 	if apierrors.IsNotFound(err) || err == nil && !apihelpers.HasServedCRDVersion(d, version) {
 		d, err = c.client.ApiextensionsV1().CustomResourceDefinitions().Get(ctx, name, metav1.GetOptions{})
@@ -88,23 +88,23 @@ func (c *customs) get(ctx context.Context, name, version string) (*custom, error
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if k := c.known[name]; k != nil && crd.Same(k.CustomResourceDefinition, d) {
+	if k := c.cached[name]; k != nil && crd.Same(k.CustomResourceDefinition, d) {
 		return k, nil
 	}
-	definition, err := crd.New(d)
+	parsed, err := crd.New(d)
 	if err != nil {
 		return nil, err
 	}
-	k := &custom{CRD: definition, equivalents: definition.Equivalents()}
-	if k.converter, err = definition.Converter(c.converters); err != nil {
+	k := &customResource{CRD: parsed, equivalents: parsed.Equivalents()}
+	if k.converter, err = parsed.Converter(c.converters); err != nil {
 		return nil, err
 	}
-	c.known[name] = k
+	c.cached[name] = k
 	return k, nil
 }
 
 // interfaces is how the chain handles objects of the definition in a version.
-func (c *customs) interfaces(ctx context.Context, name, version string) (admission.ObjectInterfaces, error) {
+func (c *crds) interfaces(ctx context.Context, name, version string) (admission.ObjectInterfaces, error) {
 	k, err := c.get(ctx, name, version)
 	if err != nil {
 		return nil, apierrors.NewInternalError(err)
@@ -112,16 +112,16 @@ func (c *customs) interfaces(ctx context.Context, name, version string) (admissi
 	parameters := k.Parameters(version)
 	safe, _ := k.converter.WithContext(ctx)
 	return &interfaces{
-		custom:    k,
-		safe:      safe,
-		typer:     crd.Typer(parameters),
-		defaulter: k.Defaulter(parameters),
+		customResource: k,
+		safe:           safe,
+		typer:          crd.Typer(parameters),
+		defaulter:      k.Defaulter(parameters),
 	}, nil
 }
 
 // interfaces implements admission.ObjectInterfaces.
 type interfaces struct {
-	*custom
+	*customResource
 	safe      runtime.ObjectConvertor
 	typer     runtime.ObjectTyper
 	defaulter runtime.ObjectDefaulter

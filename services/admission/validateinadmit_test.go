@@ -25,9 +25,9 @@ func (v validator) Validate(ctx context.Context, a admission.Attributes, _ admis
 }
 
 // What is validated as it is admitted is let in only where nobody has anything to say of it.
-func TestWhatIsValidatedAtOnceIsLetInWithoutAWord(t *testing.T) {
+func TestValidationInAdmitHasNoSideEffects(t *testing.T) {
 	pods := corev1.SchemeGroupVersion.WithResource("pods")
-	for what, c := range map[string]struct {
+	for title, c := range map[string]struct {
 		validates func(context.Context, admission.Attributes) error
 		ok        bool
 	}{
@@ -49,9 +49,9 @@ func TestWhatIsValidatedAtOnceIsLetInWithoutAWord(t *testing.T) {
 		r := &admissionv1.Review{AuditLevel: commonv1.AuditLevel_AUDIT_LEVEL_METADATA}
 		a := admission.NewAttributesRecord(nil, nil, pods.GroupVersion().WithKind("Pod"), "x", "n", pods, "", admission.Create, nil, false,
 			&user.DefaultInfo{Name: "jane"})
-		annotations, ok := s.atOnce(t.Context(), r, a, nil)
-		if ok != c.ok || ok && what == "a policy's name" && len(annotations) != 1 {
-			t.Errorf("%s: %v, %v", what, annotations, ok)
+		annotations, ok := s.validateInAdmit(t.Context(), r, a, nil)
+		if ok != c.ok || ok && title == "a policy's name" && len(annotations) != 1 {
+			t.Errorf("%s: %v, %v", title, annotations, ok)
 		}
 	}
 }

@@ -24,24 +24,24 @@ const heartbeat = time.Second
 // changed.
 const maxChanges = 4096
 
-// generations counts the changes of policy that this replica has seen, in the order that it saw them, by whom they
+// policyRevisions counts the changes of policy that this replica has seen, in the order that it saw them, by whom they
 // concern.
-type generations struct {
+type policyRevisions struct {
 	replica string
 
-	mu     sync.Mutex
-	count  uint64
-	recent []*authzv1.PolicyRevision // the newest last
-	moved  watchable.Signal
+	mu      sync.Mutex
+	count   uint64
+	recent  []*authzv1.PolicyRevision // the newest last
+	changed watchable.Signal
 }
 
-func newGenerations() *generations {
-	return &generations{replica: rand.Text(), count: 1}
+func newPolicyRevisions() *policyRevisions {
+	return &policyRevisions{replica: rand.Text(), count: 1}
 }
 
-// change notes that the policy of a namespace has changed, or with an empty one everybody's. revokes says that it may
+// record notes that the policy of a namespace has changed, or with an empty one everybody's. revokes says that it may
 // have taken a permission away, and not only given one.
-func (g *generations) change(namespace string, revokes bool) {
+func (g *policyRevisions) record(namespace string, revokes bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.count++
@@ -54,45 +54,45 @@ func (g *generations) change(namespace string, revokes bool) {
 	if len(g.recent) > maxChanges {
 		g.recent = append([]*authzv1.PolicyRevision(nil), g.recent[maxChanges/2:]...)
 	}
-	g.moved.Notify()
+	g.changed.Notify()
 }
 
-func (g *generations) current() uint64 {
+func (g *policyRevisions) current() uint64 {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.count
 }
 
 // after are the changes after a count; whole is set instead where they are not all known any more.
-func (g *generations) after(
-	count uint64) (changes []*authzv1.PolicyRevision, whole *authzv1.PolicyRevision, moved <-chan struct{}) {
+func (g *policyRevisions) after(
+	count uint64) (changes []*authzv1.PolicyRevision, reset *authzv1.PolicyRevision, changed <-chan struct{}) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	n := int(g.count - count)
 	if n > len(g.recent) {
-		return nil, &authzv1.PolicyRevision{Revision: g.count, Replica: g.replica, MayRevoke: true}, g.moved.C()
+		return nil, &authzv1.PolicyRevision{Revision: g.count, Replica: g.replica, MayRevoke: true}, g.changed.C()
 	}
-	return g.recent[len(g.recent)-n:], nil, g.moved.C()
+	return g.recent[len(g.recent)-n:], nil, g.changed.C()
 }
 
-// handler counts the changes of RBAC objects.
-func (g *generations) handler() cache.ResourceEventHandler {
+// eventHandler counts the changes of RBAC objects.
+func (g *policyRevisions) eventHandler() cache.ResourceEventHandler {
 	return cache.ResourceEventHandlerFuncs{
-		AddFunc: func(obj any) { g.change(scopeOf(obj), false) },
+		AddFunc: func(obj any) { g.record(affectedNamespace(obj), false) },
 		UpdateFunc: func(old, newer any) {
-			if revisionOf(old) != revisionOf(newer) { // a resync changes nothing
-				g.change(scopeOf(newer), true)
+			if resourceVersion(old) != resourceVersion(newer) { // a resync changes nothing
+				g.record(affectedNamespace(newer), true)
 			}
 		},
-		DeleteFunc: func(obj any) { g.change(scopeOf(obj), true) },
+		DeleteFunc: func(obj any) { g.record(affectedNamespace(obj), true) },
 	}
 }
 
-// scopeOf is the namespace whose decisions an RBAC object has a part in. A Role or RoleBinding has one in those of its
+// affectedNamespace is the namespace whose decisions an RBAC object has a part in. A Role or RoleBinding has one in those of its
 // own alone.
-func scopeOf(obj any) string {
-	if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-		obj = gone.Obj
+func affectedNamespace(obj any) string {
+	if tombstone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+		obj = tombstone.Obj
 	}
 	switch o := obj.(type) {
 	case *rbacv1.Role:
@@ -103,7 +103,7 @@ func scopeOf(obj any) string {
 	return ""
 }
 
-func revisionOf(obj any) string {
+func resourceVersion(obj any) string {
 	m, err := meta.Accessor(obj)
 	if err != nil {
 		return ""
@@ -116,8 +116,8 @@ func revisionOf(obj any) string {
 func (s *Service) PolicyRevisions(_ *authzv1.PolicyRevisionsRequest,
 	stream grpc.ServerStreamingServer[authzv1.PolicyRevision]) error {
 	ctx := stream.Context()
-	g := s.generations
-	if err := s.fresh(); err != nil {
+	g := s.policyRevisions
+	if err := s.checkFresh(); err != nil {
 		return status.Error(codes.Unavailable, err.Error())
 	}
 	sent := g.current()
@@ -127,7 +127,7 @@ func (s *Service) PolicyRevisions(_ *authzv1.PolicyRevisionsRequest,
 	beat := time.NewTicker(heartbeat)
 	defer beat.Stop()
 	for {
-		if err := s.fresh(); err != nil {
+		if err := s.checkFresh(); err != nil {
 			return status.Error(codes.Unavailable, err.Error())
 		}
 		changes, whole, moved := g.after(sent)

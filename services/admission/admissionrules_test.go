@@ -123,18 +123,18 @@ func opsOf(sub string, verbs []string) []admission.Operation {
 	if slices.Contains(connects, sub) {
 		return []admission.Operation{admission.Connect}
 	}
-	of := map[admission.Operation]bool{}
+	set := map[admission.Operation]bool{}
 	for _, v := range verbs {
 		switch v {
 		case "create":
-			of[admission.Create] = true
+			set[admission.Create] = true
 		case "update", "patch": // may create: an update that does is admitted as a creation
-			of[admission.Update], of[admission.Create] = true, true
+			set[admission.Update], set[admission.Create] = true, true
 		case "delete", "deletecollection":
-			of[admission.Delete] = true
+			set[admission.Delete] = true
 		}
 	}
-	return slices.Sorted(maps.Keys(of))
+	return slices.Sorted(maps.Keys(set))
 }
 
 // spy is a request that notes what a plugin reads of it beyond which request it is: resource, subresource, kind,
@@ -146,10 +146,10 @@ type spy struct {
 	reads map[string]bool
 }
 
-func (s *spy) read(what string) {
+func (s *spy) read(field string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.reads[what] = true
+	s.reads[field] = true
 }
 
 func (s *spy) GetName() string { s.read("name"); return s.Attributes.GetName() }
@@ -182,16 +182,16 @@ func (s *spy) GetReinvocationContext() admission.ReinvocationContext {
 	return s.Attributes.GetReinvocationContext()
 }
 
-// beforehand is what a plugin reads of every request before it knows whether it looks at it. For a user, both a node
+// expectedReads is what a plugin reads of every request before it knows whether it looks at it. For a user, both a node
 // and another ask. The generic ones act by what is configured, which compute adds.
-var beforehand = map[string][]string{
+var expectedReads = map[string][]string{
 	noderestriction.PluginName: {"user"},
 	mutatingwebhook.PluginName: {"reinvocation", "object"}, // notes it for a reinvocation
 	mutatingpolicy.PluginName:  {"reinvocation"},
 }
 
-// worlds are clusters as plugins know them.
-var worlds = map[string]cluster{
+// fixtures are clusters as plugins know them.
+var fixtures = map[string]cluster{
 	// one in which whatever decides by the cluster has something to decide by
 	"full": {
 		"/api/v1/namespaces": {`{"metadata":{"name":"x","labels":{"kubernetes.io/metadata.name":"x",
@@ -240,7 +240,7 @@ func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 		t.Fatal(err)
 	}
 	s := &Service{informers: f, resolver: resolver, mapper: newMapper(client.Discovery())}
-	own, err := s.initializers(rest.CopyConfig(rc), egress.Selector{})
+	initializers, err := s.initializers(rest.CopyConfig(rc), egress.Selector{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -249,7 +249,7 @@ func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 		return authorizer.DecisionDeny, "", nil
 	})
 	chain := append(admission.PluginInitializers{initializer.New(client, dyn, f, deny, utilfeature.DefaultFeatureGate,
-		compatibility.DefaultBuildEffectiveVersion(), t.Context().Done(), s.mapper)}, own...)
+		compatibility.DefaultBuildEffectiveVersion(), t.Context().Done(), s.mapper)}, initializers...)
 	chain = append(chain, s.mapper)
 	options := NewConfig().Options.GenericAdmission
 	out := map[string]admission.Interface{}
@@ -272,10 +272,10 @@ func plugins(t *testing.T, c cluster) map[string]admission.Interface {
 
 // objectOf is an empty object as the plugins get it: of the internal version, or of none that a scheme knows.
 func objectOf(k schema.GroupVersionKind) (runtime.Object, admission.ObjectInterfaces) {
-	for _, of := range schemes {
+	for _, entry := range schemes {
 		for _, v := range []string{runtime.APIVersionInternal, k.Version} {
-			if o, err := of.scheme.New(k.GroupKind().WithVersion(v)); err == nil {
-				return o, admission.NewObjectInterfacesFromScheme(of.scheme)
+			if o, err := entry.scheme.New(k.GroupKind().WithVersion(v)); err == nil {
+				return o, admission.NewObjectInterfacesFromScheme(entry.scheme)
 			}
 		}
 	}
@@ -288,8 +288,8 @@ const (
 	validates = "Validate"
 )
 
-// acts runs one phase of one plugin, and says what it did that counts, or nothing.
-func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, op admission.Operation, namespace,
+// runPlugin runs one phase of one plugin, and says what it did that counts, or nothing.
+func runPlugin(t *testing.T, plugin, phase string, p admission.Interface, r served, op admission.Operation, namespace,
 	object string, u user.Info) (out string) {
 	t.Helper()
 	var run func(context.Context, admission.Attributes, admission.ObjectInterfaces) error
@@ -328,8 +328,8 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 		}
 	}()
 	err := run(ctx, a, o)
-	for _, known := range beforehand[plugin] {
-		delete(a.reads, known)
+	for _, expected := range expectedReads[plugin] {
+		delete(a.reads, expected)
 	}
 	if admissionrules.IsOwnNode(identity.UserProto(u), object) { // whose object it is decides, and it is its own
 		delete(a.reads, "name")
@@ -347,30 +347,30 @@ func acts(t *testing.T, plugin, phase string, p admission.Interface, r served, o
 	return ""
 }
 
-// asked says whether the gateway asks admission, or registry runs the plugin itself.
-func asked(plugin, phase string, all []*admissionv1.AdmissionRule, r served, op admission.Operation,
+// callbackRequired says whether the gateway asks admission, or registry runs the plugin itself.
+func callbackRequired(plugin, phase string, all []*admissionv1.AdmissionRule, r served, op admission.Operation,
 	namespace, object string, u user.Info) bool {
-	of := &commonv1.Resource{Group: r.resource.Group, Resource: r.resource.Resource, Subresource: r.subresource}
+	resource := &commonv1.Resource{Group: r.resource.Group, Resource: r.resource.Resource, Subresource: r.subresource}
 	flag := (*admissionv1.AdmissionRule).GetValidateInAdmit // of which Validate is asked as well
 	if phase == admits {
 		flag = (*admissionv1.AdmissionRule).GetNamespaceLifecycleOnly
 	}
-	asked, flagged := admissionrules.Operations(all, of, namespace, object, identity.UserProto(u), flag)
+	ops, flagged := admissionrules.Operations(all, resource, namespace, object, identity.UserProto(u), flag)
 	if plugin == lifecycle.PluginName || phase == validates {
-		asked = append(asked, flagged...)
+		ops = append(ops, flagged...)
 	}
-	return slices.ContainsFunc(asked, func(o admissionv1.Operation) bool { return operations[o] == op })
+	return slices.ContainsFunc(ops, func(o admissionv1.Operation) bool { return operations[o] == op })
 }
 
 // Nothing that a plugin looks at is left out of the interests: a plugin that is not asked does not act.
-func TestInterestsHoldWhatPluginsLookAt(t *testing.T) {
+func TestRulesCoverEveryPlugin(t *testing.T) {
 	for name, gates := range map[string]map[string]bool{
 		"as they are": {},
 		"every gate":  {"AllAlpha": true, "AllBeta": true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			setGates(t, gates)
-			everyInterest(t)
+			checkEveryRule(t)
 		})
 	}
 }
@@ -378,11 +378,11 @@ func TestInterestsHoldWhatPluginsLookAt(t *testing.T) {
 func setGates(t *testing.T, gates map[string]bool) {
 	gate := utilfeature.DefaultMutableFeatureGate
 	state := func() map[string]bool {
-		of := map[string]bool{}
+		enabled := map[string]bool{}
 		for f := range gate.GetAll() {
-			of[string(f)] = gate.Enabled(f)
+			enabled[string(f)] = gate.Enabled(f)
 		}
-		return of
+		return enabled
 	}
 	before := state()
 	if err := gate.SetFromMap(gates); err != nil {
@@ -404,16 +404,16 @@ func setGates(t *testing.T, gates map[string]bool) {
 	})
 }
 
-func everyInterest(t *testing.T) {
+func checkEveryRule(t *testing.T) {
 	all := everyResource(t)
 	missing := map[string]map[string]string{} // phase resource op: plugin: what it did
-	for _, c := range worlds {
+	for _, c := range fixtures {
 		by := plugins(t, maps.Clone(c))
-		admit, validate := builtIn()
+		admit, validate := builtInRules()
 		if c["/api/v1/resourcequotas"] != nil {
-			validate = append(validate, counted([]string{"x"})...)
+			validate = append(validate, quotaRules([]string{"x"})...)
 		}
-		interests := map[string][]*admissionv1.AdmissionRule{admits: admit, validates: validate}
+		rulesByPhase := map[string][]*admissionv1.AdmissionRule{admits: admit, validates: validate}
 		for _, r := range all {
 			namespaces := []string{""}
 			if r.namespaced {
@@ -421,28 +421,28 @@ func everyInterest(t *testing.T) {
 			} else if r.resource.Resource == "namespaces" {
 				namespaces = []string{"", "x"} // registry's handlers differ by operation
 			}
-			ask := func(phase string, op admission.Operation, namespace, object string, u user.Info) {
+			checkPlugins := func(phase string, op admission.Operation, namespace, object string, u user.Info) {
 				for name, p := range by {
-					if asked(name, phase, interests[phase], r, op, namespace, object, u) {
+					if callbackRequired(name, phase, rulesByPhase[phase], r, op, namespace, object, u) {
 						continue
 					}
-					did := acts(t, name, phase, p, r, op, namespace, object, u)
-					if did == "" {
+					effect := runPlugin(t, name, phase, p, r, op, namespace, object, u)
+					if effect == "" {
 						continue
 					}
 					key := fmt.Sprintf("%-8s %-6s %s as %s", phase, op, r, u.GetName())
 					if missing[key] == nil {
 						missing[key] = map[string]string{}
 					}
-					missing[key][name] = did
+					missing[key][name] = effect
 				}
 			}
 			for _, op := range slices.Compact(append(slices.Clone(r.ops), admission.Connect)) {
 				for _, phase := range []string{admits, validates} {
 					for _, u := range users {
 						for _, ns := range namespaces {
-							ask(phase, op, ns, "n", u)
-							ask(phase, op, ns, "one", u)
+							checkPlugins(phase, op, ns, "n", u)
+							checkPlugins(phase, op, ns, "one", u)
 						}
 					}
 				}

@@ -23,12 +23,12 @@ type rule struct {
 }
 
 var (
-	reads = []string{"get", "list", "watch"}
+	readVerbs = []string{"get", "list", "watch"}
 
-	// rights are the services' rights, by user name. docs/security.md shows them.
-	rights = map[string][]rule{
+	// serviceRules are the services' rights, by user name. docs/security.md shows them.
+	serviceRules = map[string][]rule{
 		identity.Authn: {
-			{verbs: reads, resources: []string{"namespaces", "serviceaccounts"}},
+			{verbs: readVerbs, resources: []string{"namespaces", "serviceaccounts"}},
 			{verbs: []string{"get"}, resources: []string{"pods", "nodes"}},
 			{
 				verbs:     []string{"list", "watch"},
@@ -41,19 +41,19 @@ var (
 			{verbs: []string{"get", "patch"}, resources: []string{"secrets"}},
 		},
 		identity.Authz: {
-			{verbs: reads, resources: []string{"namespaces", "nodes", "pods", "persistentvolumes", "serviceaccounts"}},
+			{verbs: readVerbs, resources: []string{"namespaces", "nodes", "pods", "persistentvolumes", "serviceaccounts"}},
 			{
-				verbs:     reads,
+				verbs:     readVerbs,
 				group:     "rbac.authorization.k8s.io",
 				resources: []string{"roles", "rolebindings", "clusterroles", "clusterrolebindings"},
 			},
-			{verbs: reads, group: "storage.k8s.io", resources: []string{"volumeattachments"}},
-			{verbs: reads, group: "resource.k8s.io", resources: []string{"resourceslices"}},
-			{verbs: reads, group: "certificates.k8s.io", resources: []string{"podcertificaterequests"}},
+			{verbs: readVerbs, group: "storage.k8s.io", resources: []string{"volumeattachments"}},
+			{verbs: readVerbs, group: "resource.k8s.io", resources: []string{"resourceslices"}},
+			{verbs: readVerbs, group: "certificates.k8s.io", resources: []string{"podcertificaterequests"}},
 		},
 		identity.Admission: {
 			// A policy's parameters may be of any kind.
-			{verbs: reads, group: "*", resources: []string{"*"}},
+			{verbs: readVerbs, group: "*", resources: []string{"*"}},
 			{verbs: []string{"update"}, resources: []string{"resourcequotas/status"}},
 			{verbs: []string{"create"}, resources: []string{"namespaces"}}, // NamespaceAutoProvision
 			{verbs: []string{"create"}, group: "authorization.k8s.io", resources: []string{"subjectaccessreviews"}},
@@ -61,23 +61,23 @@ var (
 	}
 )
 
-// discovery lists the paths beside resources that each of them may read; mutating policies take their types from
+// discoveryPaths lists the paths beside resources that each of them may read; mutating policies take their types from
 // OpenAPI (k8s.io/apiserver/pkg/admission/plugin/policy/mutating/patch).
-var discovery = []string{"/api", "/api/*", "/apis", "/apis/*", "/openapi/v3", "/openapi/v3/*", "/version"}
+var discoveryPaths = []string{"/api", "/api/*", "/apis", "/apis/*", "/openapi/v3", "/openapi/v3/*", "/version"}
 
-// mayDo says whether a user is a service of the system that may do a thing by the table. known is false for anybody
+// serviceAllowed says whether a user is a service of the system that may do a thing by the table. known is false for anybody
 // else.
-func mayDo(a authorizer.Attributes) (allowed, known bool) {
+func serviceAllowed(a authorizer.Attributes) (allowed, isService bool) {
 	u := a.GetUser()
 	if u == nil || !slices.Contains(u.GetGroups(), identity.ServicesGroup) {
 		return false, false
 	}
-	rules, known := rights[u.GetName()]
-	if !known {
+	rules, isService := serviceRules[u.GetName()]
+	if !isService {
 		return false, false
 	}
 	if !a.IsResourceRequest() {
-		return a.GetVerb() == "get" && slices.ContainsFunc(discovery, func(p string) bool {
+		return a.GetVerb() == "get" && slices.ContainsFunc(discoveryPaths, func(p string) bool {
 			prefix, below := strings.CutSuffix(p, "*")
 			return a.GetPath() == p || below && strings.HasPrefix(a.GetPath(), prefix)
 		}), true
@@ -90,8 +90,8 @@ func (r rule) allows(a authorizer.Attributes) bool {
 	if s := a.GetSubresource(); s != "" {
 		resource += "/" + s
 	}
-	every := r.group == "*" && a.GetSubresource() == ""
-	if !slices.Contains(r.verbs, a.GetVerb()) || !every &&
+	wildcard := r.group == "*" && a.GetSubresource() == ""
+	if !slices.Contains(r.verbs, a.GetVerb()) || !wildcard &&
 		(r.group != a.GetAPIGroup() || !slices.Contains(r.resources, resource)) {
 		return false
 	}
