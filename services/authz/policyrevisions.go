@@ -124,15 +124,15 @@ func (s *Service) PolicyRevisions(_ *authzv1.PolicyRevisionsRequest,
 	if err := stream.Send(&authzv1.PolicyRevision{Revision: sent, Replica: g.replica, MayRevoke: true}); err != nil {
 		return err
 	}
-	beat := time.NewTicker(heartbeat)
-	defer beat.Stop()
+	ticker := time.NewTicker(heartbeat)
+	defer ticker.Stop()
 	for {
 		if err := s.checkFresh(); err != nil {
 			return status.Error(codes.Unavailable, err.Error())
 		}
-		changes, whole, moved := g.after(sent)
-		if whole != nil {
-			changes = []*authzv1.PolicyRevision{whole}
+		changes, reset, changed := g.after(sent)
+		if reset != nil {
+			changes = []*authzv1.PolicyRevision{reset}
 		}
 		for _, c := range changes {
 			if err := stream.Send(c); err != nil {
@@ -141,8 +141,8 @@ func (s *Service) PolicyRevisions(_ *authzv1.PolicyRevisionsRequest,
 			sent = c.Revision
 		}
 		select {
-		case <-moved:
-		case <-beat.C:
+		case <-changed:
+		case <-ticker.C:
 			if err := stream.Send(&authzv1.PolicyRevision{
 				Revision:  sent,
 				Replica:   g.replica,

@@ -19,7 +19,7 @@ import (
 
 // admitted measures what a create costs whose user is known by a token, allowed by RBAC and admitted by a webhook.
 func admitted(s *server) map[string]float64 {
-	const creates, atOnce = 1000, 4
+	const creates, parallel = 1000, 4
 	hook := newHook()
 	defer hook.Close()
 	name := fmt.Sprint("admitted", serial.Add(1))
@@ -27,7 +27,7 @@ func admitted(s *server) map[string]float64 {
 	token := s.robot(name, hook)
 	client := &http.Client{Transport: &http.Transport{
 		TLSClientConfig:     &tls.Config{InsecureSkipVerify: true}, // the token says who it is
-		MaxIdleConnsPerHost: atOnce,
+		MaxIdleConnsPerHost: parallel,
 	}}
 	create := func(i int) int {
 		req, err := http.NewRequest("POST", s.url+"/api/v1/namespaces/"+name+"/configmaps", bytes.NewReader(fmt.Appendf(nil,
@@ -42,17 +42,17 @@ func admitted(s *server) map[string]float64 {
 		check(err)
 		return resp.StatusCode
 	}
-	for n := 0; create(creates+n) != 201 || hook.asked.Load() == 0; n++ { // until policy and webhook are known
+	for n := 0; create(creates+n) != 201 || hook.calls.Load() == 0; n++ { // until policy and webhook are known
 		if n > 200 {
 			log.Fatalf("%s: the token may not create, or the webhook is not asked", s.name)
 		}
 		time.Sleep(50 * time.Millisecond)
 	}
-	asked, before := hook.asked.Load(), s.cpu()
+	callsBefore, before := hook.calls.Load(), s.cpu()
 	took := make([]time.Duration, creates)
 	var next atomic.Int64
 	var wg sync.WaitGroup
-	for range atOnce {
+	for range parallel {
 		wg.Go(func() {
 			for i := int(next.Add(1)) - 1; i < creates; i = int(next.Add(1)) - 1 {
 				began := time.Now()
@@ -65,7 +65,7 @@ func admitted(s *server) map[string]float64 {
 	}
 	wg.Wait()
 	cpu := (s.cpu() - before) * 1000 / creates
-	if n := hook.asked.Load() - asked; n != creates {
+	if n := hook.calls.Load() - callsBefore; n != creates {
 		log.Fatalf("%s asked the webhook %d times of %d", s.name, n, creates)
 	}
 	slices.Sort(took)
@@ -80,7 +80,7 @@ func admitted(s *server) map[string]float64 {
 // webhook lets everything in.
 type webhook struct {
 	*httptest.Server
-	asked atomic.Int64
+	calls atomic.Int64
 }
 
 func newHook() *webhook {
@@ -91,7 +91,7 @@ func newHook() *webhook {
 			Request          struct{ UID string }
 		}
 		check(json.NewDecoder(req.Body).Decode(&r))
-		h.asked.Add(1)
+		h.calls.Add(1)
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = fmt.Fprintf(w, `{"apiVersion":%q,"kind":%q,"response":{"uid":%q,"allowed":true}}`, r.APIVersion, r.Kind,
 			r.Request.UID)

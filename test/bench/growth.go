@@ -82,10 +82,10 @@ func growth(dir string) {
 	}
 }
 
-func tableOf(of, what string, series map[string][]point) string {
+func tableOf(rowTitle, unit string, series map[string][]point) string {
 	var b strings.Builder
 	names := namesOf(series)
-	fmt.Fprintf(&b, "| %s: %s |", of, what)
+	fmt.Fprintf(&b, "| %s: %s |", rowTitle, unit)
 	for _, n := range names {
 		fmt.Fprintf(&b, " %s |", n)
 	}

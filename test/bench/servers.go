@@ -26,8 +26,8 @@ type server struct {
 	name   string
 	url    string
 	client *http.Client
-	// asks is a client that takes gzip, as client-go and kubectl do; client does not.
-	asks *http.Client
+	// gzipClient is a client that takes gzip, as client-go and kubectl do; client does not.
+	gzipClient *http.Client
 	// pids are its processes, but for etcd, by what each one is.
 	pids func() map[int]string
 	stop func()
@@ -154,12 +154,12 @@ func startReference(dir string) *server {
 		"--authorization-mode", "Node,RBAC", "--service-cluster-ip-range", "10.96.0.0/16", "--advertise-address",
 		"192.0.2.1")
 	s := &server{
-		name:   "kube-apiserver",
-		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
-		client: clientOf(filepath.Join(dir, "admin.kubeconfig"), false),
-		asks:   clientOf(filepath.Join(dir, "admin.kubeconfig"), true),
-		pids:   func() map[int]string { return map[int]string{cmd.Process.Pid: "kube-apiserver"} },
-		stop:   func() { kill(cmd); kill(ecmd) },
+		name:       "kube-apiserver",
+		url:        fmt.Sprintf("https://127.0.0.1:%d", port),
+		client:     clientOf(filepath.Join(dir, "admin.kubeconfig"), false),
+		gzipClient: clientOf(filepath.Join(dir, "admin.kubeconfig"), true),
+		pids:       func() map[int]string { return map[int]string{cmd.Process.Pid: "kube-apiserver"} },
+		stop:       func() { kill(cmd); kill(ecmd) },
 	}
 	s.ready()
 	return s
@@ -182,12 +182,12 @@ func startUp(dir, name, binary string) *server {
 		fmt.Sprint(port), "--bind-address", "127.0.0.1", "--etcd-servers", etcd, "--etcd-cafile", dir+"/pki/ca.crt")
 	waitFor(out, "Ready after")
 	return &server{
-		name:   name,
-		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
-		client: clientOf(filepath.Join(dir, "w", "admin.kubeconfig"), false),
-		asks:   clientOf(filepath.Join(dir, "w", "admin.kubeconfig"), true),
-		pids:   func() map[int]string { return map[int]string{cmd.Process.Pid: "up"} },
-		stop:   func() { kill(cmd); kill(ecmd) },
+		name:       name,
+		url:        fmt.Sprintf("https://127.0.0.1:%d", port),
+		client:     clientOf(filepath.Join(dir, "w", "admin.kubeconfig"), false),
+		gzipClient: clientOf(filepath.Join(dir, "w", "admin.kubeconfig"), true),
+		pids:       func() map[int]string { return map[int]string{cmd.Process.Pid: "up"} },
+		stop:       func() { kill(cmd); kill(ecmd) },
 	}
 }
 
@@ -203,11 +203,11 @@ func startSplit(dir, name, binary string) *server {
 		fmt.Sprint(port), "--bind-address", "127.0.0.1")
 	waitFor(out, "Ready after")
 	return &server{
-		name:   name,
-		url:    fmt.Sprintf("https://127.0.0.1:%d", port),
-		client: clientOf(filepath.Join(data, "admin.kubeconfig"), false),
-		asks:   clientOf(filepath.Join(data, "admin.kubeconfig"), true),
-		stop:   func() { kill(cmd) },
+		name:       name,
+		url:        fmt.Sprintf("https://127.0.0.1:%d", port),
+		client:     clientOf(filepath.Join(data, "admin.kubeconfig"), false),
+		gzipClient: clientOf(filepath.Join(data, "admin.kubeconfig"), true),
+		stop:       func() { kill(cmd) },
 		pids: func() map[int]string {
 			all := map[int]string{}
 			files, _ := filepath.Glob(filepath.Join(data, "*.pid"))

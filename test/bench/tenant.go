@@ -65,8 +65,8 @@ func tenant(s *server) map[string]float64 {
 	)
 	out := map[string]float64{}
 	report := func(when string) {
-		for who, o := range s.measured(others) {
-			row := fmt.Sprintf("%s, %s a loud tenant: ", who, when)
+		for client, o := range s.measured(others) {
+			row := fmt.Sprintf("%s, %s a loud tenant: ", client, when)
 			out[row+"p50 (ms)"], out[row+"p99 (ms)"] = ms(o.percentile(50)), ms(o.percentile(99))
 			out[row+"refused or late (%)"] = 100 * float64(o.failed) / float64(max(1, len(o.took)))
 		}
@@ -77,8 +77,8 @@ func tenant(s *server) map[string]float64 {
 	time.Sleep(warmUp)
 	report("beside")
 	took := time.Since(began)
-	for what, n := range stop() {
-		out["the loud tenant: "+what+" a second"] = float64(n) / took.Seconds()
+	for metric, n := range stop() {
+		out["the loud tenant: "+metric+" a second"] = float64(n) / took.Seconds()
 	}
 	return out
 }
@@ -150,28 +150,28 @@ func (o *outcome) percentile(p int) time.Duration {
 	return o.took[(len(o.took)-1)*p/100]
 }
 
-// patience is after how long an answer is late: the time in which a kubelet or an election would have to renew.
-const patience = 5 * time.Second
+// requestTimeout is after how long an answer is late: the time in which a kubelet or an election would have to renew.
+const requestTimeout = 5 * time.Second
 
 // measured sends the others' requests, each at its own pace.
 func (s *server) measured(others map[string]other) map[string]*outcome {
 	out := map[string]*outcome{}
 	var wg sync.WaitGroup
-	for who, o := range others {
+	for client, o := range others {
 		got := &outcome{}
-		out[who] = got
+		out[client] = got
 		wg.Go(func() {
 			var mu sync.Mutex
-			var asking sync.WaitGroup
+			var inFlight sync.WaitGroup
 			tick := time.NewTicker(o.every)
 			defer tick.Stop()
 			for i, began := 0, time.Now(); time.Since(began) < beside; i++ {
 				<-tick.C
 				if o.single {
-					asking.Wait()
+					inFlight.Wait()
 				}
-				asking.Go(func() {
-					ctx, cancel := context.WithTimeout(context.Background(), patience)
+				inFlight.Go(func() {
+					ctx, cancel := context.WithTimeout(context.Background(), requestTimeout)
 					defer cancel()
 					at := time.Now()
 					resp, err := o.ask(ctx, i)
@@ -187,7 +187,7 @@ func (s *server) measured(others map[string]other) map[string]*outcome {
 					}
 				})
 			}
-			asking.Wait()
+			inFlight.Wait()
 			slices.Sort(got.took)
 		})
 	}

@@ -21,8 +21,8 @@ import (
 const (
 	// writePause is the pause between two writes, where a test does not want another.
 	writePause = 20 * time.Millisecond
-	// patience is how long a write is tried again.
-	patience = 60 * time.Second
+	// writeTimeout is how long a write is tried again.
+	writeTimeout = 60 * time.Second
 	// object is the name of each that is written.
 	object = "written"
 )
@@ -108,8 +108,8 @@ func start(ctx context.Context, config *rest.Config, watchers int, pause time.Du
 	return c, nil
 }
 
-// of is what a watcher watches.
-func (c *clients) of(watcher int) metadata.ResourceInterface {
+// resourceFor is what a watcher watches.
+func (c *clients) resourceFor(watcher int) metadata.ResourceInterface {
 	return c.client.Resource(kinds[watcher%len(kinds)].resource).Namespace("default")
 }
 
@@ -138,7 +138,7 @@ func (c *clients) write(ctx context.Context) {
 			c.wrote[i]++
 		} else if ctx.Err() == nil {
 			c.now.failed++
-			c.wrong = append(c.wrong, fmt.Sprintf("a write failed for %s: %v", patience, err))
+			c.wrong = append(c.wrong, fmt.Sprintf("a write failed for %s: %v", writeTimeout, err))
 		}
 		c.mu.Unlock()
 		select {
@@ -149,10 +149,10 @@ func (c *clients) write(ctx context.Context) {
 }
 
 func (c *clients) writeOne(ctx context.Context, i, n int) (retried bool, err error) {
-	for began := time.Now(); time.Since(began) < patience && ctx.Err() == nil; retried = true {
+	for began := time.Now(); time.Since(began) < writeTimeout && ctx.Err() == nil; retried = true {
 		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
 		patch := fmt.Sprintf(`{"metadata":{"annotations":{"n":"%d","at":"%d"}}}`, n, time.Now().UnixNano())
-		_, err = c.of(i).Patch(attempt, object, "application/merge-patch+json", []byte(patch), metav1.PatchOptions{})
+		_, err = c.resourceFor(i).Patch(attempt, object, "application/merge-patch+json", []byte(patch), metav1.PatchOptions{})
 		cancel()
 		if err == nil {
 			return retried, nil
@@ -171,7 +171,7 @@ func (c *clients) watch(ctx context.Context, watcher int) {
 	revision := ""
 	for ctx.Err() == nil {
 		if revision == "" {
-			list, err := c.of(watcher).List(ctx, metav1.ListOptions{ResourceVersion: "0"})
+			list, err := c.resourceFor(watcher).List(ctx, metav1.ListOptions{ResourceVersion: "0"})
 			if err != nil {
 				breathe(ctx)
 				continue
@@ -181,7 +181,7 @@ func (c *clients) watch(ctx context.Context, watcher int) {
 				c.saw(&list.Items[i], watcher, true)
 			}
 		}
-		w, err := c.of(watcher).Watch(ctx, metav1.ListOptions{ResourceVersion: revision, AllowWatchBookmarks: true})
+		w, err := c.resourceFor(watcher).Watch(ctx, metav1.ListOptions{ResourceVersion: revision, AllowWatchBookmarks: true})
 		if err == nil {
 			revision, err = c.follow(w, revision, watcher)
 			w.Stop()

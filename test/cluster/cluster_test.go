@@ -313,12 +313,12 @@ func memory() string {
 	return all + fmt.Sprintf("; all but etcd %.0f", sum)
 }
 
-func (h *hosted) rollout(namespace, what string) {
+func (h *hosted) rollout(namespace, workload string) {
 	h.Helper()
-	out, err := h.outer.TryKubectl("", "-n", namespace, "rollout", "status", what, "--timeout=110s")
+	out, err := h.outer.TryKubectl("", "-n", namespace, "rollout", "status", workload, "--timeout=110s")
 	if err != nil {
 		pods, _ := h.outer.TryKubectl("", "-n", namespace, "get", "pods,events")
-		h.Fatalf("%s: %v\n%s\n%s", what, err, out, pods)
+		h.Fatalf("%s: %v\n%s\n%s", workload, err, out, pods)
 	}
 }
 

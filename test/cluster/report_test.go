@@ -25,7 +25,7 @@ func newReport(t *testing.T) *report {
 
 // phase does something while clients watch and write, waits until every watcher has seen all that was written
 // meanwhile, and tells what they noticed. quiet: no watcher may have listed again.
-func (r *report) phase(c *clients, what string, quiet bool, do func()) {
+func (r *report) phase(c *clients, title string, quiet bool, do func()) {
 	r.Helper()
 	c.phase()
 	began := time.Now()
@@ -36,7 +36,7 @@ func (r *report) phase(c *clients, what string, quiet bool, do func()) {
 	fmt.Fprintf(
 		r.table,
 		"%s\t%.1f s\t%d\t%d\t%d\t%d ms\t%d\t%d\t%d\t%d ms\n",
-		what,
+		title,
 		time.Since(began).Seconds(),
 		n.writes,
 		n.retried,
@@ -48,6 +48,6 @@ func (r *report) phase(c *clients, what string, quiet bool, do func()) {
 		n.oldest.Milliseconds(),
 	)
 	if n.events == 0 || n.failed > 0 || quiet && n.relisted > 0 {
-		r.Errorf("%s: %d events, %d writes failed, %d relists", what, n.events, n.failed, n.relisted)
+		r.Errorf("%s: %d events, %d writes failed, %d relists", title, n.events, n.failed, n.relisted)
 	}
 }

@@ -53,7 +53,7 @@ func TestSwap(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.looker = look(t, reference.Server)
+	s.podWatcher = startPodWatcher(t, reference.Server)
 	s.phase(c, "kube-apiserver", true, func() { s.rollOut() })
 	pods := s.pods()
 	s.phase(c, "kube-apiserver to Watershed", true, func() { s.during(s.toWatershed) })
@@ -65,7 +65,7 @@ func TestSwap(t *testing.T) {
 		t.Error(w)
 	}
 	s.table.Flush()
-	s.looker.report()
+	s.podWatcher.report()
 	if after := s.pods(); after != pods {
 		t.Errorf("pods of the node that had nothing to do with it\n%s\nare now\n%s", pods, after)
 	}
@@ -107,7 +107,7 @@ type swapped struct {
 	watershed   *harness.Server
 	config, dir string
 	rollouts    int
-	looker      *looker
+	podWatcher  *podWatcher
 }
 
 // migrate answers a file of settings that `watershed migrate` makes of a kube-apiserver's manifest.
@@ -148,10 +148,10 @@ func (s *swapped) during(swap func()) {
 	s.begin()
 	swap()
 	s.reference.Kubectl("rollout", "status", "deployment/web", "--timeout=110s")
-	shown := s.looker.lines() // who looks on goes on to see what happens
+	shown := s.podWatcher.lines() // who looks on goes on to see what happens
 	s.reference.Kubectl("delete", "pod", "-l", "app=web", "--wait=false")
 	harness.Eventually(s, time.Minute, func() error {
-		if n := s.looker.lines(); n <= shown {
+		if n := s.podWatcher.lines(); n <= shown {
 			return fmt.Errorf("kubectl get pods -w has shown %d lines before and after", n)
 		}
 		return nil
@@ -196,8 +196,8 @@ func (s *swapped) exec() {
 	}
 }
 
-// looker is `kubectl get pods -w`, started again where it ends.
-type looker struct {
+// podWatcher is `kubectl get pods -w`, started again where it ends.
+type podWatcher struct {
 	mu     sync.Mutex
 	out    bytes.Buffer
 	ended  int
@@ -205,9 +205,9 @@ type looker struct {
 	done   sync.WaitGroup
 }
 
-func look(t *testing.T, s *harness.Server) *looker {
+func startPodWatcher(t *testing.T, s *harness.Server) *podWatcher {
 	ctx, cancel := context.WithCancel(t.Context())
-	l := &looker{cancel: cancel}
+	l := &podWatcher{cancel: cancel}
 	l.done.Go(func() {
 		for ctx.Err() == nil {
 			cmd := exec.CommandContext(
@@ -233,26 +233,26 @@ func look(t *testing.T, s *harness.Server) *looker {
 }
 
 // Write takes what kubectl shows.
-func (l *looker) Write(b []byte) (int, error) {
+func (l *podWatcher) Write(b []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.out.Write(b)
 }
 
 // lines is how many lines kubectl has shown.
-func (l *looker) lines() int {
+func (l *podWatcher) lines() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return bytes.Count(l.out.Bytes(), []byte("\n"))
 }
 
-func (l *looker) stop() {
+func (l *podWatcher) stop() {
 	l.cancel()
 	l.done.Wait()
 }
 
 // report says what somebody who looks on has seen.
-func (l *looker) report() {
+func (l *podWatcher) report() {
 	l.stop()
 	fmt.Printf("kubectl get pods -w ended %d times and was started again; it showed %d lines\n", l.ended, l.lines())
 }

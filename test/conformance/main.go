@@ -121,7 +121,7 @@ func wanted(server string, list []string, results map[string]map[string]string) 
 func run(server, kubeconfig string, list []string) map[string]string {
 	results := map[string]string{}
 	var mu sync.Mutex
-	one := func(spec string) {
+	runOne := func(spec string) {
 		at := time.Now()
 		verdict := runSpec(server, kubeconfig, spec)
 		mu.Lock()
@@ -134,7 +134,7 @@ func run(server, kubeconfig string, list []string) map[string]string {
 	for range *workers {
 		wg.Go(func() {
 			for s := range work {
-				one(s)
+				runOne(s)
 			}
 		})
 	}
@@ -147,7 +147,7 @@ func run(server, kubeconfig string, list []string) map[string]string {
 	wg.Wait()
 	for _, s := range list {
 		if strings.Contains(s, "[Serial]") {
-			one(s)
+			runOne(s)
 		}
 	}
 	return results

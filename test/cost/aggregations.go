@@ -59,9 +59,9 @@ func aggregated(name, about string, n int, h http.HandlerFunc) *shape {
 		},
 		run: func(ctx context.Context, a *attempt) {
 			times(ctx, n, 8, func(i int) {
-				patience, cancel := context.WithTimeout(ctx, longest/5)
+				callCtx, cancel := context.WithTimeout(ctx, longest/5)
 				defer cancel()
-				a.get(patience, tenant, fmt.Sprintf("%s/namespaces/%s/things/%d", hostile, namespace, i))
+				a.get(callCtx, tenant, fmt.Sprintf("%s/namespaces/%s/things/%d", hostile, namespace, i))
 			})
 		},
 	}

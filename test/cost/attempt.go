@@ -130,7 +130,7 @@ func failed(err error) string {
 
 // request is one HTTP request.
 type request struct {
-	as           who
+	as           sender
 	method, path string
 	header       http.Header
 	body         []byte
@@ -144,7 +144,7 @@ func (a *attempt) send(ctx context.Context, r request) (*http.Response, []byte) 
 		return nil, []byte(err.Error())
 	}
 	maps.Copy(req.Header, r.header)
-	if r.as != stranger {
+	if r.as != anonymous {
 		req.Header.Set("Authorization", "Bearer "+a.s.tokens[r.as])
 	}
 	c := r.client
@@ -181,18 +181,18 @@ func (a *attempt) ask(ctx context.Context, r request) (int, []byte) {
 }
 
 // get asks for a path.
-func (a *attempt) get(ctx context.Context, as who, path string) (int, []byte) {
+func (a *attempt) get(ctx context.Context, as sender, path string) (int, []byte) {
 	return a.ask(ctx, request{as: as, method: http.MethodGet, path: path})
 }
 
 // write sends a body of a media type.
-func (a *attempt) write(ctx context.Context, as who, method, path, media string, body []byte) (int, []byte) {
+func (a *attempt) write(ctx context.Context, as sender, method, path, media string, body []byte) (int, []byte) {
 	return a.ask(ctx, request{as: as, method: method, path: path, body: body, header: http.Header{
 		"Content-Type": {media}}})
 }
 
 // create posts an object to a collection as JSON.
-func (a *attempt) create(ctx context.Context, as who, collection string, o object) (int, []byte) {
+func (a *attempt) create(ctx context.Context, as sender, collection string, o object) (int, []byte) {
 	return a.write(ctx, as, http.MethodPost, collection, jsonMedia, marshal(o))
 }
 

@@ -76,7 +76,7 @@ func connections() []*shape {
 	const host = "Host: x\r\n"
 	authorized := func(a *attempt) string { return host + "Authorization: Bearer " + a.s.tokens[tenant] + "\r\n" }
 	// one sends a text on each connection and reads the answer.
-	one := func(name, about string, n int, text func(a *attempt, i int) string) *shape {
+	sendText := func(name, about string, n int, text func(a *attempt, i int) string) *shape {
 		return raw(name, about, n, longest, old, func(_ context.Context, a *attempt, i int, c net.Conn) string {
 			go func() { _, _ = io.WriteString(c, text(a, i)) }()
 			return answered(c)
@@ -134,10 +134,10 @@ func connections() []*shape {
 				go pour(c, "100000\r\n"+strings.Repeat("a", 1<<20)+"\r\n", 100)
 				return answered(c)
 			}),
-		one("50 request lines of 5 MB", "", 50, func(_ *attempt, i int) string {
+		sendText("50 request lines of 5 MB", "", 50, func(_ *attempt, i int) string {
 			return fmt.Sprintf("GET /%d%s HTTP/1.1\r\n%s\r\n", i, strings.Repeat("a", 5_000_000), host)
 		}),
-		one("100 trailers of 900 kB", "", 100, func(a *attempt, _ int) string {
+		sendText("100 trailers of 900 kB", "", 100, func(a *attempt, _ int) string {
 			return "POST " + configMaps + " HTTP/1.1\r\n" + authorized(a) +
 				"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\nTrailer: X\r\n\r\n1\r\n{\r\n0\r\nX: " +
 				strings.Repeat("a", 900_000) + "\r\n\r\n"

@@ -62,9 +62,9 @@ func converting(name, about string, n int, h http.HandlerFunc) *shape {
 		run: func(ctx context.Context, a *attempt) {
 			later := strings.Replace(widgets, "/v1/", "/v2/", 1)
 			get := func(path string) {
-				patience, cancel := context.WithTimeout(ctx, longest/5)
+				callCtx, cancel := context.WithTimeout(ctx, longest/5)
 				defer cancel()
-				a.get(patience, tenant, path)
+				a.get(callCtx, tenant, path)
 			}
 			times(ctx, n, 4, func(i int) {
 				get(fmt.Sprintf("%s/w%d", later, i))

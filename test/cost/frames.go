@@ -36,10 +36,10 @@ func newFramer(a *attempt, c net.Conn, settings ...http2.Setting) (*framer, erro
 }
 
 // headers encodes the headers of a request, and more.
-func (f *framer) headers(as who, method, path string, more ...string) []byte {
+func (f *framer) headers(as sender, method, path string, more ...string) []byte {
 	f.text.Reset()
 	all := []string{":method", method, ":scheme", "https", ":authority", "x", ":path", path}
-	if as != stranger {
+	if as != anonymous {
 		all = append(all, "authorization", "Bearer "+f.a.s.tokens[as])
 	}
 	all = append(all, more...)
@@ -50,7 +50,7 @@ func (f *framer) headers(as who, method, path string, more ...string) []byte {
 }
 
 // request opens a stream; ended says that it has no body.
-func (f *framer) request(stream uint32, as who, method, path string, ended bool) error {
+func (f *framer) request(stream uint32, as sender, method, path string, ended bool) error {
 	return f.WriteHeaders(http2.HeadersFrameParam{StreamID: stream, BlockFragment: f.headers(as, method, path),
 		EndStream: ended, EndHeaders: true})
 }
@@ -115,7 +115,7 @@ func pause(ctx context.Context, d time.Duration) {
 
 func frames() []*shape {
 	// A server may end the connection at some point, which depends on how fast it is.
-	resets := func(name string, as who, path string) *shape {
+	resets := func(name string, as sender, path string) *shape {
 		about := "2,000 on each of two connections"
 		return raw(name, about, 2, longest, "h2", func(ctx context.Context, a *attempt, _ int, c net.Conn) string {
 			f, err := newFramer(a, c)
@@ -176,13 +176,13 @@ func frames() []*shape {
 			true,
 			func(ctx context.Context, c *framer) error {
 				_ = c.WriteHeaders(
-					http2.HeadersFrameParam{StreamID: 1, BlockFragment: c.headers(stranger, "GET", "/api")},
+					http2.HeadersFrameParam{StreamID: 1, BlockFragment: c.headers(anonymous, "GET", "/api")},
 				)
 				_ = repeated(ctx, 100_000, func(i int) error {
 					return c.WriteContinuation(
 						1,
 						false,
-						bytes.Clone(c.headers(stranger, "GET", "/", fmt.Sprintf("x%d", i), "y")),
+						bytes.Clone(c.headers(anonymous, "GET", "/", fmt.Sprintf("x%d", i), "y")),
 					)
 				})
 				return nil
@@ -191,7 +191,7 @@ func frames() []*shape {
 		framed("headers of HPACK's table", "100 requests that name an entry of 3 kB 10,000 times", 1, longest, true,
 			func(ctx context.Context, c *framer) error {
 				return repeated(ctx, 100, func(i int) error {
-					b := bytes.Clone(c.headers(stranger, "GET", "/api", "x-large", strings.Repeat("a", 3000)))
+					b := bytes.Clone(c.headers(anonymous, "GET", "/api", "x-large", strings.Repeat("a", 3000)))
 					b = append(b, bytes.Repeat([]byte{0xbe}, 10_000)...) // index 62, the newest entry
 					return c.WriteHeaders(
 						http2.HeadersFrameParam{

@@ -20,11 +20,11 @@ type finding struct {
 	shape *shape
 	form  string
 	// kind is status, cpu, peak, left, goroutines or log.
-	kind, what, reason string
+	kind, detail, reason string
 }
 
 func (f finding) String() string {
-	return fmt.Sprintf("%s: %s: %s: %s", f.form, f.shape, f.kind, f.what)
+	return fmt.Sprintf("%s: %s: %s: %s", f.form, f.shape, f.kind, f.detail)
 }
 
 // certain reports whether a finding is no noise: CPU, memory and goroutines vary with what else a machine does.
@@ -35,7 +35,7 @@ func unexplained(f finding) bool { return f.reason == "" }
 // judge compares the price of a shape at a form of Watershed with kube-apiserver's.
 func judge(sh *shape, form string, theirs, ours *result) (found []finding) {
 	add := func(kind, format string, args ...any) {
-		f := finding{shape: sh, form: form, kind: kind, what: fmt.Sprintf(format, args...)}
+		f := finding{shape: sh, form: form, kind: kind, detail: fmt.Sprintf(format, args...)}
 		f.reason = reasonOf(f)
 		found = append(found, f)
 	}

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// asking sends n requests over HTTP/1.1.
-func asking(name, about string, as who, n int, path func(i int) string) *shape {
+// http1Requests sends n requests over HTTP/1.1.
+func http1Requests(name, about string, as sender, n int, path func(i int) string) *shape {
 	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
 		c := newOldClient(a.s)
 		times(ctx, n, 8, func(i int) { a.ask(ctx, request{as: as, method: http.MethodGet, path: path(i), client: c}) })
@@ -20,25 +20,25 @@ func limits() []*shape {
 		return strings.Join(many(n, func(i int) string { return fmt.Sprintf("p%d=v", i) }), "&")
 	}
 	return []*shape{
-		asking("100 strangers' paths of 900 kB", "read to the end", stranger, 100, func(i int) string {
+		http1Requests("100 strangers' paths of 900 kB", "read to the end", anonymous, 100, func(i int) string {
 			return fmt.Sprintf("/%d%s", i, strings.Repeat("a", 900_000))
 		}),
-		asking("100 paths of 450,000 slashes", "", stranger, 100, func(i int) string {
+		http1Requests("100 paths of 450,000 slashes", "", anonymous, 100, func(i int) string {
 			return fmt.Sprintf("/apis/%d%s", i, strings.Repeat("/a", 450_000))
 		}),
-		asking("100 names of 250 kB", "", tenant, 100, func(i int) string {
+		http1Requests("100 names of 250 kB", "", tenant, 100, func(i int) string {
 			return fmt.Sprintf("%s/%d%s", configMaps, i, strings.Repeat("a", 250_000))
 		}),
-		asking("100 namespaces of 250 kB", "", tenant, 100, func(i int) string {
+		http1Requests("100 namespaces of 250 kB", "", tenant, 100, func(i int) string {
 			return fmt.Sprintf("/api/v1/namespaces/%d%s/pods", i, strings.Repeat("a", 250_000))
 		}),
-		asking("50 queries of 10,000 parameters", "", tenant, 50, func(i int) string {
+		http1Requests("50 queries of 10,000 parameters", "", tenant, 50, func(i int) string {
 			return fmt.Sprintf("%s?limit=1&x=%d&%s", configMaps, i, query(10_000))
 		}),
-		asking("50 queries of 80,000 parameters", "one name", tenant, 50, func(i int) string {
+		http1Requests("50 queries of 80,000 parameters", "one name", tenant, 50, func(i int) string {
 			return fmt.Sprintf("%s?limit=1&x=%d%s", configMaps, i, strings.Repeat("&dryRun=All", 80_000))
 		}),
-		asking("1,000 paths that there are not", "a path each", stranger, 1000, func(i int) string {
+		http1Requests("1,000 paths that there are not", "a path each", anonymous, 1000, func(i int) string {
 			return fmt.Sprintf("/apis/g%d.example.com/v1/namespaces/n/r%d", i, i)
 		}),
 		{

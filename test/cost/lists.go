@@ -176,7 +176,7 @@ func (a *attempt) drop(ctx context.Context, r request) {
 		a.saw(err.Error())
 		return
 	}
-	if r.as != stranger {
+	if r.as != anonymous {
 		req.Header.Set("Authorization", "Bearer "+a.s.tokens[r.as])
 	}
 	c := r.client

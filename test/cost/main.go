@@ -22,8 +22,8 @@ type options struct {
 	forms string
 	only  string
 	page  string
-	// patience is the longest wait for memory that a shape left behind.
-	patience time.Duration
+	// settleTimeout is the longest wait for memory that a shape left behind.
+	settleTimeout time.Duration
 }
 
 func main() {
@@ -48,7 +48,7 @@ func main() {
 		filepath.Join(harness.Root(), "docs", "cost.md"),
 		"The page with the table; may be empty.",
 	)
-	flag.DurationVar(&o.patience, "patience", time.Minute, "The longest wait for memory that a shape left behind.")
+	flag.DurationVar(&o.settleTimeout, "patience", time.Minute, "The longest wait for memory that a shape left behind.")
 	flag.Parse()
 	testing.Main(func(string, string) (bool, error) { return true, nil }, []testing.InternalTest{{
 		Name: "cost",
@@ -62,9 +62,9 @@ const kubeAPIServer = "kube-apiserver"
 // run measures every selected shape at kube-apiserver, then at each form of Watershed, and fails on findings without a
 // reason.
 func run(t *testing.T, o options) {
-	forms, patience := strings.Join(formsInOrder, ","), o.patience
+	forms, settleTimeout := strings.Join(formsInOrder, ","), o.settleTimeout
 	if o.short {
-		forms, patience = kubeAPIServer+",up", 2*time.Second
+		forms, settleTimeout = kubeAPIServer+",up", 2*time.Second
 	}
 	if o.forms != "" {
 		forms = o.forms
@@ -73,7 +73,7 @@ func run(t *testing.T, o options) {
 	if len(chosen) == 0 {
 		t.Fatal("no shape is selected")
 	}
-	b := &bench{t: t, patience: patience, together: o.short, idle: map[string]time.Duration{},
+	b := &bench{t: t, settleTimeout: settleTimeout, together: o.short, idle: map[string]time.Duration{},
 		profiles: filepath.Join(harness.Root(), ".build", "cost")}
 	if o.short {
 		o.page = ""

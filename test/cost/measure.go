@@ -23,8 +23,8 @@ const (
 	longest = 20 * time.Second
 	// overtime is the longest wait for work that goes on after the clients have left.
 	overtime = 30 * time.Second
-	// kept is the memory left behind that is worth a second look.
-	kept = 1 * megabyte
+	// retainedBytes is the memory left behind that is worth a second look.
+	retainedBytes = 1 * megabyte
 )
 
 // usage is the CPU time and the anonymous memory of a server's processes; largest is the memory of the largest one.
@@ -82,8 +82,8 @@ type result struct {
 
 // bench measures shapes at one server after another.
 type bench struct {
-	t        testing.TB
-	patience time.Duration
+	t             testing.TB
+	settleTimeout time.Duration
 	// together: families share a server.
 	together bool
 	// idle is the CPU time of an idle second by form, as the first server of the form used it.
@@ -226,11 +226,11 @@ func (b *bench) measure(s *subject, sh *shape, theirs *result) *result {
 
 // left returns the growth of the live heap. It waits, up to the bench's patience, while that is above the threshold.
 func (b *bench) left(s *subject, before int64, theirs *result) (int64, error) {
-	allowed := int64(kept)
+	allowed := int64(retainedBytes)
 	if theirs != nil {
 		allowed += max(0, theirs.Left)
 	}
-	for deadline := time.Now().Add(b.patience); ; time.Sleep(2 * time.Second) {
+	for deadline := time.Now().Add(b.settleTimeout); ; time.Sleep(2 * time.Second) {
 		heap, err := s.heap()
 		if err != nil || heap-before <= allowed || time.Now().After(deadline) {
 			return heap - before, err

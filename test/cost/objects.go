@@ -10,7 +10,7 @@ import (
 // large is a large object of a built-in kind.
 type large struct {
 	name, collection string
-	as               who
+	as               sender
 	make             func() object
 }
 

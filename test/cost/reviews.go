@@ -12,7 +12,7 @@ const (
 )
 
 // reviewing sends n reviews of a kind.
-func reviewing(name, about string, as who, n int, path string, spec func(i int) object) *shape {
+func reviewing(name, about string, as sender, n int, path string, spec func(i int) object) *shape {
 	return &shape{name: name, about: about, run: func(ctx context.Context, a *attempt) {
 		kind := map[string]string{"selfsubjectaccessreviews": "SelfSubjectAccessReview",
 			"subjectaccessreviews": "SubjectAccessReview", "selfsubjectrulesreviews": "SelfSubjectRulesReview",

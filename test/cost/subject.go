@@ -23,16 +23,16 @@ import (
 	"watershed.dev/test/harness"
 )
 
-// who is the sender of a request.
-type who string
+// sender is the sender of a request.
+type sender string
 
 const (
-	// stranger has no credentials.
-	stranger who = ""
+	// anonymous has no credentials.
+	anonymous sender = ""
 	// tenant is a service account with all rights in the namespace "tenant".
-	tenant who = "tenant"
+	tenant sender = "tenant"
 	// admin is a service account that is bound to cluster-admin. Unlike system:masters, flow control bounds it.
-	admin who = "admin"
+	admin sender = "admin"
 )
 
 // namespace belongs to the tenant.
@@ -44,7 +44,7 @@ type subject struct {
 	form   string
 	server *harness.Server
 	etcd   *harness.Member
-	tokens map[who]string
+	tokens map[sender]string
 	// pids are the ids of the measured processes by name. Etcd is not among them.
 	pids map[string]int
 	// masters is a client of system:masters that keeps no connections.
@@ -58,7 +58,7 @@ type subject struct {
 // zero if it is not known.
 func start(t testing.TB, form string, idle time.Duration) *subject {
 	t.Helper()
-	s := &subject{t: t, form: form, idle: idle, tokens: map[who]string{}, pids: map[string]int{}}
+	s := &subject{t: t, form: form, idle: idle, tokens: map[sender]string{}, pids: map[string]int{}}
 	switch form {
 	case kubeAPIServer:
 		dir := harness.TempDir(t)
@@ -165,7 +165,7 @@ data: {a: x}
 	ctx, cancel := context.WithTimeout(s.t.Context(), time.Minute)
 	defer cancel()
 	hour := int64(3600)
-	for _, w := range []who{tenant, admin} {
+	for _, w := range []sender{tenant, admin} {
 		r, err := s.server.Client().CoreV1().ServiceAccounts(namespace).CreateToken(ctx, string(w),
 			&authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &hour}},
 			metav1.CreateOptions{})

@@ -100,7 +100,7 @@ func (a *axis) bootstrapTokens(s *side, check func(error)) {
 		check(err)
 	}
 	r := plain()[0]
-	r.as, r.header = nobody, merged(r.header, map[string]string{"Authorization": "Bearer zzzzzz.0123456789abcdef"})
+	r.as, r.header = noCertificate, merged(r.header, map[string]string{"Authorization": "Bearer zzzzzz.0123456789abcdef"})
 	harness.Eventually(a.t, 20*time.Second, func() error {
 		if got := s.do(a.t.Context(), r); got.code != 201 {
 			return fmt.Errorf("%s does not know its bootstrap tokens: %d %s", s.name, got.code, got.body)

@@ -68,7 +68,7 @@ func (a *axis) audits() {
 			"--audit-webhook-batch-buffer-size=100000", "--audit-webhook-initial-backoff=10ms",
 			"--token-auth-file=" + filepath.Join(dir, "tokens.csv")}
 	}, func(p *pair, _ *web, _ string) {
-		a.audited(p, func(s *side) []fields { return posted.of(s.name) })
+		a.audited(p, func(s *side) []fields { return posted.recordsOf(s.name) })
 	})
 }
 
@@ -102,7 +102,7 @@ func (p *posts) take(name string) http.HandlerFunc {
 	}
 }
 
-func (p *posts) of(name string) []fields {
+func (p *posts) recordsOf(name string) []fields {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return slices.Clone(p.all[name])
@@ -158,15 +158,15 @@ func (a *axis) compareAudits(p *pair, records func(*side) []fields) {
 	fmt.Printf("%s: %d requests audited, %d not\n", a.t.Name(), len(theirs), len(p.sent)-len(theirs))
 }
 
-// stranger comes without a certificate.
-var stranger = &certificate{name: "none"}
+// anonymousClient comes without a certificate.
+var anonymousClient = &certificate{name: "none"}
 
 // settled are a side's records by audit id, once there come no more.
 func (a *axis) settled(s *side, records func(*side) []fields) map[string][]fields {
 	var all map[string][]fields
 	count := func() (n int) {
-		for _, of := range all {
-			n += len(of)
+		for _, group := range all {
+			n += len(group)
 		}
 		return n
 	}
@@ -195,7 +195,7 @@ func (p *pair) identities() {
 	} {
 		var as *certificate
 		if header["Authorization"] != "" {
-			as = stranger
+			as = anonymousClient
 		}
 		for _, method := range []string{"GET", "POST", "DELETE"} {
 			p.ask(&request{

@@ -149,7 +149,7 @@ func (a *axis) waitForIssuer(p *pair, issuer, audience string) {
 	}
 	good := a.openID(issuer, audience)["valid"]
 	r := plain()[0]
-	r.as = nobody
+	r.as = noCertificate
 	r.more = func(*side) http.Header { return http.Header{"Authorization": {"Bearer " + good.String()}} }
 	for _, s := range []*side{p.theirs, p.ours} {
 		harness.Eventually(a.t, time.Minute, func() error {
@@ -161,7 +161,7 @@ func (a *axis) waitForIssuer(p *pair, issuer, audience string) {
 	}
 }
 
-var nobody = &certificate{name: "none"}
+var noCertificate = &certificate{name: "none"}
 
 // plain are requests that tell who somebody is, what they may do, and whether they are let in at all.
 func plain() []*request {
@@ -179,12 +179,12 @@ func plain() []*request {
 // tokenForms sends a token in each way that one comes.
 func (a *axis) tokenForms(p *pair, name string, value func(*side) string) {
 	for _, r := range plain() {
-		r.as, r.about = nobody, "bearer: "+name
+		r.as, r.about = noCertificate, "bearer: "+name
 		r.more = func(s *side) http.Header { return http.Header{"Authorization": {"Bearer " + value(s)}} }
 		p.askLater(r)
 	}
 	r := plain()[1]
-	r.as, r.about = nobody, "subprotocol: "+name
+	r.as, r.about = noCertificate, "subprotocol: "+name
 	r.more = func(s *side) http.Header {
 		return http.Header{
 			"Connection": {"Upgrade"}, "Upgrade": {"websocket"}, "Sec-Websocket-Version": {"13"},
@@ -288,7 +288,7 @@ func merge(a, b fields) fields {
 func (a *axis) frontProxy(p *pair) {
 	ca := authorityOf(a.t, p.theirs.server.CA)
 	by := func(cn string) *certificate { return ca.sign(cn, template(pkix.Name{CommonName: cn})) }
-	proxies := []*certificate{by("front-proxy-client"), by("another-client"), nobody,
+	proxies := []*certificate{by("front-proxy-client"), by("another-client"), noCertificate,
 		newAuthority(a.t, "other").sign("stranger", template(pkix.Name{CommonName: "front-proxy-client"}))}
 	for name, headers := range map[string]http.Header{
 		"a user":           {"X-Remote-User": {"fred"}},
@@ -330,7 +330,7 @@ func (a *axis) schemes(p *pair) {
 		{"Bearer filed-alice", "Bearer nonsense"}, {"Bearer filed-alice, Bearer filed-bob"}, {"", "Bearer filed-alice"},
 		{basic, "Bearer filed-alice"}, {"Bearer filed-alice", basic},
 	} {
-		for _, as := range []*certificate{nobody, nil} {
+		for _, as := range []*certificate{noCertificate, nil} {
 			for _, r := range plain() {
 				r.as, r.about = as, fmt.Sprintf("authorization %q", values)
 				r.more = func(*side) http.Header { return http.Header{"Authorization": values} }
@@ -349,7 +349,7 @@ func (a *axis) schemes(p *pair) {
 			{"Connection": {"Upgrade"}, "Upgrade": {"websocket"}}, {"Connection": {"keep-alive, Upgrade"}, "Upgrade": {"WebSocket"}}, {},
 		} {
 			for _, r := range plain() {
-				r.as, r.about = nobody, fmt.Sprintf("subprotocol %q", values)
+				r.as, r.about = noCertificate, fmt.Sprintf("subprotocol %q", values)
 				r.more = func(*side) http.Header {
 					h := upgrade.Clone()
 					h["Sec-Websocket-Protocol"] = values
@@ -363,7 +363,7 @@ func (a *axis) schemes(p *pair) {
 
 // issuerDocuments are the OpenID documents of service accounts' issuer.
 func (a *axis) issuerDocuments(p *pair) {
-	for _, as := range []*certificate{nil, nobody} {
+	for _, as := range []*certificate{nil, noCertificate} {
 		for _, path := range []string{"/.well-known/openid-configuration", "/openid/v1/jwks", "/.well-known/", "/openid/v1",
 			"/.well-known/openid-configuration/"} {
 			for _, accept := range []string{"", "application/json", "application/jwk-set+json", "text/plain"} {

@@ -141,13 +141,13 @@ func (a *axis) everyRight(p *pair, rbac, nodes bool) {
 	}
 	for _, user := range []string{"alice", "bob", "carol", "node", "nodeless", "robot", "root", ""} {
 		for _, r := range rights() {
-			one := *r
-			one.as, one.about = nobody, "as "+user
-			one.header = merged(map[string]string{}, r.header)
+			variant := *r
+			variant.as, variant.about = noCertificate, "as "+user
+			variant.header = merged(map[string]string{}, r.header)
 			if user != "" {
-				one.header["Authorization"] = "Bearer " + user
+				variant.header["Authorization"] = "Bearer " + user
 			}
-			p.askLater(&one)
+			p.askLater(&variant)
 		}
 	}
 	a.impersonation(p)
@@ -448,18 +448,18 @@ func (a *axis) impersonation(p *pair) {
 		{"Impersonate-User": {"ünï"}}, {"Impersonate-User": {"alice"}, "Impersonate-Odd": {"x"}},
 		{"Impersonate-User": {"system:watershed:authz"}, "Impersonate-Group": {"system:watershed"}},
 	} {
-		for _, who := range []string{"root", "carol", "bob", "alice", ""} {
+		for _, username := range []string{"root", "carol", "bob", "alice", ""} {
 			for _, r := range []*request{
 				plain()[0], {method: http.MethodGet, path: "/api/v1/namespaces/default/configmaps/one"},
 				{method: http.MethodGet, path: "/api/v1/namespaces/default/pods"},
 				{method: http.MethodGet, path: "/api/v1/namespaces/default/pods/here"},
 				{method: http.MethodGet, path: "/api"},
 			} {
-				r.as, r.about = nobody, fmt.Sprintf("%s impersonates %v", who, headers)
+				r.as, r.about = noCertificate, fmt.Sprintf("%s impersonates %v", username, headers)
 				r.more = func(*side) http.Header {
 					h := headers.Clone()
-					if who != "" {
-						h["Authorization"] = []string{"Bearer " + who}
+					if username != "" {
+						h["Authorization"] = []string{"Bearer " + username}
 					}
 					return h
 				}

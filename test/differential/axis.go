@@ -16,8 +16,8 @@ type axis struct {
 	used bool
 }
 
-// atOnce is how many requests that do not depend on each other are sent at a time.
-const atOnce = 8
+// parallelRequests is how many requests that do not depend on each other are sent at a time.
+const parallelRequests = 8
 
 // configuration starts a pair with flags, which may name files that it writes to a directory and a server of the
 // test's own, and asks it.
@@ -39,8 +39,8 @@ func (a *axis) configuration(name string, flags func(dir string, w *web) []strin
 			theirs: newSide(t, "kube-apiserver", theirs),
 			ours:   newSide(t, "watershed", ours),
 		}
-		p.asking.SetLimit(atOnce)
-		defer func() { _ = p.asking.Wait() }()
+		p.inFlight.SetLimit(parallelRequests)
+		defer func() { _ = p.inFlight.Wait() }()
 		ask(p, w, dir)
 	})
 }

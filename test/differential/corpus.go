@@ -362,7 +362,7 @@ func (p *pair) fuzz(all []*object, rounds int, rng *rand.Rand) {
 	for range rounds {
 		for _, o := range all {
 			body := clone(o.body)
-			what := mutate(body, rng)
+			mutation := mutate(body, rng)
 			if m, ok := body["metadata"].(map[string]any); ok && m["name"] == o.name && o.name != "" {
 				m["name"] = o.name + "-fuzz"
 			}
@@ -373,7 +373,7 @@ func (p *pair) fuzz(all []*object, rounds int, rng *rand.Rand) {
 					path:   o.path() + "?dryRun=All",
 					header: jsonBody,
 					body:   must(json.Marshal(body)),
-					about:  "fuzzed update: " + what,
+					about:  "fuzzed update: " + mutation,
 				})
 				continue
 			}
@@ -384,7 +384,7 @@ func (p *pair) fuzz(all []*object, rounds int, rng *rand.Rand) {
 				path:   o.collection + query,
 				header: jsonBody,
 				body:   must(json.Marshal(body)),
-				about:  "fuzzed create: " + what,
+				about:  "fuzzed create: " + mutation,
 			})
 		}
 	}
@@ -402,9 +402,9 @@ func odd(rng *rand.Rand) any {
 func mutate(v map[string]any, rng *rand.Rand) string {
 	var did []string
 	for range 1 + rng.IntN(2) {
-		at, path := any(v), ""
+		node, path := any(v), ""
 		for {
-			switch x := at.(type) {
+			switch x := node.(type) {
 			case map[string]any:
 				keys := make([]string, 0, len(x))
 				for k := range x {
@@ -417,7 +417,7 @@ func mutate(v map[string]any, rng *rand.Rand) string {
 					k := []string{"added", "name", "spec", "status", "labels", "type", "selector"}[rng.IntN(7)]
 					x[k] = odd(rng)
 					did = append(did, path+"."+k+" added")
-					at = nil
+					node = nil
 					break
 				}
 				k := keys[rng.IntN(len(keys))]
@@ -425,7 +425,7 @@ func mutate(v map[string]any, rng *rand.Rand) string {
 				_, isMap := inner.(map[string]any)
 				_, isList := inner.([]any)
 				if (isMap || isList) && rng.IntN(5) > 0 {
-					at, path = inner, path+"."+k
+					node, path = inner, path+"."+k
 					continue
 				}
 				if rng.IntN(4) == 0 {
@@ -435,24 +435,24 @@ func mutate(v map[string]any, rng *rand.Rand) string {
 					x[k] = odd(rng)
 					did = append(did, path+"."+k+" replaced")
 				}
-				at = nil
+				node = nil
 			case []any:
 				if len(x) == 0 {
-					at = nil
+					node = nil
 					break
 				}
 				i := rng.IntN(len(x))
 				if m, ok := x[i].(map[string]any); ok {
-					at, path = m, fmt.Sprintf("%s[%d]", path, i)
+					node, path = m, fmt.Sprintf("%s[%d]", path, i)
 					continue
 				}
 				x[i] = odd(rng)
 				did = append(did, fmt.Sprintf("%s[%d] replaced", path, i))
-				at = nil
+				node = nil
 			default:
-				at = nil
+				node = nil
 			}
-			if at == nil {
+			if node == nil {
 				break
 			}
 		}
@@ -540,12 +540,12 @@ func (p *pair) fixtures(d *discovered, dir string) {
 				if k == "apiVersion" || k == "kind" || k == "metadata" {
 					continue
 				}
-				one := map[string]any{"apiVersion": body["apiVersion"], "kind": body["kind"], "metadata": m, k: body[k]}
+				variant := map[string]any{"apiVersion": body["apiVersion"], "kind": body["kind"], "metadata": m, k: body[k]}
 				p.ask(&request{
 					method: "POST",
 					path:   collection + "?dryRun=All",
 					header: jsonBody,
-					body:   must(json.Marshal(one)),
+					body:   must(json.Marshal(variant)),
 					about:  "fixture with " + k,
 				})
 			}

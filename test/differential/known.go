@@ -11,15 +11,15 @@ import (
 type difference struct {
 	name, reason string
 	// request and what are patterns: of "METHOD path" and of the difference as it is written.
-	request, what *regexp.Regexp
+	request, detail *regexp.Regexp
 	// when narrows it further; nil: always.
 	when func(r *request, a, b answer) bool
 }
 
 // explained is the known difference that what is, or nil.
-func (p *report) explained(r *request, a, b answer, what string) *difference {
+func (p *report) explained(r *request, a, b answer, detail string) *difference {
 	for _, d := range p.known {
-		if d.request.MatchString(r.String()) && d.what.MatchString(what) && (d.when == nil || d.when(r, a, b)) {
+		if d.request.MatchString(r.String()) && d.detail.MatchString(detail) && (d.when == nil || d.when(r, a, b)) {
 			return d
 		}
 	}
@@ -33,7 +33,7 @@ var knownByConfiguration = []*difference{
 	{
 		name:    "the services' own users",
 		request: is(`.`),
-		what:    is(`.`),
+		detail:  is(`.`),
 		when: func(r *request, a, b answer) bool {
 			return strings.Contains(r.about, "system:watershed:authz") && (a.code == 403 && b.code == 200 ||
 				b.header.Get("X-Kubernetes-Pf-Flowschema-Uid") == "" || // flow control does not bound them
@@ -44,7 +44,7 @@ var knownByConfiguration = []*difference{
 	{
 		name:    "anonymous users where everything is allowed",
 		request: is(`.`),
-		what:    is(`.`),
+		detail:  is(`.`),
 		when: func(_ *request, _, b answer) bool {
 			return strings.Contains(string(b.body), "anonymous requests are not allowed where everything is")
 		},
@@ -54,7 +54,7 @@ var knownByConfiguration = []*difference{
 	{
 		name:    "ABAC's readonly and constrained impersonation",
 		request: is(`^GET`),
-		what:    is(`.`),
+		detail:  is(`.`),
 		when: func(r *request, _, b answer) bool {
 			return strings.Contains(r.about, "impersonates") && b.code == 403 &&
 				strings.Contains(string(b.body), "cannot impersonate-on:")
@@ -65,7 +65,7 @@ var knownByConfiguration = []*difference{
 	{
 		name:    "metrics are a page each",
 		request: is(`^GET /metrics$`),
-		what:    is(`^: `),
+		detail:  is(`^: `),
 		reason:  "What is counted differs between any two servers.",
 	},
 }
@@ -75,7 +75,7 @@ var knownOfAudit = []*difference{
 	{
 		name:    "a patch that is no JSON",
 		request: is(`^PATCH`),
-		what:    is(`.`),
+		detail:  is(`.`),
 		when: func(r *request, a, b answer) bool {
 			return !json.Valid(r.body) && !strings.Contains(string(a.body), "ResponseComplete") &&
 				strings.Contains(string(b.body), "ResponseComplete")
@@ -86,7 +86,7 @@ var knownOfAudit = []*difference{
 	{
 		name:    "a Table without managedFields",
 		request: is(`^GET`),
-		what:    is(`.`),
+		detail:  is(`.`),
 		when: func(_ *request, a, b answer) bool {
 			return (a.err != nil || strings.Contains(string(a.body), `"stage":"Panic"`)) && b.code == 200
 		},
@@ -102,14 +102,14 @@ var known = []*difference{
 	{
 		name:    "flow control's condition",
 		request: is(`flowschemas`),
-		what:    is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling|Invalid value: `),
+		detail:  is(`status|managedFields|rows\[\d+\]\.cells\[5\]|Dangling|Invalid value: `),
 		reason: "A controller says of each FlowSchema whether its level exists, in its own time, and writes it six " +
 			"times a minute at most: what it says after an update has taken it away may be there on one side alone.",
 	},
 	{
 		name:    "flow control's condition, meanwhile",
 		request: is(`^(PUT|PATCH) .*/flowschemas`),
-		what:    is(`.`),
+		detail:  is(`.`),
 		when: func(r *request, a, b answer) bool {
 			return (a.code == 409) != (b.code == 409) && strings.Contains(string(r.body), "{{version")
 		},
@@ -118,7 +118,7 @@ var known = []*difference{
 	{
 		name:    "an Event of a repair",
 		request: is(`^(GET|WATCH) .*/events`),
-		what:    is(`\.(items|rows)\b|remainingItemCount|^watch`),
+		detail:  is(`\.(items|rows)\b|remainingItemCount|^watch`),
 		when: func(_ *request, a, b answer) bool {
 			return slices.ContainsFunc(repairs, func(name string) bool {
 				return strings.Contains(string(a.body), name) != strings.Contains(string(b.body), name)
@@ -130,17 +130,17 @@ var known = []*difference{
 	{
 		name:    "an Event of a repair, beyond the page",
 		request: is(`^GET .*/events\?.*limit=`),
-		what:    is(`remainingItemCount`),
+		detail:  is(`remainingItemCount`),
 		reason:  "As above: such an Event counts where it is not shown.",
 	},
 	{
 		name:    "429 of a cache that begins",
 		request: is(`diff\.example\.com`),
-		what:    is(`.`),
+		detail:  is(`.`),
 		when:    func(_ *request, a, b answer) bool { return a.code == 429 && b.code == 200 },
 		reason:  "kube-apiserver refuses lists of a custom resource for a moment after its definition has changed.",
 	},
-	{name: "order of a validation's errors", request: is(`horizontalpodautoscalers`), what: is(`causes|message`),
+	{name: "order of a validation's errors", request: is(`horizontalpodautoscalers`), detail: is(`causes|message`),
 		when: func(_ *request, a, b answer) bool {
 			return a.code == 422 && b.code == 422 && len(a.body) == len(b.body)
 		},
@@ -148,17 +148,17 @@ var known = []*difference{
 	{
 		name:    "internalTrafficPolicy of ExternalName services, watched",
 		request: is(`^WATCH .*/services`),
-		what:    is(`internalTrafficPolicy`),
+		detail:  is(`internalTrafficPolicy`),
 		reason: "The field is to be dropped when it is read. kube-apiserver's watches show it until a list has " +
 			"dropped it from the object that they share; here it is dropped always.",
 	},
-	{name: "an empty namespace", request: is(`^(POST|DELETE) /api/v1/namespaces//`), what: is(`.`),
+	{name: "an empty namespace", request: is(`^(POST|DELETE) /api/v1/namespaces//`), detail: is(`.`),
 		reason: "kube-apiserver's web framework takes the path for one with a namespace that has no name; either " +
 			"refuses it."},
 	{
 		name:    "a connection without a name",
 		request: is(`/(pods|nodes)//(proxy|exec)`),
-		what:    is(`.`),
+		detail:  is(`.`),
 		when:    func(_ *request, _, b answer) bool { return b.code == 404 },
 		reason: "kube-apiserver authorizes it as a list, takes the name from the field selector, and connects; here " +
 			"it is refused.",
@@ -166,7 +166,7 @@ var known = []*difference{
 	{
 		name:    "an empty map that admission has seen",
 		request: is(`/persistentvolumes`),
-		what:    is(`Unsupported value`),
+		detail:  is(`Unsupported value`),
 		when:    func(_ *request, a, b answer) bool { return a.code == 422 && b.code == 422 },
 		reason: "Admission hands objects over in protobuf, in which an empty map is none; the refusal shows null " +
 			"for {}.",
@@ -174,18 +174,18 @@ var known = []*difference{
 	{
 		name:    "some empty Tables",
 		request: is(`^GET`),
-		what:    is(`^\.rows: null \| \[\]$`),
+		detail:  is(`^\.rows: null \| \[\]$`),
 		reason:  "kube-apiserver says null of some empty Tables' rows; here they are always a list.",
 	},
-	{name: "pages of OpenAPI v3", request: is(`GET /openapi/v3$`), what: is(`.`),
+	{name: "pages of OpenAPI v3", request: is(`GET /openapi/v3$`), detail: is(`.`),
 		reason: "kube-apiserver has documents of its discovery pages too, and hashes of its own making."},
 	{
 		name:    "the index",
 		request: is(`GET /$`),
-		what:    is(`\.paths`),
+		detail:  is(`\.paths`),
 		reason:  "kube-apiserver names a health check for each of its start hooks.",
 	},
-	{name: "metadata of DaemonSets", request: is(`daemonsets`), what: is(`deprecated.daemonset.template.generation`),
+	{name: "metadata of DaemonSets", request: is(`daemonsets`), detail: is(`deprecated.daemonset.template.generation`),
 		reason: "Metadata is cut from the object as it is served; an annotation that the conversion to apps/v1 adds " +
 			"is part of that."},
 }

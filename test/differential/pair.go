@@ -185,7 +185,7 @@ type pair struct {
 	t            testing.TB
 	ours, theirs *side
 	report       *report
-	asking       errgroup.Group
+	inFlight     errgroup.Group
 	// audited: each request has an audit id of its own, the same for both; sent are the requests by it.
 	audited bool
 	mu      sync.Mutex
@@ -194,7 +194,7 @@ type pair struct {
 
 // askLater is ask for what depends on nothing else.
 func (p *pair) askLater(r *request) {
-	p.asking.Go(func() error {
+	p.inFlight.Go(func() error {
 		p.ask(r)
 		return nil
 	})

@@ -12,30 +12,30 @@ import (
 
 // report counts and keeps what differed.
 type report struct {
-	mu           sync.Mutex
-	phase        string
-	asked, equal map[string]int
-	listed       map[*difference]int
-	unexplained  []finding
-	codes        map[int]int
+	mu              sync.Mutex
+	phase           string
+	requests, equal map[string]int
+	listed          map[*difference]int
+	unexplained     []finding
+	codes           map[int]int
 	// known are the differences that are listed.
 	known []*difference
 }
 
 type finding struct {
-	phase string
-	r     *request
-	a, b  answer
-	what  []string
+	phase   string
+	r       *request
+	a, b    answer
+	details []string
 }
 
 func newReport(known []*difference) *report {
 	return &report{
-		known:  known,
-		asked:  map[string]int{},
-		equal:  map[string]int{},
-		listed: map[*difference]int{},
-		codes:  map[int]int{},
+		known:    known,
+		requests: map[string]int{},
+		equal:    map[string]int{},
+		listed:   map[*difference]int{},
+		codes:    map[int]int{},
 	}
 }
 
@@ -46,13 +46,13 @@ func (p *report) begin(phase string) {
 }
 
 func (p *report) compare(r *request, a, b answer) {
-	what := diff(r, a, b)
+	details := diff(r, a, b)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.asked[p.phase]++
+	p.requests[p.phase]++
 	p.codes[a.code]++
 	var left []string
-	for _, w := range what {
+	for _, w := range details {
 		if d := p.explained(r, a, b, w); d != nil {
 			p.listed[d]++
 		} else {
@@ -71,9 +71,9 @@ func (p *report) write(dir string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	total, equal := 0, 0
-	for _, phase := range slices.Sorted(maps.Keys(p.asked)) {
-		fmt.Printf("%-12s %6d requests, %6d equal\n", phase, p.asked[phase], p.equal[phase])
-		total, equal = total+p.asked[phase], equal+p.equal[phase]
+	for _, phase := range slices.Sorted(maps.Keys(p.requests)) {
+		fmt.Printf("%-12s %6d requests, %6d equal\n", phase, p.requests[phase], p.equal[phase])
+		total, equal = total+p.requests[phase], equal+p.equal[phase]
 	}
 	fmt.Printf("kube-apiserver's answers:")
 	for _, c := range slices.Sorted(maps.Keys(p.codes)) {
@@ -86,7 +86,7 @@ func (p *report) write(dir string) {
 	var b strings.Builder
 	groups := map[string][]finding{}
 	for _, f := range p.unexplained {
-		key := mask(strings.Join(f.what[:1], ""))
+		key := mask(strings.Join(f.details[:1], ""))
 		if i := strings.Index(key, ":"); i > 0 && len(key) > 160 {
 			key = key[:160]
 		}
@@ -95,9 +95,9 @@ func (p *report) write(dir string) {
 	for _, key := range slices.SortedFunc(maps.Keys(groups), func(x, y string) int {
 		return len(groups[y]) - len(groups[x])
 	}) {
-		of := groups[key]
-		fmt.Fprintf(&b, "=== %d× %s\n", len(of), key)
-		for i, f := range of {
+		group := groups[key]
+		fmt.Fprintf(&b, "=== %d× %s\n", len(group), key)
+		for i, f := range group {
 			if i == 3 {
 				break
 			}
@@ -105,7 +105,7 @@ func (p *report) write(dir string) {
 			if len(f.r.body) > 0 {
 				fmt.Fprintf(&b, "    %v %.600q\n", f.r.header, f.r.body)
 			}
-			for _, w := range f.what[:min(8, len(f.what))] {
+			for _, w := range f.details[:min(8, len(f.details))] {
 				fmt.Fprintf(&b, "    %s\n", w)
 			}
 			if i == 0 {

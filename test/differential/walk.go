@@ -55,7 +55,7 @@ func (p *pair) walk(all []*object, n int, rng *rand.Rand) {
 				if query != "" && accept != "application/json" {
 					continue
 				}
-				watches = append(watches, p.follow(o.collection+"?watch=1"+query, accept))
+				watches = append(watches, p.watch(o.collection+"?watch=1"+query, accept))
 			}
 		}
 	}
@@ -173,8 +173,8 @@ func (w *walker) step() {
 	switch w.rng.IntN(20) {
 	case 0, 1, 2, 3:
 		if w.rng.IntN(6) == 0 {
-			what := mutate(body, w.rng)
-			send("POST", o.collection+options(), "application/json", body, "create mutated: "+what)
+			mutation := mutate(body, w.rng)
+			send("POST", o.collection+options(), "application/json", body, "create mutated: "+mutation)
 			return
 		}
 		if w.rng.IntN(5) == 0 {
@@ -239,12 +239,12 @@ type watching struct {
 	cancel       context.CancelFunc
 	wg           sync.WaitGroup
 	mu           sync.Mutex
-	told         map[*side][]any
+	received     map[*side][]any
 }
 
-func (p *pair) follow(path, accept string) *watching {
+func (p *pair) watch(path, accept string) *watching {
 	ctx, cancel := context.WithCancel(p.t.Context())
-	w := &watching{path: path, accept: accept, cancel: cancel, told: map[*side][]any{}}
+	w := &watching{path: path, accept: accept, cancel: cancel, received: map[*side][]any{}}
 	for _, s := range []*side{p.theirs, p.ours} {
 		opened := make(chan struct{})
 		w.wg.Go(func() {
@@ -265,7 +265,7 @@ func (p *pair) follow(path, accept string) *watching {
 			lines.Buffer(nil, 16<<20)
 			for lines.Scan() {
 				w.mu.Lock()
-				w.told[s] = append(w.told[s], normal(fromJSON(lines.Bytes())))
+				w.received[s] = append(w.received[s], normal(fromJSON(lines.Bytes())))
 				w.mu.Unlock()
 			}
 		})
@@ -283,7 +283,7 @@ func (w *watching) compare(p *pair) {
 	defer w.mu.Unlock()
 	body := func(s *side) []byte {
 		var b strings.Builder
-		for _, e := range settle(w.told[s]) {
+		for _, e := range settle(w.received[s]) {
 			b.Write(must(json.Marshal(e)))
 			b.WriteByte('\n')
 		}
@@ -293,7 +293,7 @@ func (w *watching) compare(p *pair) {
 		method: "WATCH",
 		path:   w.path,
 		header: map[string]string{"Accept": w.accept},
-		about:  fmt.Sprintf("%d events", len(w.told[p.theirs])),
+		about:  fmt.Sprintf("%d events", len(w.received[p.theirs])),
 	}
 	head := http.Header{"Content-Type": {"application/json;stream=watch"}}
 	p.report.compare(r, answer{

@@ -71,7 +71,7 @@ func writeFile(t testing.TB, path, text string) string {
 
 // What a file of credentials says is in force soon after it is written; a bad one is told of, and what was read before
 // stays.
-func TestFilesOfCredentialsAreReadAnew(t *testing.T) {
+func TestCredentialFilesAreReloaded(t *testing.T) {
 	dir := t.TempDir()
 	tokens := writeFile(t, filepath.Join(dir, "tokens.csv"), "first,alice,1\n")
 	passwords := writeFile(t, filepath.Join(dir, "passwords.csv"), "hush,bob,2,\"readers\"\n")
@@ -169,9 +169,9 @@ func TestAnExternalSignerSigns(t *testing.T) {
 		s.Kubectl("create", "serviceaccount", "robot")
 		said := strings.Fields(s.Kubectl("create", "token", "robot")) // a warning, that it is shorter than asked for
 		token := said[len(said)-1]
-		if who, err := whoami(t, as(t, s, func(c *rest.Config) { c.BearerToken = token })); err != nil ||
-			who != "system:serviceaccount:default:robot" {
-			t.Errorf("%s: %q, %v", name, who, err)
+		if username, err := whoami(t, as(t, s, func(c *rest.Config) { c.BearerToken = token })); err != nil ||
+			username != "system:serviceaccount:default:robot" {
+			t.Errorf("%s: %q, %v", name, username, err)
 		}
 		code, document := s.Get("/openid/v1/jwks")
 		if code != http.StatusOK {
@@ -181,11 +181,11 @@ func TestAnExternalSignerSigns(t *testing.T) {
 		if err := json.Unmarshal([]byte(document), &set); err != nil || len(set.Keys) != len(mock.GetSupportedKeys()) {
 			t.Errorf("%s: keys %s: %v", name, document, err)
 		}
-		of := map[string]bool{} // the signer tells them in no order
+		keyIDs := map[string]bool{} // the signer tells them in no order
 		for _, k := range set.Keys {
-			of[string(k)] = true
+			keyIDs[string(k)] = true
 		}
-		keys = append(keys, of)
+		keys = append(keys, keyIDs)
 	}
 	for _, k := range keys {
 		if !maps.Equal(k, keys[0]) {
@@ -297,9 +297,9 @@ func TestAKubeletBootstraps(t *testing.T) {
 	}
 	bootstrap := as(t, s, func(c *rest.Config) { c.BearerToken = "abcdef.0123456789abcdef" })
 	harness.Eventually(t, 20*time.Second, func() error {
-		who, err := whoami(t, bootstrap)
-		if err == nil && who != "system:bootstrap:abcdef" {
-			err = fmt.Errorf("taken for %s", who)
+		username, err := whoami(t, bootstrap)
+		if err == nil && username != "system:bootstrap:abcdef" {
+			err = fmt.Errorf("taken for %s", username)
 		}
 		return err
 	})
@@ -312,10 +312,10 @@ func TestAKubeletBootstraps(t *testing.T) {
 	}
 	cert, key := signedFor(t, bootstrap, "mine")
 	node := as(t, s, func(c *rest.Config) { c.TLSClientConfig.CertData, c.TLSClientConfig.KeyData = cert, key })
-	if who, err := whoami(t, node); err != nil || who != "system:node:mine" {
-		t.Fatalf("%s, %v", who, err)
+	if username, err := whoami(t, node); err != nil || username != "system:node:mine" {
+		t.Fatalf("%s, %v", username, err)
 	}
-	for what, tried := range map[string]func(string) error{
+	for kind, tried := range map[string]func(string) error{
 		"a node": func(name string) error {
 			_, err := node.CoreV1().Nodes().Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}},
 				metav1.CreateOptions{})
@@ -328,10 +328,10 @@ func TestAKubeletBootstraps(t *testing.T) {
 		},
 	} {
 		if err := tried("mine"); err != nil {
-			t.Errorf("its own %s: %v", what, err)
+			t.Errorf("its own %s: %v", kind, err)
 		}
 		if err := tried("theirs"); !apierrors.IsForbidden(err) {
-			t.Errorf("another's %s: %v", what, err)
+			t.Errorf("another's %s: %v", kind, err)
 		}
 	}
 	s.Kubectl("create", "secret", "generic", "loose")

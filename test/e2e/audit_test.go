@@ -98,7 +98,7 @@ func create(t *testing.T, s *harness.Server, n, bytes int) []string {
 }
 
 // A log that is rotated, of a server that is killed, has every request that was acknowledged, once.
-func TestTheAuditLogHasWhatWasAcknowledged(t *testing.T) {
+func TestTheAuditLogHasEveryAcknowledgedRequest(t *testing.T) {
 	dir := harness.TempDir(t)
 	s := harness.Up(t, "", "--audit-policy-file="+auditPolicy(t, dir, "RequestResponse"),
 		"--audit-log-path="+filepath.Join(dir, "audit.log"), "--audit-log-maxsize=1", "--audit-log-maxbackup=0")
@@ -161,7 +161,7 @@ func TestADeadAuditBackendCostsRequestsNothing(t *testing.T) {
 }
 
 // Whoever wants no request without its record gets that.
-func TestBlockingStrictRefusesWhatCannotBeRecorded(t *testing.T) {
+func TestBlockingStrictRejectsUnrecordedRequests(t *testing.T) {
 	dir := harness.TempDir(t)
 	policy := filepath.Join(dir, "policy.yaml")
 	if err := os.WriteFile(policy, []byte("apiVersion: audit.k8s.io/v1\nkind: Policy\nrules:\n"+

@@ -49,12 +49,12 @@ func workloadsComeTo(t *testing.T, s *harness.Server) {
 	t.Helper()
 	s.Controllers()
 	s.Apply(workloads)
-	is := func(what, path, want string) {
+	is := func(object, path, want string) {
 		t.Helper()
 		harness.Eventually(t, 2*time.Minute, func() error {
-			out, err := s.TryKubectl("", "get", "-n", "work", what, "-o", "jsonpath="+path)
+			out, err := s.TryKubectl("", "get", "-n", "work", object, "-o", "jsonpath="+path)
 			if err != nil || out != want {
-				return fmt.Errorf("%s %s is %q, not %q (%v)", what, path, out, want, err)
+				return fmt.Errorf("%s %s is %q, not %q (%v)", object, path, out, want, err)
 			}
 			return nil
 		})

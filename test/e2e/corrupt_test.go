@@ -86,7 +86,7 @@ func TestAnObjectThatCannotBeReadIsNotHidden(t *testing.T) {
 
 // What cannot be read grants nothing, and is no reason not to decide: neither an object of policy, nor the one that
 // sorts before all others of its resource.
-func TestDecisionsGoOnBesideWhatCannotBeRead(t *testing.T) {
+func TestDecisionsGoOnBesideUnreadableObjects(t *testing.T) {
 	etcd := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+etcd)
 	for _, key := range []string{"namespaces/0", "clusterroles/0", "clusterrolebindings/0", "roles/default/0",

@@ -365,15 +365,15 @@ func TestConversionWebhook(t *testing.T) {
 	patch("host9:1")
 	patch("host9:2")
 	patch("host3:2")
-	var told []string
+	var received []string
 	for range 3 {
 		e := next(t, w)
-		told = append(told, string(e.Type)+" "+fmt.Sprint(e.Object.(*unstructured.Unstructured).Object["spec"]))
+		received = append(received, string(e.Type)+" "+fmt.Sprint(e.Object.(*unstructured.Unstructured).Object["spec"]))
 	}
 	if want := []string{"ADDED map[host:host9 port:1 replicas:1]",
-		"MODIFIED map[host:host9 port:2 replicas:1]"}; !slices.Equal(told[:2], want) ||
-		!strings.HasPrefix(told[2], "DELETED") {
-		t.Errorf("told %v", told)
+		"MODIFIED map[host:host9 port:2 replicas:1]"}; !slices.Equal(received[:2], want) ||
+		!strings.HasPrefix(received[2], "DELETED") {
+		t.Errorf("told %v", received)
 	}
 	// What is stored in v1 is read without the webhook, whatever that does.
 	hook.fail.Store(true)

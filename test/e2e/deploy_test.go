@@ -192,7 +192,7 @@ func TestEveryFlagOfKubeAPIServersIsKnown(t *testing.T) {
 
 // With cert-manager's component every file of the PKI that a pod names is one that it mounts, of a Secret that a
 // Certificate makes.
-func TestCertManagersSecretsAreWhatPodsName(t *testing.T) {
+func TestCertManagersSecretsMatchThePods(t *testing.T) {
 	dir, err := os.MkdirTemp(filepath.Join(harness.Root(), ".build"), "certmanager")
 	if err != nil {
 		t.Fatal(err)

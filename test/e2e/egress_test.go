@@ -81,9 +81,9 @@ func answerBeyond(w http.ResponseWriter, req *http.Request) {
 		review["status"] = map[string]any{"allowed": true}
 		answer(review)
 	case "hook":
-		asked, _ := review["request"].(map[string]any)
+		request, _ := review["request"].(map[string]any)
 		review["response"] = map[string]any{
-			"uid":     asked["uid"],
+			"uid":     request["uid"],
 			"allowed": false,
 			"status":  map[string]any{"message": "hook says no"},
 		}
@@ -91,13 +91,13 @@ func answerBeyond(w http.ResponseWriter, req *http.Request) {
 	case "aggregated":
 		answer(map[string]any{"kind": "Things", "path": req.URL.Path})
 	case "converter":
-		asked, _ := review["request"].(map[string]any)
-		objects, _ := asked["objects"].([]any)
+		request, _ := review["request"].(map[string]any)
+		objects, _ := request["objects"].([]any)
 		for _, o := range objects {
-			o.(map[string]any)["apiVersion"] = asked["desiredAPIVersion"]
+			o.(map[string]any)["apiVersion"] = request["desiredAPIVersion"]
 		}
 		review["response"] = map[string]any{
-			"uid":              asked["uid"],
+			"uid":              request["uid"],
 			"convertedObjects": objects,
 			"result":           map[string]any{"status": "Success"},
 		}
@@ -110,14 +110,14 @@ func answerBeyond(w http.ResponseWriter, req *http.Request) {
 
 // proxy is an HTTP proxy at a socket that takes CONNECT to whatever name, as konnectivity's does.
 type proxy struct {
-	socket string
-	mu     sync.Mutex
-	asked  map[string]bool
+	socket    string
+	mu        sync.Mutex
+	requested map[string]bool
 }
 
 // newProxy leads to a server whatever it is asked for.
 func newProxy(t *testing.T, dir, name, to string) *proxy {
-	p := &proxy{socket: filepath.Join(dir, name), asked: map[string]bool{}}
+	p := &proxy{socket: filepath.Join(dir, name), requested: map[string]bool{}}
 	l, err := net.Listen("unix", p.socket)
 	if err != nil {
 		t.Fatal(err)
@@ -143,7 +143,7 @@ func (p *proxy) serve(c net.Conn, to string) {
 		return
 	}
 	p.mu.Lock()
-	p.asked[req.Host] = true
+	p.requested[req.Host] = true
 	p.mu.Unlock()
 	out, err := net.Dial("tcp", to)
 	if err != nil {
@@ -160,7 +160,7 @@ func (p *proxy) serve(c net.Conn, to string) {
 func (p *proxy) names() []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return slices.Sorted(maps.Keys(p.asked))
+	return slices.Sorted(maps.Keys(p.requested))
 }
 
 // egress writes an EgressSelectorConfiguration that sends networks through proxies of this host.

@@ -171,7 +171,7 @@ func TestEncryptionAtRestIsKubeAPIServersBothWays(t *testing.T) {
 }
 
 // Without its key an object is unreadable, by name; others are read, and kube-apiserver says the same.
-func TestAKeyThatIsGoneHidesItsObjectsAlone(t *testing.T) {
+func TestAMissingKeyHidesOnlyItsObjects(t *testing.T) {
 	dir := harness.TempDir(t)
 	etcd := harness.Etcd(t, dir)
 	flag, config := encryption(t)
@@ -234,9 +234,9 @@ func TestAKMSThatIsAwayIsNamed(t *testing.T) {
 		kms.Break(how)
 		ready(http.StatusInternalServerError)
 		contains(t, "a secret from before", s.Kubectl("get", "secret", "before", "-o", "name"), "secret/before")
-		at := s.Kubectl("create", "configmap", how, "-o", "jsonpath={.metadata.resourceVersion}")
+		revision := s.Kubectl("create", "configmap", how, "-o", "jsonpath={.metadata.resourceVersion}")
 		s.Kubectl("label", "configmap", how, "seen=yes")
-		code, body := s.Get("/api/v1/configmaps?watch=1&timeoutSeconds=2&resourceVersion=" + at)
+		code, body := s.Get("/api/v1/configmaps?watch=1&timeoutSeconds=2&resourceVersion=" + revision)
 		if code != http.StatusOK || !strings.Contains(body, `"seen":"yes"`) {
 			t.Errorf("a watch of something else: %d %.300s", code, body)
 		}

@@ -80,13 +80,13 @@ func signature(goroutine string) string {
 		name, _, _ = strings.Cut(name, " in goroutine ")
 		functions = append(functions, name)
 	}
-	var kept []string
+	var relevant []string
 	for i, f := range functions {
 		if i >= len(functions)-2 || strings.Contains(f, "ServeHTTP") || strings.Contains(f, "watershed.dev/") {
-			kept = append(kept, f)
+			relevant = append(relevant, f)
 		}
 	}
-	return strings.Join(kept, " < ")
+	return strings.Join(relevant, " < ")
 }
 
 // pools are parts of the signatures of goroutines that serve no request while they are in none of the services' code:

@@ -29,8 +29,8 @@ import (
 const loginAs = "E2E_LOGIN_AS"
 
 func TestMain(m *testing.M) {
-	if who := os.Getenv(loginAs); who != "" {
-		if err := login(strings.Split(who, ",")); err != nil {
+	if credentials := os.Getenv(loginAs); credentials != "" {
+		if err := login(strings.Split(credentials, ",")); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
@@ -40,21 +40,21 @@ func TestMain(m *testing.M) {
 }
 
 // login prints a credential (client.authentication.k8s.io/v1).
-func login(who []string) error {
-	ca, err := os.ReadFile(who[1])
+func login(credentials []string) error {
+	ca, err := os.ReadFile(credentials[1])
 	if err != nil {
 		return err
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(ca)
 	client := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}}}
-	req, err := http.NewRequest(http.MethodPost, who[0]+"/token", strings.NewReader(url.Values{
-		"grant_type": {"password"}, "username": {who[2]}, "password": {"password"}, "scope": {"openid email groups"},
+	req, err := http.NewRequest(http.MethodPost, credentials[0]+"/token", strings.NewReader(url.Values{
+		"grant_type": {"password"}, "username": {credentials[2]}, "password": {"password"}, "scope": {"openid email groups"},
 	}.Encode()))
 	if err != nil {
 		return err
 	}
-	req.SetBasicAuth(who[3], "secret")
+	req.SetBasicAuth(credentials[3], "secret")
 	req.Header.Set("Content-Type", "application/x-www-form-urlencoded")
 	resp, err := client.Do(req)
 	if err != nil {
@@ -249,7 +249,7 @@ networking: {serviceSubnet: 10.96.0.0/16, podSubnet: 10.244.0.0/16}
 	kubeadm("init", "phase", "certs", "all", "--config", config)
 	kubeadm("init", "phase", "kubeconfig", "all", "--config", config, "--kubeconfig-dir", dir)
 	admin := filepath.Join(dir, "super-admin.conf")
-	for file, who := range map[string]string{
+	for file, username := range map[string]string{
 		"super-admin.conf":        "kubernetes-super-admin",
 		"admin.conf":              "kubernetes-admin",
 		"scheduler.conf":          "system:kube-scheduler",
@@ -265,7 +265,7 @@ networking: {serviceSubnet: 10.96.0.0/16, podSubnet: 10.244.0.0/16}
 		if err := clientcmd.WriteToFile(*conf, filepath.Join(dir, file)); err != nil {
 			t.Fatal(err)
 		}
-		if out := kubectl(filepath.Join(dir, file), "auth", "whoami", "-o", "jsonpath={.status.userInfo.username}"); out != who {
+		if out := kubectl(filepath.Join(dir, file), "auth", "whoami", "-o", "jsonpath={.status.userInfo.username}"); out != username {
 			t.Errorf("%s is of %s", file, out)
 		}
 	}
@@ -273,13 +273,13 @@ networking: {serviceSubnet: 10.96.0.0/16, podSubnet: 10.244.0.0/16}
 		{"bootstrap-token"}, {"addon", "all"}} {
 		kubeadm(append(append([]string{"init", "phase"}, phase...), "--config", config, "--kubeconfig", admin)...)
 	}
-	for _, what := range []string{"configmap/kubeadm-config", "configmap/kubelet-config", "secret/kubeadm-certs",
+	for _, object := range []string{"configmap/kubeadm-config", "configmap/kubelet-config", "secret/kubeadm-certs",
 		"secret/bootstrap-token-abcdef", "deployment/coredns", "daemonset/kube-proxy"} {
-		if out := kubectl(admin, "-n", "kube-system", "get", what, "-o", "name"); !strings.Contains(
+		if out := kubectl(admin, "-n", "kube-system", "get", object, "-o", "name"); !strings.Contains(
 			out,
-			strings.Split(what, "/")[1],
+			strings.Split(object, "/")[1],
 		) {
-			t.Errorf("%s: %s", what, out)
+			t.Errorf("%s: %s", object, out)
 		}
 	}
 	if out := kubectl(admin, "get", "--raw", "/api/v1/namespaces/kube-public/configmaps/cluster-info", "--as=system:anonymous",

@@ -19,7 +19,7 @@ import (
 // An etcd that is restored from a backup counts revisions anew, and writes may carry it past the log's end before
 // anybody looks. Nothing of the two histories mixes: open watches end, lists say what etcd has, and who names a
 // revision that etcd has not come to is told so (F3).
-func TestARestoredEtcdIsAnotherHistory(t *testing.T) {
+func TestARestoredEtcdIsAnotherEpoch(t *testing.T) {
 	dir := harness.TempDir(t)
 	etcd := harness.NewMember(t, dir)
 	s := harness.Up(t, "", "--etcd-servers="+etcd.URL)

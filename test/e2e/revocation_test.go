@@ -89,9 +89,9 @@ func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 		for i, c := range clients {
 			wg.Go(func() {
 				for time.Since(revoked) < 20*time.Second {
-					asked := time.Since(revoked)
+					sent := time.Since(revoked)
 					if !reads(t, c) {
-						until[i] = asked
+						until[i] = sent
 						return
 					}
 				}
@@ -114,7 +114,7 @@ func TestARevokedPermissionIsGoneEverywhere(t *testing.T) {
 
 // What authn, authz and admission decide by comes from registry. A replica of the watch tier can neither make it up nor
 // hold it back: with every replica stopped, permissions come and go as ever (S9).
-func TestWhoDecidesBelievesNoReplica(t *testing.T) {
+func TestAuthzDoesNotDependOnReplicas(t *testing.T) {
 	s := harness.Split(t, "")
 	bob := impersonator(t, s, "bob")
 	may := func() bool { // a GET, which no replica has a part in

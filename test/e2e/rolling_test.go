@@ -242,7 +242,7 @@ func TestAnotherPublisherTakesOver(t *testing.T) {
 	defer w.Stop()
 	for n := range 2 { // one of the two publishes
 		name := fmt.Sprintf("registry-%d", n)
-		at := time.Now()
+		killed := time.Now()
 		replace(t, s, name, syscall.SIGKILL)
 		harness.Eventually(t, 20*time.Second, func() error {
 			_, err := maps.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: "after-" + name}},
@@ -259,6 +259,6 @@ func TestAnotherPublisherTakesOver(t *testing.T) {
 				t.Fatal("the event does not come")
 			}
 		}
-		t.Logf("%s killed: an event after it came %.1f s after the kill", name, time.Since(at).Seconds())
+		t.Logf("%s killed: an event after it came %.1f s after the kill", name, time.Since(killed).Seconds())
 	}
 }

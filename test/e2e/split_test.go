@@ -174,7 +174,7 @@ func TestTheInnerNetworkIsClosedToClients(t *testing.T) {
 }
 
 // What a process will not be told stops the start, in the process's own words, as it does of `up`.
-func TestSplitStopsAtWhatAProcessRefuses(t *testing.T) {
+func TestSplitStopsAtARejectedFlag(t *testing.T) {
 	dir := harness.TempDir(t)
 	p := harness.Start(t, dir, "split", harness.Watershed(), "split", "--data-dir", dir, "--bind-address=127.0.0.1",
 		fmt.Sprintf("--secure-port=%d", harness.FreePort(t)), "--audit-policy-file=/none", "--audit-log-path=-")

@@ -27,11 +27,11 @@ import (
 // machine. The whole kubelet, with containerd, is the conformance suite's.
 type kubelet struct {
 	*httptest.Server
-	asked chan *http.Request
+	requests chan *http.Request
 }
 
 func newKubelet(t *testing.T, s *harness.Server) *kubelet {
-	k := &kubelet{asked: make(chan *http.Request, 100)}
+	k := &kubelet{requests: make(chan *http.Request, 100)}
 	const idle, creation = time.Hour, 30 * time.Second
 	mux := http.NewServeMux()
 	mux.HandleFunc("/exec/{namespace}/{pod}/{container}", func(w http.ResponseWriter, req *http.Request) {

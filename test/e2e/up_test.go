@@ -23,11 +23,11 @@ import (
 	"watershed.dev/test/harness"
 )
 
-func contains(t *testing.T, what, out string, wants ...string) {
+func contains(t *testing.T, title, out string, wants ...string) {
 	t.Helper()
 	for _, w := range wants {
 		if !strings.Contains(out, w) {
-			t.Errorf("%s: no %q in:\n%s", what, w, out)
+			t.Errorf("%s: no %q in:\n%s", title, w, out)
 		}
 	}
 }
@@ -354,7 +354,7 @@ func TestUpTakesAClustersPKI(t *testing.T) {
 
 // Where everybody may do everything, nobody is let in without a name, also where that was asked for: kube-apiserver
 // does the same.
-func TestAlwaysAllowTurnsStrangersAway(t *testing.T) {
+func TestAlwaysAllowRejectsAnonymousClients(t *testing.T) {
 	flags := []string{"--authorization-mode=AlwaysAllow", "--anonymous-auth=true"}
 	for name, s := range map[string]*harness.Server{
 		"watershed":      harness.Up(t, "", flags...),

@@ -216,7 +216,7 @@ func TestAReaderSurvivesNATS(t *testing.T) {
 }
 
 // A message that does not follow the one that was read before it is told after a reset, up to where there may be a gap.
-func TestAGapIsToldAsAReset(t *testing.T) {
+func TestAGapIsAReset(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"), added(12, "pods"), added(13, "pods"))
 	stream, err := c.js.Stream(t.Context(), eventlog.StreamName)
@@ -253,7 +253,7 @@ func TestAnEmptiedLogBeginsWithAReset(t *testing.T) {
 func TestTwoWritersDoNotForkTheLog(t *testing.T) {
 	c := start(t)
 	c.write(reset(10))
-	one, err := c.writer()
+	first, err := c.writer()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -262,11 +262,11 @@ func TestTwoWritersDoNotForkTheLog(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, e := range []*logv1.Event{added(11, "pods"), added(12, "pods")} {
-		if err := one.Append(e); err != nil {
+		if err := first.Append(e); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := one.Flush(t.Context()); err != nil {
+	if err := first.Flush(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	for _, e := range []*logv1.Event{added(11, "secrets"), added(12, "secrets"), added(13, "secrets")} {
@@ -289,7 +289,7 @@ func TestTwoWritersDoNotForkTheLog(t *testing.T) {
 }
 
 // What can be no message is said before NATS is asked, and the writer goes on.
-func TestWhatIsTooLargeIsNoMessage(t *testing.T) {
+func TestATooLargeEventIsNoMessage(t *testing.T) {
 	c := start(t)
 	w, err := c.writer()
 	if err != nil {
@@ -314,7 +314,7 @@ func TestWhatIsTooLargeIsNoMessage(t *testing.T) {
 	c.read().is(t, "!10 12 ")
 }
 
-func TestALogMadeAnewIsAReset(t *testing.T) {
+func TestARecreatedLogIsAReset(t *testing.T) {
 	c := start(t)
 	c.write(reset(10), added(11, "pods"), added(12, "pods"))
 	r := c.read()
@@ -345,7 +345,7 @@ func TestACorruptMessageIsAReset(t *testing.T) {
 	r.is(t, "!10 11 !12 13 ")
 }
 
-func TestReplayIsWhatCameAfter(t *testing.T) {
+func TestReplayReturnsLaterEvents(t *testing.T) {
 	c := start(t)
 	c.write(reset(10))
 	for r := int64(11); r < 60; r++ {

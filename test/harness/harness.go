@@ -314,9 +314,9 @@ func (s *Server) Identity(user string, groups ...string) string {
 }
 
 // ServingCertificate is one that the cluster's CA has signed for a server at some names and addresses.
-func (s *Server) ServingCertificate(name string, at ...string) (cert, key string) {
+func (s *Server) ServingCertificate(name string, names ...string) (cert, key string) {
 	s.t.Helper()
-	return s.leaf(pki.Leaf{Name: name, CommonName: name, SANs: at, Usage: pki.Server})
+	return s.leaf(pki.Leaf{Name: name, CommonName: name, SANs: names, Usage: pki.Server})
 }
 
 func (s *Server) leaf(l pki.Leaf) (cert, key string) {

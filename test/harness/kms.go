@@ -49,34 +49,34 @@ func (k *KMS) Rotate(t testing.TB, id string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	sealer, err := cipher.NewGCM(block)
+	aead, err := cipher.NewGCM(block)
 	if err != nil {
 		t.Fatal(err)
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.keys[id], k.now = sealer, id
+	k.keys[id], k.now = aead, id
 }
 
 // Break has it fail for a reason, "hang" or "garbage"; empty: it works again.
-func (k *KMS) Break(why string) {
+func (k *KMS) Break(reason string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.broken = why
+	k.broken = reason
 }
 
-func (k *KMS) state(ctx context.Context) (id string, sealer cipher.AEAD, err error) {
+func (k *KMS) state(ctx context.Context) (id string, aead cipher.AEAD, err error) {
 	k.mu.Lock()
 	broken, id := k.broken, k.now
-	sealer = k.keys[id]
+	aead = k.keys[id]
 	k.mu.Unlock()
 	switch broken {
 	case "":
-		return id, sealer, nil
+		return id, aead, nil
 	case "hang":
 		<-ctx.Done()
 	}
-	return id, sealer, errors.New("the plugin is broken: " + broken)
+	return id, aead, errors.New("the plugin is broken: " + broken)
 }
 
 // Status implements service.Service.
@@ -87,13 +87,13 @@ func (k *KMS) Status(ctx context.Context) (*service.StatusResponse, error) {
 
 // Encrypt implements service.Service.
 func (k *KMS) Encrypt(ctx context.Context, _ string, data []byte) (*service.EncryptResponse, error) {
-	id, sealer, err := k.state(ctx)
+	id, aead, err := k.state(ctx)
 	if err != nil {
 		return nil, err
 	}
-	nonce := make([]byte, sealer.NonceSize())
+	nonce := make([]byte, aead.NonceSize())
 	_, _ = rand.Read(nonce)
-	return &service.EncryptResponse{Ciphertext: sealer.Seal(nonce, nonce, data, nil), KeyID: id}, nil
+	return &service.EncryptResponse{Ciphertext: aead.Seal(nonce, nonce, data, nil), KeyID: id}, nil
 }
 
 // Decrypt implements service.Service.
@@ -102,11 +102,11 @@ func (k *KMS) Decrypt(ctx context.Context, _ string, r *service.DecryptRequest) 
 		return nil, err
 	}
 	k.mu.Lock()
-	sealer := k.keys[r.KeyID]
+	aead := k.keys[r.KeyID]
 	k.mu.Unlock()
-	if sealer == nil || len(r.Ciphertext) < sealer.NonceSize() {
+	if aead == nil || len(r.Ciphertext) < aead.NonceSize() {
 		return nil, fmt.Errorf("there is no key %q", r.KeyID)
 	}
-	n := sealer.NonceSize()
-	return sealer.Open(nil, r.Ciphertext[:n], r.Ciphertext[n:], nil)
+	n := aead.NonceSize()
+	return aead.Open(nil, r.Ciphertext[:n], r.Ciphertext[n:], nil)
 }

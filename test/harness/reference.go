@@ -138,15 +138,15 @@ const Side = "{side}"
 
 func twins(t testing.TB, dir, etcd, data string, flags []string) (theirs, ours *Server) {
 	t.Helper()
-	of := func(side string) []string {
+	flagsFor := func(side string) []string {
 		own := slices.Clone(flags)
 		for i := range own {
 			own[i] = strings.ReplaceAll(own[i], Side, side)
 		}
 		return own
 	}
-	theirs = KubeAPIServer(t, dir, etcd, of("kube-apiserver")...).Server
-	ours = Up(t, data, clusterFlags(dir, of("watershed"))...)
+	theirs = KubeAPIServer(t, dir, etcd, flagsFor("kube-apiserver")...).Server
+	ours = Up(t, data, clusterFlags(dir, flagsFor("watershed"))...)
 	conf, err := os.ReadFile(theirs.Kubeconfig)
 	if err != nil {
 		t.Fatal(err)

@@ -33,9 +33,9 @@ type process struct {
 	done    chan struct{}
 	stopped bool
 	// down is how long it stays away after its next end.
-	down    time.Duration
-	asked   bool
-	unasked int
+	down           time.Duration
+	endExpected    bool
+	unexpectedEnds int
 	// lost is what is removed before it is started the next time.
 	lost string
 }
@@ -52,8 +52,8 @@ type cluster struct {
 	processes      []*process
 	links          []*link
 	etcd           []string
-	// poison writes something odd.
-	poison func(n int)
+	// corrupt writes something odd.
+	corrupt func(n int)
 }
 
 // startCluster writes the configuration of the split form, puts a proxy into every way between two processes, and
@@ -197,7 +197,7 @@ func (c *cluster) stop() {
 
 func (c *cluster) died() (n int) {
 	for _, p := range c.processes {
-		n += p.unasked
+		n += p.unexpectedEnds
 	}
 	return n
 }
@@ -214,11 +214,11 @@ func (p *process) start() {
 				p.mu.Unlock()
 				return
 			}
-			if !p.asked {
-				p.unasked++
+			if !p.endExpected {
+				p.unexpectedEnds++
 				log.Printf("%s ended by itself: %v", p.name, err)
 			}
-			p.asked = false
+			p.endExpected = false
 			down := max(p.down, 50*time.Millisecond)
 			p.mu.Unlock()
 			time.Sleep(down)
@@ -268,7 +268,7 @@ func (p *process) signal(s syscall.Signal) {
 
 func (p *process) kill(down time.Duration) {
 	p.mu.Lock()
-	p.asked, p.down = true, down
+	p.endExpected, p.down = true, down
 	p.mu.Unlock()
 	p.signal(syscall.SIGKILL)
 }
@@ -311,7 +311,7 @@ func (c *cluster) faults(o options) []fault {
 		case n == 20: // longer than it takes replicas to say that they are behind
 			f.kind, f.lasts = "stall", time.Duration(2000+r.IntN(10000))*time.Millisecond
 		case n == 21:
-			f.kind, f.target = "poison", r.IntN(1<<20)
+			f.kind, f.target = "corrupt", r.IntN(1<<20)
 		case n < 8:
 			f.kind, f.target = "kill", r.IntN(len(c.processes))
 		case n < 13:
@@ -365,7 +365,7 @@ func (c *cluster) do(f fault) {
 	case "term": // an orderly end, as of a rolling restart
 		p := c.processes[f.target]
 		p.mu.Lock()
-		p.asked, p.down = true, f.lasts
+		p.endExpected, p.down = true, f.lasts
 		p.mu.Unlock()
 		p.signal(syscall.SIGTERM)
 	case "pause":
@@ -400,8 +400,8 @@ func (c *cluster) do(f fault) {
 				p.kill(f.lasts)
 			}
 		}
-	case "poison":
-		c.poison(f.target)
+	case "corrupt":
+		c.corrupt(f.target)
 	case "cut":
 		c.links[f.target].set(refuse)
 		time.Sleep(f.lasts)

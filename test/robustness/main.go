@@ -122,7 +122,7 @@ func run(ctx context.Context, o options) (*result, error) {
 	if err != nil {
 		return nil, err
 	}
-	c.poison = w.poison
+	c.corrupt = w.corrupt
 	w.start(ctx)
 	faults := c.inject(ctx, o, w.progress)
 	complaints := w.finish(ctx)
@@ -132,7 +132,7 @@ func run(ctx context.Context, o options) (*result, error) {
 	}
 	r.counts["processes that died by themselves"] = c.died()
 	for _, p := range c.processes {
-		if n := p.unasked; n > 0 {
+		if n := p.unexpectedEnds; n > 0 {
 			complaints = append(complaints, fmt.Sprintf("%s ended %d times by itself", p.name, n))
 		}
 	}

@@ -8,7 +8,7 @@ import (
 )
 
 // The short form: a few faults, chosen anew each time. `make robustness` is the long one.
-func TestClientsAreToldTheTruthWhateverFails(t *testing.T) {
+func TestClientsSeeTheTruthUnderFaults(t *testing.T) {
 	seed := rand.Uint64N(1 << 32)
 	t.Logf("seed %d", seed)
 	r, err := run(t.Context(), options{

@@ -31,8 +31,8 @@ type truth struct {
 
 const etcdPrefix = "/registry/configmaps/" + namespace + "/"
 
-// follow reads etcd's events from now on.
-func follow(ctx context.Context, c *cluster, h *history.History) (*truth, error) {
+// tailEtcd reads etcd's events from now on.
+func tailEtcd(ctx context.Context, c *cluster, h *history.History) (*truth, error) {
 	id := filepath.Join(c.dir, "pki", "inner-registry")
 	cert, err := tls.LoadX509KeyPair(id+".crt", id+".key")
 	if err != nil {
@@ -64,14 +64,14 @@ func (t *truth) read(ctx context.Context) {
 		for resp := range t.client.Watch(ctx, etcdPrefix, clientv3.WithPrefix(),
 			clientv3.WithPrevKV(), clientv3.WithRev(from)) {
 			for _, e := range resp.Events {
-				t.take(e)
+				t.record(e)
 				from = e.Kv.ModRevision + 1
 			}
 		}
 	}
 }
 
-func (t *truth) take(e *clientv3.Event) {
+func (t *truth) record(e *clientv3.Event) {
 	c := history.Change{Revision: e.Kv.ModRevision, Key: strings.TrimPrefix(string(e.Kv.Key), etcdPrefix)}
 	kv := e.Kv
 	switch {

@@ -60,7 +60,7 @@ func newWorkload(ctx context.Context, c *cluster, o options) (*workload, error) 
 		return nil, err
 	}
 	w := &workload{history: history.New(), url: c.url(), config: config, options: o}
-	if w.truth, err = follow(ctx, c, w.history); err != nil {
+	if w.truth, err = tailEtcd(ctx, c, w.history); err != nil {
 		return nil, err
 	}
 	body := `{"apiVersion":"v1","kind":"Namespace","metadata":{"name":"` + namespace + `"}}`
@@ -208,12 +208,12 @@ func (w *workload) write(ctx context.Context, r *rand.Rand) {
 	client := w.client()
 	known := map[string]int64{}
 	for ctx.Err() == nil {
-		w.one(client, r, known)
+		w.writeOne(client, r, known)
 		time.Sleep(time.Duration(r.IntN(40)) * time.Millisecond)
 	}
 }
 
-func (w *workload) one(client *http.Client, r *rand.Rand, known map[string]int64) {
+func (w *workload) writeOne(client *http.Client, r *rand.Rand, known map[string]int64) {
 	key := fmt.Sprintf("o%d", r.IntN(objects))
 	value, shard := fmt.Sprintf("v%d", w.serial.Add(1)), shards[r.IntN(len(shards))]
 	h := history.Write{Key: key, Value: value}
@@ -264,9 +264,9 @@ func (w *workload) one(client *http.Client, r *rand.Rand, known map[string]int64
 	}
 	w.history.Wrote(h)
 	if h.Outcome != history.Acknowledged { // look again
-		at := w.history.Now()
+		begin := w.history.Now()
 		code, answer, err := w.do(context.Background(), client, "GET", path+"/"+key, "", "")
-		read := history.Read{Key: key, Begin: at, End: w.history.Now()}
+		read := history.Read{Key: key, Begin: begin, End: w.history.Now()}
 		switch {
 		case err == nil && code == 200:
 			var o object
@@ -346,16 +346,16 @@ func (w *workload) watch(n int) {
 		shard = shards[n%len(shards)]
 	}
 	var position int64
-	var patience time.Time
+	var deadline time.Time
 	for {
 		final := w.final.Load()
 		if final > 0 && position >= final {
 			return
 		}
-		if final > 0 && patience.IsZero() {
-			patience = time.Now().Add(time.Minute)
+		if final > 0 && deadline.IsZero() {
+			deadline = time.Now().Add(time.Minute)
 		}
-		if final > 0 && time.Now().After(patience) {
+		if final > 0 && time.Now().After(deadline) {
 			w.complain("watch %d of %q came to %d, not to the end at %d", n, shard, position, final)
 			return
 		}

@@ -15,13 +15,13 @@ func deps(t *testing.T, dir string) []string {
 	t.Helper()
 	packages := list(t, dir, "./...")
 	if dir == "platform" { // definitions are for registry and admission alone
-		packages = slices.DeleteFunc(packages, func(p string) bool { return p == definitions })
+		packages = slices.DeleteFunc(packages, func(p string) bool { return p == crdPackage })
 	}
 	return list(t, dir, append([]string{"-deps"}, packages...)...)
 }
 
-// definitions is the package that reads CustomResourceDefinitions, with most of apiextensions-apiserver behind it.
-const definitions = "watershed.dev/platform/crd"
+// crdPackage is the package that reads CustomResourceDefinitions, with most of apiextensions-apiserver behind it.
+const crdPackage = "watershed.dev/platform/crd"
 
 func list(t *testing.T, dir string, args ...string) []string {
 	t.Helper()
@@ -34,10 +34,10 @@ func list(t *testing.T, dir string, args ...string) []string {
 	return strings.Fields(string(out))
 }
 
-func TestDefinitionsAreReadByRegistryAndAdmissionAlone(t *testing.T) {
+func TestCRDsAreReadByRegistryAndAdmissionOnly(t *testing.T) {
 	for _, dir := range []string{"services/gateway", "services/authn", "services/authz", "services/watchfanout"} {
-		if slices.Contains(deps(t, dir), definitions) {
-			t.Errorf("%s imports %s", dir, definitions)
+		if slices.Contains(deps(t, dir), crdPackage) {
+			t.Errorf("%s imports %s", dir, crdPackage)
 		}
 	}
 }

@@ -185,13 +185,13 @@ func (c *checker) write(w Write) {
 }
 
 // shown compares one object with the change that made it.
-func (c *checker) shown(what string, i Item) {
+func (c *checker) shown(source string, i Item) {
 	e, ok := c.at[i.Revision]
 	switch {
 	case !ok || e.Key != i.Key:
-		c.wrong("%s: %s at %d, which was never so", what, i.Key, i.Revision)
+		c.wrong("%s: %s at %d, which was never so", source, i.Key, i.Revision)
 	case e.Value != i.Value || e.Shard != i.Shard:
-		c.wrong("%s: %s at %d with %q, which was %q", what, i.Key, i.Revision, i.Value, e.Value)
+		c.wrong("%s: %s at %d with %q, which was %q", source, i.Key, i.Revision, i.Value, e.Value)
 	}
 }
 
@@ -201,48 +201,48 @@ func (c *checker) read(r Read) {
 		c.get(r, least, most)
 		return
 	}
-	what := fmt.Sprintf("list of %q at %v (revision %d)", r.Shard, r.Begin, r.Revision)
+	source := fmt.Sprintf("list of %q at %v (revision %d)", r.Shard, r.Begin, r.Revision)
 	if !r.Any && r.Revision < least {
-		c.wrong("stale %s: %d was known before it began", what, least)
+		c.wrong("stale %s: %d was known before it began", source, least)
 	}
 	if r.Revision >= most {
-		c.wrong("%s shows what had not begun when it ended: %d", what, most)
+		c.wrong("%s shows what had not begun when it ended: %d", source, most)
 	}
-	c.state(what, r.Shard, r.Revision, r.Items)
+	c.state(source, r.Shard, r.Revision, r.Items)
 }
 
 func (c *checker) get(r Read, least, most int64) {
-	what := fmt.Sprintf("get of %s from %v to %v", r.Key, r.Begin, r.End)
+	source := fmt.Sprintf("get of %s from %v to %v", r.Key, r.Begin, r.End)
 	if len(r.Items) == 1 {
 		i := r.Items[0]
-		c.shown(what, i)
+		c.shown(source, i)
 		if _, _, next := c.current(i.Key, i.Revision); next <= least || i.Revision >= most {
-			c.wrong("stale %s: shown at %d, replaced at %d, when %d was known", what, i.Revision, next, least)
+			c.wrong("stale %s: shown at %d, replaced at %d, when %d was known", source, i.Revision, next, least)
 		}
 		return
 	}
-	for at := least; ; { // was it away at any moment?
-		_, exists, next := c.current(r.Key, at)
+	for revision := least; ; { // was it away at any moment?
+		_, exists, next := c.current(r.Key, revision)
 		if !exists {
 			return
 		}
 		if next >= most {
-			c.wrong("%s found nothing, and it was there all the time (at %d)", what, at)
+			c.wrong("%s found nothing, and it was there all the time (at %d)", source, revision)
 			return
 		}
-		at = next
+		revision = next
 	}
 }
 
 // state compares objects with the whole state at a revision.
-func (c *checker) state(what, shard string, revision int64, items []Item) {
+func (c *checker) state(source, shard string, revision int64, items []Item) {
 	got := map[string]Item{}
 	for _, i := range items {
 		if _, twice := got[i.Key]; twice {
-			c.wrong("%s: %s twice", what, i.Key)
+			c.wrong("%s: %s twice", source, i.Key)
 		}
 		got[i.Key] = i
-		c.shown(what, i)
+		c.shown(source, i)
 	}
 	for key := range c.byKey {
 		e, exists, _ := c.current(key, revision)
@@ -250,50 +250,50 @@ func (c *checker) state(what, shard string, revision int64, items []Item) {
 		i, ok := got[key]
 		switch {
 		case exists && !ok:
-			c.wrong("%s: %s is missing (there since %d)", what, key, e.Revision)
+			c.wrong("%s: %s is missing (there since %d)", source, key, e.Revision)
 		case !exists && ok:
-			c.wrong("%s: %s at %d should not be there", what, key, i.Revision)
+			c.wrong("%s: %s at %d should not be there", source, key, i.Revision)
 		case exists && i.Revision != e.Revision:
-			c.wrong("%s: %s is of %d, not of %d", what, key, i.Revision, e.Revision)
+			c.wrong("%s: %s is of %d, not of %d", source, key, i.Revision, e.Revision)
 		}
 	}
 }
 
 // segment holds a watch to the order of events: none missing, none twice, none that did not happen.
 func (c *checker) segment(s *Segment) {
-	what := fmt.Sprintf("watch of %q from %d at %v", s.Shard, s.Start, s.Begin)
+	source := fmt.Sprintf("watch of %q from %d at %v", s.Shard, s.Start, s.Begin)
 	frames := s.Frames
 	position := s.Start
 	if s.Initial {
 		end := slices.IndexFunc(frames, func(f Frame) bool { return f.InitialEnd })
 		if end < 0 { // broken off before its end: what came must be true all the same
 			for _, f := range frames {
-				c.shown(what, f.Item)
+				c.shown(source, f.Item)
 			}
 			return
 		}
 		var items []Item
 		for _, f := range frames[:end] {
 			if f.Type != "ADDED" {
-				c.wrong("%s: %s among the initial events", what, f.Type)
+				c.wrong("%s: %s among the initial events", source, f.Type)
 			}
 			items = append(items, f.Item)
 		}
 		position = frames[end].Item.Revision
 		if least := c.atLeast(s.Begin); position < least {
-			c.wrong("stale %s: initial events of %d, when %d was known", what, position, least)
+			c.wrong("stale %s: initial events of %d, when %d was known", source, position, least)
 		}
-		c.state(what+": initial events", s.Shard, position, items)
+		c.state(source+": initial events", s.Shard, position, items)
 		frames = frames[end+1:]
 	}
 	want := c.expected(s.Shard, position)
 	for _, f := range frames {
 		if f.Type == "BOOKMARK" {
 			if f.Item.Revision < position {
-				c.wrong("%s: a bookmark of %d after %d", what, f.Item.Revision, position)
+				c.wrong("%s: a bookmark of %d after %d", source, f.Item.Revision, position)
 			}
 			if len(want) > 0 && want[0].Item.Revision <= f.Item.Revision {
-				c.wrong("%s: a bookmark of %d hides %s of %s at %d", what, f.Item.Revision, want[0].Type,
+				c.wrong("%s: a bookmark of %d hides %s of %s at %d", source, f.Item.Revision, want[0].Type,
 					want[0].Item.Key, want[0].Item.Revision)
 				return
 			}
@@ -301,11 +301,11 @@ func (c *checker) segment(s *Segment) {
 			continue
 		}
 		if len(want) == 0 {
-			c.wrong("%s: %s of %s at %d, which never came", what, f.Type, f.Item.Key, f.Item.Revision)
+			c.wrong("%s: %s of %s at %d, which never came", source, f.Type, f.Item.Key, f.Item.Revision)
 			return
 		}
 		if w := want[0]; f.Type != w.Type || f.Item != w.Item {
-			c.wrong("%s: after %d came %s of %+v; expected %s of %+v", what, position, f.Type, f.Item, w.Type, w.Item)
+			c.wrong("%s: after %d came %s of %+v; expected %s of %+v", source, position, f.Type, f.Item, w.Type, w.Item)
 			return
 		}
 		position, want = f.Item.Revision, want[1:]

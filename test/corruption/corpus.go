@@ -1,6 +1,6 @@
-// Package poison puts into etcd what it accepts and nobody should have to expect: every stored kind with every string
+// Package corruption puts into etcd what it accepts and nobody should have to expect: every stored kind with every string
 // of it odd, and values that are no objects at all.
-package poison
+package corruption
 
 import (
 	"bytes"
@@ -24,21 +24,21 @@ import (
 
 // Value is one thing to put into etcd.
 type Value struct {
-	// Kind is what it is meant to be, and Poison what is odd about it.
-	Kind, Poison string
-	Resource     schema.GroupVersionResource
-	Key          string
-	Data         []byte
+	// Kind is what it is meant to be, and Corruption what is odd about it.
+	Kind, Corruption string
+	Resource         schema.GroupVersionResource
+	Key              string
+	Data             []byte
 }
 
 // Namespace is where all of them are that have one. Lists of other namespaces must not notice.
-const Namespace = "poison"
+const Namespace = "corrupt"
 
 // largeBytes is about how much all strings of a large object come to: less than etcd takes.
 const largeBytes = 1 << 20
 
-// poisons are the odd strings, by name; n is how many strings an object has.
-var poisons = map[string]func(n int) string{
+// corruptions are the odd strings, by name; n is how many strings an object has.
+var corruptions = map[string]func(n int) string{
 	"no-utf8": func(int) string { return "\xff\xfe\xc3\x28" },
 	"empty":   func(int) string { return "" },
 	"control": func(int) string { return "\x00\x01\x1f\x7f\u2028\u2029\ufffe\"\\\r\n" },
@@ -75,16 +75,16 @@ func Values() ([]Value, error) {
 		}
 		kind := gvr.GroupResource().String()
 		dir := path.Dir(data.ExpectedEtcdPath)
-		add := func(poison string, value []byte) {
-			out = append(out, Value{Kind: kind, Poison: poison, Resource: gvr, Key: dir + "/" + poison, Data: value})
+		add := func(corruption string, value []byte) {
+			out = append(out, Value{Kind: kind, Corruption: corruption, Resource: gvr, Key: dir + "/" + corruption, Data: value})
 		}
-		for _, name := range slices.Sorted(maps.Keys(poisons)) {
+		for _, name := range slices.Sorted(maps.Keys(corruptions)) {
 			odd := obj.DeepCopyObject()
 			n := 0
 			fill(reflect.ValueOf(odd), func() string { n++; return "x" }, 0)
-			s := poisons[name](max(n, 1))
+			s := corruptions[name](max(n, 1))
 			fill(reflect.ValueOf(odd), func() string { return s }, 0)
-			named(odd, name, strings.HasSuffix(dir, "/"+Namespace))
+			setName(odd, name, strings.HasSuffix(dir, "/"+Namespace))
 			value, err := encode(odd)
 			if err != nil {
 				return nil, fmt.Errorf("%s, %s: %w", kind, name, err)
@@ -98,13 +98,13 @@ func Values() ([]Value, error) {
 	return out, nil
 }
 
-// Definition defines the custom resource whose odd objects Customs are.
-const Definition = `
+// CRD defines the custom resource whose odd objects Customs are.
+const CRD = `
 apiVersion: apiextensions.k8s.io/v1
 kind: CustomResourceDefinition
-metadata: {name: things.poison.example.com}
+metadata: {name: things.corrupt.example.com}
 spec:
-  group: poison.example.com
+  group: corrupt.example.com
   names: {plural: things, singular: thing, kind: Thing}
   scope: Namespaced
   versions:
@@ -119,21 +119,21 @@ spec:
         properties: {spec: {type: object, x-kubernetes-preserve-unknown-fields: true, properties: {text: {type: string}}}}
 `
 
-// Customs are odd objects of a custom resource, which etcd holds in JSON.
-func Customs() []Value {
-	resource := schema.GroupVersionResource{Group: "poison.example.com", Version: "v1", Resource: "things"}
+// CustomResources are odd objects of a custom resource, which etcd holds in JSON.
+func CustomResources() []Value {
+	resource := schema.GroupVersionResource{Group: "corrupt.example.com", Version: "v1", Resource: "things"}
 	object := func(name, text string) []byte {
-		return fmt.Appendf(nil, `{"apiVersion":"poison.example.com/v1","kind":"Thing","metadata":{"name":%q,"namespace":%q,"labels":{"x":"%s"},"annotations":{"x":"%s"}},"spec":{"text":"%s","%s":["%s"]}}`,
+		return fmt.Appendf(nil, `{"apiVersion":"corrupt.example.com/v1","kind":"Thing","metadata":{"name":%q,"namespace":%q,"labels":{"x":"%s"},"annotations":{"x":"%s"}},"spec":{"text":"%s","%s":["%s"]}}`,
 			name, Namespace, text, text, text, text, text)
 	}
 	var out []Value
-	add := func(poison string, value []byte) {
+	add := func(corruption string, value []byte) {
 		out = append(out, Value{
-			Kind:     resource.GroupResource().String(),
-			Poison:   poison,
-			Resource: resource,
-			Key:      "/registry/poison.example.com/things/" + Namespace + "/" + poison,
-			Data:     value,
+			Kind:       resource.GroupResource().String(),
+			Corruption: corruption,
+			Resource:   resource,
+			Key:        "/registry/corrupt.example.com/things/" + Namespace + "/" + corruption,
+			Data:       value,
 		})
 	}
 	add("no-utf8", object("no-utf8", "\xff\xfe"))
@@ -222,8 +222,8 @@ func encode(obj runtime.Object) ([]byte, error) {
 	return b.Bytes(), err
 }
 
-// named gives an object the name and namespace that its key has, without which nobody could ask for it.
-func named(obj runtime.Object, name string, namespaced bool) {
+// setName gives an object the name and namespace that its key has, without which nobody could ask for it.
+func setName(obj runtime.Object, name string, namespaced bool) {
 	m, ok := obj.(metav1.ObjectMetaAccessor)
 	if !ok {
 		return
@@ -267,9 +267,9 @@ func fill(v reflect.Value, with func() string, depth int) {
 		if v.Type().Elem().Kind() == reflect.Uint8 || !v.CanSet() {
 			return
 		}
-		one := reflect.MakeSlice(v.Type(), 1, 1)
-		fill(one.Index(0), with, depth+1)
-		v.Set(one)
+		slice := reflect.MakeSlice(v.Type(), 1, 1)
+		fill(slice.Index(0), with, depth+1)
+		v.Set(slice)
 	case reflect.Map:
 		if !v.CanSet() || v.Type().Key().Kind() != reflect.String {
 			return

@@ -1,4 +1,4 @@
-package poison
+package corruption
 
 import (
 	"context"
@@ -28,15 +28,15 @@ var mediaTypes = []string{
 	"application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1",
 }
 
-// left are kinds whose odd objects change how the cluster itself is served, to both servers alike: what they are about
+// skipped are kinds whose odd objects change how the cluster itself is served, to both servers alike: what they are about
 // is tested by name.
-var left = map[string]string{
+var skipped = map[string]string{
 	"apiservices.apiregistration.k8s.io": "an APIService hands its group version to another server",
 }
 
 // Whatever is in etcd, nobody else notices: other resources and other namespaces are listed and watched as before, and
 // the odd objects themselves are answered with the status that kube-apiserver gives.
-func TestOneBadObjectIsOneObjectsMatter(t *testing.T) {
+func TestACorruptObjectAffectsNoOther(t *testing.T) {
 	t.Run("up", func(t *testing.T) { corpus(t, harness.Up) })
 }
 
@@ -58,36 +58,36 @@ func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Ser
 		t.Fatalf("only %d kinds are in the corpus", n)
 	}
 	s.Kubectl("create", "namespace", Namespace)
-	s.Apply(Definition)
-	for _, of := range []*harness.Server{s, reference.Server} {
+	s.Apply(CRD)
+	for _, server := range []*harness.Server{s, reference.Server} {
 		harness.Eventually(t, 30*time.Second, func() error {
-			if code, body := get(of, "/apis/poison.example.com/v1/things", mediaTypes[0]); code != http.StatusOK {
+			if code, body := get(server, "/apis/corrupt.example.com/v1/things", mediaTypes[0]); code != http.StatusOK {
 				return fmt.Errorf("%d %.200s", code, body)
 			}
 			return nil
 		})
 	}
-	values = append(values, Customs()...)
-	bystander := follow(t, s)
+	values = append(values, CustomResources()...)
+	bystander := newBystanderWatch(t, s)
 	for _, objects := range []bool{true, false} {
 		put := map[string][]Value{}
 		for _, v := range values {
-			if _, ok := poisons[v.Poison]; ok != objects || left[v.Kind] != "" {
+			if _, ok := corruptions[v.Corruption]; ok != objects || skipped[v.Kind] != "" {
 				continue
 			}
 			if v.Resource.Group == "admissionregistration.k8s.io" && !objects {
 				continue // what might refuse and cannot be read refuses everything: security.md
 			}
 			if _, err := etcd.Put(t.Context(), v.Key, string(v.Data)); err != nil {
-				t.Fatalf("%s, %s: %v", v.Kind, v.Poison, err)
+				t.Fatalf("%s, %s: %v", v.Kind, v.Corruption, err)
 			}
 			put[v.Kind] = append(put[v.Kind], v)
 		}
-		bystander.hears(t, fmt.Sprintf("objects-%v", objects))
+		bystander.receives(t, fmt.Sprintf("objects-%v", objects))
 		for kind, all := range put {
 			compare(t, s, reference.Server, kind, all[0], objects)
 		}
-		bystander.hears(t, fmt.Sprintf("lists-%v", objects))
+		bystander.receives(t, fmt.Sprintf("lists-%v", objects))
 	}
 	if len(compared) < 55 { // some are served only where alpha and beta versions are
 		t.Errorf("only %d kinds were compared", len(compared))
@@ -112,7 +112,7 @@ func corpus(t *testing.T, start func(testing.TB, string, ...string) *harness.Ser
 		}
 		return nil
 	})
-	bystander.hears(t, "the-end")
+	bystander.receives(t, "the-end")
 }
 
 // compared are the kinds that both servers were asked for.
@@ -198,20 +198,20 @@ func get(s *harness.Server, path, accept string) (int, string) {
 	return resp.StatusCode, string(body)
 }
 
-// other is somebody who watches something else.
-type other struct {
+// bystanderWatch is somebody who watches something else.
+type bystanderWatch struct {
 	s *harness.Server
 	w watch.Interface
 }
 
-func follow(t *testing.T, s *harness.Server) *other {
-	o := &other{s: s}
+func newBystanderWatch(t *testing.T, s *harness.Server) *bystanderWatch {
+	o := &bystanderWatch{s: s}
 	o.open(t)
 	t.Cleanup(func() { o.w.Stop() })
 	return o
 }
 
-func (o *other) open(t *testing.T) {
+func (o *bystanderWatch) open(t *testing.T) {
 	var err error
 	if o.w, err = o.s.Client().CoreV1().ServiceAccounts("default").Watch(context.Background(),
 		metav1.ListOptions{}); err != nil {
@@ -219,9 +219,9 @@ func (o *other) open(t *testing.T) {
 	}
 }
 
-// hears writes something and waits until the watch tells of it. A watch whose resource holds something unreadable is
+// receives writes something and waits until the watch tells of it. A watch whose resource holds something unreadable is
 // told so and ends, as kube-apiserver's: this one's namespace holds nothing odd, but its resource does.
-func (o *other) hears(t *testing.T, name string) {
+func (o *bystanderWatch) receives(t *testing.T, name string) {
 	t.Helper()
 	if _, err := o.s.Client().CoreV1().ServiceAccounts("default").Create(t.Context(),
 		&corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
@@ -246,7 +246,7 @@ func (o *other) hears(t *testing.T, name string) {
 
 // A CRD whose name has no dot makes a loop of upstream's panic when it goes (naming_controller.go,
 // requeueAllOtherGroupCRDs), which ends kube-apiserver. Here the loop goes on, and others' CRDs are established.
-func TestADefinitionWithoutADotStopsNobody(t *testing.T) {
+func TestACRDWithoutADotStopsNoController(t *testing.T) {
 	url := harness.Etcd(t, harness.TempDir(t))
 	s := harness.Up(t, "", "--etcd-servers="+url)
 	etcd, err := clientv3.New(clientv3.Config{Endpoints: []string{url}})
@@ -256,7 +256,7 @@ func TestADefinitionWithoutADotStopsNobody(t *testing.T) {
 	defer etcd.Close()
 	const key = "/registry/apiextensions.k8s.io/customresourcedefinitions/nodot"
 	odd := `{"apiVersion":"apiextensions.k8s.io/v1","kind":"CustomResourceDefinition","metadata":{"name":"nodot","uid":"1"},` +
-		`"spec":{"group":"poison.example.com","scope":"Namespaced","names":{"plural":"odds","singular":"odd","kind":"Odd","listKind":"OddList"},` +
+		`"spec":{"group":"corrupt.example.com","scope":"Namespaced","names":{"plural":"odds","singular":"odd","kind":"Odd","listKind":"OddList"},` +
 		`"versions":[{"name":"v1","served":true,"storage":true,"schema":{"openAPIV3Schema":{"type":"object"}}}]}}`
 	if _, err := etcd.Put(t.Context(), key, odd); err != nil {
 		t.Fatal(err)
@@ -270,9 +270,9 @@ func TestADefinitionWithoutADotStopsNobody(t *testing.T) {
 	if _, err := etcd.Delete(t.Context(), key); err != nil {
 		t.Fatal(err)
 	}
-	s.Apply(Definition)
+	s.Apply(CRD)
 	harness.Eventually(t, 30*time.Second, func() error {
-		if code, body := get(s, "/apis/poison.example.com/v1/things", mediaTypes[0]); code != http.StatusOK {
+		if code, body := get(s, "/apis/corrupt.example.com/v1/things", mediaTypes[0]); code != http.StatusOK {
 			return fmt.Errorf("%d %.200s", code, body)
 		}
 		return nil

@@ -82,7 +82,7 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer w.Stop()
-	hears := func(name string) {
+	waitForEvent := func(name string) {
 		t.Helper()
 		s.Kubectl("create", "configmap", name, "-n", "kube-system")
 		for until := time.After(20 * time.Second); ; {
@@ -99,13 +99,13 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 			}
 		}
 	}
-	hears("before")
-	poison := &corev1.Secret{
+	waitForEvent("before")
+	corrupt := &corev1.Secret{
 		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"},
-		ObjectMeta: metav1.ObjectMeta{Namespace: "t", Name: "poison"},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "t", Name: "corrupt"},
 		Type:       "\xff",
 	}
-	data, err := runtime.Encode(protobuf.NewSerializer(scheme.Scheme, scheme.Scheme), poison)
+	data, err := runtime.Encode(protobuf.NewSerializer(scheme.Scheme, scheme.Scheme), corrupt)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -113,7 +113,7 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 		data); code != http.StatusCreated {
 		t.Fatalf("%d %s", code, body)
 	}
-	hears("after-poison")
+	waitForEvent("after-corrupt")
 	for _, path := range []string{"/api/v1/secrets", "/api/v1/namespaces/t/secrets?fieldSelector=type%3D%FF",
 		"/api/v1/namespaces/%FF/secrets", "/api/v1/namespaces/t/secrets/%FF", "/%FF"} {
 		if code, body := s.Get(path); code == http.StatusInternalServerError || code == 0 {
@@ -128,12 +128,12 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 			t.Fatalf("%d %.200s", code, body)
 		}
 	}
-	hears("after-large")
+	waitForEvent("after-large")
 	for i := range 20 { // each is some 14 MB as an event
 		send(t, s, token, http.MethodPatch, "/api/v1/namespaces/t/configmaps/big-0", "application/merge-patch+json",
 			fmt.Appendf(nil, `{"metadata":{"labels":{"n":"%d"}}}`, i))
 	}
-	hears("after-patches")
+	waitForEvent("after-patches")
 	w.Stop()
 	for _, name := range []string{"watchfanout-0", "watchfanout-1"} {
 		if err := syscall.Kill(pid(t, s, name), syscall.SIGKILL); err != nil {
@@ -159,7 +159,7 @@ func TestATenantCannotHurtTheOthers(t *testing.T) {
 	if w, err = s.Client().CoreV1().ConfigMaps("kube-system").Watch(t.Context(), metav1.ListOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	hears("at-the-end")
+	waitForEvent("at-the-end")
 }
 
 // resident is a process's memory in MB.
@@ -177,7 +177,7 @@ func resident(t *testing.T, pid int) (mb int) {
 }
 
 // What strangers send is not kept: 600 requests of 900 KB leave no 540 MB behind (S2).
-func TestStrangersCostNothingLasting(t *testing.T) {
+func TestAnonymousRequestsLeaveNoMemory(t *testing.T) {
 	s := harness.Up(t, "")
 	data, err := os.ReadFile(filepath.Join(s.Dir, "lock"))
 	if err != nil {
@@ -204,7 +204,7 @@ func TestStrangersCostNothingLasting(t *testing.T) {
 
 // A policy whose parameters are of a kind that is defined later works once it is (features F3); tokens of an issuer of
 // the operator's are taken (F4); a webhook whose condition authorizes is not asked about its own question (S14).
-func TestWhatComesLaterIsKnown(t *testing.T) {
+func TestAPolicyUsesALaterCRD(t *testing.T) {
 	s := harness.Up(t, "", "--service-account-issuer=https://issuer.example.com")
 	token := tenant(t, s, "t")
 	if code, body := send(t, s, token, http.MethodGet, "/api/v1/namespaces/t/configmaps",

@@ -11,11 +11,11 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// poison writes objects that kube-apiserver accepts and nobody should have to expect: strings that are not UTF-8, as
+// corrupt writes objects that kube-apiserver accepts and nobody should have to expect: strings that are not UTF-8, as
 // protobuf lets them through, and one that is six times as large in JSON. Whoever watches config maps must not notice.
-func (w *workload) poison(n int) {
+func (w *workload) corrupt(n int) {
 	bad := string([]byte{0xff, 0xfe, byte(n)})
-	name := fmt.Sprintf("poison-%d", n)
+	name := fmt.Sprintf("corrupt-%d", n)
 	secret := &corev1.Secret{
 		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Secret"},
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name},
