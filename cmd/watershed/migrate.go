@@ -154,7 +154,8 @@ func (p *staticPod) onHost(c container, value string) string {
 		}
 	}
 	for mountPath := range mounted {
-		if (value == mountPath || strings.HasPrefix(value, strings.TrimSuffix(mountPath, "/")+"/")) && len(mountPath) > len(best) {
+		if (value == mountPath || strings.HasPrefix(value, strings.TrimSuffix(mountPath, "/")+"/")) &&
+			len(mountPath) > len(best) {
 			best = mountPath
 		}
 	}

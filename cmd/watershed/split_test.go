@@ -38,7 +38,13 @@ func plannedOn(t *testing.T, network string, replicas map[string]int, flags ...s
 	if err := fs.Parse(append([]string{"--v=2"}, flags...)); err != nil {
 		t.Fatal(err)
 	}
-	s := &splitRun{layout: l, counts: counts, fromCommandLine: services.fromCommandLine(fs), bind: "127.0.0.1", network: network}
+	s := &splitRun{
+		layout:          l,
+		counts:          counts,
+		fromCommandLine: services.fromCommandLine(fs),
+		bind:            "127.0.0.1",
+		network:         network,
+	}
 	processes, err := s.plan()
 	if err != nil {
 		t.Fatal(err)

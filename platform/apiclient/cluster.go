@@ -250,7 +250,8 @@ func (c *Cluster) behind(revision int64) (out []trackedInformer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, f := range c.tracked {
-		if synced, err := strconv.ParseInt(f.informer.LastSyncResourceVersion(), 10, 64); err != nil || synced < revision {
+		synced, err := strconv.ParseInt(f.informer.LastSyncResourceVersion(), 10, 64)
+		if err != nil || synced < revision {
 			out = append(out, f)
 		}
 	}

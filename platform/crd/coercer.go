@@ -83,7 +83,11 @@ type schemaCoercingDecoder struct {
 }
 
 // Decode implements runtime.Decoder.
-func (d schemaCoercingDecoder) Decode(data []byte, defaults *gvschema.GroupVersionKind, into runtime.Object) (runtime.Object,
+func (d schemaCoercingDecoder) Decode(
+	data []byte,
+	defaults *gvschema.GroupVersionKind,
+	into runtime.Object,
+) (runtime.Object,
 	*gvschema.GroupVersionKind, error) {
 	obj, gvk, err := d.Decoder.Decode(data, defaults, into)
 	var strict []error
@@ -147,7 +151,10 @@ func (d *CRD) FromStorage(converter runtime.ObjectConvertor, in *unstructured.Un
 }
 
 // ConvertToVersion implements runtime.ObjectConvertor.
-func (c schemaCoercingConverter) ConvertToVersion(in runtime.Object, gv runtime.GroupVersioner) (runtime.Object, error) {
+func (c schemaCoercingConverter) ConvertToVersion(
+	in runtime.Object,
+	gv runtime.GroupVersioner,
+) (runtime.Object, error) {
 	out, err := c.ObjectConvertor.ConvertToVersion(in, gv)
 	if err != nil {
 		return nil, err

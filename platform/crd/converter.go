@@ -128,7 +128,10 @@ func (w *contextConverter) Convert(in, out, context any) error {
 }
 
 // ConvertToVersion implements runtime.ObjectConvertor.
-func (w *contextConverter) ConvertToVersion(in runtime.Object, gv runtime.GroupVersioner) (out runtime.Object, err error) {
+func (w *contextConverter) ConvertToVersion(
+	in runtime.Object,
+	gv runtime.GroupVersioner,
+) (out runtime.Object, err error) {
 	err = w.converter.with(w.ctx, func(c *client) error {
 		out, err = w.choose(c).ConvertToVersion(in, gv)
 		return err

@@ -83,17 +83,24 @@ func TestUndecryptableEventsResetTheirResource(t *testing.T) {
 	if err := handle(&logv1.Event{Revision: 9}); err != nil {
 		t.Fatal(err)
 	}
-	if len(got) != 4 || !proto.Equal(got[0], secretEvent("text")) || !proto.Equal(got[1], got[0]) || got[3].Revision != 9 {
+	if len(got) != 4 || !proto.Equal(got[0], secretEvent("text")) || !proto.Equal(got[1], got[0]) ||
+		got[3].Revision != 9 {
 		t.Errorf("%v", got)
 	}
-	if r := got[2]; r.Type != logv1.Type_TYPE_RESET || r.StorageResource != "secrets" || r.Revision != 7 || r.Index != 1 || !r.More {
+	if r := got[2]; r.Type != logv1.Type_TYPE_RESET || r.StorageResource != "secrets" || r.Revision != 7 ||
+		r.Index != 1 ||
+		!r.More {
 		t.Errorf("%v", r)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	e := secretEvent("text")
 	_ = Encrypt(e, "k", secret)
-	handle = WithDecryption(ctx, func(context.Context, string, string) ([]byte, error) { return nil, errors.New("away") }, nil)
+	handle = WithDecryption(
+		ctx,
+		func(context.Context, string, string) ([]byte, error) { return nil, errors.New("away") },
+		nil,
+	)
 	if err := handle(e); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
 	}

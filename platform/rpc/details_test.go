@@ -31,11 +31,13 @@ func TestErrorDetailsCross(t *testing.T) {
 		for _, err := range []error{
 			WithAuditContext(WithWarnings(c.err, []string{"w"}), trail), WithWarnings(WithAuditContext(c.err, trail), []string{"w"}),
 		} {
-			if !errors.Is(WithoutDetails(err), c.err) || AuditContextOf(WithoutDetails(err)) != nil || Warnings(WithoutDetails(err)) != nil {
+			if !errors.Is(WithoutDetails(err), c.err) || AuditContextOf(WithoutDetails(err)) != nil ||
+				Warnings(WithoutDetails(err)) != nil {
 				t.Errorf("%s: %v is not bare", name, WithoutDetails(err))
 			}
 			got := FromStatus(ToStatus(err))
-			if !c.is(got) || !c.is(WithoutDetails(got)) || len(Warnings(got)) != 1 || !proto.Equal(AuditContextOf(got), trail) {
+			if !c.is(got) || !c.is(WithoutDetails(got)) || len(Warnings(got)) != 1 ||
+				!proto.Equal(AuditContextOf(got), trail) {
 				t.Errorf("%s: %v, %v, %v", name, got, Warnings(got), AuditContextOf(got))
 			}
 		}

@@ -92,17 +92,21 @@ func TestResponsiveReplicasAreNotHedged(t *testing.T) {
 	for _, p := range []balancer.Picker{pickerOf("a:1", "a:2"), nil} {
 		synctest.Test(t, func(t *testing.T) {
 			var a attemptLog
-			got, err := Hedged(unaryOf(TrackReplica(t.Context())), time.Second, func(ctx context.Context) (string, error) {
-				a.record("asked")
-				for range 100 {
-					if p != nil {
-						_, done := picked(t, p, ctx)
-						done(balancer.DoneInfo{}) // another's question is answered
+			got, err := Hedged(
+				unaryOf(TrackReplica(t.Context())),
+				time.Second,
+				func(ctx context.Context) (string, error) {
+					a.record("asked")
+					for range 100 {
+						if p != nil {
+							_, done := picked(t, p, ctx)
+							done(balancer.DoneInfo{}) // another's question is answered
+						}
+						time.Sleep(time.Second / 10) // of the bubble's clock
 					}
-					time.Sleep(time.Second / 10) // of the bubble's clock
-				}
-				return "an answer", nil
-			})
+					return "an answer", nil
+				},
+			)
 			if got != "an answer" || err != nil {
 				t.Errorf("%q, %v", got, err)
 			}

@@ -19,7 +19,12 @@ import (
 
 // unaryInterceptor is what every call that is not a stream passes, between processes and within one: its caller is checked, its
 // duration counted, a panic becomes an error and an API error a status.
-func unaryInterceptor(ctx context.Context, req any, info *grpc.UnaryServerInfo, h grpc.UnaryHandler) (resp any, err error) {
+func unaryInterceptor(
+	ctx context.Context,
+	req any,
+	info *grpc.UnaryServerInfo,
+	h grpc.UnaryHandler,
+) (resp any, err error) {
 	defer observe(info.FullMethod, time.Now(), &err)
 	defer recoverPanic(info.FullMethod, &err)
 	if err := authorize(ctx, info.FullMethod); err != nil {

@@ -139,7 +139,8 @@ var processStart = time.Now()
 // unresponsive says whether calls are to go elsewhere: it was asked, and has answered nothing for unresponsiveAfter.
 func (p *outstanding) unresponsive() bool {
 	now, ejectedUntil := monotonic(), p.ejectedUntil.Load()
-	return p.calls.Load() > 0 && now-p.since.Load() > int64(unresponsiveAfter) || ejectedUntil != 0 && now < ejectedUntil
+	return p.calls.Load() > 0 && now-p.since.Load() > int64(unresponsiveAfter) ||
+		ejectedUntil != 0 && now < ejectedUntil
 }
 
 // eject has calls go elsewhere for a while, also once the one that is not answered has ended.

@@ -163,7 +163,10 @@ func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 	}
 	chosen := p.leastRequest(candidates)
 	if onReassign := ReassignmentOf(info.Ctx); onReassign != nil {
-		return balancer.PickResult{SubConn: chosen.conn, Done: p.owner.begin(&longCall{key, chosen.address, onReassign})}, nil
+		return balancer.PickResult{
+			SubConn: chosen.conn,
+			Done:    p.owner.begin(&longCall{key, chosen.address, onReassign}),
+		}, nil
 	}
 	if n != nil {
 		return n.pick(chosen), nil
@@ -176,7 +179,12 @@ func (p *picker) Pick(info balancer.PickInfo) (balancer.PickResult, error) {
 func (p *picker) leastRequest(candidates []replica) replica {
 	next := p.next.Add(1)
 	if slices.ContainsFunc(candidates, func(r replica) bool { return r.unresponsive() }) {
-		if responsive := slices.DeleteFunc(slices.Clone(candidates), func(r replica) bool { return r.unresponsive() }); len(responsive) > 0 {
+		if responsive := slices.DeleteFunc(
+			slices.Clone(candidates),
+			func(r replica) bool { return r.unresponsive() },
+		); len(
+			responsive,
+		) > 0 {
 			candidates = responsive
 		}
 	}

@@ -13,7 +13,12 @@ const eventTracer = "watershed.dev/events"
 // StartEventSpan starts the span of one event of etcd, in the trace of the write that it is of (cause) or, where that is
 // not traced, perhaps in one of its own. It answers what of it travels with the event: empty where it is not traced.
 // End the span when the event is on its way.
-func StartEventSpan(ctx context.Context, parent, resource string, revision int64, since time.Time) (trace.Span, string) {
+func StartEventSpan(
+	ctx context.Context,
+	parent, resource string,
+	revision int64,
+	since time.Time,
+) (trace.Span, string) {
 	options := []trace.SpanStartOption{trace.WithSpanKind(trace.SpanKindProducer), trace.WithTimestamp(since),
 		trace.WithAttributes(attribute.String("resource", resource), attribute.Int64("revision", revision))}
 	if parent == "" {

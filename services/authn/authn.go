@@ -110,7 +110,11 @@ type Service struct {
 
 // New builds the authenticators. What asks other servers lives as long as ctx.
 func New(ctx context.Context, c *Config) (*Service, error) {
-	s := &Service{config: c, audiences: c.Options.APIAudiences, consultedHeaders: consultedHeaders(c.Options.RequestHeader)}
+	s := &Service{
+		config:           c,
+		audiences:        c.Options.APIAudiences,
+		consultedHeaders: consultedHeaders(c.Options.RequestHeader),
+	}
 	accounts := c.Options.ServiceAccounts
 	if accounts != nil && len(s.audiences) == 0 {
 		s.audiences = accounts.Issuers
@@ -264,7 +268,10 @@ func (s *Service) configureLookups(c *Config, ac *kubeauthenticator.Config) erro
 }
 
 // secretLister caches the Secrets of a namespace, or of all, that a field selector selects. transform may shorten them.
-func (s *Service) secretLister(namespace, selector string, transform cache.TransformFunc) (corelisters.SecretLister, error) {
+func (s *Service) secretLister(
+	namespace, selector string,
+	transform cache.TransformFunc,
+) (corelisters.SecretLister, error) {
 	i := coreinformers.NewFilteredSecretInformer(s.cluster.Client, namespace, 0,
 		cache.Indexers{cache.NamespaceIndex: cache.MetaNamespaceIndexFunc},
 		func(o *metav1.ListOptions) { o.FieldSelector = selector })
@@ -384,7 +391,10 @@ func (s *Service) ReviewToken(ctx context.Context,
 
 // authenticate has the authenticators say whose a request is, for an audience; none is the API's own. The error is that nobody
 // can say.
-func (s *Service) authenticate(req *http.Request, audiences []string) (*authnv1.AuthenticateResponse, user.Info, error) {
+func (s *Service) authenticate(
+	req *http.Request,
+	audiences []string,
+) (*authnv1.AuthenticateResponse, user.Info, error) {
 	if len(audiences) == 0 {
 		audiences = s.audiences
 	}

@@ -84,7 +84,10 @@ func TestAlwaysAllowDeniesAnonymousClients(t *testing.T) {
 		o.Modes = []string{"AlwaysAllow"}
 	}), 0)
 	for name, want := range map[string]bool{user.Anonymous: false, "bob": true} {
-		d, err := s.Authorize(t.Context(), &authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf(name))})
+		d, err := s.Authorize(
+			t.Context(),
+			&authzv1.AuthorizeRequest{Attributes: identity.AttributesProto(attributesOf(name))},
+		)
 		if err != nil || (d.Decision == authzv1.Decision_DECISION_ALLOW) != want {
 			t.Errorf("%s: %v, %v", name, d, err)
 		}

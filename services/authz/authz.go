@@ -208,7 +208,8 @@ func (s *Service) Authorize(ctx context.Context, r *authzv1.AuthorizeRequest) (*
 	}
 	if allowed, isService := serviceAllowed(attrs); allowed {
 		out.Decision, out.Reason = authzv1.Decision_DECISION_ALLOW, "a service of the system"
-		out.WildcardName, out.WildcardNamespace = attrs.ResourceRequest, attrs.ResourceRequest // the rights name neither
+		// the rights name neither
+		out.WildcardName, out.WildcardNamespace = attrs.ResourceRequest, attrs.ResourceRequest
 		return policyIndependent(out), nil
 	} else if isService {
 		out.Reason = "not among the rights of this service of the system"

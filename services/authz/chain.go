@@ -161,7 +161,10 @@ var unmatchedName = rand.Text()
 // namespace is so by cluster role bindings alone: either allow the rest too. ABAC's lines know no names, but "" among
 // their namespaces is not all of them. No other authorizer that a decision is kept of looks at either; Node has no
 // opinion but of nodes. Who asks another server is not asked about what nobody has asked.
-func (h *chain) wildcard(ctx context.Context, attrs authorizer.AttributesRecord) (wildcardName, wildcardNamespace bool) {
+func (h *chain) wildcard(
+	ctx context.Context,
+	attrs authorizer.AttributesRecord,
+) (wildcardName, wildcardNamespace bool) {
 	if !attrs.ResourceRequest || attrs.Name == "" && attrs.Namespace == "" {
 		return false, false
 	}

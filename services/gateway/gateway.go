@@ -193,7 +193,10 @@ func New(ctx context.Context, c *Config, d Deps) (*Service, error) {
 	api := g.mux(router)
 	if c.FlowControl.Enabled {
 		gatewayUser := &user.DefaultInfo{Name: identity.GatewayUser, Groups: []string{identity.ServicesGroup}}
-		loopbackConfig := loopback.ClientConfig(server.BuildLoopbackChain(api, flowcontrol.LoopbackAuthorizer, g.auditor), gatewayUser)
+		loopbackConfig := loopback.ClientConfig(
+			server.BuildLoopbackChain(api, flowcontrol.LoopbackAuthorizer, g.auditor),
+			gatewayUser,
+		)
 		g.flowControl, err = flowcontrol.New(loopbackConfig, d.Discovery, c.Server.MaxInFlight+c.Server.MaxMutating)
 		if err != nil {
 			return nil, err
@@ -219,8 +222,10 @@ func (c *Config) validate() error {
 	case writes < 0:
 		return fmt.Errorf("--max-mutating-requests-inflight %d: must not be negative", writes)
 	case c.FlowControl.Enabled && reads+writes == 0:
-		return errors.New("--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
-			"with --enable-priority-and-fairness")
+		return errors.New(
+			"--max-requests-inflight 0 and --max-mutating-requests-inflight 0: their sum must be positive " +
+				"with --enable-priority-and-fairness",
+		)
 	case c.MinRequestTimeout < 0:
 		return fmt.Errorf("--min-request-timeout %d: must not be negative", c.MinRequestTimeout)
 	}
@@ -242,7 +247,11 @@ func (g *Service) router(proxyHandler *proxy.Handler) *routing.Router {
 		}
 	}
 	lists := func() *coalesce.Group[[]byte] {
-		return &coalesce.Group[[]byte]{Limit: maxFallbackLists, Queue: maxFallbackQueue, Timeout: c.Server.RequestTimeout}
+		return &coalesce.Group[[]byte]{
+			Limit:   maxFallbackLists,
+			Queue:   maxFallbackQueue,
+			Timeout: c.Server.RequestTimeout,
+		}
 	}
 	r := &routing.Router{
 		Discovery:         g.discovery,

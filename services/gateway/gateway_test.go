@@ -60,7 +60,10 @@ func (o *fakeServices) Authenticate(_ context.Context,
 	return &authnv1.AuthenticateResponse{Authenticated: true, User: u}, o.errFor("authn")
 }
 
-func (o *fakeServices) ReviewToken(context.Context, *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+func (o *fakeServices) ReviewToken(
+	context.Context,
+	*authnv1.ReviewTokenRequest,
+) (*authnv1.AuthenticateResponse, error) {
 	return &authnv1.AuthenticateResponse{}, o.errFor("authn")
 }
 
@@ -101,7 +104,10 @@ func (o *fakeServices) AdmissionRules(_ *admissionv1.AdmissionRulesRequest,
 	return s.Context().Err()
 }
 
-func (o *fakeServices) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+func (o *fakeServices) Watch(
+	_ *registryv1.DiscoveryRequest,
+	s grpc.ServerStreamingServer[registryv1.DiscoveryResponse],
+) error {
 	if err := s.Send(&registryv1.DiscoveryResponse{
 		Groups: []*registryv1.Group{{Versions: []string{"v1"}}, {Name: "apps", Versions: []string{"v1"}}},
 		Resources: []*registryv1.APIResource{{
@@ -273,10 +279,20 @@ func TestUnavailableServiceIsNamed(t *testing.T) {
 	o.unavailable.Store("watch tier")
 	g := newTestGateway(t, o)
 	g.awaitReady(t)
-	if code, body, _ := g.doRequest("GET", "/readyz/watch-tier", "t"); code != 500 || !strings.Contains(body, "is away") {
+	if code, body, _ := g.doRequest(
+		"GET",
+		"/readyz/watch-tier",
+		"t",
+	); code != 500 ||
+		!strings.Contains(body, "is away") {
 		t.Errorf("%d %s", code, body)
 	}
-	if code, body, _ := g.doRequest("GET", "/readyz?verbose", "t"); code != 200 || !strings.Contains(body, "[+]discovery ok") {
+	if code, body, _ := g.doRequest(
+		"GET",
+		"/readyz?verbose",
+		"t",
+	); code != 200 ||
+		!strings.Contains(body, "[+]discovery ok") {
 		t.Errorf("%d %s", code, body)
 	}
 }

@@ -355,7 +355,14 @@ func (s *Service) Run(ctx context.Context) error {
 		})
 	})
 	s.tasks.Go(ctx, "controllers", func(ctx context.Context) error {
-		return election.Run(ctx, s.resources.Storage.Client.Client, controllers.ElectionKey, s.identity, leader.Run, func() {})
+		return election.Run(
+			ctx,
+			s.resources.Storage.Client.Client,
+			controllers.ElectionKey,
+			s.identity,
+			leader.Run,
+			func() {},
+		)
 	})
 	s.informers.Start(ctx.Done())
 	s.extensions.Start(ctx.Done())

@@ -31,7 +31,10 @@ const (
 // tokenConfig follows k8s.io/kubernetes/pkg/controlplane/apiserver/options, completeServiceAccountOptions. An external
 // signer is asked for as long as ctx is not done (KEP-740).
 func (c *Config) tokenConfig(ctx context.Context) (*tokenConfig, error) {
-	t := &tokenConfig{maxExpiration: c.MaxTokenExpiration, extendedExpiration: serviceaccount.ExpirationExtensionSeconds * time.Second}
+	t := &tokenConfig{
+		maxExpiration:      c.MaxTokenExpiration,
+		extendedExpiration: serviceaccount.ExpirationExtensionSeconds * time.Second,
+	}
 	if d := c.MaxTokenExpiration; d != 0 && (d < time.Hour || d > time.Duration(1<<32)*time.Second) {
 		return nil, fmt.Errorf(
 			"--service-account-max-token-expiration %s: want between 1 hour and 2^32 seconds",

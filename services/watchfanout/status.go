@@ -110,7 +110,13 @@ func (s *Service) Collectors() []prometheus.Collector {
 			return float64(s.cache.Resets())
 		}),
 	}
-	return slices.Concat(collectors, s.logReader.Metrics(), s.listServer.Metrics(), s.converter.Metrics(), s.watchServer.Metrics())
+	return slices.Concat(
+		collectors,
+		s.logReader.Metrics(),
+		s.listServer.Metrics(),
+		s.converter.Metrics(),
+		s.watchServer.Metrics(),
+	)
 }
 
 // resourceCollector tells what each resource takes.

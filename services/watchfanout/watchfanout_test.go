@@ -31,7 +31,10 @@ type fakeRegistry struct {
 	registryv1.UnimplementedDiscoveryServer
 }
 
-func (fakeRegistry) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+func (fakeRegistry) Watch(
+	_ *registryv1.DiscoveryRequest,
+	s grpc.ServerStreamingServer[registryv1.DiscoveryResponse],
+) error {
 	if err := s.Send(&registryv1.DiscoveryResponse{Resources: []*registryv1.APIResource{{
 		Resource:        &commonv1.Resource{Version: "v1", Resource: "pods"},
 		StorageResource: "pods",

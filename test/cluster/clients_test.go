@@ -152,7 +152,8 @@ func (c *clients) writeOne(ctx context.Context, i, n int) (retried bool, err err
 	for began := time.Now(); time.Since(began) < writeTimeout && ctx.Err() == nil; retried = true {
 		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
 		patch := fmt.Sprintf(`{"metadata":{"annotations":{"n":"%d","at":"%d"}}}`, n, time.Now().UnixNano())
-		_, err = c.resourceFor(i).Patch(attempt, object, "application/merge-patch+json", []byte(patch), metav1.PatchOptions{})
+		_, err = c.resourceFor(i).
+			Patch(attempt, object, "application/merge-patch+json", []byte(patch), metav1.PatchOptions{})
 		cancel()
 		if err == nil {
 			return retried, nil
@@ -181,7 +182,8 @@ func (c *clients) watch(ctx context.Context, watcher int) {
 				c.saw(&list.Items[i], watcher, true)
 			}
 		}
-		w, err := c.resourceFor(watcher).Watch(ctx, metav1.ListOptions{ResourceVersion: revision, AllowWatchBookmarks: true})
+		w, err := c.resourceFor(watcher).
+			Watch(ctx, metav1.ListOptions{ResourceVersion: revision, AllowWatchBookmarks: true})
 		if err == nil {
 			revision, err = c.follow(w, revision, watcher)
 			w.Stop()

@@ -112,7 +112,16 @@ func TestRequestCarriesItsUser(t *testing.T) {
 // A server that is not available, cannot be reached or shows a certificate of nobody's is 503; a redirect is refused.
 func TestUnreachableServerIsUnavailable(t *testing.T) {
 	bob := &user.DefaultInfo{Name: "bob"}
-	notAvailable, unchecked, unreachable := newAggregatedServer(t, nil), newAggregatedServer(t, func(http.ResponseWriter, *http.Request) {}), newAggregatedServer(t, nil)
+	notAvailable, unchecked, unreachable := newAggregatedServer(
+		t,
+		nil,
+	), newAggregatedServer(
+		t,
+		func(http.ResponseWriter, *http.Request) {},
+	), newAggregatedServer(
+		t,
+		nil,
+	)
 	notAvailable.Available = false
 	unchecked.InsecureSkipTlsVerify = false
 	unreachable.Addresses = []string{"127.0.0.1:1"}
@@ -178,7 +187,10 @@ func TestDiscoveryIsRefreshed(t *testing.T) {
 		}
 	}
 	wait()
-	if got := manager.Lookup(gv); got == nil || got.Stale || len(got.Resources) != 1 || got.Resources[0].Resource != "nodes" ||
+	if got := manager.Lookup(
+		gv,
+	); got == nil || got.Stale || len(got.Resources) != 1 ||
+		got.Resources[0].Resource != "nodes" ||
 		got.OpenAPIV2 == nil {
 		t.Errorf("%+v", got)
 	}

@@ -153,9 +153,21 @@ func (m *DiscoveryManager) refreshServer(ctx context.Context, gv schema.GroupVer
 			now.Stale = true
 		}
 	} else {
-		now.OpenAPI, now.OpenAPIV2 = s.fetchDocument(ctx, "/openapi/v3/apis/"+gv.String()), s.fetchDocument(ctx, "/openapi/v2")
+		now.OpenAPI, now.OpenAPIV2 = s.fetchDocument(
+			ctx,
+			"/openapi/v3/apis/"+gv.String(),
+		), s.fetchDocument(
+			ctx,
+			"/openapi/v2",
+		)
 		if before != nil {
-			now.OpenAPI, now.OpenAPIV2 = firstNonNil(now.OpenAPI, before.OpenAPI), firstNonNil(now.OpenAPIV2, before.OpenAPIV2)
+			now.OpenAPI, now.OpenAPIV2 = firstNonNil(
+				now.OpenAPI,
+				before.OpenAPI,
+			), firstNonNil(
+				now.OpenAPIV2,
+				before.OpenAPIV2,
+			)
 		}
 	}
 	data, err := json.Marshal(now.Resources)

@@ -117,7 +117,8 @@ func TestConcurrentFetchesAreBounded(t *testing.T) {
 			h.may <- struct{}{}
 		}
 		synctest.Wait()
-		if h.waiting.Load() != 0 || manager.Lookup(schema.GroupVersion{Group: "g11.example.com", Version: "v1"}) == nil {
+		if h.waiting.Load() != 0 ||
+			manager.Lookup(schema.GroupVersion{Group: "g11.example.com", Version: "v1"}) == nil {
 			t.Errorf("%d requests are left", h.waiting.Load())
 		}
 	})

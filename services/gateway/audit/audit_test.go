@@ -77,7 +77,11 @@ func loggedEvent(t *testing.T, ctx context.Context, s *sink) string {
 // loses its objects first, and all room comes back.
 func TestTheQueueIsBounded(t *testing.T) {
 	backend := &sink{release: make(chan struct{})}
-	b := newBoundedQueue(backend, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 1, AsyncDelegate: true}, 20<<10)
+	b := newBoundedQueue(
+		backend,
+		pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 1, AsyncDelegate: true},
+		20<<10,
+	)
 	stop := make(chan struct{})
 	if err := b.Run(stop); err != nil {
 		t.Fatal(err)
@@ -114,7 +118,11 @@ func TestTheQueueIsBounded(t *testing.T) {
 // A queue that is smaller than a batch loses nothing while its backend keeps up.
 func TestASmallQueueOfLargeBatchesLosesNothing(t *testing.T) {
 	backend := &sink{}
-	b := newBoundedQueue(backend, pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 40, MaxBatchWait: time.Minute}, 1<<20)
+	b := newBoundedQueue(
+		backend,
+		pluginbuffered.BatchConfig{BufferSize: 10, MaxBatchSize: 40, MaxBatchWait: time.Minute},
+		1<<20,
+	)
 	stop := make(chan struct{})
 	if err := b.Run(stop); err != nil {
 		t.Fatal(err)
@@ -137,7 +145,9 @@ func TestRegistryAuditContextIsRecorded(t *testing.T) {
 		RequestObject: []byte(`{"metadata":{"name":"n","managedFields":[{"manager":"m"}]}}`),
 		Status:        []byte(`{"status":"Success","code":200}`),
 	}
-	body := []byte(`{"kind":"Table","items":[{"metadata":{"name":"i","managedFields":[]}}],"rows":[{"object":{"metadata":{"managedFields":[]}}}]}`)
+	body := []byte(
+		`{"kind":"Table","items":[{"metadata":{"name":"i","managedFields":[]}}],"rows":[{"object":{"metadata":{"managedFields":[]}}}]}`,
+	)
 	for level, want := range map[auditinternal.Level][]string{
 		auditinternal.LevelNone:     {},
 		auditinternal.LevelMetadata: {`"Name":"n"`, `"UID":"u"`, `"a":"b"`, `"Success"`},
@@ -215,7 +225,8 @@ func TestALargeEventIsWrittenShort(t *testing.T) {
 		}
 	}
 	data, err := os.ReadFile(filepath.Join(dir, "log"))
-	if err != nil || strings.Count(string(data), "\n") != 2 || strings.Count(string(data), `"audit.k8s.io/truncated":"true"`) != 2 {
+	if err != nil || strings.Count(string(data), "\n") != 2 ||
+		strings.Count(string(data), `"audit.k8s.io/truncated":"true"`) != 2 {
 		t.Errorf("%.500s %v", data, err)
 	}
 }

@@ -19,7 +19,10 @@ import (
 
 // What a request's two records cost at Metadata, with everything but the disk.
 func BenchmarkMetadata(b *testing.B) {
-	log := &jsonLogBackend{pluginlog.NewBackend(io.Discard, pluginlog.FormatJson, auditv1.SchemeGroupVersion), io.Discard}
+	log := &jsonLogBackend{
+		pluginlog.NewBackend(io.Discard, pluginlog.FormatJson, auditv1.SchemeGroupVersion),
+		io.Discard,
+	}
 	handler := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusOK) })
 	req := httptest.NewRequest("GET", "/api/v1/namespaces/default/pods/a", nil)
 	req.Header.Set("User-Agent", "kubectl/v1.36.3 (linux/amd64) kubernetes/0123456")

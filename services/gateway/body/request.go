@@ -71,7 +71,7 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		control := http.NewResponseController(w)
 		readDeadline, hasDeadline := req.Context().Deadline()
 		readDeadline = readDeadline.Add(readGracePeriod)
-		if hasDeadline { // net/http waits for a handler that reads an HTTP/1.1 body, also after the request was answered
+		if hasDeadline { // net/http waits for a handler that reads an HTTP/1.1 body, even after the response
 			_ = control.SetReadDeadline(readDeadline)
 		}
 		if !buffered(req) {
@@ -86,7 +86,10 @@ func (b *Reader) ReadAhead(next http.Handler, buffered func(*http.Request) bool)
 		buffer := &bodyBuffer{reader: b}
 		if ok {
 			buffer.owner = identity.Owner(u.GetName())
-			buffer.exempt = slices.ContainsFunc(u.GetGroups(), func(g string) bool { return slices.Contains(exemptGroups, g) })
+			buffer.exempt = slices.ContainsFunc(
+				u.GetGroups(),
+				func(g string) bool { return slices.Contains(exemptGroups, g) },
+			)
 		}
 		defer buffer.release()
 		// A client has a while to send it, not for ever. Where the connection does not take deadlines the request's own

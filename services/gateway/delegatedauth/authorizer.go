@@ -140,7 +140,10 @@ func (a *Authorizer) observe(g *authzv1.PolicyRevision, first bool) {
 	}
 	a.lastMessage = time.Now()
 	if first || g.Replica != a.replica {
-		a.replica, a.cluster, a.namespaces = g.Replica, policyRevisions{g.Revision, g.Revision}, map[string]policyRevisions{}
+		a.replica, a.cluster, a.namespaces = g.Replica, policyRevisions{
+			g.Revision,
+			g.Revision,
+		}, map[string]policyRevisions{}
 		a.notify("")
 		return
 	}
@@ -234,9 +237,13 @@ func (a *Authorizer) Reauthorize(ctx context.Context, attrs authorizer.Attribute
 		if !cacheable {
 			d, err = a.decide(callCtx, attrs)
 		} else {
-			d, err = a.reauthorizations.Get(callCtx, string(keys.exact[:]), func(ctx context.Context) (decision, error) {
-				return a.decide(ctx, attrs)
-			})
+			d, err = a.reauthorizations.Get(
+				callCtx,
+				string(keys.exact[:]),
+				func(ctx context.Context) (decision, error) {
+					return a.decide(ctx, attrs)
+				},
+			)
 		}
 		switch {
 		case err == nil && d.decision != authorizer.DecisionAllow:

@@ -339,7 +339,9 @@ func TestNamespacePolicyIsIndependent(t *testing.T) {
 	}
 	p.response.PolicyRevision = 8
 	a.observe(&authzv1.PolicyRevision{Revision: 8, Replica: "a", MayRevoke: true}, false)
-	if !called(namespacedAttributes("mine", "bob", "get")) || !called(namespacedAttributes("other", "bob", "get")) || !isClosed(other) || !isClosed(cluster) {
+	if !called(namespacedAttributes("mine", "bob", "get")) || !called(namespacedAttributes("other", "bob", "get")) ||
+		!isClosed(other) ||
+		!isClosed(cluster) {
 		t.Error("what is everybody's is not")
 	}
 	p.response.Decision = authzv1.Decision_DECISION_UNSPECIFIED
@@ -372,7 +374,9 @@ func TestReauthorizationTimeoutEndsWatch(t *testing.T) {
 		go func() {
 			time.Sleep(time.Second)
 			a.observe(&authzv1.PolicyRevision{Revision: 6, Replica: "a", Heartbeat: true}, false)
-			p.set(&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, PolicyRevision: 6, Replica: "a"})
+			p.set(
+				&authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW, PolicyRevision: 6, Replica: "a"},
+			)
 		}()
 		if !a.Reauthorize(t.Context(), podAttributes("bob", "watch")) {
 			t.Error("it ends though it is allowed")

@@ -74,7 +74,7 @@ func (s *Stream) Hijack(ctx context.Context, written int64) bool {
 	c := s.conn
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for !s.closed && c.err == nil && (!s.headersSent || s.sent < written) { // the server's buffer still holds some of it
+	for !s.closed && c.err == nil && (!s.headersSent || s.sent < written) { // the server buffers the rest
 		if c.await(ctx) != nil {
 			return false
 		}

@@ -28,7 +28,10 @@ type fakeRegistry struct {
 	finish chan struct{}
 }
 
-func (d *fakeRegistry) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStreamingServer[registryv1.OpenAPIChunk]) error {
+func (d *fakeRegistry) OpenAPI(
+	r *registryv1.OpenAPIRequest,
+	s grpc.ServerStreamingServer[registryv1.OpenAPIChunk],
+) error {
 	d.calls.Add(1)
 	switch r.Path {
 	case "v3/apis/slow/v1":
@@ -39,7 +42,9 @@ func (d *fakeRegistry) OpenAPI(r *registryv1.OpenAPIRequest, s grpc.ServerStream
 			return s.Send(&registryv1.OpenAPIChunk{Data: []byte(`{"openapi":"3.0.0"}`)})
 		}
 	case "v2":
-		return s.Send(&registryv1.OpenAPIChunk{Data: []byte(`{"swagger":"2.0","info":{"title":"Kubernetes"},"paths":{}}`)})
+		return s.Send(
+			&registryv1.OpenAPIChunk{Data: []byte(`{"swagger":"2.0","info":{"title":"Kubernetes"},"paths":{}}`)},
+		)
 	case "v3/apis/apps/v1":
 		for _, part := range []string{`{"openapi":"3.0.0",`, `"info":{"title":"Kubernetes"},"paths":{}}`} {
 			if err := s.Send(&registryv1.OpenAPIChunk{Data: []byte(part)}); err != nil {
@@ -60,7 +65,9 @@ func handler(t *testing.T) (*Handler, *fakeRegistry) {
 		t.Fatal(err)
 	}
 	h := New(registryv1.NewDiscoveryClient(p.Client("gateway")), aggregation.NewDiscoveryManager(proxy, func() {}))
-	h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}))
+	h.Set(
+		discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "B"}}),
+	)
 	return h, d
 }
 
@@ -102,7 +109,9 @@ func TestDocumentsAreBuiltOnce(t *testing.T) {
 		w.Header().Get("Etag")); again.Code != http.StatusNotModified {
 		t.Errorf("what the client has: %d", again.Code)
 	}
-	h.Set(discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}))
+	h.Set(
+		discovery.NewView(&registryv1.DiscoveryResponse{Openapi: map[string]string{"v2": "A", "v3/apis/apps/v1": "C"}}),
+	)
 	get(h, "/openapi/v3/apis/apps/v1")
 	if n := d.calls.Load(); n != 2 {
 		t.Errorf("registry is asked %d times for two documents", n)

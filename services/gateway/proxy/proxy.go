@@ -150,8 +150,15 @@ type responder func(error)
 func (r responder) Error(_ http.ResponseWriter, _ *http.Request, err error) { r(err) }
 
 // serveLog answers a container's log, or what the kubelet says is wrong, in the API's own words.
-func (p *Handler) serveLog(w http.ResponseWriter, req *http.Request, name string, c *registryv1.Connection, location *url.URL,
-	roundTripper http.RoundTripper, fail func(error)) {
+func (p *Handler) serveLog(
+	w http.ResponseWriter,
+	req *http.Request,
+	name string,
+	c *registryv1.Connection,
+	location *url.URL,
+	roundTripper http.RoundTripper,
+	fail func(error),
+) {
 	s := &genericrest.LocationStreamer{
 		Location:        location,
 		Transport:       roundTripper,

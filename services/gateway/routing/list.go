@@ -60,15 +60,19 @@ func (c *requestContext) listFromSource(p *plan) {
 	if p.isInternal && !c.singleObject(p.query) {
 		tierTimer.Stop()
 	}
-	stream, err := p.source.Lists.List(rpc.WithHashKey(listCtx, c.apiResource.StorageResource), &watchfanoutv1.ListRequest{
-		Query:                p.query,
-		ResourceVersion:      p.opts.ResourceVersion,
-		ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
-		Limit:                p.opts.Limit,
-		Continue:             p.opts.Continue,
-		// an audit event has the body as it is
-		Gzip: deflate.AcceptsGzip(c.req.Header) && !audit.IncludesResponse(ctx),
-	}, grpc.WaitForReady(false))
+	stream, err := p.source.Lists.List(
+		rpc.WithHashKey(listCtx, c.apiResource.StorageResource),
+		&watchfanoutv1.ListRequest{
+			Query:                p.query,
+			ResourceVersion:      p.opts.ResourceVersion,
+			ResourceVersionMatch: string(p.opts.ResourceVersionMatch),
+			Limit:                p.opts.Limit,
+			Continue:             p.opts.Continue,
+			// an audit event has the body as it is
+			Gzip: deflate.AcceptsGzip(c.req.Header) && !audit.IncludesResponse(ctx),
+		},
+		grpc.WaitForReady(false),
+	)
 	var chunk *rpc.Chunk
 	if err == nil {
 		chunk, err = rpc.ReceiveChunk(stream)

@@ -75,7 +75,8 @@ func (c *requestContext) plan() (*plan, error) {
 
 // planGet is what the watch tier is asked for one object; nil where registry answers.
 func (c *requestContext) planGet() *watchfanoutv1.GetRequest {
-	if c.router.TierGets == nil || c.isInternal() || c.apiResource.StorageResource == "" || c.apiResource.Resource.Subresource != "" ||
+	if c.router.TierGets == nil || c.isInternal() || c.apiResource.StorageResource == "" ||
+		c.apiResource.Resource.Subresource != "" ||
 		!c.hasVerb("watch") {
 		return nil
 	}
@@ -137,7 +138,9 @@ var errUnknownField = errors.New("a field that the catalog does not know")
 
 // fieldSelector is the request's selector in stored fields, with the name that the path has. known is false where it
 // names a field that the catalog does not know.
-func (c *requestContext) fieldSelector(requested fields.Selector) (selector fields.Selector, supported bool, err error) {
+func (c *requestContext) fieldSelector(
+	requested fields.Selector,
+) (selector fields.Selector, supported bool, err error) {
 	selector = fields.Everything()
 	if requested != nil {
 		selector, err = requested.Transform(func(label, value string) (string, string, error) {

@@ -69,7 +69,10 @@ func (c *requestContext) startResponse(first *rpc.Chunk) (write func([][]byte) e
 }
 
 // startAuditedResponse is begin for an answer that is audited whole.
-func (c *requestContext) startAuditedResponse(ctx context.Context, size int64) (write func([][]byte) error, end func()) {
+func (c *requestContext) startAuditedResponse(
+	ctx context.Context,
+	size int64,
+) (write func([][]byte) error, end func()) {
 	data := make([]byte, 0, max(size, 0))
 	return func(parts [][]byte) error {
 			for _, p := range parts {

@@ -42,7 +42,10 @@ type fakeBackends struct {
 	listFunc func(*registryv1.GetRequest, grpc.ServerStreamingServer[registryv1.ListChunk]) error
 }
 
-func (b *fakeBackends) Watch(_ *registryv1.DiscoveryRequest, s grpc.ServerStreamingServer[registryv1.DiscoveryResponse]) error {
+func (b *fakeBackends) Watch(
+	_ *registryv1.DiscoveryRequest,
+	s grpc.ServerStreamingServer[registryv1.DiscoveryResponse],
+) error {
 	pods := podsResource()
 	pods.Verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
 	exec := &registryv1.APIResource{
@@ -110,7 +113,13 @@ func (b *fakeBackends) WriteUnary(_ context.Context, r *registryv1.WriteRequest)
 func TestWritesWithCallbacks(t *testing.T) {
 	const pods = "/api/v1/namespaces/x/pods"
 	r := newTestRouter(t, &fakeBackends{})
-	if code, got := doRequest(t, r, "PUT", pods+"/a", "plain"); got != "registry update a plain" { // admission is not heard
+	if code, got := doRequest(
+		t,
+		r,
+		"PUT",
+		pods+"/a",
+		"plain",
+	); got != "registry update a plain" { // admission is not heard
 		t.Errorf("%d %s", code, got)
 	}
 	r.AdmissionRules.current.Store(&admissionv1.AdmissionRuleSet{
@@ -135,7 +144,16 @@ func TestWritesWithCallbacks(t *testing.T) {
 		{"PUT", "/apis/example.com/v1/namespaces/x/widgets/w", "refused", `409 Conflict: Operation cannot be fulfilled on pods "w": newer`},
 		{"DELETE", "/apis/example.com/v1/namespaces/x/widgets/w", "", "registry delete w "},
 	} {
-		if code, got := doRequest(t, r, c.method, c.path, c.body); !strings.Contains(fmt.Sprint(code, " ", got), c.want) {
+		if code, got := doRequest(
+			t,
+			r,
+			c.method,
+			c.path,
+			c.body,
+		); !strings.Contains(
+			fmt.Sprint(code, " ", got),
+			c.want,
+		) {
 			t.Errorf("%s %s %s: %d %s", c.method, c.path, c.body, code, got)
 		}
 	}
@@ -274,7 +292,13 @@ func TestListsFallBackToRegistry(t *testing.T) {
 		"an API error":  {rpc.ToStatus(errStarting()), 503, "ServiceUnavailable"},
 		"not permitted": {status.Error(codes.PermissionDenied, "no"), 500, ""},
 	} {
-		if code, body := doRequest(t, newTestRouter(t, &fakeBackends{tierErr: x.err}), "GET", "/api/v1/pods", ""); code != x.code ||
+		if code, body := doRequest(
+			t,
+			newTestRouter(t, &fakeBackends{tierErr: x.err}),
+			"GET",
+			"/api/v1/pods",
+			"",
+		); code != x.code ||
 			!strings.Contains(body, x.has) {
 			t.Errorf("%s: %d %.200s", name, code, body)
 		}

@@ -74,13 +74,16 @@ func (c *requestContext) needsCallback(r *registryv1.WriteRequest) bool {
 	ops, ok := verbOperations[r.Verb]
 	return !ok || slices.Contains(callbackGroups, c.apiResource.Resource.GetGroup()) ||
 		slices.ContainsFunc(ops, func(op admissionv1.Operation) bool {
-			return slices.Contains(r.Validate, op) || slices.Contains(r.Admit, op) && !slices.Contains(r.NamespaceLifecycleOnly, op)
+			return slices.Contains(r.Validate, op) ||
+				slices.Contains(r.Admit, op) && !slices.Contains(r.NamespaceLifecycleOnly, op)
 		})
 }
 
 // writeUnary carries a write to registry that nothing is expected to be asked about. asks: it has to be, and nothing
 // was written.
-func (c *requestContext) writeUnary(r *registryv1.WriteRequest) (result *registryv1.ObjectResponse, callbackRequired bool, err error) {
+func (c *requestContext) writeUnary(
+	r *registryv1.WriteRequest,
+) (result *registryv1.ObjectResponse, callbackRequired bool, err error) {
 	reply, err := c.router.Objects.WriteUnary(c.withAffinity(c.req.Context(), r.Namespace, r.Name), r)
 	if status.Code(err) == codes.Unimplemented { // by an older release
 		return nil, true, nil
@@ -184,7 +187,9 @@ func (c *requestContext) callWithCallbacks(r *registryv1.WriteRequest,
 func (c *requestContext) handleCallback(ctx context.Context, q *registryv1.WriteReply) *registryv1.WriteCall {
 	switch q := q.Reply.(type) {
 	case *registryv1.WriteReply_Admission:
-		return &registryv1.WriteCall{Call: &registryv1.WriteCall_Admission{Admission: c.reviewAdmission(ctx, q.Admission)}}
+		return &registryv1.WriteCall{
+			Call: &registryv1.WriteCall_Admission{Admission: c.reviewAdmission(ctx, q.Admission)},
+		}
 	case *registryv1.WriteReply_Authorization:
 		result := &registryv1.AuthorizationResult{}
 		var err error
@@ -208,7 +213,10 @@ func (c *requestContext) handleCallback(ctx context.Context, q *registryv1.Write
 	return &registryv1.WriteCall{}
 }
 
-func (c *requestContext) reviewAdmission(ctx context.Context, q *registryv1.AdmissionCallback) *registryv1.AdmissionResult {
+func (c *requestContext) reviewAdmission(
+	ctx context.Context,
+	q *registryv1.AdmissionCallback,
+) *registryv1.AdmissionResult {
 	callAdmission := c.router.Admission.Validate
 	if q.Phase == registryv1.Phase_PHASE_ADMIT {
 		callAdmission = c.router.Admission.Admit

@@ -158,7 +158,11 @@ func (metricsInfo metricsInfoResolver) NewRequestInfo(req *http.Request) (*reque
 // withMetricsInfo wraps next in filters that label metrics by the RequestInfo in the context: a request that they refuse leaves
 // its resource, or its path, as a label for good. They get labelled's. Where a filter decides, it takes ownInfo. next
 // gets the request's own.
-func withMetricsInfo(next http.Handler, metricsInfo MetricsInfoFunc, filters func(http.Handler) http.Handler) http.Handler {
+func withMetricsInfo(
+	next http.Handler,
+	metricsInfo MetricsInfoFunc,
+	filters func(http.Handler) http.Handler,
+) http.Handler {
 	filtered := filters(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		if own := ownInfo(req.Context(), nil); own != nil {
 			req = req.WithContext(request.WithRequestInfo(req.Context(), own))

@@ -70,7 +70,8 @@ func TestAServerStopsInOrder(t *testing.T) {
 		<-w
 		endTimes = append(endTimes, time.Since(stoppedAt))
 	}
-	if first, last := endTimes[0], endTimes[len(endTimes)-1]; first < c.ShutdownDelay || last-first < c.WatchGracePeriod/2 {
+	if first, last := endTimes[0], endTimes[len(endTimes)-1]; first < c.ShutdownDelay ||
+		last-first < c.WatchGracePeriod/2 {
 		t.Errorf("watches end from %v to %v after it is told to stop", first, last)
 	}
 	select {

@@ -220,14 +220,19 @@ func (b *watchBroadcast) nextLocked(r *receiver) ([][]byte, error) {
 }
 
 // pendingEvents is what comes next for a client, at most so many entries and about so many bytes, and its place after them.
-func (b *watchBroadcast) pendingEvents(r *receiver, entries, bytes int) (parts [][]byte, cursor int64, position events.Position) {
+func (b *watchBroadcast) pendingEvents(
+	r *receiver,
+	entries, bytes int,
+) (parts [][]byte, cursor int64, position events.Position) {
 	cursor, position = r.cursor, r.position
 	for i, e := range b.entries.From(r.cursor) {
 		if i >= entries || bytes <= 0 {
 			break
 		}
 		cursor++
-		if r.skipUntil.Before(e.position) { // else it was sent before the client came, which may be further than the feed had come
+		if r.skipUntil.Before(
+			e.position,
+		) { // else it was sent before the client came, which may be further than the feed had come
 			parts, position = append(parts, e.data), e.position
 			bytes -= len(e.data)
 		}
@@ -263,13 +268,15 @@ func (r *receiver) waitForQueue() {
 
 // bookmarkDue says whether a client that has seen every event is due the newest bookmark.
 func (b *watchBroadcast) bookmarkDue(r *receiver, now time.Time) bool {
-	return r.allowBookmarks && r.lastBookmark < b.bookmarkCount && !now.Before(r.nextBookmarkTime) && !b.bookmark.position.Before(r.position) &&
+	return r.allowBookmarks && r.lastBookmark < b.bookmarkCount && !now.Before(r.nextBookmarkTime) &&
+		!b.bookmark.position.Before(r.position) &&
 		!b.bookmark.position.Before(r.skipUntil)
 }
 
 // bookmarkSent notes that the newest bookmark was sent.
 func (b *watchBroadcast) bookmarkSent(r *receiver, next time.Time) {
-	r.position, r.skipUntil, r.nextBookmarkTime, r.lastBookmark = b.bookmark.position, b.bookmark.position, next, b.bookmarkCount
+	r.position, r.skipUntil = b.bookmark.position, b.bookmark.position
+	r.nextBookmarkTime, r.lastBookmark = next, b.bookmarkCount
 }
 
 // bookmarkNow makes a bookmark due now.

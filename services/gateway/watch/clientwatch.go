@@ -231,7 +231,8 @@ func (w *clientWatch) runJoined(ctx context.Context) error {
 	w.sendHeaders()
 	w.hijack(ctx)
 	b.mu.Lock()
-	rcv.stream, rcv.allowBookmarks, rcv.bookmarkPeriod, rcv.nextBookmarkTime = w.stream, w.AllowBookmarks, w.BookmarkPeriod, w.nextBookmarkTime
+	rcv.stream, rcv.allowBookmarks = w.stream, w.AllowBookmarks
+	rcv.bookmarkPeriod, rcv.nextBookmarkTime = w.BookmarkPeriod, w.nextBookmarkTime
 	rcv.limiter = w.limiter
 	b.mu.Unlock()
 	timer := time.NewTimer(time.Until(w.Deadline.Add(-lastBookmarkLead)))
@@ -374,7 +375,8 @@ func (w *clientWatch) runUnsynced(ctx context.Context) error {
 // openStream begins the stream that an alone session goes on with: with others that ask the same, where it is to bring the
 // initial events and there is room to keep them for the slowest.
 func (w *clientWatch) openStream(ctx context.Context, r *watchfanoutv1.WatchRequest) (frameReceiver, func(), error) {
-	if w.ResumeAfter == nil && w.wantsInitialEvents() && w.hub.bufferedBytes.Load() < w.hub.Config.BroadcastTotalBytes/2 {
+	if w.ResumeAfter == nil && w.wantsInitialEvents() &&
+		w.hub.bufferedBytes.Load() < w.hub.Config.BroadcastTotalBytes/2 {
 		return w.hub.joinInitialEvents(ctx, w.StorageResource, r)
 	}
 	stream, err := w.hub.Client.Watch(rpc.WithHashKey(ctx, w.StorageResource), r, grpc.WaitForReady(false))
@@ -439,7 +441,8 @@ func (w *clientWatch) withoutEarlyBookmarks(m *watchfanoutv1.WatchFrame) []byte 
 		part := m.Data[offset:k.End]
 		offset = k.End
 		if k.Bookmark {
-			if now := time.Now(); !w.AllowBookmarks || now.Before(w.nextBookmarkTime) && now.Before(w.Deadline.Add(-lastBookmarkLead)) {
+			if now := time.Now(); !w.AllowBookmarks ||
+				now.Before(w.nextBookmarkTime) && now.Before(w.Deadline.Add(-lastBookmarkLead)) {
 				continue
 			}
 			w.nextBookmarkTime = time.Now().Add(w.BookmarkPeriod)

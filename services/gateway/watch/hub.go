@@ -201,7 +201,16 @@ var throttledWatches = prometheus.NewGauge(prometheus.GaugeOpts{
 // Metrics are this package's collectors.
 func Metrics() []prometheus.Collector {
 	return []prometheus.Collector{
-		clients, receivers, broadcasts, broadcastBytes, delivered, resumes, reassignments, slowClients, overRate, throttledWatches,
+		clients,
+		receivers,
+		broadcasts,
+		broadcastBytes,
+		delivered,
+		resumes,
+		reassignments,
+		slowClients,
+		overRate,
+		throttledWatches,
 		inflightBytes,
 	}
 }

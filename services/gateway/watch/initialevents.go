@@ -67,7 +67,11 @@ type member struct {
 }
 
 // joinInitialEvents has the watch begin with others of its owner that ask the same; leave says that it goes on by itself.
-func (h *Hub) joinInitialEvents(ctx context.Context, storageResource string, r *watchfanoutv1.WatchRequest) (p *member, leave func(),
+func (h *Hub) joinInitialEvents(
+	ctx context.Context,
+	storageResource string,
+	r *watchfanoutv1.WatchRequest,
+) (p *member, leave func(),
 	err error) {
 	data, err := proto.MarshalOptions{Deterministic: true}.Marshal(r)
 	if err != nil {
@@ -145,7 +149,12 @@ func (h *Hub) startNextAfter(ctx context.Context, queryKey string, e *sharedInit
 }
 
 // run reads the stream, as far as anybody asks for it.
-func (e *sharedInitialEvents) run(ctx context.Context, storageResource string, r *watchfanoutv1.WatchRequest, onFirstFrame func()) {
+func (e *sharedInitialEvents) run(
+	ctx context.Context,
+	storageResource string,
+	r *watchfanoutv1.WatchRequest,
+	onFirstFrame func(),
+) {
 	stream, err := e.hub.Client.Watch(rpc.WithHashKey(ctx, storageResource), r, grpc.WaitForReady(false))
 	for first := true; ; first = false {
 		var m *watchfanoutv1.WatchFrame

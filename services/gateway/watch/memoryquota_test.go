@@ -29,9 +29,11 @@ func (b *watchBroadcast) size() int {
 // newTestFrame is one event of n bytes.
 func newTestFrame(revision int64, n int) *watchfanoutv1.WatchFrame {
 	return &watchfanoutv1.WatchFrame{
-		Data:       make([]byte, n),
-		Position:   &watchfanoutv1.Position{Revision: revision},
-		Boundaries: []*watchfanoutv1.EventBoundary{{End: int32(n), Position: &watchfanoutv1.Position{Revision: revision}}},
+		Data:     make([]byte, n),
+		Position: &watchfanoutv1.Position{Revision: revision},
+		Boundaries: []*watchfanoutv1.EventBoundary{
+			{End: int32(n), Position: &watchfanoutv1.Position{Revision: revision}},
+		},
 	}
 }
 

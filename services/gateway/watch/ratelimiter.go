@@ -34,7 +34,13 @@ func (r *RateLimiter) join(owner string, rate int) *limiter {
 	defer r.mu.Unlock()
 	l := r.limiters[owner]
 	if l == nil {
-		l = &limiter{parent: r, owner: owner, rate: float64(rate), tokens: burstSeconds * float64(rate), refilledAt: time.Now()}
+		l = &limiter{
+			parent:     r,
+			owner:      owner,
+			rate:       float64(rate),
+			tokens:     burstSeconds * float64(rate),
+			refilledAt: time.Now(),
+		}
 		if r.limiters == nil {
 			r.limiters = map[string]*limiter{}
 		}

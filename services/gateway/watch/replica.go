@@ -63,7 +63,11 @@ func sleep(ctx context.Context, d time.Duration) bool {
 
 // reassign opens a stream at a replica that serves the resource now and has it take over from s once its first frame has
 // come: that replica has what comes next. own is s' context.
-func (b *watchBroadcast) reassign(ctx, streamCtx context.Context, s *replicaStream, r *watchfanoutv1.WatchRequest) bool {
+func (b *watchBroadcast) reassign(
+	ctx, streamCtx context.Context,
+	s *replicaStream,
+	r *watchfanoutv1.WatchRequest,
+) bool {
 	next, err := b.openReplica(ctx, r)
 	if err != nil {
 		return false

@@ -37,7 +37,13 @@ func Encode(ctx context.Context, scope *handlers.RequestScope, st *storage.Resou
 		objects[i] = obj
 	}
 	if r.GetOutput().GetAs().GetKind() == "Table" {
-		return encodeRows(ctx, scope, schema.GroupVersion{Group: st.Kind.Group, Version: runtime.APIVersionInternal}, objects, r)
+		return encodeRows(
+			ctx,
+			scope,
+			schema.GroupVersion{Group: st.Kind.Group, Version: runtime.APIVersionInternal},
+			objects,
+			r,
+		)
 	}
 	return convertObjects(scope, st, objects, r)
 }

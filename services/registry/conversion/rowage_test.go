@@ -247,7 +247,12 @@ func TestAgesOfCustomResources(t *testing.T) {
 	}
 }
 
-func rowOf(t *testing.T, scope *handlers.RequestScope, st *storage.Resource, body []byte) (string, *registryv1.RowAges) {
+func rowOf(
+	t *testing.T,
+	scope *handlers.RequestScope,
+	st *storage.Resource,
+	body []byte,
+) (string, *registryv1.RowAges) {
 	t.Helper()
 	resp, err := conversion.Encode(t.Context(), scope, st, &registryv1.EncodeRequest{
 		StorageResource: scope.APIResource.StorageResource,

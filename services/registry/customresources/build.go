@@ -300,7 +300,9 @@ func (b *builder) requestScope(apiResource *registryv1.APIResource, st customres
 		scope.Storage, reset = statusStorage{st.Status}, b.statusReset
 	case "scale":
 		scope.Storage = scaleStorage{st.Scale}
-		scope.Kind, scope.InMemory = autoscalingv1.SchemeGroupVersion.WithKind("Scale"), autoscalingv1.SchemeGroupVersion
+		scope.Kind, scope.InMemory = autoscalingv1.SchemeGroupVersion.WithKind(
+			"Scale",
+		), autoscalingv1.SchemeGroupVersion
 		scope.Serializer = serializer.NewCodecFactory(scale.NewScaleConverter().Scheme())
 		sub, err := apihelpers.GetSubresourcesForVersion(b.CustomResourceDefinition, v)
 		if err != nil {
@@ -310,8 +312,16 @@ func (b *builder) requestScope(apiResource *registryv1.APIResource, st customres
 			return nil, err
 		}
 	}
-	upstream, err := managedfields.NewDefaultCRDFieldManager(b.types, scope.Convertor, scope.Defaulter, scope.Creater, scope.Kind,
-		hub, scope.Subresource, fieldpath.NewExcludeFilterSetMap(reset))
+	upstream, err := managedfields.NewDefaultCRDFieldManager(
+		b.types,
+		scope.Convertor,
+		scope.Defaulter,
+		scope.Creater,
+		scope.Kind,
+		hub,
+		scope.Subresource,
+		fieldpath.NewExcludeFilterSetMap(reset),
+	)
 	scope.FieldManager = managed.New(upstream)
 	return scope, err
 }

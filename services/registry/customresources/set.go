@@ -161,7 +161,11 @@ func (t *Set) set(d *apiextensionsv1.CustomResourceDefinition) *servedCRD {
 			t.remove(d, true)
 			return nil
 		}
-		s = &servedCRD{CRD: crdInfo, storageResource: StorageResourceOf(t.Storage, crdInfo), servingInfo: &servingInfo{}}
+		s = &servedCRD{
+			CRD:             crdInfo,
+			storageResource: StorageResourceOf(t.Storage, crdInfo),
+			servingInfo:     &servingInfo{},
+		}
 	}
 	s.apiResources = apiResourcesOf(s.CRD, s.storageResource)
 	t.byName[d.Name] = s

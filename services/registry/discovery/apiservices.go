@@ -86,12 +86,16 @@ func (d *Discovery) WatchAPIServices(config *restclient.Config,
 	})); err != nil {
 		return err
 	}
-	_, err = core.Discovery().V1().EndpointSlices().Informer().AddEventHandler(onServiceChange(func(o any) (string, string) {
-		if slice, ok := o.(*discoveryv1.EndpointSlice); ok {
-			return slice.Namespace, slice.Labels[discoveryv1.LabelServiceName]
-		}
-		return "", ""
-	}))
+	_, err = core.Discovery().
+		V1().
+		EndpointSlices().
+		Informer().
+		AddEventHandler(onServiceChange(func(o any) (string, string) {
+			if slice, ok := o.(*discoveryv1.EndpointSlice); ok {
+				return slice.Namespace, slice.Labels[discoveryv1.LabelServiceName]
+			}
+			return "", ""
+		}))
 	return err
 }
 

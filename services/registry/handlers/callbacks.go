@@ -261,7 +261,11 @@ func (n terminatingAdmission) Admit(ctx context.Context, a admission.Attributes,
 }
 
 // Validate implements admission.ValidationInterface.
-func (n terminatingAdmission) Validate(ctx context.Context, a admission.Attributes, o admission.ObjectInterfaces) error {
+func (n terminatingAdmission) Validate(
+	ctx context.Context,
+	a admission.Attributes,
+	o admission.ObjectInterfaces,
+) error {
 	if a.GetOperation() == admission.Create {
 		return n.forbidden(a)
 	}
@@ -287,9 +291,11 @@ func (ra *remoteAdmission) review(ctx context.Context, phase registryv1.Phase,
 		User:      identity.UserProto(a.GetUserInfo()),
 		DryRun:    a.IsDryRun(),
 		MediaType: ra.mediaType(a),
-		Validate:  phase == registryv1.Phase_PHASE_ADMIT && slices.Contains(ra.validateInAdmit, operations[a.GetOperation()]),
+		Validate: phase == registryv1.Phase_PHASE_ADMIT &&
+			slices.Contains(ra.validateInAdmit, operations[a.GetOperation()]),
 	}
-	for _, equivalent := range ra.scope.EquivalentResourceMapper.EquivalentResourcesFor(a.GetResource(), a.GetSubresource()) {
+	mapper := ra.scope.EquivalentResourceMapper
+	for _, equivalent := range mapper.EquivalentResourcesFor(a.GetResource(), a.GetSubresource()) {
 		if equivalent == a.GetResource() {
 			continue
 		}

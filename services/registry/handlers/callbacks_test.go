@@ -60,7 +60,8 @@ func TestTokenReviewAudiences(t *testing.T) {
 				}
 				return
 			}
-			if err != nil || !out.(*authentication.TokenReview).Status.Authenticated || len(callbacks.audiences) != len(c.asked) {
+			if err != nil || !out.(*authentication.TokenReview).Status.Authenticated ||
+				len(callbacks.audiences) != len(c.asked) {
 				t.Errorf("%+v, %v", out, err)
 			}
 		})

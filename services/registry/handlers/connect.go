@@ -70,7 +70,12 @@ func (scope *RequestScope) Connect(ctx context.Context, r *registryv1.WriteReque
 }
 
 // admitConnect asks admission in both phases, one after the other.
-func (scope *RequestScope) admitConnect(ctx context.Context, r *registryv1.WriteRequest, callbacks Callbacks, opts runtime.Object) error {
+func (scope *RequestScope) admitConnect(
+	ctx context.Context,
+	r *registryv1.WriteRequest,
+	callbacks Callbacks,
+	opts runtime.Object,
+) error {
 	remote := &remoteAdmission{
 		callbacks: callbacks,
 		scope:     scope,
@@ -80,8 +85,19 @@ func (scope *RequestScope) admitConnect(ctx context.Context, r *registryv1.Write
 	if !remote.Handles(admission.Connect) {
 		return nil
 	}
-	attrs := admission.NewAttributesRecord(opts, nil, scope.Kind, r.Namespace, r.Name, scope.Resource, scope.Subresource,
-		admission.Connect, nil, false, identity.User(r.User))
+	attrs := admission.NewAttributesRecord(
+		opts,
+		nil,
+		scope.Kind,
+		r.Namespace,
+		r.Name,
+		scope.Resource,
+		scope.Subresource,
+		admission.Connect,
+		nil,
+		false,
+		identity.User(r.User),
+	)
 	if err := remote.Admit(ctx, attrs, scope); err != nil {
 		return err
 	}
@@ -123,7 +139,12 @@ func (scope *RequestScope) resolveConnection(ctx context.Context, r *registryv1.
 		return proxyConnection(location, opts.(*api.PodProxyOptions).Path, registryv1.Transport_TRANSPORT_PROXY, err)
 	case *service.ProxyREST:
 		location, _, err := s.Redirector.ResourceLocation(ctx, r.Name)
-		return proxyConnection(location, opts.(*api.ServiceProxyOptions).Path, registryv1.Transport_TRANSPORT_PROXY, err)
+		return proxyConnection(
+			location,
+			opts.(*api.ServiceProxyOptions).Path,
+			registryv1.Transport_TRANSPORT_PROXY,
+			err,
+		)
 	case *noderest.ProxyREST:
 		location, roundTripper, err := node.ResourceLocation(s.Store, s.Connection, s.ProxyTransport, ctx, r.Name)
 		transport := registryv1.Transport_TRANSPORT_KUBELET
@@ -136,7 +157,12 @@ func (scope *RequestScope) resolveConnection(ctx context.Context, r *registryv1.
 }
 
 // proxyConnection is a connection that rewrites what it carries.
-func proxyConnection(location *url.URL, path string, transport registryv1.Transport, err error) (*registryv1.Connection, error) {
+func proxyConnection(
+	location *url.URL,
+	path string,
+	transport registryv1.Transport,
+	err error,
+) (*registryv1.Connection, error) {
 	if err != nil {
 		return nil, err
 	}
@@ -145,8 +171,12 @@ func proxyConnection(location *url.URL, path string, transport registryv1.Transp
 }
 
 // upgradeConnection is a connection to a kubelet. A WebSocket is translated for a kubelet that speaks SPDY alone.
-func (scope *RequestScope) upgradeConnection(ctx context.Context, r *registryv1.WriteRequest, streams *registryv1.Streams,
-	locate func() (*url.URL, *kubeletclient.ConnectionInfo, error)) (*registryv1.Connection, error) {
+func (scope *RequestScope) upgradeConnection(
+	ctx context.Context,
+	r *registryv1.WriteRequest,
+	streams *registryv1.Streams,
+	locate func() (*url.URL, *kubeletclient.ConnectionInfo, error),
+) (*registryv1.Connection, error) {
 	if err := scope.authorizeUpgrade(ctx, r); err != nil {
 		return nil, err
 	}

@@ -206,8 +206,12 @@ func TestWrites(t *testing.T) {
 			write{verb: "create", query: "dryRun=All", body: configMap("dry", "}"), code: 201},
 			write{verb: "delete", name: "dry", fails: "404 NotFound"},
 			write{verb: "create", query: "dryRun=Some", body: configMap("dry", "}"), fails: "422 Invalid"},
-			write{verb: "create", query: "fieldValidation=Strict", body: configMap("o", `},"dta":{}`),
-				fails: `400 BadRequest ConfigMap in version "v1" cannot be handled as a ConfigMap: strict decoding error: unknown field "dta"`},
+			write{
+				verb:  "create",
+				query: "fieldValidation=Strict",
+				body:  configMap("o", `},"dta":{}`),
+				fails: `400 BadRequest ConfigMap in version "v1" cannot be handled as a ConfigMap: strict decoding error: unknown field "dta"`,
+			},
 			write{verb: "create", query: "fieldValidation=Warn", body: configMap("o", `},"dta":{}`), code: 201,
 				warns: `unknown field "dta"`},
 			write{
@@ -438,12 +442,14 @@ func TestValidateInAdmit(t *testing.T) {
 		"with something to say":  {false, fixture.Operations, "ADMIT CREATE, VALIDATE CREATE"},
 		"not to be validated so": {true, nil, "ADMIT CREATE, VALIDATE CREATE"},
 	} {
-		callbacks := &fixture.Callbacks{OnReview: func(p registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error) {
-			if r.Validate != (p == registryv1.Phase_PHASE_ADMIT && c.atOnce != nil) {
-				t.Errorf("%s: %v is to validate: %v", name, p, r.Validate)
-			}
-			return &admissionv1.Verdict{Validated: c.validated}, nil
-		}}
+		callbacks := &fixture.Callbacks{
+			OnReview: func(p registryv1.Phase, r *admissionv1.Review) (*admissionv1.Verdict, error) {
+				if r.Validate != (p == registryv1.Phase_PHASE_ADMIT && c.atOnce != nil) {
+					t.Errorf("%s: %v is to validate: %v", name, p, r.Validate)
+				}
+				return &admissionv1.Verdict{Validated: c.validated}, nil
+			},
+		}
 		_, err := fx.Write(t.Context(), pods, &registryv1.WriteRequest{
 			Verb: "create",
 			Body: []byte(`{"apiVersion":"v1","kind":"Pod","metadata":{` + generated +

@@ -9,7 +9,11 @@ import (
 
 // strategicMerge is strategicpatch.StrategicMergeMapPatch until ctx ends. Upstream merges a list by key in quadratic
 // time, and kube-apiserver goes on after it has answered 504. One list is merged to its end.
-func strategicMerge(ctx context.Context, original, patch map[string]any, dataStruct runtime.Object) (map[string]any, error) {
+func strategicMerge(
+	ctx context.Context,
+	original, patch map[string]any,
+	dataStruct runtime.Object,
+) (map[string]any, error) {
 	schema, err := strategicpatch.NewPatchMetaFromStruct(dataStruct)
 	if err != nil {
 		return nil, err
@@ -24,13 +28,17 @@ type cancelablePatchMeta struct {
 }
 
 // LookupPatchMetadataForStruct implements strategicpatch.LookupPatchMeta.
-func (m cancelablePatchMeta) LookupPatchMetadataForStruct(key string) (strategicpatch.LookupPatchMeta, strategicpatch.PatchMeta,
+func (m cancelablePatchMeta) LookupPatchMetadataForStruct(
+	key string,
+) (strategicpatch.LookupPatchMeta, strategicpatch.PatchMeta,
 	error) {
 	return m.wrap(m.LookupPatchMeta.LookupPatchMetadataForStruct(key))
 }
 
 // LookupPatchMetadataForSlice implements strategicpatch.LookupPatchMeta.
-func (m cancelablePatchMeta) LookupPatchMetadataForSlice(key string) (strategicpatch.LookupPatchMeta, strategicpatch.PatchMeta,
+func (m cancelablePatchMeta) LookupPatchMetadataForSlice(
+	key string,
+) (strategicpatch.LookupPatchMeta, strategicpatch.PatchMeta,
 	error) {
 	return m.wrap(m.LookupPatchMeta.LookupPatchMetadataForSlice(key))
 }

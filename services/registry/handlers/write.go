@@ -105,7 +105,11 @@ var spanNames = map[string]string{
 }
 
 // encodeResult encodes what a write has made of its object.
-func (w *writeOperation) encodeResult(ctx context.Context, code int, result runtime.Object) (*registryv1.ObjectResponse, error) {
+func (w *writeOperation) encodeResult(
+	ctx context.Context,
+	code int,
+	result runtime.Object,
+) (*registryv1.ObjectResponse, error) {
 	w.auditContext.recordStatus(result)
 	return w.encodeResponse(ctx, w.req.Output, w.req.Query, code, result)
 }
@@ -330,7 +334,11 @@ func (w *writeOperation) update(ctx context.Context) (*registryv1.ObjectResponse
 			if !trackManagers {
 				return newObj, nil
 			}
-			return w.FieldManager.UpdateNoErrors(live, newObj, managerOrUserAgent(opts.FieldManager, w.req.UserAgent)), nil
+			return w.FieldManager.UpdateNoErrors(
+				live,
+				newObj,
+				managerOrUserAgent(opts.FieldManager, w.req.UserAgent),
+			), nil
 		},
 		func(ctx context.Context, newObj, old runtime.Object) (runtime.Object, error) {
 			return newObj, w.mutate(ctx, newObj, old, createOpts, opts, opts.DryRun)

@@ -125,9 +125,15 @@ func (s *Set) installVersion(store *storage.Storage, info *genericapiserver.APIG
 	return nil
 }
 
-func newRequestScope(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion, resource, subresource string, st,
+func newRequestScope(
+	info *genericapiserver.APIGroupInfo,
+	gv schema.GroupVersion,
+	resource, subresource string,
+	st,
 	parent rest.Storage,
-	converter managedfields.TypeConverter, equivalents runtime.EquivalentResourceMapper) (*handlers.RequestScope, error) {
+	converter managedfields.TypeConverter,
+	equivalents runtime.EquivalentResourceMapper,
+) (*handlers.RequestScope, error) {
 	kind, err := genericapi.GetResourceKind(gv, st, info.Scheme)
 	if err != nil {
 		return nil, err
@@ -158,8 +164,16 @@ func newRequestScope(info *genericapiserver.APIGroupInfo, gv schema.GroupVersion
 	if r, ok := st.(rest.ResetFieldsFilterStrategy); ok {
 		reset = r.GetResetFieldsFilter()
 	}
-	upstream, err := managedfields.NewDefaultFieldManager(converter, scope.UnsafeConvertor, scope.Defaulter, scope.Creater,
-		kind, scope.HubGroupVersion(), subresource, reset)
+	upstream, err := managedfields.NewDefaultFieldManager(
+		converter,
+		scope.UnsafeConvertor,
+		scope.Defaulter,
+		scope.Creater,
+		kind,
+		scope.HubGroupVersion(),
+		subresource,
+		reset,
+	)
 	scope.FieldManager = managed.New(upstream)
 	return scope, err
 }
@@ -278,10 +292,22 @@ func storageResourceOf(scope *handlers.RequestScope, store *storage.Storage) (*s
 }
 
 // fieldLabelAliases are field labels that some kind accepts beside the names of its stored fields.
-var fieldLabelAliases = []string{"metadata.name", "metadata.namespace", "spec.host", "regarding.kind", "regarding.namespace",
+var fieldLabelAliases = []string{
+	"metadata.name",
+	"metadata.namespace",
+	"spec.host",
+	"regarding.kind",
+	"regarding.namespace",
 	"regarding.name",
-	"regarding.uid", "regarding.apiVersion", "regarding.resourceVersion", "regarding.fieldPath", "reportingController",
-	"type", "reason", "status.podIPs"}
+	"regarding.uid",
+	"regarding.apiVersion",
+	"regarding.resourceVersion",
+	"regarding.fieldPath",
+	"reportingController",
+	"type",
+	"reason",
+	"status.podIPs",
+}
 
 // fieldLabels asks the scheme which labels a selector may use and what each one means.
 func fieldLabels(scope *handlers.RequestScope, st *storage.Resource) map[string]string {

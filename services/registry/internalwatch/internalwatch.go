@@ -71,7 +71,10 @@ func (p *InternalWatch) isSingleObject(ctx context.Context, q *watchfanoutv1.Que
 }
 
 // List answers a whole list as it is in etcd.
-func (p *InternalWatch) List(r *watchfanoutv1.ListRequest, stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk]) error {
+func (p *InternalWatch) List(
+	r *watchfanoutv1.ListRequest,
+	stream grpc.ServerStreamingServer[watchfanoutv1.ListChunk],
+) error {
 	limited := r.Limit != 0 && r.ResourceVersion != "0" // with "0" a limit does not count
 	if limited || r.Continue != "" || r.ResourceVersionMatch == "Exact" {
 		return rpc.ErrDelegate
@@ -151,7 +154,8 @@ func (p *InternalWatch) view(ctx context.Context, q *watchfanoutv1.Query) (*view
 		return nil, err
 	}
 	apiResource, as := scope.APIResource, q.GetOutput().GetAs()
-	if apiResource.GetStorageResource() == "" || !supportedOutput(q.GetOutput()) || q.GetNamespace() != "" && !apiResource.Namespaced {
+	if apiResource.GetStorageResource() == "" || !supportedOutput(q.GetOutput()) ||
+		q.GetNamespace() != "" && !apiResource.Namespaced {
 		return nil, rpc.ErrDelegate
 	}
 	v := &view{

@@ -117,7 +117,11 @@ func (w *watch) sendInitialEvents(ctx context.Context) error {
 	var pieces [][]byte
 	bytes := 0
 	for _, row := range rows {
-		data, err := w.encodeEvent(ctx, "ADDED", &logv1.Object{Json: row.Json, Protobuf: row.Protobuf, Version: row.Version})
+		data, err := w.encodeEvent(
+			ctx,
+			"ADDED",
+			&logv1.Object{Json: row.Json, Protobuf: row.Protobuf, Version: row.Version},
+		)
 		if err != nil {
 			return err
 		}
@@ -182,7 +186,10 @@ func (w *watch) sendProgress() error {
 		return w.send(nil, nil)
 	}
 	data := w.form.Bookmark(w.position.Revision, false)
-	return w.send(data, []*watchfanoutv1.EventBoundary{{Bookmark: true, End: int32(len(data)), Position: w.position.Proto()}})
+	return w.send(
+		data,
+		[]*watchfanoutv1.EventBoundary{{Bookmark: true, End: int32(len(data)), Position: w.position.Proto()}},
+	)
 }
 
 func (w *watch) deliver(ctx context.Context, batch []*logv1.Event) error {
@@ -199,7 +206,14 @@ func (w *watch) deliver(ctx context.Context, batch []*logv1.Event) error {
 		}
 		w.position.Revision, w.position.Index = e.Revision, e.Index
 		data = append(data, f...)
-		boundaries = append(boundaries, &watchfanoutv1.EventBoundary{End: int32(len(data)), Position: w.position.Proto(), Traceparent: e.Traceparent})
+		boundaries = append(
+			boundaries,
+			&watchfanoutv1.EventBoundary{
+				End:         int32(len(data)),
+				Position:    w.position.Proto(),
+				Traceparent: e.Traceparent,
+			},
+		)
 		if len(data) > messageBytes {
 			if err := w.send(data, boundaries); err != nil {
 				return err

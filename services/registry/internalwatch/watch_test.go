@@ -101,7 +101,13 @@ func event(revision int64, index int32, storageResource string) *logv1.Event {
 func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, Epoch: "h"} }
 
 func reset(revision int64, index int32, storageResource string) *logv1.Event {
-	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, Index: index, StorageResource: storageResource, Epoch: "h"}
+	return &logv1.Event{
+		Type:            logv1.Type_TYPE_RESET,
+		Revision:        revision,
+		Index:           index,
+		StorageResource: storageResource,
+		Epoch:           "h",
+	}
 }
 
 func newCacheOf(t *testing.T, all ...*logv1.Event) *watchcache.Cache {
@@ -117,7 +123,12 @@ func newCacheOf(t *testing.T, all ...*logv1.Event) *watchcache.Cache {
 }
 
 // newWatch begins a watch of roles over a tail.
-func newWatch(t *testing.T, cache *watchcache.Cache, r *watchfanoutv1.WatchRequest, labels string) (w *watch, s *recordingStream) {
+func newWatch(
+	t *testing.T,
+	cache *watchcache.Cache,
+	r *watchfanoutv1.WatchRequest,
+	labels string,
+) (w *watch, s *recordingStream) {
 	t.Helper()
 	k := &commonv1.Kind{Group: "rbac.authorization.k8s.io", Version: "v1", Kind: "Role"}
 	selector, err := watchcache.NewSelector("x", labels, "")

@@ -95,8 +95,13 @@ func (l *Loopback) RoundTrip(req *http.Request) (*http.Response, error) {
 }
 
 // serve has an endpoint answer a request.
-func (l *Loopback) serve(req *http.Request, scope *handlers.RequestScope, r *commonv1.Resource, info *request.RequestInfo,
-	body []byte) *http.Response {
+func (l *Loopback) serve(
+	req *http.Request,
+	scope *handlers.RequestScope,
+	r *commonv1.Resource,
+	info *request.RequestInfo,
+	body []byte,
+) *http.Response {
 	// The parent context may be a write's; its Gate must not be asked on the system's behalf.
 	ctx := lookup.WithRequestInfo(context.Background(), info.Verb, r, systemUser, info.Namespace, info.Name)
 	ctx, cancel := context.WithCancel(ctx)
@@ -150,7 +155,11 @@ func (systemCallbacks) Review(context.Context, registryv1.Phase, *admissionv1.Re
 func (systemCallbacks) Authorize(context.Context, *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
 	return &authzv1.AuthorizeResponse{Decision: authzv1.Decision_DECISION_ALLOW}, nil
 }
-func (systemCallbacks) ReviewToken(context.Context, *authnv1.ReviewTokenRequest) (*authnv1.AuthenticateResponse, error) {
+
+func (systemCallbacks) ReviewToken(
+	context.Context,
+	*authnv1.ReviewTokenRequest,
+) (*authnv1.AuthenticateResponse, error) {
 	return nil, errors.New("not asked by the system itself")
 }
 func (systemCallbacks) Rules(context.Context, *authzv1.RulesRequest) (*authzv1.RulesResponse, error) {

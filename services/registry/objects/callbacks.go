@@ -59,7 +59,10 @@ func (s *streamCallbacks) Review(ctx context.Context, phase registryv1.Phase,
 	return result.Verdict, nil
 }
 
-func (s *streamCallbacks) Authorize(ctx context.Context, attrs *commonv1.Attributes) (*authzv1.AuthorizeResponse, error) {
+func (s *streamCallbacks) Authorize(
+	ctx context.Context,
+	attrs *commonv1.Attributes,
+) (*authzv1.AuthorizeResponse, error) {
 	a, err := s.callback(ctx, &registryv1.WriteReply{Reply: &registryv1.WriteReply_Authorization{Authorization: attrs}})
 	if err != nil {
 		return nil, err

@@ -31,7 +31,11 @@ func New(r *lookup.Resources) *Objects { return &Objects{resources: r} }
 
 // requestScope finds what a request is for. One in a namespace is for nothing that has none: a CRD may have been defined
 // anew, and the permission that the gateway asked for is for a namespace.
-func (o *Objects) requestScope(ctx context.Context, r *commonv1.Resource, namespace string) (*handlers.RequestScope, error) {
+func (o *Objects) requestScope(
+	ctx context.Context,
+	r *commonv1.Resource,
+	namespace string,
+) (*handlers.RequestScope, error) {
 	scope, err := o.resources.RequestScope(ctx, r)
 	if err == nil && namespace != "" && !scope.APIResource.GetNamespaced() {
 		return nil, lookup.NotServed(r)
@@ -55,7 +59,10 @@ func (o *Objects) List(r *registryv1.GetRequest, stream grpc.ServerStreamingServ
 	if err != nil {
 		return rpc.ToStatus(err)
 	}
-	body, err := scope.List(lookup.WithRequestInfo(stream.Context(), "list", r.Resource, r.User, r.Namespace, r.Name), r)
+	body, err := scope.List(
+		lookup.WithRequestInfo(stream.Context(), "list", r.Resource, r.User, r.Namespace, r.Name),
+		r,
+	)
 	if err != nil {
 		return rpc.ToStatus(err)
 	}

@@ -101,9 +101,14 @@ func TestWriteCallbacks(t *testing.T) {
 		}}, codes.Unknown, "expected an admission result"},
 		"left": {nil, codes.Unknown, "the gateway ended the write"},
 	} {
-		m, err := serveCallbacks(t.Context(), o.Write, create(name), func(*registryv1.WriteReply) *registryv1.WriteCall {
-			return c.answer
-		})
+		m, err := serveCallbacks(
+			t.Context(),
+			o.Write,
+			create(name),
+			func(*registryv1.WriteReply) *registryv1.WriteCall {
+				return c.answer
+			},
+		)
 		message := string(m.GetResult().GetBody()) + status.Convert(err).Message()
 		if status.Code(err) != c.code || !strings.Contains(message, c.says) {
 			t.Errorf("%s: %s, %v", name, m.GetResult().GetBody(), err)
@@ -151,7 +156,10 @@ func TestWriteUnary(t *testing.T) {
 	}
 	plain := create("plain")
 	plain.Admit = nil
-	if reply := writeUnary(plain); !strings.Contains(string(reply.GetResult().GetBody()), `"plain"`) || reply.CallbackRequired {
+	if reply := writeUnary(
+		plain,
+	); !strings.Contains(string(reply.GetResult().GetBody()), `"plain"`) ||
+		reply.CallbackRequired {
 		t.Errorf("%v", reply)
 	}
 	plain.AuditLevel = commonv1.AuditLevel_AUDIT_LEVEL_REQUEST
@@ -214,7 +222,8 @@ func TestListChunks(t *testing.T) {
 			return nil
 		})
 	}
-	if err != nil || pieces < 2 || !strings.HasSuffix(string(body), "}\n") || strings.Count(string(body), `"uid"`) != 2 {
+	if err != nil || pieces < 2 || !strings.HasSuffix(string(body), "}\n") ||
+		strings.Count(string(body), `"uid"`) != 2 {
 		t.Errorf("%d pieces, %d bytes, %v", pieces, len(body), err)
 	}
 }

@@ -70,7 +70,13 @@ func (p *Publisher) resume(ctx context.Context, w *term, h epoch, modRevision in
 
 // startEpoch begins a log of a history of its own: of what comes from now on or, unless another's revisions may be about, of
 // all that etcd has.
-func (p *Publisher) startEpoch(ctx context.Context, w *term, modRevision int64, sequence uint64, otherEpoch bool) (err error) {
+func (p *Publisher) startEpoch(
+	ctx context.Context,
+	w *term,
+	modRevision int64,
+	sequence uint64,
+	otherEpoch bool,
+) (err error) {
 	h := epoch{ID: rand.Text(), Token: rand.Text()}
 	if h.Since, err = p.writeEpoch(ctx, h, modRevision); err != nil { // only now it is known when that is
 		return err

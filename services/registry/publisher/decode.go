@@ -32,7 +32,10 @@ func (p *Publisher) resourceByKey(key string) (*storage.Resource, bool) {
 
 // decodeEvent decodes one etcd event; nil for a key of nothing served. redefined is the stored resource whose objects are
 // read in another way after it, since it is its definition's.
-func (p *Publisher) decodeEvent(ctx context.Context, e *clientv3.Event) (out *logv1.Event, crdChanged string, err error) {
+func (p *Publisher) decodeEvent(
+	ctx context.Context,
+	e *clientv3.Event,
+) (out *logv1.Event, crdChanged string, err error) {
 	key := string(e.Kv.Key)
 	st, ok := p.resourceByKey(key)
 	if !ok {

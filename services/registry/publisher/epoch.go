@@ -186,7 +186,11 @@ type checkpoint struct {
 // matchesCheckpoint says whether etcd, at this revision of the history h, which is written there since another, is at a later
 // point of the history that this publisher published last. A reason is why not. The mark says that nobody has published
 // since, and the last event that etcd was not set back.
-func (p *Publisher) matchesCheckpoint(ctx context.Context, h epoch, modRevision, revision int64) (reason string, err error) {
+func (p *Publisher) matchesCheckpoint(
+	ctx context.Context,
+	h epoch,
+	modRevision, revision int64,
+) (reason string, err error) {
 	m := p.checkpoint
 	switch {
 	case h != m.epoch || modRevision != m.epochModRevision || h.Since == 0:

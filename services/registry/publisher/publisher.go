@@ -96,7 +96,14 @@ type Publisher struct {
 // Run takes part in the election and publishes when elected, until ctx ends.
 func (p *Publisher) Run(ctx context.Context) error {
 	go p.sendTraceContexts(ctx)
-	return election.Run(ctx, p.Storage.Client.Client, ElectionKey, p.Identity, p.lead, func() { p.checkpoint = checkpoint{} })
+	return election.Run(
+		ctx,
+		p.Storage.Client.Client,
+		ElectionKey,
+		p.Identity,
+		p.lead,
+		func() { p.checkpoint = checkpoint{} },
+	)
 }
 
 // resignAfter is for how long a leader may fail to publish before it lets another try, which may reach what it cannot.
@@ -190,8 +197,19 @@ func (p *Publisher) publish(ctx context.Context) error {
 
 // watch publishes what etcd's one watch says, how far that is, and the marks of etcd's history. asked tells that a
 // reader wants to know how far it is.
-func (p *Publisher) watch(ctx context.Context, w *term, watch clientv3.WatchChan, progressRequests <-chan struct{}) (err error) {
-	idle, rotations, checks := time.NewTicker(idleProgress), time.NewTicker(tokenPeriod), time.NewTicker(tokenCheckPeriod)
+func (p *Publisher) watch(
+	ctx context.Context,
+	w *term,
+	watch clientv3.WatchChan,
+	progressRequests <-chan struct{},
+) (err error) {
+	idle, rotations, checks := time.NewTicker(
+		idleProgress,
+	), time.NewTicker(
+		tokenPeriod,
+	), time.NewTicker(
+		tokenCheckPeriod,
+	)
 	defer idle.Stop()
 	defer rotations.Stop()
 	defer checks.Stop()

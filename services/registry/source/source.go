@@ -165,7 +165,12 @@ func (s *Source) snapshot(ctx context.Context, r *registryv1.SnapshotRequest,
 }
 
 // ReadPages reads all that lies below a prefix in etcd at one revision, in reads of about pageBytes.
-func (s *Source) ReadPages(ctx context.Context, prefix string, revision int64, each func([]*mvccpb.KeyValue) error) error {
+func (s *Source) ReadPages(
+	ctx context.Context,
+	prefix string,
+	revision int64,
+	each func([]*mvccpb.KeyValue) error,
+) error {
 	key, end := prefix, clientv3.GetPrefixRangeEnd(prefix)
 	limit := int64(firstPage)
 	for {

@@ -60,7 +60,10 @@ func (l *DataKeys) Current(ctx context.Context, st *Resource) (id string, secret
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	k, ok := l.current[st.Name()]
-	if age := time.Since(k.createdAt); ok && (k.err == nil && age < dataKeyLifetime || k.err != nil && age < eventlog.NegativeTTL) {
+	if age := time.Since(
+		k.createdAt,
+	); ok &&
+		(k.err == nil && age < dataKeyLifetime || k.err != nil && age < eventlog.NegativeTTL) {
 		return k.id, k.secret, k.err
 	}
 	k = dataKey{createdAt: time.Now()}

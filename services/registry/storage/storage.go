@@ -307,7 +307,12 @@ func (s *Storage) newStore(config *storagebackend.ConfigForResource, resourcePre
 	newFunc, newListFunc func() runtime.Object, _ apistorage.AttrFunc, _ apistorage.IndexerFuncs,
 	_ *cache.Indexers) (apistorage.Interface, factory.DestroyFunc, error) {
 	versioner := apistorage.APIObjectVersioner{}
-	decoder, transformer := etcd3.NewDefaultDecoder(config.Codec, versioner), s.encryption.transformerFor(config.GroupResource)
+	decoder, transformer := etcd3.NewDefaultDecoder(
+		config.Codec,
+		versioner,
+	), s.encryption.transformerFor(
+		config.GroupResource,
+	)
 	store, err := etcd3.New(s.Client, nil, config.Codec, newFunc, newListFunc, config.Prefix, resourcePrefix,
 		config.GroupResource, transformer, config.LeaseManagerConfig, decoder, versioner)
 	if err != nil {

@@ -20,7 +20,11 @@ type countingClient struct {
 	n int
 }
 
-func (r *countingClient) Get(ctx context.Context, key string, o etcdkubernetes.GetOptions) (etcdkubernetes.GetResponse, error) {
+func (r *countingClient) Get(
+	ctx context.Context,
+	key string,
+	o etcdkubernetes.GetOptions,
+) (etcdkubernetes.GetResponse, error) {
 	r.n++
 	return r.Interface.Get(ctx, key, o)
 }

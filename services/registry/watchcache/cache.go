@@ -219,7 +219,11 @@ func (c *Cache) updateCaughtUp() {
 
 // RequestProgress compares the tail with etcd's revision every ProgressPeriod until ctx is done. Where the log lags it calls
 // ask, which has the publisher say how far it is: readers tell by it how fresh they are.
-func (c *Cache) RequestProgress(ctx context.Context, readRevision func(context.Context) (int64, error), request func() error) error {
+func (c *Cache) RequestProgress(
+	ctx context.Context,
+	readRevision func(context.Context) (int64, error),
+	request func() error,
+) error {
 	tick := time.NewTicker(ProgressPeriod)
 	defer tick.Stop()
 	for {

@@ -24,7 +24,13 @@ func event(revision int64, index int32, storageResource string) *logv1.Event {
 func progress(revision int64) *logv1.Event { return &logv1.Event{Revision: revision, Epoch: "h"} }
 
 func reset(revision int64, index int32, storageResource string) *logv1.Event {
-	return &logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: revision, Index: index, StorageResource: storageResource, Epoch: "h"}
+	return &logv1.Event{
+		Type:            logv1.Type_TYPE_RESET,
+		Revision:        revision,
+		Index:           index,
+		StorageResource: storageResource,
+		Epoch:           "h",
+	}
 }
 
 func newCacheOf(t *testing.T, all ...*logv1.Event) *Cache {
@@ -95,7 +101,9 @@ func TestWatcherReturnsEachEventOnce(t *testing.T) {
 			10, events.LastIndex, " to 0 overrun"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := next(c.tail.Watch("roles", events.Position{Revision: c.revision, Index: c.index})); got != c.want {
+			if got := next(
+				c.tail.Watch("roles", events.Position{Revision: c.revision, Index: c.index}),
+			); got != c.want {
 				t.Errorf("told %q, not %q", got, c.want)
 			}
 		})

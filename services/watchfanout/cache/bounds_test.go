@@ -167,7 +167,12 @@ func TestABrokenEventIsNotAppliedAgain(t *testing.T) {
 	a, b := pods.Subscribe(Trigger{}), nodes.Subscribe(Trigger{})
 	fromA, _, _ := a.After(10, 1<<31-1)
 	fromB, _, _ := b.After(10, 1<<31-1)
-	broken := &logv1.Event{Type: logv1.Type_TYPE_ADDED, Revision: 11, StorageResource: "pods", More: true} // without an object
+	broken := &logv1.Event{
+		Type:            logv1.Type_TYPE_ADDED,
+		Revision:        11,
+		StorageResource: "pods",
+		More:            true,
+	} // without an object
 	sound := event(logv1.Type_TYPE_ADDED, 11, "n")
 	sound.StorageResource, sound.Index = "nodes", 1
 	c.Apply(broken)
@@ -190,7 +195,12 @@ func TestAFrameThatPanicsIsAnError(t *testing.T) {
 	if _, err := e.Frame(t.Context(), "k", func(context.Context) ([]byte, error) { panic("boom") }); err == nil {
 		t.Error("no error")
 	}
-	if b, err := e.Frame(t.Context(), "k", func(context.Context) ([]byte, error) { return []byte("x"), nil }); err != nil || string(b) != "x" {
+	if b, err := e.Frame(
+		t.Context(),
+		"k",
+		func(context.Context) ([]byte, error) { return []byte("x"), nil },
+	); err != nil ||
+		string(b) != "x" {
 		t.Errorf("%s %v", b, err)
 	}
 }

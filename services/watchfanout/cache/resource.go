@@ -100,7 +100,8 @@ const (
 )
 
 func (r *Resource) bound() int {
-	if r.subscribers == 0 && r.loading == nil && r.cache.IdleTimeout > 0 && time.Since(r.lastUsed) > r.cache.IdleTimeout {
+	if r.subscribers == 0 && r.loading == nil && r.cache.IdleTimeout > 0 &&
+		time.Since(r.lastUsed) > r.cache.IdleTimeout {
 		return r.cache.RingBytes / idleShare
 	}
 	return r.cache.RingBytes

@@ -36,7 +36,13 @@ func New(source registryv1.SourceClient, c *cache.Cache) *Converter {
 		Name: "watershed_watchfanout_encodings_total",
 		Help: "Objects asked for as Table rows and in other versions, by whether what registry made was kept.",
 	}, []string{"cached"})
-	return &Converter{source: source, cache: c, rows: newEncodingCache(requests), versions: newEncodingCache(requests), requests: requests}
+	return &Converter{
+		source:   source,
+		cache:    c,
+		rows:     newEncodingCache(requests),
+		versions: newEncodingCache(requests),
+		requests: requests,
+	}
 }
 
 // Metrics are this package's collectors.
@@ -115,7 +121,10 @@ func (c *Converter) Convert(ctx context.Context, q *query.Query, items []*cache.
 			return nil, err
 		}
 		for i, data := range resp.Objects {
-			k.serial, encodings[positions[i]] = batch[i].Serial, &encoding{data: data, expires: time.Now().Add(versionTTL)}
+			k.serial, encodings[positions[i]] = batch[i].Serial, &encoding{
+				data:    data,
+				expires: time.Now().Add(versionTTL),
+			}
 			c.versions.put(k, encodings[positions[i]])
 		}
 	}

@@ -178,11 +178,15 @@ func (l *Server) Get(ctx context.Context, r *watchfanoutv1.GetRequest) (*watchfa
 		return nil, rpc.ErrDelegate
 	}
 	if q.Encoding.Protobuf {
-		return &watchfanoutv1.GetResponse{Body: frame.Envelope(q.Encoding.Kind, q.Encoding.APIVersion, item.Protobuf)}, nil
+		return &watchfanoutv1.GetResponse{
+			Body: frame.Envelope(q.Encoding.Kind, q.Encoding.APIVersion, item.Protobuf),
+		}, nil
 	}
 	body := make([]byte, 0, len(item.JSON)+len(q.Encoding.Kind)+len(q.Encoding.APIVersion)+32)
-	return &watchfanoutv1.GetResponse{Body: append(frame.Object(body, q.Encoding.Kind, q.Encoding.APIVersion, item.JSON),
-		'\n')}, nil
+	return &watchfanoutv1.GetResponse{
+		Body: append(frame.Object(body, q.Encoding.Kind, q.Encoding.APIVersion, item.JSON),
+			'\n'),
+	}, nil
 }
 
 type page struct {
@@ -250,7 +254,11 @@ func (l *Server) page(ctx context.Context, q *query.Query, r *watchfanoutv1.List
 }
 
 // snapshotFor is the snapshot that a list is answered from, and the key to begin at.
-func (l *Server) snapshotFor(ctx context.Context, q *query.Query, r *watchfanoutv1.ListRequest) (*cache.Snapshot, string, error) {
+func (l *Server) snapshotFor(
+	ctx context.Context,
+	q *query.Query,
+	r *watchfanoutv1.ListRequest,
+) (*cache.Snapshot, string, error) {
 	res := l.cache.Resource(q.Entry.StorageResource)
 	if r.Continue != "" {
 		if r.ResourceVersion != "" && r.ResourceVersion != "0" {

@@ -254,8 +254,13 @@ func TestNoiseIsNotCached(t *testing.T) {
 		o := fixture.Object(name, 30000+int64(i), "noise")
 		o.Json = fmt.Appendf(o.Json[:len(o.Json)-1], `,"data":%q}`, base64.StdEncoding.EncodeToString(data))
 		w.Cache.Apply(&logv1.Event{
-			Type: logv1.Type_TYPE_ADDED, Revision: 30000 + int64(i), StorageResource: "pods", Namespace: "x", Name: name,
-			Epoch: "h", Object: o,
+			Type:            logv1.Type_TYPE_ADDED,
+			Revision:        30000 + int64(i),
+			StorageResource: "pods",
+			Namespace:       "x",
+			Name:            name,
+			Epoch:           "h",
+			Object:          o,
 		})
 	}
 	r := cached()

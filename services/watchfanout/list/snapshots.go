@@ -28,7 +28,8 @@ func (l *Server) putSnapshot(storageResource, epoch string, snapshot *cache.Snap
 	defer l.mu.Unlock()
 	now := time.Now()
 	l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool {
-		return now.Sub(k.createdAt) >= snapshotTTL || k.storageResource == storageResource && k.snapshot.Revision == snapshot.Revision
+		return now.Sub(k.createdAt) >= snapshotTTL ||
+			k.storageResource == storageResource && k.snapshot.Revision == snapshot.Revision
 	})
 	if len(l.snapshots) >= maxSnapshots {
 		l.snapshots = slices.Delete(l.snapshots, 0, 1)
@@ -63,7 +64,10 @@ func (l *Server) Sweep() {
 	l.runs.forget(runTTL)
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.snapshots = slices.DeleteFunc(l.snapshots, func(k pageSnapshot) bool { return time.Since(k.createdAt) >= snapshotTTL })
+	l.snapshots = slices.DeleteFunc(
+		l.snapshots,
+		func(k pageSnapshot) bool { return time.Since(k.createdAt) >= snapshotTTL },
+	)
 	l.unpin()
 }
 

@@ -46,7 +46,10 @@ type backfills struct {
 }
 
 func newBackfills() backfills {
-	return backfills{quota: make(chan struct{}, totalBackfillBytes/backfillBytes), readSlots: make(chan struct{}, maxBackfillReads)}
+	return backfills{
+		quota:     make(chan struct{}, totalBackfillBytes/backfillBytes),
+		readSlots: make(chan struct{}, maxBackfillReads),
+	}
 }
 
 // Backfill is the events of a resource after a revision, up to another.
@@ -74,7 +77,11 @@ type Backfill struct {
 
 // Backfill answers the resource's events after a revision, as far as fits, for anybody who asks. low is where memory
 // goes on. Call leave when they are sent.
-func (l *Reader) Backfill(ctx context.Context, storageResource string, after, low int64) (b *Backfill, leave func(), err error) {
+func (l *Reader) Backfill(
+	ctx context.Context,
+	storageResource string,
+	after, low int64,
+) (b *Backfill, leave func(), err error) {
 	deadline := time.Now().Add(backfillTimeout)
 	timer := time.NewTimer(backfillTimeout)
 	defer timer.Stop()
@@ -121,7 +128,8 @@ func (b *backfills) join(storageResource, epoch string, after int64, exact bool,
 	defer b.mu.Unlock()
 	b.prune()
 	for _, f := range b.all {
-		if f.storageResource == storageResource && f.epoch == epoch && (f.after == after || f.after < after && !exact) &&
+		if f.storageResource == storageResource && f.epoch == epoch &&
+			(f.after == after || f.after < after && !exact) &&
 			(!f.isFinished() || f.err == nil && after < f.UpTo) {
 			f.users++
 			return f

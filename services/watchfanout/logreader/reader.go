@@ -107,7 +107,9 @@ func (l *Reader) apply(e *logv1.Event) error {
 	if err := l.tryApply(e); err != nil {
 		slog.Error("A message of the log cannot be applied; its resource is read anew", "resource", e.StorageResource,
 			"revision", e.Revision)
-		l.cache.Apply(&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StorageResource: e.StorageResource})
+		l.cache.Apply(
+			&logv1.Event{Type: logv1.Type_TYPE_RESET, Revision: e.Revision, StorageResource: e.StorageResource},
+		)
 		return nil
 	}
 	telemetry.RecordEventSpan(e.Traceparent, "apply", began)
@@ -159,7 +161,8 @@ func (l *Reader) Wait(ctx context.Context, revision int64) error {
 		case <-ctx.Done():
 		case <-t.C:
 			now := time.Now().UnixNano()
-			if last := l.progressRequestedAt.Load(); now-last > int64(progressRequestDelay) && l.progressRequestedAt.CompareAndSwap(last, now) {
+			if last := l.progressRequestedAt.Load(); now-last > int64(progressRequestDelay) &&
+				l.progressRequestedAt.CompareAndSwap(last, now) {
 				_ = l.nats.Publish(eventlog.ProgressRequestSubject, nil)
 			}
 			pause = min(pause*2, 100*time.Millisecond)

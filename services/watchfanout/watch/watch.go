@@ -62,8 +62,14 @@ type Server struct {
 }
 
 // New returns the watches of what a log brings into a cache, served as a catalog says.
-func New(progress time.Duration, served *discovery.Watcher, c *cache.Cache, l *logreader.Reader, source registryv1.SourceClient,
-	converter *conversion.Converter) *Server {
+func New(
+	progress time.Duration,
+	served *discovery.Watcher,
+	c *cache.Cache,
+	l *logreader.Reader,
+	source registryv1.SourceClient,
+	converter *conversion.Converter,
+) *Server {
 	return &Server{
 		ProgressPeriod: progress,
 		discovery:      served,
